@@ -31,7 +31,8 @@ from tiny import arguments
 from tandem.bench.asked import Asked, draw, load
 from tandem.bench.measure import measure
 from tandem.config.model import stored_config
-from tandem.memory.seconds import Rates, Shape, Work, fit, predict, step_work
+from tandem.memory.seconds import Rates, Work, fit, predict, step_work
+from tandem.memory.shapes import model_shape
 from tandem.observability.timers import Timeline
 
 MODELS = {  # hidden, intermediate, layers, heads, key heads, vocabulary
@@ -134,7 +135,7 @@ def work_of(folder: Path, run: tuple[Any, ...]) -> dict[str, Work]:
     """What the model of time says is to be done in a step of a run."""
     config, _ = load(words(folder, run), folder, dummy=True)
     drawn = draw(config, run[6], run[7])
-    shape = Shape.of(stored_config(config.actor_rollout_ref.model.path))
+    shape = model_shape(stored_config(config.actor_rollout_ref.model.path))
     return step_work(config, shape, drawn.prompts, drawn.responses.ravel(), item=4)
 
 

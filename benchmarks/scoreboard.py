@@ -41,7 +41,7 @@ from tandem.demo.problems import LONGEST_PROMPT, LONGEST_RESPONSE
 from tandem.demo.program import GYM_PROMPTS, make_task, warm_up
 from tandem.observability.run import read_metrics
 from tandem.trainer.assembly import build_ppo
-from tandem.trainer.schedule import Learner, Synchronous
+from tandem.trainer.loop import Loop, Schedule
 
 TASKS = (
     ARITHMETIC,
@@ -63,15 +63,15 @@ def sizes(task: str) -> tuple[int, int, int]:
     return GYM_PROMPTS["grpo"], GYMS[task].prompt, GYMS[task].response
 
 
-class Clocked(Synchronous):
+class Clocked(Schedule[Any]):
     """The usual order of a run, with the CPU time of each step after the validation at 0."""
 
     def __init__(self) -> None:
         self.cpu_seconds = [0.0]
 
-    def step(self, step: int, learner: Learner[Any]) -> dict[str, float]:
+    def step(self, step: int, loop: Loop[Any]) -> dict[str, float]:
         began = time.process_time()
-        metrics = super().step(step, learner)
+        metrics = super().step(step, loop)
         self.cpu_seconds.append(time.process_time() - began)
         return metrics
 

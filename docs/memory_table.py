@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.bench.asked import draw
-from tandem.cli.fitting import Task, fit_config
+from tandem.cli.fitting import judge_of
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.memory.activations import Setup
-from tandem.memory.fit import Found
+from tandem.memory.fit import Found, search
 from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
@@ -145,10 +145,9 @@ def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
     words = [f"actor_rollout_ref.model.path={model}", *_RUN, f"trainer.nnodes={-(-int(count) // 8)}"]
     words += [f"trainer.n_gpus_per_node={min(8, int(count))}"]
     clock = Clock.of({}, None, float(size), cuda=True)
-    assert clock is not None
     given = load_train_config(None, words, elsewhere=True).config
     lengths = draw(given, "", "")
-    found = fit_config(given, Task(None, words, float(size) * GIB, clock, shape_of, lengths))
+    found = search(given, judge_of(None, words, float(size) * GIB, clock, lengths))
     keys = [f"{key}={json.dumps(value)}" for key, value in found.changes.items()]
     config = load_train_config(None, [*words, *keys], elsewhere=True).config
     return plan(config, shape_of, float(size) * GIB), config, found

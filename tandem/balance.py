@@ -54,13 +54,8 @@ def _by_differencing(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _heaviest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
-    sets: list[list[int]] = [[] for _ in range(parts)]
-    totals = [(0, part) for part in range(parts)]
-    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
-        total, lightest = totals[0]
-        sets[lightest].append(item)
-        heapq.heapreplace(totals, (total + weights[item], lightest))
-    return [sorted(sets[part]) for _, part in sorted(totals, key=lambda entry: (-entry[0], entry[1]))]
+    sets = dealt(weights, [len(weights)] * parts)
+    return sorted(sets, key=lambda items: -sum(weights[item] for item in items))
 
 
 def dealt(weights: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ import pickle
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -123,20 +124,6 @@ def execute_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _pickled(functions: dict[str, Callable[..., Any]], module: ModuleType | None) -> bytes:
-    """What cloudpickle makes of a module's functions; by value where nobody else could import the module,
-    as one that `runpy.run_path` executes."""
-    by_value = module is not None and module.__name__ != "__main__" and module.__spec__ is None
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        pickled: bytes = cloudpickle.dumps(functions)
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-    return pickled
-
-
 def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, str]:
     """Write a function, with what it refers to, into a file that `load_module` reads, as cloudpickle does:
     what can be imported goes by name, all else as it is now. A signature beside it says that this user's run
@@ -151,8 +138,15 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
     """
     whole = getattr(function, "func", function)  # of functools.partial
     name = getattr(whole, "__name__", type(whole).__name__).strip("<>")
+    module = sys.modules.get(getattr(whole, "__module__", ""))
+    # Nobody else could import a module that `runpy.run_path` executes: its functions go by value.
+    by_value = module is not None and module.__name__ != "__main__" and module.__spec__ is None
     try:
-        pickled = _pickled({name: function}, sys.modules.get(getattr(whole, "__module__", "")))
+        with ExitStack() as stack:
+            if by_value:
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
+            pickled = cloudpickle.dumps({name: function})
     except Exception as error:
         raise ConfigError(
             f"the function cannot be sent to other processes: {error}",

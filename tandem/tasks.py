@@ -26,7 +26,7 @@ SIZE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class GymTask:
     """A generator with its parameters.
 
     Attributes:
@@ -83,7 +83,7 @@ def is_task(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def parse(reference: str) -> Task:
+def parse(reference: str) -> GymTask:
     """The task that a reference names.
 
     Raises:
@@ -103,7 +103,7 @@ def parse(reference: str) -> Task:
         raise DataError(
             "reasoning-gym is not installed", field=reference, remedy="pip install 'tandem[tasks]'"
         )
-    return Task(reference, name, given, place == "tags")
+    return GymTask(reference, name, given, place == "tags")
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +111,7 @@ def generator(reference: str) -> Any:
     """reasoning-gym's data set of a reference.
 
     Raises:
-        DataError: see `Task.rows`.
+        DataError: see `GymTask.rows`.
     """
     task = parse(reference)
     names = _library("reasoning_gym.factory").DATASETS

@@ -76,14 +76,11 @@ def aggregate(
 
 
 def _denominator(mode: str, tokens: int, sequences: int, norm_length: float | None) -> float:
-    if mode not in AGGREGATIONS:
+    denominators = dict.fromkeys(AGGREGATIONS, sequences) | {"token-mean": tokens, "token-sum": 1}
+    if mode not in denominators:
         raise ConfigError("no such aggregation", field="loss_agg_mode", got=mode, expected=AGGREGATIONS)
-    if mode == "token-mean":
-        return tokens
-    if mode == "token-sum":
-        return 1
     if mode != "seq-mean-token-sum-norm":
-        return sequences
+        return denominators[mode]
     if norm_length is None or norm_length <= 0:
         raise ConfigError(
             "this aggregation divides by a constant length",

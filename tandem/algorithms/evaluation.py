@@ -172,7 +172,11 @@ def estimate(
     assert values.ndim == 1 and len(values), values.shape
     mean = float(values.mean())
     if bounded and (np.isin(values, (0.0, 1.0)).all() or (values == values[0]).all()):
-        return Estimate(mean, *_wilson(mean, len(values), confidence), "wilson")
+        count, z = len(values), NormalDist().inv_cdf((1 + confidence) / 2)
+        centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+        variance = mean * (1 - mean) / count + z * z / (4 * count * count)
+        half = z / (1 + z * z / count) * math.sqrt(variance)
+        return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), "wilson")
     rng = np.random.default_rng(seed)
     part = max(1, _RESAMPLED_NUMBERS // len(values))
     means = np.concatenate(
@@ -184,10 +188,3 @@ def estimate(
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Estimate(mean, float(low), float(high), "bootstrap")
-
-
-def _wilson(mean: float, count: int, confidence: float) -> tuple[float, float]:
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-    return max(0.0, centre - half), min(1.0, centre + half)

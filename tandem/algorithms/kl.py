@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.kl_estimators import straight_through
-from tandem.algorithms.masked import require_same_shape, segment_sum
+from tandem.algorithms.masked import require_same_shape, segment_mean
 from tandem.algorithms.registry import KL_ESTIMATORS, kl_estimator
 from tandem.errors import ConfigError
 
@@ -134,7 +134,7 @@ def penalise(
         kl_coef: the controller's value.
     """
     kl = torch.where(response_mask, kl, 0)
-    per_sequence = segment_sum(kl, offsets) / segment_sum(response_mask, offsets).clamp(min=1)
+    per_sequence = segment_mean(kl, response_mask, offsets)
     mean = per_sequence.sum() / max(len(per_sequence), 1)
     return PenalisedRewards(token_level_scores - kl_coef * kl, mean)
 

@@ -58,6 +58,12 @@ def segment_sum(values: Tensor, offsets: Tensor, *, dtype: torch.dtype | None = 
     return sums.to(dtype or (values.dtype if values.is_floating_point() else torch.int64))
 
 
+def segment_mean(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """(N) to (B): the mean of each sequence's masked values; zero where there is none."""
+    counts = segment_sum(mask, offsets).clamp(min=1)
+    return segment_sum(torch.where(mask, values, 0), offsets) / counts
+
+
 def total(values: Tensor) -> Tensor:
     """Scalar float64: the sum of all, without a copy of them in float64."""
     if _numpy_can(values):

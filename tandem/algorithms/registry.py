@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -327,7 +327,13 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
         else:
             columns.append(parameter.name)
     if spec is PolicyLossSpec:
-        faults.extend(_join_selection(fn, columns, options))
+        selection = SELECTIONS.get(fn)
+        if ("selected_tokens" in columns) != (selection is not None):
+            faults.append("'selected_tokens' and the decorator @selects_tokens(FUNCTION) belong together")
+        if selection is not None:  # the options of what chooses the tokens are the loss's too
+            twice = [name for name in selection.options if name in options]
+            faults += [f"option '{name}' is {selection.name}'s too" for name in twice]
+            options.update(selection.options)
     if faults:
         known = "".join(f"\n      {column}: {meaning}" for column, meaning in spec.known_columns.items())
         raise ConfigError(
@@ -339,18 +345,6 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
             "    and the defaults are numbers, bools, strings or tuples of numbers",
         )
     return spec(name, fn, tuple(columns), MappingProxyType(options))
-
-
-def _join_selection(fn: Callable[..., Any], columns: list[str], options: dict[str, Option]) -> Iterator[str]:
-    """Adds the options of what chooses a loss's tokens to its own; what is wrong with the two."""
-    selection = SELECTIONS.get(fn)
-    if ("selected_tokens" in columns) != (selection is not None):
-        yield "'selected_tokens' and the decorator @selects_tokens(FUNCTION) belong together"
-    if selection is not None:
-        yield from (
-            f"option '{name}' is {selection.name}'s too" for name in selection.options if name in options
-        )
-        options.update(selection.options)
 
 
 def _fits(value: object, default: Option) -> bool:

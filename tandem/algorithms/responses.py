@@ -36,7 +36,12 @@ class Responses:
         """The response tokens of a mask (N) over sequences."""
         offsets = offsets.to(mask.device)
         outside = ~mask
-        if _in_one_run(mask, outside, offsets):
+        begins = mask.clone()  # where a run begins: after no token that counts, or at a sequence's start
+        begins[1:] &= outside[:-1]
+        starts = offsets[:-1][offsets[:-1] < len(mask)]
+        begins[starts] = mask[starts]
+        sequence = torch.searchsorted(offsets, begins.nonzero().squeeze(1), right=True)
+        if not bool((sequence.diff() == 0).any()):  # no sequence has two runs
             return cls(mask, outside, offsets, None)
         kept = kept_tokens(mask, offsets)
         return cls(mask, outside, kept.offsets, kept.indices)
@@ -69,13 +74,3 @@ class Responses:
         self.put(column.sub_(mean))
         variance = torch.linalg.vector_norm(column).square() / (count - 1).clamp(min=1)
         return column.mul_(torch.rsqrt(variance + 1e-8))
-
-
-def _in_one_run(mask: Tensor, outside: Tensor, offsets: Tensor) -> bool:
-    """True where no sequence has a token outside the mask between two inside."""
-    begins = mask.clone()
-    begins[1:] &= outside[:-1]
-    starts = offsets[:-1][offsets[:-1] < len(mask)]
-    begins[starts] = mask[starts]
-    sequence = torch.searchsorted(offsets, begins.nonzero().squeeze(1), right=True)
-    return not bool((sequence.diff() == 0).any())

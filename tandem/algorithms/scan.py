@@ -85,10 +85,14 @@ def reverse_discounted_cumsum_(values: Tensor, offsets: Tensor, discount: float)
         coefficients = torch.full_like(values, discount)
         coefficients[ends] = 0
         return reverse_linear_scan_(values, coefficients, longest)
-    powers = _powers(discount, values)
+    powers = torch.full((_BLOCK + 1,), discount, dtype=torch.float64, device=values.device)
+    powers = powers.pow_(torch.arange(_BLOCK + 1, device=values.device))
+    # Those too small for the type are zero.
+    powers = powers.masked_fill_(powers < torch.finfo(values.dtype).tiny, 0).to(values.dtype)
     mixed, places, mixed_sums, mixed_carry = _ended_blocks(values, ends, discount)
     whole_RK = values[: count // _BLOCK * _BLOCK].view(-1, _BLOCK)
-    triangle = _triangle(powers)
+    rows_K = torch.arange(_BLOCK, device=values.device)
+    triangle = powers[(rows_K[:, None] - rows_K).clamp(min=0)].tril()  # discount**(row - column)
     for start in range(0, len(whole_RK), _TILE):
         part = whole_RK[start : start + _TILE]
         part.copy_(part @ triangle)
@@ -110,19 +114,6 @@ def discounted_cumsum(values: Tensor, offsets: Tensor, discount: float) -> Tenso
     `reverse_discounted_cumsum_`, and of a copy."""
     backwards = reverse_discounted_cumsum_(values.flip(0), offsets[-1] - offsets.flip(0), discount)
     return backwards.flip(0)
-
-
-def _powers(discount: float, like: Tensor) -> Tensor:
-    """(K+1): discount**0 to discount**K; those too small for the type are zero."""
-    powers = torch.full((_BLOCK + 1,), discount, dtype=torch.float64, device=like.device)
-    powers = powers.pow_(torch.arange(_BLOCK + 1, device=like.device))
-    return powers.masked_fill_(powers < torch.finfo(like.dtype).tiny, 0).to(like.dtype)
-
-
-def _triangle(powers: Tensor) -> Tensor:
-    """(K, K): discount**(row - column) where the row is not before the column, else zero."""
-    places = torch.arange(_BLOCK, device=powers.device)
-    return powers[(places[:, None] - places).clamp(min=0)].tril()
 
 
 def _ended_blocks(values: Tensor, ends: Tensor, discount: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

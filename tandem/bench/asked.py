@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from tandem import hub
 from tandem.bench.lengths import lengths
@@ -22,8 +21,9 @@ from tandem.config.load import load_train_config
 from tandem.config.rewards import CustomRewardConfig
 from tandem.config.root import TrainConfig
 from tandem.config.sources import read_sources, split_arguments
-from tandem.config.written import to_dict
+from tandem.config.written import at_key, to_dict
 from tandem.errors import ConfigError, ModelError
+from tandem.memory.seconds import Lengths
 from tandem.memory.shapes import published
 from tandem.trainer.quiet import quiet
 
@@ -55,23 +55,6 @@ class Asked:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """The lengths of a step's sequences, the same in each step.
-
-    Attributes:
-        prompts: (B) tokens.
-        responses: (B, n) tokens.
-    """
-
-    prompts: NDArray[np.int64]
-    responses: NDArray[np.int64]
-
-    @property
-    def total(self) -> int:
-        return int(self.prompts.sum() * self.responses.shape[1] + self.responses.sum())
-
-
 def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfig, dict[str, Any]]:
     """The config of `words` over prompts that a benchmark will make, and the keys that were given.
 
@@ -88,7 +71,7 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
     prompts = folder / "prompts.parquet"
     pq.write_table(pa.table({"prompt": ["a"]}), prompts)
     tree, *_ = read_sources(path, overrides)
-    sources = {key: source for key in MODEL_KEYS if dummy and (source := _at(tree, key)) is not None}
+    sources = {key: source for key in MODEL_KEYS if dummy and (source := at_key(tree, key)) is not None}
     made = [
         f"{key}={_described(str(source), folder / key.partition('.')[0])}" for key, source in sources.items()
     ]
@@ -96,15 +79,8 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
         path, [*overrides, f"data.train_files={prompts}", "data.val_files=null", *made]
     )
     whole = to_dict(loaded.config)
-    given = {key: _at(whole, key) for key in sorted(loaded.given) if key not in _FILES}
+    given = {key: at_key(whole, key) for key in sorted(loaded.given) if key not in _FILES}
     return loaded.config, given | {key: str(source) for key, source in sources.items()}
-
-
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    found: Any = tree
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
 
 
 def _described(source: str, folder: Path) -> Path:

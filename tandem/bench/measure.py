@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.bench.asked import MODEL_KEYS, Asked, Lengths, as_benchmark, draw, load
+from tandem.bench.asked import MODEL_KEYS, Asked, as_benchmark, draw, load
 from tandem.bench.dummy import write_dummy
 from tandem.bench.parts import LENGTHS
 from tandem.config.model import stored_config
 from tandem.config.root import TrainConfig
-from tandem.memory.seconds import Rates, Shape, Work, step_work
+from tandem.memory.seconds import Lengths, Rates, Work, step_work
+from tandem.memory.shapes import model_shape
 from tandem.observability.run import read_metrics
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.session import WARNING
@@ -40,7 +41,7 @@ def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
     drawn = draw(config, asked.prompts, asked.responses)
     config = as_benchmark(config, asked)
     stored = stored_config(config.actor_rollout_ref.model.path)
-    shape = Shape.of(stored)
+    shape = model_shape(stored)
     for key in MODEL_KEYS if asked.dummy else ():
         if key in given:
             name = key.partition(".")[0]

@@ -12,7 +12,8 @@ from tandem.config.model import stored_config
 from tandem.errors import ConfigError
 from tandem.lifetime import scratch_folder
 from tandem.memory.device_file import Device, read_devices
-from tandem.memory.seconds import Shape, forecast, predict, step_work
+from tandem.memory.seconds import forecast, predict, step_work
+from tandem.memory.shapes import model_shape
 
 
 def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, name: str) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, na
     """
     with scratch_folder("bench") as folder:
         config, _ = load(words, folder, dummy=True)
-        shape = Shape.of(stored_config(config.actor_rollout_ref.model.path))
+        shape = model_shape(stored_config(config.actor_rollout_ref.model.path))
     drawn = draw(config, prompts, responses)
     chosen, device = _device(file, name)
     work = step_work(config, shape, drawn.prompts, drawn.responses.ravel(), item=device.item)

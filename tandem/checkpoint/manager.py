@@ -25,8 +25,9 @@ import torch
 
 from tandem.checkpoint.background import PendingSave, written_mark
 from tandem.checkpoint.best import Best
-from tandem.checkpoint.staging import REPLACED, TEMPORARY, bytes_below, files_below, recover, staged
+from tandem.checkpoint.staging import REPLACED, TEMPORARY, files_below, recover, staged
 from tandem.errors import CheckpointError, ConfigError
+from tandem.observability.reading import bytes_below
 from tandem.texts import parse_json
 from tandem.unpickling import load_plain
 
@@ -66,6 +67,9 @@ class CheckpointManager:
         log: is told, in a sentence, about each damaged checkpoint that is passed over.
         read_only: change nothing, for another process may be saving here.
 
+    Attributes:
+        judge: of the best; None where there is none.
+
     Raises:
         ConfigError: keep below one.
     """
@@ -88,7 +92,7 @@ class CheckpointManager:
             )
         self._root = Path(root)
         self._keep = keep
-        self._best = best
+        self.judge = best
         self._log = log
         if read_only:
             return
@@ -160,8 +164,8 @@ class CheckpointManager:
         """All that is in a checkpoint's folder besides what its members wrote."""
         (folder / _STATE).write_bytes(state)
         judged = {}
-        if self._best is not None and (value := self._best.value(metrics)) is not None:
-            judged = {"metric": {"name": self._best.metric, "value": value}}
+        if self.judge is not None and (value := self.judge.value(metrics)) is not None:
+            judged = {"metric": {"name": self.judge.metric, "value": value}}
         _write_manifest(folder, step, judged)
 
     def best(self, best: Best) -> Checkpoint | None:
@@ -207,10 +211,6 @@ class CheckpointManager:
             )
         return None
 
-    def open(self, path: Path) -> Checkpoint:
-        """See `open_checkpoint`."""
-        return open_checkpoint(path)
-
     def later_than(self, step: int) -> list[Path]:
         """Checkpoints after `step`, newest first."""
         folders = self._folders()
@@ -227,7 +227,7 @@ class CheckpointManager:
         if self._keep is None:
             return
         folders = {step: path for step, path in self._folders().items() if step <= newest}
-        best = None if self._best is None else self._best.choose(self._values(self._best, folders))
+        best = None if self.judge is None else self.judge.choose(self._values(self.judge, folders))
         for step in sorted(folders)[: -self._keep]:
             if step == best:
                 continue

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.errors import CheckpointError
+from tandem.observability.reading import bytes_below
 
 TEMPORARY = ".tmp"
 REPLACED = ".replaced"
@@ -72,11 +73,6 @@ def recover(final: Path) -> None:
 def files_below(folder: Path) -> list[Path]:
     """All files, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def bytes_below(folder: Path) -> int:
-    """The size of all files."""
-    return sum(path.stat().st_size for path in files_below(folder))
 
 
 def sync(path: Path) -> None:

@@ -39,13 +39,8 @@ def check(arguments: list[str]) -> int:
               sequences packed into one row see nothing of each other, and get the log-probs that
               transformers' own model gives each alone, also beyond its windows? Can the native rollout engine
               run it? Exit status 1 where training, or what the native engine writes, would be wrong.
-      --from-verl SCRIPT.sh [-- ARGUMENTS…]
-                  takes the settings from a shell script that calls verl: bash reads it with verl's trainer
-                  replaced, what it would have been told is shown as a table, and key=value given here win.
-                  ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
-                  print (redirections still write); the rest is listed
-      --call N    the script's N-th call of verl, where it has several
-      --script-limit SECONDS   how long reading the script may take
+      --from-verl SCRIPT.sh, --call N, --script-limit SECONDS
+                  takes the settings from a shell script that calls verl, as `tandem train` does
     """
     if "--model" in arguments:
         return _model([word for word in arguments if word != "--model"])
@@ -67,8 +62,7 @@ def check(arguments: list[str]) -> int:
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):
         raise ConfigError("--from-verl is of `tandem train`", got=" ".join(given), remedy="leave one out")
-    asked = from_verl.asked_by(request)
-    return _said(from_verl.load_with_table(from_verl.words_of(request, asked)), "train", given)
+    return _said(from_verl.load(request), "train", given)
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:

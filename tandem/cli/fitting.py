@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tandem.bench.asked import Lengths
 from tandem.cli.probing import Probing
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
@@ -20,66 +18,39 @@ from tandem.config.schema import value_at
 from tandem.config.sources import read_sources
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError, ConfigErrors, TandemError
-from tandem.memory.fit import Found, Judge, search
+from tandem.memory.fit import search
 from tandem.memory.levers import with_value
-from tandem.memory.plan import GIB, Plan, plan
-from tandem.memory.schedules import Schedule, chosen, compare
-from tandem.memory.seconds import Shape, forecast
-from tandem.memory.shapes import ModelShape
-from tandem.memory.space import default_space
-from tandem.memory.timing import Clock
+from tandem.memory.plan import GIB, Plan
+from tandem.memory.schedules import Schedule, chosen
+from tandem.memory.seconds import Lengths, forecast
+from tandem.memory.shapes import shape_of
+from tandem.memory.timing import Clock, Judge
 from tandem.observability.terminal import say
 
-Shapes = Callable[[str], ModelShape]
 
+def judge_of(
+    path: str | None, overrides: Sequence[str], device: float, clock: Clock | None, lengths: Lengths
+) -> Judge:
+    """What says how good a config is.
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a config is planned with.
-
-    Attributes:
+    Args:
         path, overrides: what it was loaded from.
         device: bytes of one.
         clock: None: of a CPU that was not measured.
-        shapes: of models.
         lengths: of a step's sequences.
     """
 
-    path: str | None
-    overrides: Sequence[str]
-    device: float
-    clock: Clock | None
-    shapes: Shapes
-    lengths: Lengths
-
-    def plan(self, config: TrainConfig) -> Plan:
-        return plan(config, self.shapes, self.device)
-
-    def timer(self, config: TrainConfig) -> tuple[Clock, Shape]:
-        """
-        Raises:
-            ConfigError: nothing tells seconds.
-        """
-        if self.clock is None:
-            raise ConfigError(
-                "seconds are known of GPUs, and of a CPU that was measured",
-                field="trainer.device",
-                got="cpu",
-                remedy="run tandem bench once, or take trainer.device=cuda",
-            )
-        shape = self.shapes(config.actor_rollout_ref.model.path)
-        return self.clock, Shape(shape.decoder, shape.vocabulary)
-
-    def accepts(self, keys: Mapping[str, Any]) -> bool:
-        """Whether the rules of configs allow these keys."""
+    def accepts(keys: Mapping[str, Any]) -> bool:
         try:
-            load_train_config(self.path, [*self.overrides, *as_words(keys)], elsewhere=True)
+            load_train_config(path, [*overrides, *as_words(keys)], elsewhere=True)
         except ConfigErrors:
             return False
         return True
 
+    return Judge(device, shape_of, clock, lengths, accepts)
 
-def time_of(config: TrainConfig, made: Plan, task: Task, probing: Probing | None) -> dict[str, Any] | None:
+
+def time_of(config: TrainConfig, made: Plan, judge: Judge, probing: Probing | None) -> dict[str, Any] | None:
     """What a step and the run take, as plain values; None where nothing tells.
 
     Args:
@@ -88,19 +59,19 @@ def time_of(config: TrainConfig, made: Plan, task: Task, probing: Probing | None
     """
     if config.actor_rollout_ref.model.recomputes_by_memory and made.recomputed == "full":
         config = with_value(config, "actor_rollout_ref.model.gradient_checkpointing_mode", "full")
-    lengths, step, said = task.lengths, None, "the probe alone: tandem bench measures the other phases"
-    if task.clock is not None:
-        clock, shape = task.timer(config)
+    step, said = None, "the probe alone: tandem bench measures the other phases"
+    if judge.clock is not None:
+        clock, shape = judge.timer(config)
         step, said = partial(clock.step, config, shape, slots=made.slots), clock.said
     if probing is not None:
         seconds = probing.seconds(config, step)
         said += "; writing and rewards as measured" if step else ""
     elif step is not None:
-        seconds = step(lengths.prompts, lengths.responses.ravel())
+        seconds = step(judge.lengths)
     else:
         return None
     steps = _steps(config)
-    found = forecast(seconds, lengths.total, steps or 1, config.trainer.world_size)
+    found = forecast(seconds, judge.lengths.total, steps or 1, config.trainer.world_size)
     if steps is None:
         found |= {"days": None, "device_hours": None}
     return {"by": said, "steps": steps, **found}
@@ -116,7 +87,11 @@ def _steps(config: TrainConfig) -> int | None:
     return config.trainer.steps(rows // config.data.train_batch_size) or None
 
 
-def print_time(found: Mapping[str, Any], devices: int) -> None:
+def print_time(found: Mapping[str, Any] | None, devices: int, probing: Probing | None) -> None:
+    if found is None:
+        return
+    if probing is not None:
+        probing.print(found["phases"])
     say(f"\nseconds of a step, by {found['by']}:")
     parts = {phase: seconds for phase, seconds in found["phases"].items() if seconds}
     say("  " + ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in parts.items()))
@@ -125,31 +100,6 @@ def print_time(found: Mapping[str, Any], devices: int) -> None:
     if found["steps"]:
         run = f"{found['steps']} steps: {found['days']:.3g} days, {found['device_hours']:.4g} GPU hours"
     say(f"  {found['tokens_per_s']:,.0f} tokens/s; {run}")
-
-
-def fit_config(config: TrainConfig, task: Task) -> Found:
-    """What a search finds for the task's devices."""
-    clock, timed = task.timer(config)
-    prompts, responses = task.lengths.prompts, task.lengths.responses.ravel()
-
-    def seconds(changed: TrainConfig, slots: int | None) -> float:
-        return clock.step(changed, timed, prompts, responses, slots)["step"]
-
-    judge = Judge(task.plan, seconds, task.accepts)
-    shape = task.shapes(config.actor_rollout_ref.model.path)
-    return search(config, shape, default_space(config, shape), judge)
-
-
-def compare_schedules(config: TrainConfig, task: Task) -> list[Schedule]:
-    """The schedules of a run on the task's devices."""
-    clock, shape = task.timer(config)
-    prompts, responses = task.lengths.prompts, task.lengths.responses.ravel()
-    return compare(
-        config,
-        lambda changed: plan(changed, task.shapes, task.device),
-        lambda changed, made: clock.stages(changed, shape, prompts, responses, made.slots),
-        task.accepts,
-    )
 
 
 def print_schedules(found: Sequence[Schedule]) -> None:
@@ -172,17 +122,30 @@ def as_words(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def write_fit(config: TrainConfig, task: Task, out: Path) -> list[str]:
+def write_fit(
+    config: TrainConfig, path: str | None, overrides: Sequence[str], judge: Judge, out: Path
+) -> list[str]:
     """Writes what was given, with what a search changed; the changes in words.
+
+    Args:
+        path, overrides: what the config was loaded from.
 
     Raises:
         ConfigError: nothing fits, or the file cannot be written.
     """
-    found = fit_config(config, task)
+    found = search(config, judge)
+    if not found.changes:
+        raise ConfigError("no sizes that are searched divide devices and heads", field="--fit")
     if found.seconds is None:
-        raise refuse(found)
+        raise ConfigError(
+            "nothing that was tried fits with a twentieth of the device left",
+            field="--fit",
+            expected=f"{found.lacking / GIB:.1f} GiB more, of the nearest",
+            got=" ".join(as_words(found.changes)),
+            remedy="take more or larger devices, or shorter sequences",
+        )
     changed = {key: value for key, value in found.changes.items() if value_at(config, key) != value}
-    *_, given = read_sources(task.path, [*task.overrides, *as_words(found.changes)])
+    *_, given = read_sources(path, [*overrides, *as_words(found.changes)])
     try:
         out.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
     except OSError as error:
@@ -190,16 +153,3 @@ def write_fit(config: TrainConfig, task: Task, out: Path) -> list[str]:
     return [
         f"{key}: {json.dumps(value_at(config, key))} -> {json.dumps(each)}" for key, each in changed.items()
     ]
-
-
-def refuse(found: Found) -> ConfigError:
-    """What lacks where nothing fits."""
-    if not found.changes:
-        return ConfigError("no sizes that are searched divide devices and heads", field="--fit")
-    return ConfigError(
-        "nothing that was tried fits with a twentieth of the device left",
-        field="--fit",
-        expected=f"{found.lacking / GIB:.1f} GiB more, of the nearest",
-        got=" ".join(as_words(found.changes)),
-        remedy="take more or larger devices, or shorter sequences",
-    )

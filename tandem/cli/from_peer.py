@@ -10,9 +10,10 @@ from tandem.config.schema import nested
 from tandem.config.sources import to_yaml
 from tandem.errors import ConfigError
 from tandem.migrate.openrlhf import MODULE, migrate_openrlhf
+from tandem.migrate.peer import Peer
 from tandem.migrate.script import Script
 from tandem.migrate.table import print_table
-from tandem.migrate.trl import Migrated, migrate
+from tandem.migrate.trl import migrate
 from tandem.migrate.trl_source import read_python, read_words
 from tandem.observability.terminal import say, warn
 from tandem.peers.table import Reading
@@ -68,15 +69,14 @@ def from_openrlhf(arguments: list[str]) -> int:
         return 2
     words, own = valued(arguments, ("--devices", "-o"))
     if words and words[0].endswith(".sh"):
-        with Script(words[0], words[1:], trainer=MODULE) as script:
-            words = list(script.reach().words)
+        words = list(Script.read(words[0], words[1:]).call(trainer=MODULE).words)
     return _write(migrate_openrlhf(words), own.get("-o"))
 
 
-def _write(made: Migrated, path: str | None) -> int:
+def _write(made: Peer, path: str | None) -> int:
     """Writes the config and says what became of the settings; the exit status."""
     print_table("settings", made.rows)
-    for note in made.notes:
+    for note in (*made.notes, *made.lost):
         warn(f"note: {note}")
     text = to_yaml(nested(made.config))
     if path is None:

@@ -13,9 +13,9 @@ from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError, ConfigErrors
 from tandem.migrate import environment
-from tandem.migrate.script import Call, Script
+from tandem.migrate.script import Script
 from tandem.migrate.table import print_table
-from tandem.migrate.verl_call import VerlCall, understood
+from tandem.migrate.verl_call import understood
 from tandem.observability.terminal import warn
 from tandem.peers.table import Reading
 from tandem.peers.translate import Translation
@@ -69,18 +69,18 @@ def _number(given: dict[str, str], name: str) -> float | None:
     return number
 
 
-def asked_by(request: Request) -> VerlCall:
-    """Return the call of a script, in whose folder and environment this process then is.
-
-    Args:
-        request: which script, and which call.
-
-    Raises:
-        ConfigError: no such call, or not of the trainer of policies.
-    """
-    with Script(request.script, request.arguments, call=request.call, limit_s=request.limit_s) as script:
-        call = script.reach()
-        _tell(script, call)
+def _arguments(request: Request) -> tuple[str, ...]:
+    """Return the words of a call, in whose folder and environment this process then is."""
+    script = Script.read(request.script, request.arguments, limit_s=request.limit_s)
+    call = script.call(request.call)
+    for command in script.others:
+        warn(f"not run: {command}")
+    for other in script.calls if len(script.calls) > 1 else ():
+        if other.number == call.number:
+            warn(f"call {other.number} (taken): {' '.join(other.words)}")
+        else:
+            words = " ".join(word for word in other.words if word not in call.words)
+            warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
     asked = understood(call)
     print_table("environment of the call", environment.readings(asked.variables))
     for sentence in asked.around:
@@ -89,36 +89,18 @@ def asked_by(request: Request) -> VerlCall:
     if asked.folder != os.getcwd():
         warn(f"note: as in the script, paths are relative to {asked.folder}")
         os.chdir(asked.folder)
-    return asked
+    return asked.arguments
 
 
-def words_of(request: Request, asked: VerlCall) -> list[str]:
-    """The words of `tandem train` that stand for a call of verl."""
-    return [*VERLS_DEFAULTS, *asked.arguments, *request.words]
-
-
-def _tell(script: Script, call: Call) -> None:
-    for command in script.others:
-        warn(f"not run: {command}")
-    calls = script.calls
-    for other in calls if len(calls) > 1 else ():
-        if other.number == call.number:
-            warn(f"call {other.number} (taken): {' '.join(other.words)}")
-        else:
-            words = " ".join(word for word in other.words if word not in call.words)
-            warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
-
-
-def load_with_table(words: Sequence[str]) -> Loaded[TrainConfig]:
-    """The config that a call of verl stands for; prints how each of its settings was read.
-
-    Args:
-        words: as `tandem train` takes them.
+def load(request: Request) -> Loaded[TrainConfig]:
+    """Return the config that a script's call of verl stands for; print how its settings were read. This
+    process then is in the folder and the environment of the call.
 
     Raises:
-        ConfigError: settings are refused, which the table names.
+        ConfigError: no such call, or not of the trainer of policies; settings are refused, which the table
+            names.
     """
-    path, overrides = split_arguments(words)
+    path, overrides = split_arguments([*VERLS_DEFAULTS, *_arguments(request), *request.words])
     try:
         loaded = load_train_config(path, overrides)
     except ConfigErrors as errors:

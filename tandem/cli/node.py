@@ -164,23 +164,17 @@ def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Ma
         exports = " ".join(f"{name}={variables[name]}" for name in names if name in variables)
         settings.say(f"other programs reach the cluster after: export {exports}")
         while not processes.stop_asked:
-            _check_ray(ray)
+            ray.require()
             processes.pause(LOOK_S)
         return _stopped(settings, processes)
     command = processes.start(settings.command, variables)
     while command.poll() is None:
-        _check_ray(ray)
+        ray.require()
         processes.pause(LOOK_S)
         processes.pass_on(command)
     status = command.returncode
     settings.say(f"{settings.command[0]} ended with status {status}")
     return status if status >= 0 else 128 - status
-
-
-def _check_ray(ray: RayNode) -> None:
-    if ray.ended:
-        lines = ray.last_lines()
-        raise TandemError(f"Ray ended on this machine while it was needed; its last lines:\n{lines}")
 
 
 def _stopped(settings: Settings, processes: Processes) -> int:
@@ -239,7 +233,7 @@ def _stay(settings: Settings, processes: Processes, ray: RayNode, head: Head) ->
         if settings.file.has_ended(head):
             settings.say(f"{head} has ended")
             return 0
-        _check_ray(ray)
+        ray.require()
         if time.monotonic() > probe_at:
             silent = 0 if head.answers() else silent + 1
             probe_at = time.monotonic() + PROBE_S

@@ -1,27 +1,16 @@
-"""Finds this machine's IPv4 address, and asks whether another answers. No cluster library is used."""
+"""Finds this machine's IPv4 address, and whether a port of it is free. No cluster library is used."""
 
 from __future__ import annotations
 
 import fcntl
 import socket
 import struct
+from contextlib import suppress
 
 from tandem.errors import TandemError
 
 OUTSIDE = "192.0.2.1"  # an address kept for documentation: no packet is sent to it, only its route is asked
-ANSWER_S = 2.0
 SIOCGIFADDR = 0x8915
-
-
-def address_towards(target: str) -> str | None:
-    """The address this machine would talk from to reach `target`; None where no route leads there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def address_of(interface: str) -> str | None:
@@ -49,22 +38,14 @@ def own_address(interface: str | None, towards: str = OUTSIDE) -> str:
                 f"no interface {interface!r} has an IPv4 address here; those that have: {listed}"
             )
         return known[interface]
-    routed = address_towards(towards)
-    if routed is not None:
-        return routed
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no route leads there
+        probe.connect((towards, 9))
+        address: str = probe.getsockname()[0]
+        return address
     outer = [address for name, address in known.items() if name != "lo"]
     if len(outer) != 1:
         raise TandemError(f"no route leads out of this machine; choose an --interface of {listed}")
     return outer[0]
-
-
-def answers(address: str, port: int) -> bool:
-    """Tells whether something accepts connections there."""
-    try:
-        with socket.create_connection((address, port), timeout=ANSWER_S):
-            return True
-    except OSError:
-        return False
 
 
 def is_free(port: int) -> bool:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tandem.cli.node_address import answers
 from tandem.errors import TandemError
 from tandem.texts import parse_json
+
+ANSWER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,12 @@ class Head:
         return f"the head {self.address}:{self.port}{job}"
 
     def answers(self) -> bool:
-        return answers(self.address, self.port)
+        """Whether something accepts connections there."""
+        try:
+            with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
+                return True
+        except OSError:
+            return False
 
 
 class HeadFile:

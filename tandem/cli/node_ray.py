@@ -44,6 +44,15 @@ class RayNode:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    def require(self) -> None:
+        """
+        Raises:
+            TandemError: it has ended.
+        """
+        if self.ended:
+            lines = self.last_lines()
+            raise TandemError(f"Ray ended on this machine while it was needed; its last lines:\n{lines}")
+
     def is_up(self, deadline: float, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Waits until it is.
 

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.asked import draw
-from tandem.cli.fitting import (
-    Task,
-    as_words,
-    compare_schedules,
-    print_schedules,
-    print_time,
-    time_of,
-    write_fit,
-)
+from tandem.cli.fitting import as_words, judge_of, print_schedules, print_time, time_of, write_fit
 from tandem.cli.probing import Probing
 from tandem.cli.typed import worded
 from tandem.config.load import load_train_config
@@ -32,7 +24,7 @@ from tandem.memory.host import host_total
 from tandem.memory.levers import Lever, levers
 from tandem.memory.peaks import CLASSES
 from tandem.memory.plan import GIB, Phase, Plan, gib
-from tandem.memory.schedules import Schedule, chosen, refuse_apart
+from tandem.memory.schedules import chosen, compare, refuse_apart
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
 from tandem.observability.terminal import say
@@ -95,25 +87,25 @@ def plan_memory(arguments: list[str]) -> int:
     probing = Probing(*split_arguments(words), options) if "--probe" in options else None
     if probing is not None:
         config, lengths = probing.placed(config), probing.lengths(config)
-    device, clock = _device(config, size, kind)
-    task = Task(path, overrides, device, clock, shape_of, lengths)
+    judge = judge_of(path, overrides, *_device(config, size, kind), lengths)
     changed: list[str] = []
     if "--fit" in options:
         out = Path(options.get("--out") or f"fit-{options['--fit']}.yaml")
-        changed = write_fit(config, task, out)
+        changed = write_fit(config, path, overrides, judge, out)
         config = load_train_config(str(out), elsewhere=True).config
-    made = task.plan(config)
-    found = [] if made.fits else levers(config, task.plan)
-    timed = time_of(config, made, task, probing)
-    schedules = compare_schedules(config, task) if "--schedule" in options else []
+    made = judge.plan(config)
+    found = [] if made.fits else levers(config, judge.plan)
+    timed = time_of(config, made, judge, probing)
+    schedules = compare(config, judge) if "--schedule" in options else []
     if "--json" in options:
-        whole = _as_json(made, found) | {"time": timed, "changed": changed} | _of_schedules(schedules)
+        whole = _as_json(made, found) | {"time": timed, "changed": changed}
+        if schedules:
+            whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
         whole |= {"probe": probing.report} if probing else {}
         print(json.dumps(whole, indent=1))
         return 0 if made.fits else 1
     _print(config, made, found)
-    if timed:
-        _print_time(timed, config, probing)
+    print_time(timed, config.trainer.world_size, probing)
     print_schedules(schedules)
     if "--fit" in options:
         say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
@@ -125,18 +117,6 @@ def _device(config: TrainConfig, size: float | None, kind: str | None) -> tuple[
     cuda = config.trainer.device != "cpu"
     memory = size * GIB if size is not None else _DEFAULT * GIB if cuda else float(host_total())
     return memory, Clock.of(read_devices(default_path()), kind, size or _DEFAULT, cuda=cuda)
-
-
-def _print_time(timed: dict[str, Any], config: TrainConfig, probing: Probing | None) -> None:
-    if probing is not None:
-        probing.print(timed["phases"])
-    print_time(timed, config.trainer.world_size)
-
-
-def _of_schedules(schedules: list[Schedule]) -> dict[str, Any]:
-    if not schedules:
-        return {}
-    return {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tandem.bench.asked import Lengths
 from tandem.cli.signals import import_module
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError
 from tandem.memory.levers import with_value
+from tandem.memory.seconds import Lengths
 from tandem.observability.terminal import say, warn
 from tandem.trainer.here import lacking, refuse
 
@@ -46,12 +46,12 @@ class Probing:
         config = load_train_config(path, overrides, count_rows=count_rows).config
         refuse(lacking(config))
         warn(f"samples {groups} prompts in a temporary folder, for about {limit} s at most")
-        module, checks = map(import_module, ("tandem.trainer.probe", "tandem.trainer.checks"))
+        module, planning = map(import_module, ("tandem.trainer.probe", "tandem.trainer.planning"))
         with redirect_stdout(sys.stderr):  # what workers tell is no part of the plan
             self._seen: Seen = module.run_probe(config, groups=groups, limit_s=limit, say=warn)
         self.report: dict[str, Any] = {"asked": groups, **module.report(self._seen, config)}
         self._here = not {"--device", "--devices", "--fit"} & set(options)
-        self._device = "cpu" if checks.on_cpu(config.trainer) else "cuda"
+        self._device = "cpu" if planning.on_cpu(config.trainer) else "cuda"
 
     def placed(self, config: TrainConfig) -> TrainConfig:
         """The config on the devices of this machine, where they are the run's."""
@@ -63,13 +63,13 @@ class Probing:
         return Lengths(self._seen.prompts[rows], self._seen.responses[rows])
 
     def seconds(
-        self, config: TrainConfig, step: Callable[..., Mapping[str, float]] | None = None
+        self, config: TrainConfig, step: Callable[[Lengths], Mapping[str, float]] | None = None
     ) -> dict[str, float]:
         """The seconds of a step's phases, writing and scoring as they were seen.
 
         Args:
-            step: gives them for prompts and responses by the model of time; None: of these two phases alone,
-                by their rates. More responses at a time are written faster.
+            step: gives them for lengths by the model of time; None: of these two phases alone, by their
+                rates. More responses at a time are written faster.
         """
         lengths = self.lengths(config)
         responses, again = lengths.responses.ravel(), self._generations(config)
@@ -77,12 +77,12 @@ class Probing:
         if step is None:
             written = again * float(responses.sum()) / self.report["tokens_per_s"]
             return {"generate_sequences": written, "reward": scored, "step": written + scored}
-        found = dict(step(lengths.prompts, responses))
+        found = dict(step(lengths))
         written = found["generate_sequences"] * again * (self._slower(step) if self._here else 1.0)
         found["step"] += written - found["generate_sequences"] + scored - found["reward"]
         return found | {"generate_sequences": written, "reward": scored}
 
-    def _slower(self, step: Callable[..., Mapping[str, float]]) -> float:
+    def _slower(self, step: Callable[[Lengths], Mapping[str, float]]) -> float:
         """The seconds of writing over those of the model of time. The first batch, which also warmed up, does
         not count where there are others."""
         ends = accumulate(groups for groups, *_ in self._seen.batches)
@@ -90,8 +90,8 @@ class Probing:
         taken = by_model = 0.0
         for end, (groups, seconds, _) in timed[1:] or timed:
             rows = slice(end - groups, end)
-            asked, responses = self._seen.prompts[rows], self._seen.responses[rows]
-            taken, by_model = taken + seconds, by_model + step(asked, responses.ravel())["generate_sequences"]
+            lengths = Lengths(self._seen.prompts[rows], self._seen.responses[rows])
+            taken, by_model = taken + seconds, by_model + step(lengths)["generate_sequences"]
         return taken / by_model
 
     def _generations(self, config: TrainConfig) -> float:

@@ -27,7 +27,7 @@ def train(arguments: list[str]) -> int:
                   takes the settings from a shell script that calls verl: bash reads it with verl's trainer
                   replaced, what it would have been told is shown as a table, and key=value given here win.
                   ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
-                  print (redirections still write); the rest is listed
+                  print; the rest is listed. It changes no file and reaches no network
       --call N    the script's N-th call of verl, where it has several
       --script-limit SECONDS   how long reading the script may take
     Ctrl-C or SIGTERM ends it after the step at hand, saved, with exit status 130; a second one at once.
@@ -40,8 +40,7 @@ def train(arguments: list[str]) -> int:
         for notice in loaded.said:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
-    asked = from_verl.asked_by(request)
-    return _train(from_verl.load_with_table(from_verl.words_of(request, asked)), dry=dry)
+    return _train(from_verl.load(request), dry=dry)
 
 
 def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:

@@ -62,25 +62,24 @@ def _until_wrong(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterato
         return
 
 
+@dataclass
 class _Check:
-    """The declarations of one config's keys."""
+    """The declarations of one config's keys; see `check`."""
 
-    def __init__(
-        self,
-        config: Section,
-        changed: frozenset[str],
-        bad: frozenset[str],
-        lenient: bool,
-        off: frozenset[str],
-    ) -> None:
-        self._config, self._root, self._changed, self._bad = config, type(config), changed, bad
-        self._lenient, self._off = lenient, off
-        self.view = view_of(config, changed, bad)
+    config: Section
+    changed: frozenset[str]
+    bad: frozenset[str]
+    lenient: bool
+    off: frozenset[str]
+
+    def __post_init__(self) -> None:
+        self.keys = keys(type(self.config))
+        self.view = view_of(self.config, self.changed, self.bad)
 
     def needs(self) -> list[Finding]:
         """What the needs of keys find, where these count."""
         found: list[Finding] = []
-        for item in keys(self._root).values():
+        for item in self.keys.values():
             if item.needs and self._asked(item):
                 at, _, leaf = item.name.rpartition(".")
                 own = value_at(self.view, at) if at else self.view
@@ -94,8 +93,8 @@ class _Check:
     def with_value(self, error: ConfigError) -> ConfigError:
         """The error with the value of its key, unless it says itself what was given; of nothing, nothing."""
         field = error.field or ""
-        if error.got is None and field in keys(self._root):
-            value = value_at(self._config, field)
+        if error.got is None and field in self.keys:
+            value = value_at(self.config, field)
             if value not in (None, "", ()):
                 error.got = str(value).lower() if isinstance(value, bool) else value
         return error
@@ -121,9 +120,8 @@ class _Check:
 
     def _unused(self, *, notice: bool) -> Iterator[tuple[str, Condition]]:
         """The changed keys that do nothing, in alphabetical order, each with its outermost reason."""
-        known = keys(self._root)
-        for name in sorted(self._changed - self._bad):
-            conditions = known[name].conditions
+        for name in sorted(self.changed - self.bad):
+            conditions = self.keys[name].conditions
             reasons = (item for item in conditions if self._is_notice(item) == notice)
             value = value_at(self.view, name)
             failed = (
@@ -135,7 +133,7 @@ class _Check:
 
     def _is_notice(self, condition: Condition) -> bool:
         when = condition.when
-        return when.notice or self._lenient or f"{condition.at}{when.switch}" in self._off
+        return when.notice or self.lenient or f"{condition.at}{when.switch}" in self.off
 
     def _holds(self, condition: Condition) -> bool | None:
         """Whether it holds; None: that depends on a wrong value."""
@@ -152,5 +150,5 @@ class _Check:
         """Whether what it needs is looked at here: an inherited value is at its source, if that counts."""
         if not self._counts(item):
             return False
-        inherits = None if item.name in self._changed else item.inherits
-        return inherits is None or not self._counts(keys(self._root)[inherits])
+        inherits = None if item.name in self.changed else item.inherits
+        return inherits is None or not self._counts(self.keys[inherits])

@@ -108,15 +108,19 @@ class ClusterConfig(Section):
     ray_init: dict[str, Any] = key({})
 
 
+def kind_of(role: str) -> str:
+    """Return the role of which this is one of several, such as ref of ref.NAME; else the role itself."""
+    return role.partition(".")[0]
+
+
 def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> str | None:
     """The name of a role's pool; None for reward functions without a place, which have a helper pool."""
     if role in placement:
         return placement[role]
     if role in ("actor", "rollout") and "actor_rollout" in placement:
         return placement["actor_rollout"]
-    kind, one_of_several, _ = role.partition(".")
-    if one_of_several:
-        return place(kind, pools, placement)
+    if kind_of(role) != role:
+        return place(kind_of(role), pools, placement)
     if role == "reward":
         return None
     if role in ("actor", "actor_rollout"):

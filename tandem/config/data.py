@@ -104,6 +104,11 @@ class DataConfig(Section):
         return ("max_prompt_length", "max_response_length")
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_prompt_length + self.max_response_length
+
+    @property
     def prompts_at_a_time(self) -> int:
         """Prompts per generation batch."""
         return self.gen_batch_size or self.train_batch_size

@@ -39,11 +39,10 @@ def fitted(config: TrainConfig, given: Collection[str], rows: int | None) -> dic
         batch = PROMPTS if rows is None else max(1, min(PROMPTS, rows))
         found["data.train_batch_size"] = (batch, f"{rows} rows" if batch == rows else "prompts of a step")
     if not any(name in given for name in _BATCHED_BY):
-        longest = data.max_prompt_length + data.max_response_length
         found[_BATCHED_BY[0]] = (True, "micro-batches by tokens")
         budget = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-        if budget not in given and policy.actor.ppo_max_token_len_per_gpu < longest:
-            found[budget] = (longest, "the longest sequence")
+        if budget not in given and policy.actor.ppo_max_token_len_per_gpu < data.longest:
+            found[budget] = (data.longest, "the longest sequence")
     if data.val_files and "trainer.test_freq" not in given:
         steps = trainer.steps((rows or batch) // batch)
         freq = max(1, steps // VALIDATIONS)

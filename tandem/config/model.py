@@ -28,6 +28,9 @@ PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose decoder is embedding, layers and norm, the same parts in every layer: they can be
 split over devices, and the native engine runs them fused. Others are trained as transformers runs them."""
 
+SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""What of a model's config devices that split its layers must share out evenly."""
+
 ATTENTION = ("auto", "torch", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Kernels of attention, as transformers names their packages."""
 

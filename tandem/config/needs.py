@@ -28,13 +28,14 @@ MOST_SAMPLES = 10_000_000
 
 @dataclass(frozen=True)
 class Check:
-    """A need as a row: when a value is wrong, and what is said then.
+    """A need as a row: when a value is wrong, and what is said then. One that names its `field` is a rule of
+    the whole config too.
 
     In the texts {name} stands for the path of a key, {name=} for name=value, {=name} for its value (of a
     mapping, its names). The key is one beside, or of the whole config; left out, it is the key itself.
 
     Attributes:
-        wrong: says whether it is; given the section that holds the key, and the value.
+        wrong: says whether it is; given the section that holds the key, or the whole config, and the value.
         message: what is wrong; of a notice, a whole sentence.
         got, expected, remedy: as in `ConfigError`.
         field: the key, unless it is the one that declares this.
@@ -49,7 +50,7 @@ class Check:
     field: str = ""
     notice: bool = False
 
-    def __call__(self, own: Any, name: str) -> Iterator[Finding]:
+    def __call__(self, own: Any, name: str = "") -> Iterator[Finding]:
         key = self.field or name
         if not self.wrong(own, attrgetter(key)(own)):
             return
@@ -219,21 +220,15 @@ def countable(number: int, prompts: int, of: str, prompts_key: str) -> Iterator[
     """
     if number * prompts <= MOST_SAMPLES:
         return
-    if prompts > number:
-        yield ConfigError(
-            f"asks for {number * prompts:,} responses at once",
-            field=prompts_key,
-            got=prompts,
-            expected=f"at most {MOST_SAMPLES // number:,}: {MOST_SAMPLES:,} responses, {number:,} a prompt",
-            remedy="lower it, or the number of responses to a prompt",
-        )
-    else:
-        yield ConfigError(
-            f"asks for {number * prompts:,} responses at once",
-            got=number,
-            expected=f"at most {MOST_SAMPLES // prompts:,}: {MOST_SAMPLES:,} responses, {prompts:,} {of}",
-            remedy=f"lower it, or the number of {of}",
-        )
+    of_prompts = prompts > number
+    other, beside = (number, "a prompt") if of_prompts else (prompts, of)
+    yield ConfigError(
+        f"asks for {number * prompts:,} responses at once",
+        field=prompts_key if of_prompts else None,
+        got=prompts if of_prompts else number,
+        expected=f"at most {MOST_SAMPLES // other:,}: {MOST_SAMPLES:,} responses, {other:,} {beside}",
+        remedy=f"lower it, or the number of {'responses to a prompt' if of_prompts else of}",
+    )
 
 
 validation_files = Check(

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 _NATIVE = beside("name", "native", notice=True)
 _IN_PROCESS = beside("name", "native", "vllm", notice=True)
 _ON_SERVERS = When(
-    lambda own: own.name in tables.SERVER_ENGINES or (own.name == "vllm" and own.mode == "server"),
+    lambda own: own.on_servers,
     f"with {{name}}={' or '.join(tables.SERVER_ENGINES)}, or with {{name}}=vllm and {{mode}}=server",
 )
 _NO_SERVER_ENGINE = When(lambda own: own.name not in tables.SERVER_ENGINES, "with {name}=vllm")
@@ -221,11 +221,14 @@ class EngineConfig(SamplingSection):
     runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE, resumed="told")
 
     @property
+    def on_servers(self) -> bool:
+        """Tells whether responses come from servers, started by this run or by somebody else."""
+        return self.name in tables.SERVER_ENGINES or (self.name == "vllm" and self.mode == "server")
+
+    @property
     def on_named_servers(self) -> bool:
         """Tells whether responses come from servers that somebody else has started."""
-        return self.name in tables.SERVER_ENGINES or (
-            self.name == "vllm" and self.mode == "server" and bool(self.server.urls)
-        )
+        return self.on_servers and (self.name in tables.SERVER_ENGINES or bool(self.server.urls))
 
     @property
     def split(self) -> int:
@@ -268,8 +271,7 @@ class RolloutConfig(EngineConfig, LogProbSection):
 
     def longest(self, data: DataConfig) -> int:
         """Tokens of a prompt and its response together, at most."""
-        both = data.max_prompt_length + data.max_response_length
-        return min(both, self.max_model_len or both)
+        return min(data.longest, self.max_model_len or data.longest)
 
     @property
     def group_sizes(self) -> dict[int, int]:

@@ -78,9 +78,17 @@ class TrainConfig(Section):
     @property
     def exact_kl(self) -> bool:
         """Whether a KL term is exact over the vocabulary, from the reference's hidden states."""
+        return bool(self.exact_kl_terms)
+
+    @property
+    def exact_kl_terms(self) -> frozenset[str]:
+        """Where the KL to the reference is exact over the vocabulary, of "reward" and "loss"."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
-        in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL
-        return in_reward or (actor.use_kl_loss and actor.kl_loss_type == FULL_KL)
+        exact = {
+            "reward": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL,
+            "loss": actor.use_kl_loss and actor.kl_loss_type == FULL_KL,
+        }
+        return frozenset(term for term, asked in exact.items() if asked)
 
     @property
     def needs_critic(self) -> bool:
@@ -90,11 +98,15 @@ class TrainConfig(Section):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that this run has, of `tandem.config.cluster.ROLES`; of several models of a role each as
-        role.NAME."""
+        """The roles that this run has, as `roles_with`."""
+        return self.roles_with(reference=self.needs_reference, critic=self.needs_critic)
+
+    def roles_with(self, *, reference: bool, critic: bool) -> tuple[str, ...]:
+        """Return the roles of a run with or without these, of `tandem.config.cluster.ROLES`; of several
+        models of a role each as role.NAME."""
         found: dict[str, Iterable[str]] = {
-            "ref": self.actor_rollout_ref.ref.references if self.needs_reference else (),
-            "critic": ("critic",) if self.needs_critic else (),
+            "ref": self.actor_rollout_ref.ref.references if reference else (),
+            "critic": ("critic",) if critic else (),
             "reward_model": self.reward_model.scorers,
             "reward": ("reward",) if self.calls_functions else (),
         }

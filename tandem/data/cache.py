@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,62 +28,54 @@ _ENDS = 1 << 16
 _PERMISSIVE = "permissive"
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A folder of entries that are built once.
+def entry(folder: Path, name: str, what: str, build: Callable[[Path], None]) -> Path:
+    """Return the path of an entry, built where it is not there yet; the user is told either way.
 
-    Attributes:
-        folder: where; made when it is first needed.
+    Args:
+        folder: of the entries; made when it is first needed.
+        name: tells it from all others.
+        what: is in it, in words.
+        build: writes it, a file or a folder, to the path that it is given.
+
+    Raises:
+        DataError: the folder cannot be written; or what `build` raises.
     """
-
-    folder: Path
-
-    def entry(self, name: str, what: str, build: Callable[[Path], None]) -> Path:
-        """The path of an entry, built where it is not there yet; the user is told either way.
-
-        Args:
-            name: tells it from all others.
-            what: is in it, in words.
-            build: writes it, a file or a folder, to the path that it is given.
-
-        Raises:
-            DataError: the folder cannot be written; or what `build` raises.
-        """
-        place = self.folder / name
-        if place.exists():
-            os.utime(place)
-            warn(f"{what} taken from {place}")
-            return place
-        began = time.monotonic()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix=_BUILDING) as building:
-                build(Path(building, name))
-                try:
-                    os.rename(Path(building, name), place)
-                except OSError:
-                    if not place.is_dir():  # else another run was faster
-                        raise
-        except OSError as error:
-            if error.errno is None:  # Arrow's, of the file that is read
-                raise
-            raise DataError(
-                f"the data cannot be kept there: {error}",
-                field="data.cache_dir",
-                got=self.folder,
-                expected="a folder with room for the rows and their tokens",
-            ) from error
-        warn(f"{what} kept in {place}, made in {time.monotonic() - began:.0f} s")
-        self._sweep()
+    place = folder / name
+    if place.exists():
+        os.utime(place)
+        warn(f"{what} taken from {place}")
         return place
+    began = time.monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as building:
+            build(Path(building, name))
+            try:
+                os.rename(Path(building, name), place)
+            except OSError:
+                if not place.is_dir():  # else another run was faster
+                    raise
+    except OSError as error:
+        if error.errno is None:  # Arrow's, of the file that is read
+            raise
+        raise DataError(
+            f"the data cannot be kept there: {error}",
+            field="data.cache_dir",
+            got=folder,
+            expected="a folder with room for the rows and their tokens",
+        ) from error
+    warn(f"{what} kept in {place}, made in {time.monotonic() - began:.0f} s")
+    _sweep(folder)
+    return place
 
-    def _sweep(self) -> None:
-        """Removes what was not used for long; runs that have it open keep it."""
-        for entry in self.folder.iterdir():
-            with suppress(FileNotFoundError):  # another run removes the same
-                limit = ABANDONED_SECONDS if entry.name.startswith(_BUILDING) else UNUSED_SECONDS
-                if time.time() - entry.stat().st_mtime > limit:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+def _sweep(folder: Path) -> None:
+    """Remove what was not used for long; runs that have it open keep it."""
+    for each in folder.iterdir():
+        with suppress(FileNotFoundError):  # another run removes the same
+            limit = ABANDONED_SECONDS if each.name.startswith(_BUILDING) else UNUSED_SECONDS
+            if time.time() - each.stat().st_mtime > limit:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
 def digest(*parts: object) -> str:

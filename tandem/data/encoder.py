@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.data.cache import digest, number_of
 from tandem.data.chat import ChatTemplate, plain, tokenizer_digest
+from tandem.data.examples import ExampleForm
+from tandem.data.forms import PromptForm
 from tandem.data.tokens import Piece, encoded
 from tandem.data.truncation import Limit
 from tandem.errors import DataError
@@ -24,37 +26,11 @@ SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT = "shape", "failed", "template", "empty
 Problems = dict[str, list[tuple[int, str]]]
 """By kind: numbers of rows, and what is wrong with each."""
 
-
-class Form(Protocol):
-    """What is done with the rows of a use. It goes to other processes, and its `repr` says all that its
-    results depend on beside tokenizer and template."""
-
-    @property
-    def told_by(self) -> tuple[str, ...]:
-        """The columns that tell a row from others."""
-        ...
-
-    @property
-    def expected(self) -> str:
-        """The shape of a row, in words."""
-        ...
-
-    def problem(self, row: dict[str, Any]) -> str | None:
-        """What is wrong with a row, None if nothing is."""
-        ...
-
-    def pieces(self, row: dict[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        """The texts, or the token ids, of the sequences that a row becomes. Each piece that is to be learnt
-        begins where the model's answer does; see `tandem.data.tokens.encoded`.
-
-        Raises:
-            TemplateError: the template refuses the row.
-        """
-        ...
+Form = PromptForm | ExampleForm
 
 
 @dataclass
-class Part:
+class EncodedRows:
     """What some rows became.
 
     Attributes:
@@ -106,7 +82,7 @@ class Encoder:
         told = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
         return digest(told, tokenizer_digest(self.tokenizer))
 
-    def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Part:
+    def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> EncodedRows:
         """What rows become; they have these numbers."""
         problems: Problems = defaultdict(list)
         digests = np.zeros(len(records), np.uint64)
@@ -134,7 +110,7 @@ class Encoder:
         made = self._joined([pieces for row in rows for pieces in row], owners, problems)
         return replace(made, digests=np.repeat(digests, counts), formed=formed, error=error)
 
-    def _joined(self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems) -> Part:
+    def _joined(self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems) -> EncodedRows:
         """The tokens of sequences, of their pieces, within the limit."""
         end = _eos(self.tokenizer) if self.ended else None
         lengths = np.zeros(len(rows), np.int64)
@@ -160,7 +136,9 @@ class Encoder:
                 masks.append(mask)
                 if not mask.any():
                     problems[UNLEARNT].append((number, f"none of its {len(mask)} tokens is learnt"))
-        return Part(np.concatenate(values), np.concatenate(masks), lengths, owners, np.zeros(0), problems)
+        return EncodedRows(
+            np.concatenate(values), np.concatenate(masks), lengths, owners, np.zeros(0), problems
+        )
 
     def _tokenized(
         self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems

@@ -21,8 +21,8 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from tandem.data.cache import Cache, digest
-from tandem.data.encoder import EMPTY, FAILED, SHAPE, TEMPLATE, UNLEARNT, Encoder, Part
+from tandem.data.cache import digest, entry
+from tandem.data.encoder import EMPTY, FAILED, SHAPE, TEMPLATE, UNLEARNT, EncodedRows, Encoder
 from tandem.data.files import CHUNK_ROWS, DataFiles, read_part
 from tandem.data.validate import RowProblems
 from tandem.errors import DataError
@@ -86,12 +86,12 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
             np.save(folder / f"{name}.npy", values)
 
     name = f"tokens-{digest(files.digest, encoder.digest)}"
-    folder = Cache(Path(cache_dir).expanduser()).entry(name, f"the tokens of {files.names}", keep)
+    folder = entry(Path(cache_dir).expanduser(), name, f"the tokens of {files.names}", keep)
     ids, masks = _map(folder / "ids", np.int32), _map(folder / "masks", bool)
     return _within_limit(files, encoder, ids, masks, [np.load(folder / f"{each}.npy") for each in _TOLD])
 
 
-def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[Part]) -> Encoded:
+def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[EncodedRows]) -> Encoded:
     """The tokens of all rows, of their parts.
 
     Raises:
@@ -116,14 +116,14 @@ def _map(path: Path, kind: Any) -> np.ndarray:
     return np.memmap(path, kind, mode="c") if path.stat().st_size else np.zeros(0, kind)
 
 
-def _counted(parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
+def _counted(parts: Iterator[EncodedRows], progress: Progress) -> Iterator[EncodedRows]:
     for part in parts:
         progress.advance(len(np.unique(part.rows)), int(part.lengths.sum()))
         yield part
 
 
 def _gather(
-    files: DataFiles, encoder: Encoder, parts: Iterable[Part], ids: IO[bytes], masks: IO[bytes]
+    files: DataFiles, encoder: Encoder, parts: Iterable[EncodedRows], ids: IO[bytes], masks: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Writes ids and masks; returns the lengths, rows and digests of all sequences.
 
@@ -180,14 +180,14 @@ def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -
     found.raise_if_any(message, field=files.names, expected=expected, remedy=remedy)
 
 
-def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[Part]:
+def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[EncodedRows]:
     """What all rows become, in their order."""
     starts = range(0, len(files), PART_ROWS)
     if workers == 1:
         yield from (_part(encoder, files.table.slice(start, PART_ROWS), start) for start in starts)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (encoder,))
-    waiting: deque[tuple[int, Future[Part]]] = deque()
+    waiting: deque[tuple[int, Future[EncodedRows]]] = deque()
     try:
         for start in starts:
             if len(waiting) == 2 * workers:
@@ -202,7 +202,7 @@ def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[Part]:
         pool.shutdown(cancel_futures=True)
 
 
-def _result(files: DataFiles, start: int, job: Future[Part]) -> Part:
+def _result(files: DataFiles, start: int, job: Future[EncodedRows]) -> EncodedRows:
     try:
         return job.result(PART_SECONDS)
     except (BrokenProcessPool, TimeoutError) as error:
@@ -237,11 +237,11 @@ def _begin(encoder: Encoder) -> None:
     _mine[:] = [encoder]
 
 
-def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> Part:
+def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> EncodedRows:
     return _part(_mine[0], read_part(arrow, columns, start, stop), start)
 
 
-def _part(encoder: Encoder, table: pa.Table, start: int) -> Part:
+def _part(encoder: Encoder, table: pa.Table, start: int) -> EncodedRows:
     """What the rows of a table become; `start` is the number of the first."""
     chunks = (table.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(table), CHUNK_ROWS))
     return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(table)))

@@ -1,5 +1,5 @@
 """Forms of examples to learn from: what must stand in their rows, and which text the model reads and
-learns; see `tandem.data.encoder.Form`."""
+learns; see `tandem.data.forms`."""
 
 from __future__ import annotations
 

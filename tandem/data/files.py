@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pa_parquet
 
-from tandem.data.cache import Cache, digest, mapped
+from tandem.data.cache import digest, mapped
 from tandem.data.formats import (
     LINES,
     PARQUET,
@@ -129,7 +129,7 @@ def read_files(
         raise DataError("out of range", field="max_samples", got=max_samples, expected="-1 (all) or >= 1")
     cache = None
     if cache_dir is not None and sum(map(bytes_of, paths)) > IN_MEMORY_BYTES:
-        cache = Cache(Path(cache_dir).expanduser())
+        cache = Path(cache_dir).expanduser()
     there = [open_file(path, cache) for path in paths]
     wanted = _shared_columns(there, alternatives, keys)
     names = None if optional is None else list(dict.fromkeys([*wanted, *optional]))

@@ -15,9 +15,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
-from tandem.data.cache import BATCH_ROWS, Cache, digest, file_digest, lies_in_file, mapped, write_arrow
+from tandem.data.cache import BATCH_ROWS, digest, entry, file_digest, lies_in_file, mapped, write_arrow
 from tandem.data.depth import Shallow
-from tandem.data.values import RowError, leaves, table_of
+from tandem.data.values import Row, RowError, leaves, table_of
 from tandem.errors import DataError
 from tandem.tasks import is_task, parse
 from tandem.texts import parse_exact
@@ -36,7 +36,7 @@ _PACKED = 5
 """About how many bytes gzip makes of one."""
 
 
-class Part(NamedTuple):
+class FileRows(NamedTuple):
     """The rows of a file, the Arrow file they are mapped from, if any, and what tells them from others."""
 
     table: pa.Table
@@ -50,21 +50,24 @@ class File(NamedTuple):
     path: Path
     schema: pa.Schema
     rows: int
-    read: Callable[[list[str]], Part]
+    read: Callable[[list[str]], FileRows]
 
     @property
     def columns(self) -> list[str]:
         return list(self.schema.names)
 
 
-def open_file(path: Path, cache: Cache | None) -> File:
+def open_file(path: Path, cache: Path | None) -> File:
     """Look into a file.
+
+    Args:
+        cache: the folder of what is made of files; None: all is read into memory.
 
     Raises:
         DataError: it is missing, unreadable or empty.
     """
     if is_task(str(path)):
-        return _held(path, Part(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path))))
+        return _held(path, FileRows(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path))))
     if not path.is_file():
         raise DataError(
             "is a folder" if path.is_dir() else "no such data file",
@@ -83,36 +86,34 @@ def open_file(path: Path, cache: Cache | None) -> File:
     return file
 
 
-def _looked_into(path: Path, cache: Cache | None) -> File:
-    if format_of(path) != PARQUET:
-        return _held(path, Part(whole_table(path)) if cache is None else _text_part(path, cache))
+def _looked_into(path: Path, cache: Path | None) -> File:
+    kind = format_of(path)
+    if kind != PARQUET:
+        if cache is None:
+            return _held(path, FileRows(whole_table(path)))
+        if kind == ARROW and lies_in_file(table := mapped(path)):
+            return _held(path, FileRows(table, path, file_digest(path)))
+        return _held(path, _kept(path, cache, partial(_blocks, path)))
     parquet = pa_parquet.ParquetFile(path)
 
-    def read(names: list[str]) -> Part:
+    def read(names: list[str]) -> FileRows:
         if cache is None:
-            return Part(parquet.read(columns=names))
+            return FileRows(parquet.read(columns=names))
         batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
         return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
 
     return File(path, parquet.schema_arrow, parquet.metadata.num_rows, read)
 
 
-def _held(path: Path, part: Part) -> File:
+def _held(path: Path, part: FileRows) -> File:
     """A file whose rows are there already."""
     table = part.table
     return File(path, table.schema, len(table), lambda names: part._replace(table=table.select(names)))
 
 
-def _text_part(path: Path, cache: Cache) -> Part:
-    """All columns of a file that is not parquet, from the Arrow file that it is or that is made of it."""
-    if format_of(path) == ARROW and lies_in_file(table := mapped(path)):
-        return Part(table, path, file_digest(path))
-    return _kept(path, cache, partial(_blocks, path))
-
-
 def _kept(
-    path: Path, cache: Cache, tables: Callable[[], Iterator[pa.Table]], names: Sequence[str] = ()
-) -> Part:
+    path: Path, cache: Path, tables: Callable[[], Iterator[pa.Table]], names: Sequence[str] = ()
+) -> FileRows:
     """The rows of a file, from an entry of the cache.
 
     Args:
@@ -120,11 +121,11 @@ def _kept(
         names: of their columns, where they are not all.
     """
     told = digest(_READING, file_digest(path), names)
-    place = cache.entry(f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
-    return Part(mapped(place), place, told)
+    place = entry(cache, f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
+    return FileRows(mapped(place), place, told)
 
 
-def as_one(parts: list[Part], cache: Cache) -> list[Part]:
+def as_one(parts: list[FileRows], cache: Path) -> list[FileRows]:
     """Tables of the same types, all mapped: where these are not, one from an entry of the cache."""
     if (
         all(part.place for part in parts)
@@ -137,8 +138,8 @@ def as_one(parts: list[Part], cache: Cache) -> list[Part]:
         for part in parts:
             yield from (pa.Table.from_batches([batch]) for batch in part.table.to_batches(BATCH_ROWS))
 
-    place = cache.entry(f"rows-{told}.arrow", "the rows of all files", lambda to: write_arrow(to, tables))
-    return [Part(mapped(place), place, told)]
+    place = entry(cache, f"rows-{told}.arrow", "the rows of all files", lambda to: write_arrow(to, tables))
+    return [FileRows(mapped(place), place, told)]
 
 
 def bytes_of(path: Path) -> int:
@@ -179,7 +180,7 @@ def whole_table(path: Path) -> pa.Table:
     if kind == ARROW:
         return mapped(path)
     with opened(path) as file:
-        return table_of(parse_exact(Shallow(file).read())) if is_list(path) else _json_lines(file)
+        return table_of(listed(file)) if is_list(path) else _json_lines(file)
 
 
 def _json_lines(source: IO[bytes]) -> pa.Table:
@@ -191,15 +192,29 @@ def _json_lines(source: IO[bytes]) -> pa.Table:
     if not any(kind.startswith(("floating", "times")) for kind in kinds):
         return table
     source.seek(0)
-    return table_of(_parsed_lines(source))
+    return table_of(parsed_lines(source))
 
 
-def _parsed_lines(source: IO[bytes]) -> Iterator[Any]:
-    for number, line in enumerate(line for line in source if line.strip()):
+def listed(source: IO[bytes]) -> Iterator[Row]:
+    """Yield the rows of a JSON list.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deep.
+    """
+    for row in parse_exact(Shallow(source).read()):
+        yield row, None
+
+
+def parsed_lines(source: IO[bytes], parse: Callable[[bytes], Any] = parse_exact) -> Iterator[Row]:
+    """Yield the rows of JSON lines, or what keeps each from being read; `parse` reads a line."""
+    for text in source:
         try:
-            yield parse_exact(line)
+            if text.strip():
+                yield parse(text), None
+        except UnicodeDecodeError as error:
+            yield None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
         except ValueError as error:
-            raise RowError(f"row {number}: {error}") from error
+            yield None, f"broken JSON: {error}"
 
 
 def _blocks(path: Path) -> Iterator[pa.Table]:
@@ -225,7 +240,7 @@ def _open_csv(path: Path) -> pa_csv.CSVStreamingReader:
     return pa_csv.open_csv(path, read_options=options, convert_options=texts)
 
 
-def read_columns(file: File, columns: list[str]) -> Part:
+def read_columns(file: File, columns: list[str]) -> FileRows:
     try:
         part = file.read([name for name in columns if name in file.columns])
         if part.place is None:

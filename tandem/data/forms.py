@@ -1,4 +1,11 @@
-"""The form of prompts: what must stand in their rows, and which text the model reads."""
+"""The form of prompts: what must stand in their rows, and which text the model reads.
+
+A form, also one of `tandem.data.examples`, says what is done with the rows of a use. `told_by` names the
+columns that tell a row from others, `expected` the shape of a row in words, `problem` what is wrong with a
+row, and `pieces` the texts, or the token ids, of the sequences that a row becomes. Each piece that is to be
+learnt begins where the model's answer does; see `tandem.data.tokens.encoded`. A form goes to other processes,
+and its `repr` says all that its results depend on beside tokenizer and template.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +133,11 @@ class PromptForm:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        """See `tandem.data.encoder.Form`."""
+        """Return the pieces of the only sequence of a row.
+
+        Raises:
+            TemplateError: the template refuses the row.
+        """
         messages = self.messages(row)
         if not messages:
             return [[(row[self.prompt_key], False)]]

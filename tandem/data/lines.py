@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 
 from tandem.data.depth import Shallow
-from tandem.data.formats import CSV, JSON, LINES, format_of, is_list, opened
-from tandem.data.values import Seen, kind_of, other_kinds
+from tandem.data.formats import CSV, JSON, LINES, format_of, is_list, listed, opened, parsed_lines
+from tandem.data.values import looked_at
 from tandem.tasks import is_task
 from tandem.texts import parse_exact
 
@@ -38,13 +38,16 @@ def scan(path: Path) -> Scanned:
     try:
         with opened(path) as file:
             if kind == CSV:
-                yield from _scan_csv(file)
-            elif is_list(path):
-                rows = parse_exact(Shallow(file).read())
-                yield from _typed((number, row, None) for number, row in enumerate(rows))
+                lines = (fields for _, fields in _csv(file))
+                columns = next(lines, [])
+                for number, fields in enumerate(lines):
+                    if len(fields) != len(columns):
+                        yield number, None, f"{len(fields)} fields, where the header has {len(columns)}"
             elif kind in (JSON, LINES):
-                texts = (text for text in file if text.strip())
-                yield from _typed((number, *_parsed(text)) for number, text in enumerate(texts))
+                rows = listed(file) if is_list(path) else parsed_lines(file, _parsed)
+                for number, row, wrong in looked_at(rows):
+                    problem = wrong or _unheld(row)
+                    yield number, None if problem else row, problem
     except (OSError, EOFError, ValueError):  # cut off: what the reader says of the file stands
         return
 
@@ -59,32 +62,8 @@ def _csv(file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
         begins = lines.line_num + 1
 
 
-def _scan_csv(file: IO[bytes]) -> Scanned:
-    rows = (fields for _, fields in _csv(file))
-    columns = next(rows, [])
-    for number, fields in enumerate(rows):
-        if len(fields) != len(columns):
-            yield number, None, f"{len(fields)} fields, where the header has {len(columns)}"
-
-
-def _parsed(text: bytes) -> tuple[Any, str | None]:
-    try:
-        return parse_exact(Shallow(io.BytesIO(text)).read().decode("utf-8-sig")), None
-    except UnicodeDecodeError as error:
-        return None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
-    except ValueError as error:
-        return None, f"broken JSON: {error}"
-
-
-def _typed(rows: Iterable[tuple[int, Any, str | None]]) -> Scanned:
-    """The rows, of which those are wrong that are no objects or hold another type than an earlier one."""
-    seen: Seen = {}
-    for number, row, problem in rows:
-        if problem is None and not isinstance(row, dict):
-            problem = f"{kind_of(row)}, not an object"
-        if problem is None:
-            problem = next(other_kinds(row, number, seen), None) or _unheld(row)
-        yield number, row if problem is None else None, problem
+def _parsed(text: bytes) -> Any:
+    return parse_exact(Shallow(io.BytesIO(text)).read().decode("utf-8-sig"))
 
 
 def _unheld(row: dict[str, Any]) -> str | None:

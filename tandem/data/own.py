@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.encoder import Encoder, Part
+from tandem.data.encoder import EncodedRows, Encoder
 from tandem.data.encoding import PART_ROWS, gather_rows
 from tandem.data.files import DataFiles
 from tandem.data.forms import PromptForm
@@ -90,7 +90,7 @@ class OwnPrompts(PromptDataset):
         self._form = replace(form, as_ids=self._row(0)[1] is not None)
         self._encoder = replace(encoder, form=self._form)
         sources: list[str] = []
-        parts: list[Part] = []
+        parts: list[EncodedRows] = []
         for start in range(0, len(rows), PART_ROWS):
             records, part = self._read(range(start, min(start + PART_ROWS, len(rows))))
             sources += map(self._form.source, records)
@@ -114,7 +114,7 @@ class OwnPrompts(PromptDataset):
         """The named rows as the dataset gives them."""
         return [self._row(int(row))[0] for row in self._kept[np.asarray(rows, dtype=np.int64)]]
 
-    def _read(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], Part]:
+    def _read(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], EncodedRows]:
         """The named rows, and their tokens."""
         key, found = self._form.prompt_key, list(map(self._row, numbers))
         for_tokens = [record if ids is None else {**record, key: ids} for record, ids in found]

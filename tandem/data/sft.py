@@ -87,7 +87,6 @@ class SFTDataset:
         prompt_key: the column of prompts.
         response_key: the column of responses. Files without "response" may have "completion".
         text_key: the column of texts.
-        max_samples: use the first so many rows; -1 uses all.
         tools_key: the column of the tools that the template of messages is given; "tools" may be missing.
         cache_dir: see `read_files`.
         options: see `encode_learnt`.
@@ -110,7 +109,6 @@ class SFTDataset:
         prompt_key: str = "prompt",
         response_key: str = _RESPONSE,
         text_key: str = "text",
-        max_samples: int = -1,
         tools_key: str | None = _TOOLS,
         cache_dir: str | None = None,
         **options: Any,
@@ -120,7 +118,6 @@ class SFTDataset:
             files,
             *columns.alternatives,
             optional=columns.optional,
-            max_samples=max_samples,
             keys=_KEYS,
             cache_dir=cache_dir,
         )

@@ -52,9 +52,21 @@ class Limit:
         Raises:
             DataError: rows over the limit that are to be neither cut nor left out, by name; or no row stays.
         """
+        if not self.drops and self.truncation == "error":
+            problems = RowProblems(files.where)
+            numbers, places = np.unique(rows, return_inverse=True)
+            longest = np.zeros(len(numbers), np.int64)
+            np.maximum.at(longest, places, lengths)
+            for at in np.flatnonzero(longest > self.tokens).tolist():
+                problems.add(int(numbers[at]), f"{longest[at]} tokens")
+            problems.raise_if_any(
+                f"of {len(numbers)} are over the length limit",
+                field=self.field,
+                expected=f"at most {self.tokens} tokens; the longest has {lengths.max()}",
+                remedy=f"raise {self.field}, or set data.filter_overlong_prompts=True (drops prompts) or "
+                "data.truncation=left|right|middle (cuts them)",
+            )
         if not self.drops:
-            if self.truncation == "error":
-                self._refuse_long(lengths, rows, files)
             return np.arange(len(lengths))
         kept = np.flatnonzero(lengths <= self.tokens)
         if not len(kept):
@@ -76,18 +88,3 @@ class Limit:
         assert self.truncation != "error"
         start = {"left": 0, "right": self.tokens, "middle": self.tokens // 2}[self.truncation]
         return np.concatenate([values[:start], values[start + excess :]])
-
-    def _refuse_long(self, lengths: np.ndarray, rows: np.ndarray, files: DataFiles) -> None:
-        problems = RowProblems(files.where)
-        numbers, places = np.unique(rows, return_inverse=True)
-        longest = np.zeros(len(numbers), np.int64)
-        np.maximum.at(longest, places, lengths)
-        for at in np.flatnonzero(longest > self.tokens).tolist():
-            problems.add(int(numbers[at]), f"{longest[at]} tokens")
-        problems.raise_if_any(
-            f"of {len(numbers)} are over the length limit",
-            field=self.field,
-            expected=f"at most {self.tokens} tokens; the longest has {lengths.max()}",
-            remedy=f"raise {self.field}, or set data.filter_overlong_prompts=True (drops prompts) or "
-            "data.truncation=left|right|middle (cuts them)",
-        )

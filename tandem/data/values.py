@@ -18,6 +18,8 @@ _KINDS = {
     dict: "an object",
     list: "a list",
 }
+Row = tuple[Any, str | None]
+"""A row of JSON, or what kept it from being read."""
 Seen = dict[str, tuple[str, int]]
 """By place in a row: the kind of the values there, and the row of the first."""
 
@@ -56,18 +58,25 @@ def other_kinds(value: Any, number: int, seen: Seen, at: str = "") -> Iterator[s
             yield from other_kinds(inner, number, seen, f"{at}[]")
 
 
-def table_of(rows: Iterable[Any]) -> pa.Table:
+def looked_at(rows: Iterable[Row]) -> Iterator[tuple[int, Any, str | None]]:
+    """Yield rows of JSON with their numbers, from 0, and what is wrong with each: it cannot be read, is no
+    object, or holds another kind of value than an earlier one."""
+    seen: Seen = {}
+    for number, (row, problem) in enumerate(rows):
+        if problem is None and not isinstance(row, dict):
+            problem = f"{kind_of(row)}, not an object"
+        yield number, row, problem or next(other_kinds(row, number, seen), None)
+
+
+def table_of(rows: Iterable[Row]) -> pa.Table:
     """Return rows of JSON as a table.
 
     Raises:
-        RowError: one is no object, or holds another kind of value than an earlier one.
+        RowError: something is wrong with one; see `looked_at`.
     """
-    seen: Seen = {}
     held: list[dict[str, Any]] = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise RowError(f"row {number}: {kind_of(row)}, not an object")
-        if problem := next(other_kinds(row, number, seen), None):
+    for number, row, problem in looked_at(rows):
+        if problem:
             raise RowError(f"row {number}: {problem}")
         held.append(row)
     names = dict.fromkeys(name for row in held for name in row)

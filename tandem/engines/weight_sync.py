@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from tandem.protocol.shipping import Shipped
 
 Digest = dict[str, int]
 """Hugging Face name → `checksum` of the whole tensor, a signed 64-bit number."""
+
+Key = TypeVar("Key")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 3
@@ -49,23 +51,19 @@ def checksum(
     width = flat.element_size()
     wide = (columns or rows_RC.shape[1]) * width % 8 == 0
     if wide and (first_column * width % 8 or rows_RC.shape[1] * width % 8):
-        words = _parts_of_words(rows_RC, first_column)
+        # Rows cut words apart: each element where it stands in its word of 8 bytes.
+        bits = 8 * width
+        elements = rows_RC.view(_BITS[width]).long() & (2**bits - 1)
+        columns_C = torch.arange(first_column, first_column + rows_RC.shape[1], device=flat.device)
+        words = elements << (columns_C * bits % 64)
     else:
         if wide and rows_RC.storage_offset() * width % 8:
             rows_RC = rows_RC.clone()
         # Sums of 64-bit integers run at the memory's speed; those of narrower ones are many times slower.
         words = rows_RC.view(torch.int64) if wide else rows_RC.view(_BITS[width]).long()
     numbers = torch.arange(first_row, first_row + len(words), device=flat.device)
-    return (words.sum(1) * (2 * numbers + 1)).sum()
-
-
-def _parts_of_words(rows_RC: Tensor, first_column: int) -> Tensor:
-    """Each element where it stands in its word of 8 bytes, for rows that cut words apart."""
-    bits = 8 * rows_RC.element_size()
-    elements = rows_RC.view(_BITS[rows_RC.element_size()]).long() & (2**bits - 1)
-    columns = torch.arange(first_column, first_column + rows_RC.shape[1], device=rows_RC.device)
-    words: Tensor = elements << (columns * bits % 64)
-    return words
+    total: Tensor = (words.sum(1) * (2 * numbers + 1)).sum()
+    return total
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
@@ -98,14 +96,9 @@ def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None 
     Raises:
         WeightSyncError: names the weights that are missing, stale, exchanged, damaged, or were never sent.
     """
-    _check(
-        sent,
-        held,
-        f"rollout engine {engine}",
-        before,
-        "nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
-        "actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights",
-    )
+    remedy = "nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
+    remedy += "actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights"
+    _check(sent, held, f"rollout engine {engine}", before, remedy)
 
 
 def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
@@ -199,14 +192,14 @@ class Packing:
         return begins, start
 
 
-def buckets(sizes: Mapping[str, int], limit: int) -> list[tuple[str, ...]]:
-    """Names in their order, bucket by bucket; see `Packing`.
+def buckets(sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
+    """Return names in their order, bucket by bucket; see `Packing`.
 
     Args:
-        sizes: bytes by name.
-        limit: bytes of a bucket, at most.
+        sizes: by name, in bytes or what else is counted.
+        limit: of a bucket, at most.
     """
-    packing, packed = Packing(limit), list[list[str]]()
+    packing, packed = Packing(limit), list[list[Key]]()
     for name, size in sizes.items():
         if packing.place(size)[0]:
             packed.append([])

@@ -4,21 +4,13 @@ changed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, NamedTuple
 
+from tandem.config.facts import Engine, engines
 from tandem.config.root import TrainConfig
+from tandem.config.schema import nested
 from tandem.config.section import Section
 from tandem.memory.plan import Plan
-
-_ACTOR = "actor_rollout_ref.actor"
-_SECTIONS = {
-    "actor": _ACTOR,
-    "ref": "actor_rollout_ref.ref",
-    "critic": "critic",
-    "reward_model": "reward_model",
-}
-_MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
 
 
 class Lever(NamedTuple):
@@ -59,11 +51,12 @@ def _needed(made: Plan, phase: str | None) -> float:
 
 
 def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    every = engines(config)
     for role in config.roles:
-        if role in _SECTIONS:
-            yield from _of_section(config, role, _SECTIONS[role])
-    for role, at in _MODELS.items():
-        model: Any = attrgetter(at)(config)
+        if role in every:
+            yield from _of_engine(config, role, every[role])
+    for role in ("actor", "critic"):
+        _, _, at, model = every[role]
         if role in config.roles:
             full = {f"{at}.enable_gradient_checkpointing": True, f"{at}.gradient_checkpointing_mode": "full"}
             yield full
@@ -79,8 +72,8 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
         yield {f"{at}.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu // 2}
 
 
-def _of_section(config: TrainConfig, role: str, at: str) -> Iterator[dict[str, Any]]:
-    own: Any = attrgetter(at)(config)
+def _of_engine(config: TrainConfig, role: str, engine: Engine) -> Iterator[dict[str, Any]]:
+    at, own = engine.at, engine.section
     fsdp = own.fsdp_config
     if not fsdp.param_offload:
         yield {f"{at}.fsdp_config.param_offload": True}
@@ -114,14 +107,10 @@ def with_value(section: Any, key: str, value: Any) -> Any:
 
 def with_values(section: Any, values: Mapping[str, Any]) -> Any:
     """The section with other values at dotted keys, which are not checked."""
-    assert isinstance(section, Section)
-    update: dict[str, Any] = {}
-    below: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        name, _, rest = key.partition(".")
-        if rest:
-            below.setdefault(name, {})[rest] = value
-        else:
-            update[name] = value
-    inner = {name: with_values(getattr(section, name), each) for name, each in below.items()}
-    return section.model_copy(update=update | inner)
+
+    def changed(part: Section, tree: Mapping[str, Any]) -> Section:
+        own = {name: getattr(part, name) for name in tree}
+        within = [name for name in tree if isinstance(own[name], Section) and isinstance(tree[name], dict)]
+        return part.model_copy(update={**tree, **{name: changed(own[name], tree[name]) for name in within}})
+
+    return changed(section, nested(values))

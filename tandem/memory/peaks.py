@@ -3,12 +3,13 @@ that links take in a step: between the devices, and to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.root import TrainConfig
-from tandem.memory.seconds import Rates, Shape, Work
+from tandem.memory.seconds import Rates, Work
+from tandem.memory.shapes import ModelShape
 from tandem.memory.training import reduces_each
 
 EFFICIENCY = (3.0, 1.3, 0.0, 0.0, 0.0)
@@ -58,7 +59,9 @@ def nearest_class(gigabytes: float) -> str:
     )
 
 
-def link_seconds(config: TrainConfig, shape: Shape, work: Mapping[str, Work], kind: DeviceClass) -> float:
+def link_seconds(
+    config: TrainConfig, shape: ModelShape, work: Mapping[str, Work], kind: DeviceClass
+) -> float:
     """The seconds that the links of a device take in a step, were nothing done meanwhile: weights gathered
     and gradients reduced, sums and exchanges of layers that are split, what lies on the host, and the stages'
     waiting for the first micro-batch.
@@ -67,7 +70,9 @@ def link_seconds(config: TrainConfig, shape: Shape, work: Mapping[str, Work], ki
         work: of the step's phases.
         kind: whose links these are.
     """
-    found = sum(role.seconds(config, shape, kind) for role in _roles(config, work))
+    reference = config.needs_reference and not config.reference_is_the_actor
+    there = {"actor": True, "ref": reference, "critic": config.needs_critic}
+    found = sum(_role_seconds(config, role, shape, work, kind) for role in there if there[role])
     rollout, d = config.actor_rollout_ref.rollout, shape.decoder
     if rollout.split > 1:
         written = work["generate_sequences"]
@@ -76,67 +81,55 @@ def link_seconds(config: TrainConfig, shape: Shape, work: Mapping[str, Work], ki
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Role:
-    """A model of the run, and the phases of its passes."""
-
-    section: Any
-    devices: int
-    offloads: bool  # activations
-    forwards: tuple[Work, ...]
-    update: Work | None
-
-    def seconds(self, config: TrainConfig, shape: Shape, kind: DeviceClass) -> float:
-        fsdp, layers = self.section.fsdp_config, shape.decoder.layers
-        tensor, stages = fsdp.tensor_parallel_size, fsdp.pipeline_parallel_size
-        parts = self.devices // (tensor * stages)
-        own = (shape.layers + shape.head) / (tensor * stages)
-        shards = parts if fsdp.fsdp_size == -1 else fsdp.fsdp_size
-        gathered = sum(2 * own * each.calls * stages / layers for each in self.forwards)
-        moved = 2 * 4 * own / shards * (bool(fsdp.param_offload) * (3 if self.update else 1))
-        reduced, waiting = 0.0, 0.0
-        if self.update is not None:
-            batch, mini = config.data.train_batch_size, self.section.ppo_mini_batch_size
-            updates = self.section.ppo_epochs * -(-batch // mini)
-            passes = self.update.calls * stages / layers  # forward and backward, of each micro-batch
-            gathered += 2 * own * 2 * passes / 3
-            each = reduces_each(fsdp.gradient_sync, (2 + 4) * own, shards, kind.size * 2**30)
-            reduced = 4 * own * (passes / 3 if each else updates)
-            moved += 2 * 8 * own / shards * bool(fsdp.optimizer_offload)
-            moved += 4 * self.update.tokens * tensor * shape.decoder.hidden * layers * self.offloads
-            turns = max(1.0, passes / updates / 3)
-            waiting = self.update.floor(kind.rates) * (stages - 1) / turns
-        seconds = (gathered + reduced) * (shards - 1) / shards / _link(kind, shards * tensor)
-        copies = parts // shards
-        seconds += 2 * reduced / shards * (copies - 1) / copies / _link(kind, self.devices)
-        return float(seconds + self._within(shape, kind) + moved / kind.host + waiting)
-
-    def _within(self, shape: Shape, kind: DeviceClass) -> float:
-        """Of layers that are split: two sums of states a pass, or queries, keys, values and outputs
-        exchanged."""
-        tensor, d = self.section.fsdp_config.tensor_parallel_size, shape.decoder
-        sequence = self.section.ulysses_sequence_parallel_size
-        tokens = sum(each.tokens for each in self.forwards) + (3 * self.update.tokens if self.update else 0)
-        tokens *= tensor * d.layers
-        summed = 2 * 2 * 2 * d.hidden * tokens * (tensor - 1) / tensor
-        width = 2 * (d.heads + d.key_heads) * d.head_width / tensor
-        exchanged = 2 * width * tokens * (sequence - 1) / sequence
-        return float(summed / _link(kind, tensor) + exchanged / _link(kind, sequence * tensor))
+_FORWARDS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 
 
-def _roles(config: TrainConfig, work: Mapping[str, Work]) -> Iterator[_Role]:
-    policy, devices = config.actor_rollout_ref, config.trainer.devices_of
+def _role_seconds(
+    config: TrainConfig, role: str, shape: ModelShape, work: Mapping[str, Work], kind: DeviceClass
+) -> float:
+    """The seconds of links that the passes over a model take."""
+    section: Any = config.critic if role == "critic" else getattr(config.actor_rollout_ref, role)
+    model = config.critic.model if role == "critic" else config.actor_rollout_ref.model
+    forward, update = work.get(_FORWARDS[role], Work()), work.get(f"update_{role}")
+    fsdp, layers, devices = section.fsdp_config, shape.decoder.layers, config.trainer.devices_of(role)
+    tensor, stages = fsdp.tensor_parallel_size, fsdp.pipeline_parallel_size
+    parts = devices // (tensor * stages)
+    own = (shape.matrices + shape.embedding) / (tensor * stages)
+    shards = parts if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    gathered = 2 * own * forward.calls * stages / layers
+    moved = 2 * 4 * own / shards * (bool(fsdp.param_offload) * (3 if update else 1))
+    reduced, waiting, tokens = 0.0, 0.0, forward.tokens
+    if update is not None:
+        batch, mini = config.data.train_batch_size, section.ppo_mini_batch_size
+        updates = section.ppo_epochs * -(-batch // mini)
+        passes = update.calls * stages / layers  # forward and backward, of each micro-batch
+        gathered += 2 * own * 2 * passes / 3
+        each = reduces_each(fsdp.gradient_sync, (2 + 4) * own, shards, kind.size * 2**30)
+        reduced = 4 * own * (passes / 3 if each else updates)
+        moved += 2 * 8 * own / shards * bool(fsdp.optimizer_offload)
+        moved += 4 * update.tokens * tensor * shape.decoder.hidden * layers * model.enable_activation_offload
+        turns = max(1.0, passes / updates / 3)
+        waiting = update.floor(kind.rates) * (stages - 1) / turns
+        tokens += 3 * update.tokens
+    seconds = (gathered + reduced) * (shards - 1) / shards / _link(kind, shards * tensor)
+    copies = parts // shards
+    seconds += 2 * reduced / shards * (copies - 1) / copies / _link(kind, devices)
+    within = _within(section, shape, tokens * (tensor * layers), kind)
+    return float(seconds + within + moved / kind.host + waiting)
 
-    def of(*phases: str) -> tuple[Work, ...]:
-        return tuple(work[phase] for phase in phases if phase in work)
 
-    offloads = policy.model.enable_activation_offload
-    yield _Role(policy.actor, devices("actor"), offloads, of("old_log_prob"), work["update_actor"])
-    if config.needs_reference and not config.reference_is_the_actor:
-        yield _Role(policy.ref, devices("ref"), False, of("ref"), None)
-    if config.needs_critic:
-        offloads = config.critic.model.enable_activation_offload
-        yield _Role(config.critic, devices("critic"), offloads, of("values"), work["update_critic"])
+def _within(section: Any, shape: ModelShape, tokens: float, kind: DeviceClass) -> float:
+    """Of layers that are split: two sums of states a pass, or queries, keys, values and outputs exchanged.
+
+    Args:
+        tokens: that go through a layer, over all layers.
+    """
+    tensor, sequence = section.fsdp_config.tensor_parallel_size, section.ulysses_sequence_parallel_size
+    d = shape.decoder
+    summed = 2 * 2 * 2 * d.hidden * tokens * (tensor - 1) / tensor
+    width = 2 * (d.heads + d.key_heads) * d.head_width / tensor
+    exchanged = 2 * width * tokens * (sequence - 1) / sequence
+    return float(summed / _link(kind, tensor) + exchanged / _link(kind, sequence * tensor))
 
 
 def _link(kind: DeviceClass, devices: int) -> float:

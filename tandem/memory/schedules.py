@@ -4,7 +4,7 @@ responses written while the step before is learnt from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,7 @@ from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError
 from tandem.memory.levers import with_values
 from tandem.memory.plan import Plan
-from tandem.memory.timing import Stages
+from tandem.memory.timing import Judge, Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,23 @@ class Schedule:
         return min(self.left.values()) < 0, self.step
 
 
-def compare(
-    config: TrainConfig,
-    plan: Callable[[TrainConfig], Plan],
-    stages: Callable[[TrainConfig, Plan], Stages],
-    accepts: Callable[[Mapping[str, Any]], bool],
-) -> list[Schedule]:
+def compare(config: TrainConfig, judge: Judge) -> list[Schedule]:
     """The schedules of a run on its devices: together, apart, and apart one step off; the last two with the
     best split of the devices.
 
-    Args:
-        plan, stages: what a config holds and takes.
-        accepts: whether the rules of configs allow these keys.
-
     Raises:
-        ConfigError: see `refuse_apart`; or no split suits.
+        ConfigError: see `refuse_apart`; or no split suits, or nothing tells seconds.
     """
     refuse_apart(config)
     tried = []
     for keys in ({}, *_splits(config)):
         changed = with_values(config, keys)
-        made = plan(changed)
-        tried.append((changed, keys, made, stages(changed, made)))
+        made = judge.plan(changed)
+        tried.append((changed, keys, made, judge.stages(changed, made)))
     found = [_schedule(*tried[0], ahead=False)]
     for ahead in (False, True):
         apart = sorted((_schedule(*each, ahead=ahead) for each in tried[1:]), key=attrgetter("order"))
-        best = next((each for each in apart if accepts(each.keys)), None)
+        best = next((each for each in apart if judge.accepts(each.keys)), None)
         if best is None:
             raise ConfigError(
                 "no split of the devices suits the sizes of training and of the rollout",
@@ -107,22 +98,20 @@ def _splits(config: TrainConfig) -> Iterator[dict[str, Any]]:
     """Every number of devices for the rollout, the last of the nodes, that leaves training what it can
     divide."""
     nodes, per, policy = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.actor_rollout_ref
-    sections = {"actor": policy.actor, "ref": policy.ref, "critic": config.critic}
-    units = [_unit(section) for role, section in sections.items() if role in config.roles]
+    sections: dict[str, Any] = {"actor": policy.actor, "ref": policy.ref, "critic": config.critic}
+    units = set[int]()  # what the devices of training must be multiples of
+    for role, section in sections.items():
+        if role in config.roles:
+            fsdp = section.fsdp_config
+            split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
+            units |= {split * max(1, fsdp.fsdp_size), split * section.ulysses_sequence_parallel_size}
     for rollout in range(policy.rollout.split, nodes * per, policy.rollout.split):
-        if any((nodes * per - rollout) % each for unit in units for each in unit):
+        if any((nodes * per - rollout) % unit for unit in units):
             continue
         whole, rest = divmod(rollout, per)
         training = (*[per] * (nodes - whole - bool(rest)), *([per - rest] if rest else []))
         pools = {"training": training, "rollout": (*([rest] if rest else []), *[per] * whole)}
         yield {"trainer.resource_pools": pools, "trainer.placement": {"rollout": "rollout"}}
-
-
-def _unit(section: Any) -> tuple[int, int]:
-    """What the devices of a model must be multiples of."""
-    fsdp = section.fsdp_config
-    split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
-    return split * max(1, fsdp.fsdp_size), split * section.ulysses_sequence_parallel_size
 
 
 def refuse_apart(config: TrainConfig) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -26,8 +26,8 @@ from tandem.config.model import BackboneConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_SQUARES
-from tandem.memory.activations import Decoder, Setup, kept_bytes
-from tandem.memory.shapes import model_shape
+from tandem.memory.activations import Setup, kept_bytes
+from tandem.memory.shapes import ModelShape
 
 Factors = Mapping[str, Sequence[float]]
 """Of each phase: what one second of operations at the best rate takes, one second of copying, and the seconds
@@ -81,41 +81,24 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A model as the clock sees it.
+class Lengths:
+    """The lengths of a step's sequences.
 
     Attributes:
-        decoder: its layers.
-        vocabulary: rows of its output head; 1 for a head of values.
+        prompts: (B) tokens.
+        responses: (B, n) tokens.
     """
 
-    decoder: Decoder
-    vocabulary: int
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Shape:
-        """The shape in a config.json.
-
-        Raises:
-            ConfigError: a size is missing.
-        """
-        own = model_shape(stored)
-        return cls(own.decoder, own.vocabulary)
+    prompts: NDArray[np.int64]
+    responses: NDArray[np.int64]
 
     @property
-    def layers(self) -> int:
-        """Weights in the matrices of all layers."""
-        d = self.decoder
-        attention = 2 * d.hidden * d.head_width * (d.heads + d.key_heads)
-        return d.layers * (attention + 3 * d.hidden * d.intermediate)
-
-    @property
-    def head(self) -> int:
-        return self.decoder.hidden * self.vocabulary
+    def total(self) -> int:
+        return int(self.prompts.sum() * self.responses.shape[1] + self.responses.sum())
 
 
 def step_work(
-    config: TrainConfig, shape: Shape, prompts: ArrayLike, responses: ArrayLike, *, item: int
+    config: TrainConfig, shape: ModelShape, prompts: ArrayLike, responses: ArrayLike, *, item: int
 ) -> dict[str, Work]:
     """The work of a device in each phase of a training step.
 
@@ -135,7 +118,7 @@ def step_work(
     old = updates > 1 or algorithm.use_kl_in_reward or algorithm.adv_estimator in READS_SQUARES
     work = {
         "generate_sequences": whole.written(rollout, writes),
-        "weights": Work(bytes=(4 + 3 * item) * (shape.layers + shape.head)),
+        "weights": Work(bytes=(4 + 3 * item) * (shape.matrices + shape.embedding)),
         "reward": Work(tokens=whole.tokens, samples=whole.samples),
         "adv": Work(tokens=whole.tokens, samples=whole.samples),
         "update_actor": _update(whole, actor, policy.model, trains),
@@ -147,7 +130,7 @@ def step_work(
         work["ref"] = whole.forward(ref.log_prob_batching, ref.fsdp_config, trainer.devices_of("ref"))
     if config.needs_critic:
         critic, devices = config.critic, trainer.devices_of("critic")
-        values = _Batch(Shape(shape.decoder, 1), whole.prompts, whole.responses, item)
+        values = _Batch(replace(shape, vocabulary=1), whole.prompts, whole.responses, item)
         work["values"] = values.forward(critic.forward_batching, critic.fsdp_config, devices)
         work["update_critic"] = _update(values, critic, critic.model, devices)
     return work
@@ -156,7 +139,7 @@ def step_work(
 class _Batch:
     """The sequences of a step."""
 
-    def __init__(self, shape: Shape, prompts: NDArray[Any], responses: NDArray[Any], item: int) -> None:
+    def __init__(self, shape: ModelShape, prompts: NDArray[Any], responses: NDArray[Any], item: int) -> None:
         self.shape, self.prompts, self.responses, self.item = shape, prompts, responses, item
         self.samples = len(responses)
         self.before = np.repeat(prompts, self.samples // len(prompts))
@@ -170,9 +153,11 @@ class _Batch:
         split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
         micro = self.micro_batches(batching, devices // split)
         attended = 2 * d.layers * d.heads * d.head_width * float((self.lengths**2).sum())
-        operations = 2 * shape.layers * self.tokens + 2 * shape.head * int(self.responses.sum()) + attended
+        operations = (
+            2 * shape.matrices * self.tokens + 2 * shape.embedding * int(self.responses.sum()) + attended
+        )
         streamed = 2 * self.item * d.hidden * d.layers * self.tokens
-        moved = micro * self.item * (shape.layers + shape.head) / split + streamed / devices
+        moved = micro * self.item * (shape.matrices + shape.embedding) / split + streamed / devices
         calls = micro * d.layers / fsdp.pipeline_parallel_size
         return Work(operations / devices, moved, calls, self.tokens / devices, self.samples / devices)
 
@@ -195,9 +180,9 @@ class _Batch:
         context = float((self.before * self.responses + self.responses**2 / 2).sum()) / devices
         width = d.layers * d.head_width
         prefill = 2 * width * d.heads * float((self.prompts**2).sum()) / devices
-        operations = 2 * shape.layers * (tokens + prompt) + 2 * shape.head * tokens
+        operations = 2 * shape.matrices * (tokens + prompt) + 2 * shape.embedding * tokens
         operations = operations + 4 * width * d.heads * context + prefill
-        moved = steps * self.item * (shape.layers + shape.head) / split
+        moved = steps * self.item * (shape.matrices + shape.embedding) / split
         moved += 2 * self.item * width * d.key_heads * context
         return Work(operations, moved, steps * d.layers, tokens, self.samples / devices)
 
@@ -213,13 +198,13 @@ def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneC
     split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
     micro = batch.micro_batches(section.train_batching, devices // split, minis)
     once = batch.forward(section.train_batching, fsdp, devices)
-    head = 2 * shape.head * float(batch.responses.sum()) / devices
+    head = 2 * shape.embedding * float(batch.responses.sum()) / devices
     kept = kept_bytes(d, Setup(batch.item), "full" if again else "none") * d.layers * batch.tokens / devices
     query, keys = d.heads * d.head_width, d.key_heads * d.head_width
     adapters = d.layers * model.lora_rank * (7 * d.hidden + 2 * (query + keys) + 3 * d.intermediate)
-    learning = adapters or shape.layers + shape.head
+    learning = adapters or shape.matrices + shape.embedding
     operations = epochs * (passes * (once.operations - head) + 4 * head)
-    moved = epochs * (passes * micro * batch.item * (shape.layers + shape.head) / split + 2 * kept)
+    moved = epochs * (passes * micro * batch.item * (shape.matrices + shape.embedding) / split + 2 * kept)
     moved += epochs * minis * _ADAM_BYTES * learning / devices
     calls = epochs * micro * d.layers * passes / fsdp.pipeline_parallel_size
     return Work(operations, moved, calls, epochs * once.tokens, epochs * once.samples)

@@ -79,6 +79,13 @@ class ModelShape:
         return self.vocabulary * self.decoder.hidden
 
     @property
+    def matrices(self) -> int:
+        """Weights in the matrices of all layers that a token goes through."""
+        own = self.decoder
+        attention = 2 * own.hidden * own.head_width * (own.heads + own.key_heads)
+        return own.layers * (attention + 3 * own.hidden * own.intermediate)
+
+    @property
     def parameters(self) -> int:
         """Of the whole model, a matrix that is used twice counted once."""
         matrices = self.embedding * (1 if self.tied else 2)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from tandem.config.root import TrainConfig
+from tandem.errors import ConfigError
 from tandem.memory.device_file import Device
 from tandem.memory.levers import with_value
 from tandem.memory.peaks import CLASSES, EFFICIENCY, PER_NODE, DeviceClass, link_seconds, nearest_class
-from tandem.memory.seconds import Rates, Shape, predict, step_work
+from tandem.memory.plan import Plan, plan
+from tandem.memory.seconds import Lengths, Rates, predict, step_work
+from tandem.memory.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +85,19 @@ class Clock:
         return cls(kind.rates, 2, None, kind, named=name is not None, said=said)
 
     def step(
-        self,
-        config: TrainConfig,
-        shape: Shape,
-        prompts: NDArray[np.int64],
-        responses: NDArray[np.int64],
-        slots: int | None = None,
+        self, config: TrainConfig, shape: ModelShape, lengths: Lengths, slots: int | None = None
     ) -> dict[str, float]:
         """Seconds of each phase, and of the `step`.
 
         Args:
-            shape, prompts, responses: see `step_work`.
+            shape: see `step_work`.
             slots: sequences that a rollout engine's cache holds, where these are fewer than it may run.
         """
         at = "actor_rollout_ref.rollout.max_num_seqs"
         running = config.actor_rollout_ref.rollout.max_num_seqs
         if slots is not None and slots < running:
             config = with_value(config, at, max(1, slots))
-        work = step_work(config, shape, prompts, responses, item=self.item)
+        work = step_work(config, shape, lengths.prompts, lengths.responses.ravel(), item=self.item)
         if self.factors is not None:
             found = predict(work, self.rates, self.factors)
         elif self.named:
@@ -113,21 +109,64 @@ class Clock:
         return {**found, "links": links, "step": step + links}
 
     def stages(
-        self,
-        config: TrainConfig,
-        shape: Shape,
-        prompts: NDArray[np.int64],
-        responses: NDArray[np.int64],
-        slots: int | None = None,
+        self, config: TrainConfig, shape: ModelShape, lengths: Lengths, slots: int | None = None
     ) -> Stages:
         """Seconds of a step's two sides; see `step`. Weights for a rollout on other devices go over a link
         once."""
-        found = self.step(config, shape, prompts, responses, slots)
+        found = self.step(config, shape, lengths, slots)
         whole = with_value(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
-        training = self.step(whole, shape, prompts, responses, slots)["links"]
+        training = self.step(whole, shape, lengths, slots)["links"]
         trainer, transfer = config.trainer, found["weights"]
         if self.kind is not None and trainer.placed("actor") != trainer.placed("rollout"):
             link = self.kind.near if trainer.world_size <= PER_NODE else self.kind.far
-            transfer += self.item * (shape.layers + shape.head) / link
+            transfer += self.item * (shape.matrices + shape.embedding) / link
         generation = found["generate_sequences"] + found["reward"] + found["links"] - training
         return Stages(generation, found["step"] - generation - found["weights"], transfer)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What says how good a config is.
+
+    Attributes:
+        device: bytes of one.
+        shapes: of models, by their paths.
+        clock: None: of a CPU that was not measured.
+        lengths: of a step's sequences.
+        accepts: whether the rules of configs allow these keys.
+    """
+
+    device: float
+    shapes: Callable[[str], ModelShape]
+    clock: Clock | None
+    lengths: Lengths
+    accepts: Callable[[Mapping[str, Any]], bool] = lambda keys: True
+
+    def plan(self, config: TrainConfig) -> Plan:
+        """What a config holds."""
+        return plan(config, self.shapes, self.device)
+
+    def timer(self, config: TrainConfig) -> tuple[Clock, ModelShape]:
+        """The clock, and the policy's shape.
+
+        Raises:
+            ConfigError: nothing tells seconds.
+        """
+        if self.clock is None:
+            raise ConfigError(
+                "seconds are known of GPUs, and of a CPU that was measured",
+                field="trainer.device",
+                got="cpu",
+                remedy="run tandem bench once, or take trainer.device=cuda",
+            )
+        return self.clock, self.shapes(config.actor_rollout_ref.model.path)
+
+    def seconds(self, config: TrainConfig, slots: int | None) -> float:
+        """What a step takes, with so many sequences in the rollout's cache; None: with all."""
+        clock, shape = self.timer(config)
+        return clock.step(config, shape, self.lengths, slots)["step"]
+
+    def stages(self, config: TrainConfig, made: Plan) -> Stages:
+        """What the two sides of a step take, by the plan of a config."""
+        clock, shape = self.timer(config)
+        return clock.stages(config, shape, self.lengths, made.slots)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError
 from tandem.migrate.peer import Peer
-from tandem.migrate.trl import Migrated
 from tandem.migrate.trl_source import options, typed
 from tandem.peers.table import Rule, by_name, read_table
 
@@ -30,27 +29,27 @@ def after_module(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def migrate_openrlhf(words: Sequence[str]) -> Migrated:
+def migrate_openrlhf(words: Sequence[str]) -> Peer:
     """The config for options of `train_ppo_ray`.
 
     Raises:
         ConfigError: a word that belongs to no option; samples of an update that are no whole groups.
     """
     given = {name: typed(values) for name, values in options(after_module(words))}
-    peer = Peer(TrainConfig, TABLE, _DEFAULTS, given)
+    peer = Peer("train", TrainConfig, TABLE, _DEFAULTS, given)
     peer.take()
     critic = peer["advantage_estimator"] == "gae"
-    notes = [_sizes(peer, critic)]
+    _sizes(peer, critic)
     _optimizers(peer, critic)
     _loss(peer, critic)
     _kl(peer)
     _rollout(peer)
-    _scores(peer, notes)
-    _data(peer, notes)
-    return Migrated("train", peer.config, peer.rows, [*notes, *peer.notes])
+    _scores(peer)
+    _data(peer)
+    return peer
 
 
-def _sizes(peer: Peer, critic: bool) -> str:
+def _sizes(peer: Peer, critic: bool) -> None:
     samples, n, prompts = peer["train_batch_size"], peer["n_samples_per_prompt"], peer["rollout_batch_size"]
     if samples % n or prompts * n % samples:
         raise ConfigError(
@@ -74,7 +73,7 @@ def _sizes(peer: Peer, critic: bool) -> str:
         peer.put(f"{_ACTOR}.ppo_max_token_len_per_gpu", peer["train_max_tokens_per_gpu"])
         if peer["rollout_max_tokens_per_gpu"]:
             peer.put(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", peer["rollout_max_tokens_per_gpu"])
-    return (
+    peer.notes.append(
         f"ppo_mini_batch_size: {samples} samples an update / {n} a prompt = {samples // n} prompts; "
         f"data.train_batch_size: {prompts} prompts, {prompts * n // samples} updates a step."
     )
@@ -157,12 +156,12 @@ def _rollout(peer: Peer) -> None:
         peer.put("trainer.logger", ["console", *loggers])
 
 
-def _scores(peer: Peer, notes: list[str]) -> None:
+def _scores(peer: Peer) -> None:
     remote = str(peer["remote_rm_url"] or "")
     if remote.endswith(".py"):
         peer.put("custom_reward_function.path", remote)
         peer.put("custom_reward_function.name", "reward_func")
-        notes.append(
+        peer.notes.append(
             "custom_reward_function: reward_func(queries, prompts, labels) scores lists in OpenRLHF; here a "
             "function of (data_source, solution_str, ground_truth, extra_info) scores one."
         )
@@ -177,7 +176,7 @@ def _scores(peer: Peer, notes: list[str]) -> None:
         peer.put("reward_model.overlong_buffer.penalty_factor", float(peer["overlong_penalty_factor"]))
 
 
-def _data(peer: Peer, notes: list[str]) -> None:
+def _data(peer: Peer) -> None:
     peer.put("data.train_files", "train.parquet", always=True)
     if peer["max_samples"] < 1e8:
         peer.put("data.train_max_samples", int(peer["max_samples"]))
@@ -188,4 +187,6 @@ def _data(peer: Peer, notes: list[str]) -> None:
         peer.put(f"{_ROLLOUT}.val_kwargs.n", peer["eval_n_samples_per_prompt"])
     if f"{_MODEL}.path" not in peer.config:
         peer.put(f"{_MODEL}.path", "model", always=True)
-    notes.append(f"data.train_files: to be written from {peer['prompt_data'] or 'the data set'} as parquet.")
+    peer.notes.append(
+        f"data.train_files: to be written from {peer['prompt_data'] or 'the data set'} as parquet."
+    )

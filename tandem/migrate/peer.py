@@ -16,15 +16,18 @@ class Peer:
     """Another system's settings, on their way to a config.
 
     Attributes:
+        command: of Tandem's, which the config is of.
         root: the config that they become.
         table: what each setting is here.
         defaults: what a setting is that nobody gives.
         given: what was given.
         config: Tandem's keys and values so far.
         rows: what became of the given settings so far.
-        notes: what is not taken over of the defaults, one sentence each.
+        notes: the arithmetic, and what is still to be filled in, one sentence each.
+        lost: what is not taken over of the defaults, one sentence each.
     """
 
+    command: str
     root: type[Section]
     table: Mapping[str, Rule]
     defaults: Mapping[str, Any]
@@ -32,6 +35,7 @@ class Peer:
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[Reading] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.defaults.get(name))
@@ -46,7 +50,7 @@ class Peer:
         """Say that a setting is not taken over, in place of what was said of it before; of one that nobody
         gave, in a note."""
         if name not in self.given:
-            self.notes.append(f"{name}={self[name]}, the default there, is not taken over: {why}.")
+            self.lost.append(f"{name}={self[name]}, the default there, is not taken over: {why}.")
             return
         self.rows = [row for row in self.rows if row.name != name]
         self.rows.append(Reading(name, self[name], "refused", why))

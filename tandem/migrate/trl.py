@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tandem.config.root import TrainConfig
@@ -35,26 +35,9 @@ _AGGREGATION = {
 }
 
 
-@dataclass
-class Migrated:
-    """A config made of another system's settings.
-
-    Attributes:
-        command: of Tandem's, which the config is of.
-        config: keys and values.
-        rows: what became of each setting that was given.
-        notes: the arithmetic, and what is still to be filled in, one sentence each.
-    """
-
-    command: str
-    config: dict[str, Any]
-    rows: list[Reading]
-    notes: list[str] = field(default_factory=list)
-
-
 def migrate(
     name: str, given: Mapping[str, Any], *, devices: int, implied: Mapping[str, Any] | None = None
-) -> Migrated:
+) -> Peer:
     """The config for TRL's settings.
 
     Args:
@@ -72,9 +55,13 @@ def migrate(
     both = {old: now for old, now in OLDER_NAMES.items() if old in given and now in table}
     older = {now: old for old, now in both.items() if not given.get(now)}
     renamed = {now: given[old] for now, old in older.items()}
-    peer = Peer(root, table, defaults, {n: value for n, value in given.items() if n not in both} | renamed)
+    own = {name: value for name, value in given.items() if name not in both}
+    peer = Peer(command, root, table, defaults, own | renamed)
     peer.take(str if command == "train" else _offline)
-    notes = _sizes(peer, devices) if command == "train" else _offline_sizes(peer, devices)
+    if command == "train":
+        _sizes(peer, devices)
+    else:
+        _offline_sizes(peer, devices)
     _run(peer)
     _optimizer(peer, "" if command != "train" else f"{_ACTOR}.")
     _model(peer, "model" if command != "train" else _MODEL)
@@ -83,15 +70,15 @@ def migrate(
         _kl(peer, name)
         _loss(peer, name)
         _correction(peer, name)
-        _reward(peer, notes)
-    _data(peer, notes)
-    rows = [replace(row, name=older.get(row.name, row.name)) for row in peer.rows]
-    rows += [
+        _reward(peer)
+    _data(peer)
+    peer.rows = [replace(row, name=older.get(row.name, row.name)) for row in peer.rows]
+    peer.rows += [
         Reading(old, given[old], "ignored", f"{now} stands for it")
         for old, now in both.items()
         if now not in older
     ]
-    return Migrated(command, peer.config, rows, [*notes, *peer.notes])
+    return peer
 
 
 def _offline(key: str) -> str:
@@ -99,7 +86,7 @@ def _offline(key: str) -> str:
     return key.removeprefix(f"{_ACTOR}.").replace(_MODEL, "model")
 
 
-def _sizes(peer: Peer, devices: int) -> list[str]:
+def _sizes(peer: Peer, devices: int) -> None:
     """Batches, which count completions there and prompts here; and all that counts steps."""
     rows, accumulated, n = (
         peer["per_device_train_batch_size"],
@@ -133,7 +120,7 @@ def _sizes(peer: Peer, devices: int) -> list[str]:
     limit = peer["max_prompt_length"]
     if limit is not None:
         peer.put("data.truncation", "left")
-    notes = [
+    peer.notes += [
         f"data.train_batch_size: {generated} completions a generation / {n} a prompt = "
         f"{generated // n} prompts.",
         f"ppo_mini_batch_size: {rows} a device x {accumulated} accumulated x {devices} devices = {updated} "
@@ -142,24 +129,23 @@ def _sizes(peer: Peer, devices: int) -> list[str]:
         "warmup_steps are divided by that.",
     ]
     if limit is None:
-        notes.append(
+        peer.notes.append(
             "data.max_prompt_length: TRL has no limit; rows beyond it are refused unless data.truncation or "
             "data.filter_overlong_prompts is set."
         )
-    return notes
 
 
-def _offline_sizes(peer: Peer, devices: int) -> list[str]:
+def _offline_sizes(peer: Peer, devices: int) -> None:
     rows, accumulated = peer["per_device_train_batch_size"], peer["gradient_accumulation_steps"]
     peer.put("data.train_batch_size", rows * accumulated * devices, always=True)
     peer.put("micro_batch_size_per_gpu", rows, always=True)
     peer.put("use_dynamic_bsz", False)
     peer.put("trainer.n_gpus_per_node", devices)
     _steps(peer, 1)
-    return [
+    peer.notes.append(
         f"data.train_batch_size: {rows} a device x {accumulated} accumulated x {devices} devices = "
         f"{rows * accumulated * devices} rows."
-    ]
+    )
 
 
 def _steps(peer: Peer, updates: int) -> None:
@@ -325,7 +311,7 @@ def _correction(peer: Peer, name: str) -> None:
     )
 
 
-def _reward(peer: Peer, notes: list[str]) -> None:
+def _reward(peer: Peer) -> None:
     functions = peer["reward_funcs"]
     names = [functions] if isinstance(functions, str) else list(functions or [])
     if peer["reward_model_name_or_path"]:
@@ -334,20 +320,20 @@ def _reward(peer: Peer, notes: list[str]) -> None:
     peer.put("custom_reward_function.path", "reward.py")
     if len(names) == 1 and names[0].isidentifier():
         peer.put("custom_reward_function.name", names[0])
-    notes.append(
+    peer.notes.append(
         f"custom_reward_function: {', '.join(names) or 'the reward functions'} score lists of completions; "
         "here a function compute_score(data_source, solution_str, ground_truth, extra_info) scores one, and "
         "the sum of several, weighed, is its result. Without the key, answers are checked by data_source."
     )
 
 
-def _data(peer: Peer, notes: list[str]) -> None:
+def _data(peer: Peer) -> None:
     peer.put("data.train_files", "train.parquet", always=True)
     if peer["eval_strategy"] != "no":
         peer.put("data.val_files", "test.parquet", always=True)
     path = f"{_MODEL if peer.root is TrainConfig else 'model'}.path"
     if path not in peer.config:
         peer.put(path, "model", always=True)
-        notes.append(f"{path}: to be filled in, a local folder.")
+        peer.notes.append(f"{path}: to be filled in, a local folder.")
     dataset = peer["dataset_name"]
-    notes.append(f"data.train_files: to be written from {dataset or 'the data set'} as parquet.")
+    peer.notes.append(f"data.train_files: to be written from {dataset or 'the data set'} as parquet.")

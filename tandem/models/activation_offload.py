@@ -10,6 +10,7 @@ is in use. Nothing here makes the host wait for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,24 +25,32 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.errors import EngineError
 from tandem.models.packing import Packing
+from tandem.models.tensor_group import joined
 from tandem.observability.metrics import Metrics
 
 # Storages of fewer bytes stay: starting their copies would take longer than the copies.
 MIN_BYTES = 1 << 14
 _ALIGNMENT = 64  # bytes, in host memory
+_NOTHING = nullcontext()
 
 
 class SameStream:
     """Makes copies in the order of the computation, which waits for them."""
 
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    def start(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], around: AbstractContextManager[None] = _NOTHING
+    ) -> Any:
         """Begins to copy (target, source), once the computation that was issued so far is done.
+
+        Args:
+            around: entered for the copies, where they are made.
 
         Returns:
             A mark of the copies' end.
         """
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
+        with around:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
     def wait(self, mark: Any) -> None:
         """Makes the computation from now on wait for the mark: here it does so anyway."""
@@ -54,11 +63,13 @@ class SideStream(SameStream):
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    def start(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], around: AbstractContextManager[None] = _NOTHING
+    ) -> Any:
         """See `SameStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            super().start(pairs)
+            super().start(pairs, around)
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
@@ -160,9 +171,7 @@ class _Handle:
         assert storage is not None
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         part = empty.set_(storage, self.offset, self.size, self.stride)
-        if self.spec is None:
-            return part
-        return DTensor(part, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return part if self.spec is None else joined(part, self.spec)
 
 
 class ActivationOffload:
@@ -229,7 +238,12 @@ class ActivationOffload:
             out = forward(*args, **kwargs)
         if self.lane is not None:
             if index < self._last:
-                saved.send(self.lane, self._host_memory(saved))
+                needed = sum(_aligned(storage.nbytes) for storage in saved.saved.values())
+                memory = self._memory.get(index)
+                if memory is None or len(memory) < needed:
+                    memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                    self._memory[index] = memory
+                saved.send(self.lane, memory)
             if self._ahead <= index < self._last + self._ahead:
                 self._layers[index - self._ahead].leave(self.lane)
         return out
@@ -270,16 +284,6 @@ class ActivationOffload:
             if self._ahead and layer.index > 0:
                 self._layers[layer.index - 1].fetch(lane, self._device)
         return packed.tensor()
-
-    def _host_memory(self, layer: _Layer) -> Tensor:
-        """Bytes for all that the layer saved, pinned where there is a GPU; larger ones take their place when
-        they are too few."""
-        needed = sum(_aligned(saved.nbytes) for saved in layer.saved.values())
-        memory = self._memory.get(layer.index)
-        if memory is None or len(memory) < needed:
-            memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._memory[layer.index] = memory
-        return memory
 
     def _end(self) -> None:
         for layer in self._layers:

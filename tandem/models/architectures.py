@@ -21,11 +21,6 @@ from transformers import (
 from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
-_TASKS = {
-    "a causal language model": (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
-    "a sequence classifier": (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification),
-    "a token classifier": (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification),
-}
 _OWN_CODE = "auto_map"  # in a config.json: the classes that the folder brings along
 
 
@@ -64,8 +59,7 @@ def require_task(
     """
     if trust_remote_code and hasattr(config, _OWN_CODE):
         return None
-    task = _task_of(config, scorer=scorer)
-    models: Any = _TASKS[task][0]
+    task, models, _ = _task_of(config, scorer=scorer)
     found = models.get(type(config), None)
     if found is None:
         raise _unsupported(f"the model's architecture cannot be loaded as {task}", folder, config.to_dict())
@@ -93,7 +87,7 @@ def require_packable(
 
 def auto_class(config: PreTrainedConfig, *, scorer: bool) -> Any:
     """What loads a model for the task; see `require_task`."""
-    return _TASKS[_task_of(config, scorer=scorer)][1]
+    return _task_of(config, scorer=scorer)[2]
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -106,10 +100,14 @@ def judges_tokens(config: PreTrainedConfig) -> bool:
     return architecture_of(config).endswith("ForTokenClassification")
 
 
-def _task_of(config: PreTrainedConfig, *, scorer: bool) -> str:
+def _task_of(config: PreTrainedConfig, *, scorer: bool) -> tuple[str, Any, Any]:
+    """Return the task in words, transformers' classes for it by config, and what loads a model for it."""
     if not scorer:
-        return "a causal language model"
-    return "a token classifier" if judges_tokens(config) else "a sequence classifier"
+        return "a causal language model", MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    if judges_tokens(config):
+        return "a token classifier", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification
+    models = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    return "a sequence classifier", models, AutoModelForSequenceClassification
 
 
 def _unsupported(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,27 +98,34 @@ class CollectiveMeter(Meter):
             with self.measure(tensor.device, all_reduce_bytes(tensor.nbytes, world)):
                 dist.all_reduce(tensor, op=op, group=group)
 
+    def total(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Return the sum of all ranks' x, the same on all, without gradient."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.all_reduce(total, group=group)
+        return total
+
     def attach(self, unit: FSDPModule) -> None:
         """Counts this unit's all-gathers and reduce-scatters from now on."""
         unit.set_custom_all_gather(_AllGather(self))
         unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
 
-def summed(x: Tensor, meter: CollectiveMeter, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of all ranks' x, the same on all; the gradient goes to each of them as it is."""
-    return _Summed.apply(x, meter, group)  # type: ignore[no-untyped-call, no-any-return]
+def exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `there` of x, whose gradient is `back` of the gradient that comes."""
+    return _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Summed(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meter: CollectiveMeter, group: dist.ProcessGroup | None) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        meter.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
+        return ctx.back(grads[0]), None, None
 
 
 def all_reduce_bytes(size: int, world: int) -> int:

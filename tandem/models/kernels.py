@@ -11,16 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.config.fsdp import FSDPConfig
+from tandem.config.fusers import HEADS, LAYERS
 from tandem.errors import ConfigError
 
 _FIELD = "model.use_liger"
-_WORDS = {
-    "liger": "norms, gates and rotary embeddings by Liger's kernels",
-    "triton": "norms and gates by fused Triton kernels",
-    "transformers": "layers by transformers",
-    "compiled": "layers by torch.compile",
-}
-_HEADS = {"torch": "PyTorch's operators", "triton": "Triton's kernels", "liger": "Liger's kernels"}
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class Kernels:
         return self.layers in ("liger", "triton")
 
     def __str__(self) -> str:
-        layers = _WORDS[self.layers]
-        return layers if self.head is None else f"log-probs by {_HEADS[self.head]}, {layers}"
+        layers = LAYERS[self.layers].words
+        return layers if self.head is None else f"log-probs by {HEADS[self.head].words}, {layers}"
 
 
 def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.device, fsdp: FSDPConfig) -> str:
@@ -52,8 +46,7 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
         asked: True: Liger's; False: none; None: Liger's where it is installed and knows this kind of model,
             else those of `fused` where they know a layer.
         device: where the model will run.
-        fsdp: says whether the layers go through torch.compile, which fuses the same operations, and whether
-            every run gives the same bits, which Liger's kernels do not promise.
+        fsdp: says whether the layers go through torch.compile, and what excludes Liger's kernels.
 
     Returns:
         "liger", "triton", "compiled" or "transformers".
@@ -68,8 +61,7 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
         return "compiled"
     if asked is False or device.type != "cuda":
         return "transformers"
-    single = fsdp.dtype != "fp64"  # Liger's backward pass knows no double precision
-    if find_spec("liger_kernel") and knows(model) and single and not fsdp.full_determinism:
+    if find_spec("liger_kernel") and knows(model) and not LAYERS["liger"].excluded(fsdp):
         patch(model)
         return "liger"
     if find_spec("triton"):
@@ -92,8 +84,8 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError(problem, field=_FIELD, got=f"{got} on {device.type}", remedy=remedy)
     if find_spec("liger_kernel") is None:
-        problem, remedy = "the package liger-kernel is not installed", "pip install 'liger-kernel>=0.8.5'"
-        raise ConfigError(problem, field=_FIELD, got=got, remedy=remedy)
+        problem = "the package liger-kernel is not installed"
+        raise ConfigError(problem, field=_FIELD, got=got, remedy=LAYERS["liger"].install)
     patch(model)
 
 

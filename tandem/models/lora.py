@@ -23,7 +23,7 @@ from tandem.config.section import nearest_remedy
 from tandem.errors import ConfigError
 from tandem.models.linear import speed_up_linears
 from tandem.models.lora_files import check_adapter_folder, read_adapters
-from tandem.models.tensor_group import local, place
+from tandem.models.tensor_group import local, take
 
 _RANK, _TARGETS = "model.lora_rank", "model.target_modules"
 _INSTALL = "pip install 'tandem[lora]'"
@@ -91,24 +91,18 @@ def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dt
             )
     except ValueError as error:
         raise _bad_target(model, str(error).partition("\n")[0], names) from error
-    _check_targets(backbone, model, names)
-    for layer in adapted_layers(backbone).values():
+    language_model: Any = backbone
+    heads = (language_model.get_output_embeddings(), getattr(backbone, "score", None))
+    plain = peft.tuners.lora.Linear
+    for name, layer in adapted_layers(backbone).items():
+        if type(layer) is not plain or type(layer.base_layer) is not nn.Linear or layer in heads:
+            raise _bad_target(model, f"{name} is no linear layer of the decoder", names)
         layer.lora_A.to(dtype)
         layer.lora_B.to(dtype)
     if model.lora_adapter_path is not None:
         found = {plain_name(name): p.shape for name, p in backbone.named_parameters() if is_adapter(name)}
         check_adapter_folder(model, found)
     speed_up_linears(backbone)
-
-
-def _check_targets(backbone: PreTrainedModel, model: BackboneConfig, names: list[str]) -> None:
-    kind = import_module("peft.tuners.lora").Linear
-    found = adapted_layers(backbone)
-    language_model: Any = backbone
-    heads = (language_model.get_output_embeddings(), getattr(backbone, "score", None))
-    for name, layer in found.items():
-        if type(layer) is not kind or type(layer.base_layer) is not nn.Linear or layer in heads:
-            raise _bad_target(model, f"{name} is no linear layer of the decoder", names)
 
 
 def _bad_target(model: BackboneConfig, got: str, names: list[str], target: str = "") -> ConfigError:
@@ -172,7 +166,7 @@ def draw_adapters(module: nn.Module, folder: str | None = None) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         bound = a.shape[1] ** -0.5
         drawn = torch.empty(a.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-        local(a).copy_(drawn[place(a)])
+        take(a, drawn)
         local(b).zero_()
 
 

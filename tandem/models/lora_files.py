@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
-from tandem.models.tensor_group import local, place
+from tandem.models.tensor_group import take
 from tandem.texts import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -100,9 +100,7 @@ def read_adapters(named: Mapping[str, Tensor], folder: str | Path) -> None:
     """
     with safe_open(Path(folder) / WEIGHTS, framework="pt") as stored:
         for name, parameter in named.items():
-            part = local(parameter)
-            if part.numel():
-                part.copy_(stored.get_slice(PREFIX + name)[place(parameter)])
+            take(parameter, stored.get_slice(PREFIX + name))
 
 
 def _refused(problem: str, got: str, expected: str) -> ConfigError:

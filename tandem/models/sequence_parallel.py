@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tandem.errors import ModelError
-from tandem.models.collectives import CollectiveMeter, summed
+from tandem.models.collectives import CollectiveMeter, exchanged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,31 +68,27 @@ class SequenceSplit:
     def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Queries, keys and values (n, H, D) of these tokens to (N, h, D) of these heads. Where there are
         fewer key heads than ranks, or no multiple, they are repeated first."""
-        wide = [self._divisible(part, parts[0].shape[1]) for part in parts]
+        wide = []
+        for part_nKD in parts:
+            held = part_nKD.shape[1]
+            if held % self.size:
+                wanted = self.size if self.size % held == 0 else parts[0].shape[1]
+                part_nKD = part_nKD.repeat_interleave(wanted // held, 1)
+            wide.append(part_nKD)
         heads = [part.shape[1] // self.size for part in wide]
         cut = [part.reshape(len(part), self.size, -1, part.shape[-1]) for part in wide]
-        found = self._exchange(torch.cat(cut, 2).transpose(0, 1)).flatten(0, 1)
-        return list(torch.split(found, heads, 1))
+        found = exchanged(torch.cat(cut, 2).transpose(0, 1), self.swap, self.swap)
+        return list(torch.split(found.flatten(0, 1), heads, 1))
 
     def to_tokens(self, heads_NhD: Tensor) -> Tensor:
         """(N, h, D) of these heads to (n, H, D) of these tokens."""
-        found_SnhD = self._exchange(heads_NhD.reshape(self.size, -1, *heads_NhD.shape[1:]))
+        found_SnhD = exchanged(heads_NhD.reshape(self.size, -1, *heads_NhD.shape[1:]), self.swap, self.swap)
         return found_SnhD.transpose(0, 1).flatten(1, 2)
 
     def gather(self, values_T: Tensor) -> Tensor:
         """The sum over ranks, of which each has its own entries and zero elsewhere. Every rank goes on to
         compute the same from it, so that the gradient of its own entries needs no further sum."""
-        return summed(values_T, self.meter, self.group)
-
-    def _divisible(self, part_nKD: Tensor, queries: int) -> Tensor:
-        heads = part_nKD.shape[1]
-        if heads % self.size == 0:
-            return part_nKD
-        wanted = self.size if self.size % heads == 0 else queries
-        return part_nKD.repeat_interleave(wanted // heads, 1)
-
-    def _exchange(self, rows_Sn: Tensor) -> Tensor:
-        return _Exchange.apply(rows_Sn, self)  # type: ignore[no-untyped-call, no-any-return]
+        return exchanged(values_T, lambda x: self.meter.total(x, self.group), lambda gradient: gradient)
 
     def swap(self, rows_Sn: Tensor) -> Tensor:
         """Row s goes to rank s, and comes from there."""
@@ -101,14 +97,3 @@ class SequenceSplit:
         with self.meter.measure(rows_Sn.device, rows_Sn.nbytes * (self.size - 1) // self.size):
             dist.all_to_all_single(found_Sn, rows_Sn, group=self.group)
         return found_Sn
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_Sn: Tensor, split: SequenceSplit) -> Tensor:
-        ctx.split = split
-        return split.swap(rows_Sn)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.split.swap(grads[0]), None

@@ -34,10 +34,12 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     for part in _parts(copy):
         _fewer_layers(part)
         stretched = bool(list(angle_limits(part)))
+        ropes = _ropes(getattr(part, "rope_parameters", None))
+        original = any(rope.get("original_max_position_embeddings") for rope in ropes)
         for name, value in list(vars(part).items()):
             if not name.startswith("_") and name not in _ALL_LAYERS:
                 smaller = _smaller(name, value, factor)
-                if name == "max_position_embeddings" and stretched and not _says_original(part):
+                if name == "max_position_embeddings" and stretched and not original:
                     smaller = min(value, _STRETCHED)
                 if smaller != value:
                     setattr(part, name, smaller)
@@ -65,12 +67,6 @@ def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
             limit = named or getattr(config, "max_position_embeddings", None)
             if _is_int(limit):
                 yield limit
-
-
-def _says_original(config: Any) -> bool:
-    """Whether the angles' limit is another than the longest position."""
-    name = "original_max_position_embeddings"
-    return any(rope.get(name) for rope in _ropes(getattr(config, "rope_parameters", None)))
 
 
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
@@ -114,7 +110,9 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
     if most is not None:
         return min(value, most)
     if "expert" in name and "size" not in name and "dim" not in name:
-        return _halved(value, _EXPERTS)
+        while value > _EXPERTS and value % 2 == 0:
+            value //= 2
+        return value
     if value < _SMALLEST_SIZE or any(word in name for word in _SAME):
         return value
     return max(1, value // factor)
@@ -201,12 +199,6 @@ def _is_window(name: str, value: int) -> bool:
     """Whether it says how many of the tokens before it a token sees, or is computed with."""
     named = any(word in name for word in _WINDOWS) and not any(word in name for word in _NO_WINDOWS)
     return named or ("topk" in name and value >= _SMALLEST_SIZE)
-
-
-def _halved(value: int, most: int) -> int:
-    while value > most and value % 2 == 0:
-        value //= 2
-    return value
 
 
 def _is_int(value: Any) -> TypeGuard[int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.models.collectives import CollectiveMeter, summed
+from tandem.models.collectives import CollectiveMeter, exchanged
 
 
 class TensorGroup:
@@ -45,27 +45,35 @@ class TensorGroup:
     def copied(self, x: Tensor) -> Tensor:
         """x, the same on all ranks, on its way into what differs between them: the gradients that come back
         are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053)."""
-        return _Copied.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
+        return exchanged(x, lambda x: x.view_as(x), self._total)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same on all; the gradient goes to each of them ("g" there)."""
-        return summed(x, self._meter, self._group)
+        return exchanged(x, self._total, lambda gradient: gradient)
 
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
+    def _total(self, x: Tensor) -> Tensor:
+        return self._meter.total(x, self._group)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def joined(part: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return the tensor of which this rank has that part, and other ranks theirs."""
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def take(value: Tensor, whole: Any) -> None:
+    """Overwrite this rank's part of a tensor.
+
+    Args:
+        whole: the values of the whole tensor, or a slice of a safetensors file.
+    """
+    part = local(value)
+    if part.numel():
+        part.copy_(whole[place(value)])
 
 
 def place(value: Tensor) -> tuple[slice, ...]:

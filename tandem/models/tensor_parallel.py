@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tandem.config.model import PLAIN_DECODERS
+from tandem.config.model import PLAIN_DECODERS, SHARED_OUT
 from tandem.errors import ConfigError, ModelError
 from tandem.models.linear import linear
 from tandem.models.lora import ADAPTER, adapted_layers
@@ -48,7 +48,7 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
         return
     text = config.get_text_config()
     require_plain(text.model_type, FIELD, size, "tensor parallelism has no plan for this architecture")
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in SHARED_OUT:
         count = getattr(text, name)
         if count % size:
             raise ConfigError(

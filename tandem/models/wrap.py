@@ -34,7 +34,16 @@ def wrapped(model: Any, policy: WrapPolicyConfig) -> list[list[nn.Module]]:
     modules = _of_classes(model, names) if names else list(model.decoder.layers)
     if not policy.min_num_params:
         return [[module] for module in modules]
-    _check_apart(modules)
+    chosen = set(modules)
+    for module in modules:
+        inner = next((part for part in module.modules() if part is not module and part in chosen), None)
+        if inner is not None:
+            raise ConfigError(
+                "modules that lie inside each other cannot share units by number of parameters",
+                field=_FIELD,
+                got=f"{type(module).__name__}, {type(inner).__name__}",
+                remedy="name one of the two classes, or set wrap_policy.min_num_params=0",
+            )
     units: list[list[nn.Module]] = []
     gathering: list[nn.Module] = []
     for module in modules:
@@ -73,16 +82,3 @@ def _can_be_unit(module: nn.Module, outside: set[nn.Parameter]) -> bool:
     """
     own = set(module.parameters())
     return bool(own) and own.isdisjoint(outside) and not isinstance(module, _CONTAINERS)
-
-
-def _check_apart(modules: Sequence[nn.Module]) -> None:
-    chosen = set(modules)
-    for module in modules:
-        inner = next((part for part in module.modules() if part is not module and part in chosen), None)
-        if inner is not None:
-            raise ConfigError(
-                "modules that lie inside each other cannot share units by number of parameters",
-                field=_FIELD,
-                got=f"{type(module).__name__}, {type(inner).__name__}",
-                remedy="name one of the two classes, or set wrap_policy.min_num_params=0",
-            )

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from rich.text import Text
 
 from tandem.observability.files import GrowingFile
-from tandem.observability.reading import METRICS
+from tandem.observability.reading import SHOWN
 from tandem.observability.sinks.console import duration
 from tandem.observability.terminal import plain_console, printable
 from tandem.texts import parse_json
@@ -44,8 +44,7 @@ class Picture:
         self._start, self._total = start_step, total_steps
         self._files: dict[str, GrowingFile] = {}
         self._began = self._done_at = time.time()
-        shown = (*METRICS, "val/accuracy", "val/loss")
-        self._curves: dict[str, deque[float]] = {name: deque(maxlen=STEPS_SHOWN) for name in shown}
+        self._curves: dict[str, deque[float]] = {name: deque(maxlen=STEPS_SHOWN) for name in SHOWN}
         self._metrics: dict[str, float] = {}
         self._warning = ""
         self._tracks: dict[int, str] = {}

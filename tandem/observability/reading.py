@@ -30,6 +30,8 @@ METRICS: Mapping[str, Literal["max", "min"]] = {
     "sft/loss": "min",
 }
 """What a kind of run is judged by, and which way is better."""
+SHOWN = (*METRICS, "val/accuracy", "val/loss")
+"""What people are told of a run first."""
 PHASES = {
     **dict.fromkeys(("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref"), "seconds"),
     **dict.fromkeys(("values", "adv", "update_critic", "update_actor", "step"), "seconds"),
@@ -138,8 +140,7 @@ class Run:
         return [(row[STEP], row[metric]) for row in self._rows() if row.get(metric) is not None]
 
     def _rows(self) -> list[dict[str, Any]]:
-        rows = {row[STEP]: row for row in self._metrics.look()}
-        return [rows[step] for step in sorted(rows)]
+        return by_step(self._metrics)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -344,6 +345,12 @@ class GrowingLines:
                 remedy="remove that line",
             ) from error
         return found
+
+
+def by_step(lines: GrowingLines) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl in the order of their steps; of a step's rows the last wins."""
+    rows = {row[STEP]: row for row in lines.look()}
+    return [rows[step] for step in sorted(rows)]
 
 
 def is_run(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from tandem.errors import DataError, file_errors
 from tandem.hidden import masked
 from tandem.observability.files import append_line, replace_file
-from tandem.observability.reading import STEP, GrowingLines
+from tandem.observability.reading import STEP, GrowingLines, by_step
 from tandem.observability.sample_files import conversation
 from tandem.observability.sinks.base import Generation
 from tandem.protocol import DataProto, Ragged
@@ -186,14 +186,12 @@ class RunFolder:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in the order of their steps; of a step's rows the last wins. A last
-    line without its end (a write in progress, or a crash) is left out.
+    """See `by_step`. A last line without its end (a write in progress, or a crash) is left out.
 
     Raises:
         DataError: a line, other than such a last one, that is not a JSON object with a step.
     """
-    rows = {row["step"]: row for row in GrowingLines(Path(path), STEP, int).look()}
-    return [rows[step] for step in sorted(rows)]
+    return by_step(GrowingLines(Path(path), STEP, int))
 
 
 def read_samples(path: str | Path) -> dict[str, list[Any]]:

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from tandem.checkpoint.best import Best
 from tandem.checkpoint.hf_export import export
-from tandem.checkpoint.manager import Checkpoint, CheckpointManager
+from tandem.checkpoint.manager import Checkpoint, CheckpointManager, open_checkpoint
 from tandem.checkpoint.weights import read_weights
 from tandem.config.model import ModelConfig
 from tandem.config.own_code import require_own
@@ -37,9 +42,9 @@ def export_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     say: Callable[[str], None] = terminal.say,
 ) -> Path:
-    """Writes what a checkpoint has learnt as a folder that `transformers` loads: a policy as a causal
-    language model, a reward model as a sequence classifier with one label, either with its adapters merged.
-    The weights are read and written one after the other; the model is never built.
+    """Write what a checkpoint has learnt as a folder that `transformers` loads: a policy as a causal language
+    model, a reward model as a classifier with one label, either with its adapters merged. The weights are
+    read and written one after the other; the model is never built.
 
     Args:
         checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest whole checkpoint.
@@ -52,32 +57,52 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: nothing to export there, or a damaged checkpoint.
-        ConfigError: another process writes the folder; the run's config has code of the model folder run, and
-            no run of this user wrote it.
+        ConfigError: another process writes the folder; no run of this user wrote the config, and it has code
+            of the model folder run.
     """
     with alone(out, "OUT", say):
-        return _export(
-            checkpoint, out, dtype=dtype, best=best, adapter=adapter, max_shard_bytes=max_shard_bytes
+        if out.exists() and any(out.iterdir()):
+            raise CheckpointError(
+                "the folder to write is not empty", field=str(out), remedy="name a new folder"
+            )
+        run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
+        found = _found(run, checkpoint, best=best)
+        model = _model_of(run)
+        scores, tokenizer = (found.path / "reward_model").is_dir(), tokenizer_of(model)
+        saved = found.path / ("reward_model" if scores else "actor")
+        if adapter:
+            return export_adapter(saved, model, out, dtype, scores=scores)
+
+        def beside(folder: Path) -> None:
+            copy_files(model, folder, scores=scores)
+            if not scores:
+                declare_ends(folder, stop_token_ids(model.path, tokenizer))
+
+        return export(
+            merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved),
+            _model_config(model, tokenizer, scores=scores),
+            beside,
+            out,
+            dtype,
+            max_shard_bytes=max_shard_bytes,
+            trust_remote_code=model.trust_remote_code,
+            auto_class=AutoModelForSequenceClassification if scores else AutoModelForCausalLM,
         )
 
 
-def _export(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype, best: bool, adapter: bool, max_shard_bytes: int
-) -> Path:
-    if out.exists() and any(out.iterdir()):
-        raise CheckpointError("the folder to write is not empty", field=str(out), remedy="name a new folder")
-    run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
-    found = _found(run, checkpoint, best=best)
+def _model_of(run: Path) -> ModelConfig:
+    """The model of a run, by its config."""
     tree = read_config(run / "config.yaml")
     at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"  # by the trainer that wrote it
-    given = {name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)}
-    model = ModelConfig.model_validate(given)
+    model = ModelConfig.model_validate({name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)})
     require_own(run / "config.yaml", model.model_dump())
-    scores = (found.path / "reward_model").is_dir()
-    tokenizer = tokenizer_of(model)
-    saved = found.path / ("reward_model" if scores else "actor")
-    if adapter:
-        return export_adapter(saved, model, out, dtype, scores=scores)
+    return model
+
+
+def _model_config(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, scores: bool
+) -> PreTrainedConfig:
+    """The config.json of what is written."""
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
@@ -85,22 +110,7 @@ def _export(
         # their scores: then there is none, and only single sequences can be scored, not wrong ones.
         padding = tokenizer.pad_token_id
         config.pad_token_id = None if padding == tokenizer.eos_token_id else padding
-
-    def beside(folder: Path) -> None:
-        copy_files(model, folder, scores=scores)
-        if not scores:
-            declare_ends(folder, stop_token_ids(model.path, tokenizer))
-
-    return export(
-        merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved),
-        config,
-        beside,
-        out,
-        dtype,
-        max_shard_bytes=max_shard_bytes,
-        trust_remote_code=model.trust_remote_code,
-        auto_class=AutoModelForSequenceClassification if scores else AutoModelForCausalLM,
-    )
+    return config
 
 
 def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
@@ -111,7 +121,7 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
     elif run == given:
         found = manager.latest()
     else:
-        found = manager.open(given) if (given / "manifest.json").is_file() else None
+        found = open_checkpoint(given) if (given / "manifest.json").is_file() else None
     if found is None or not (run / "config.yaml").is_file():
         raise CheckpointError(
             "no checkpoint of a run",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.data.forms import PromptForm
 from tandem.errors import RewardError
-from tandem.rewards.base import reward_for
+from tandem.rewards.base import reward_for, scores_of
 from tandem.rewards.items import Item
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -40,7 +40,7 @@ def unscored(row: Mapping[str, Any], form: PromptForm) -> Found:
     try:
         reward = reward_for(source)
         if reward.bounded:  # it soon says what it thinks of this ground truth, whatever the response
-            reward.scores({0: Item(source, "", truth, row.get("extra_info") or {})})
+            scores_of([reward], {0: Item(source, "", truth, row.get("extra_info") or {})})
     except RewardError as error:
         missing = error.field == f"data_source '{source}'"
         kind = UNREWARDED if missing else "no answer that the reward can use"

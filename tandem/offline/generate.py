@@ -171,9 +171,12 @@ class Offline:
         rollout, prompts = self._config.rollout, hashlib.blake2b(digest_size=8)
         for request in self.requests[:: rollout.n]:
             prompts.update(len(request.prompt_ids).to_bytes(8, "little") + request.prompt_ids.tobytes())
+        folder = sorted(path for path in Path(self._folder).iterdir() if path.is_file())
+        # a model that was trained on is another
+        files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in folder]
         return {
             "data.path (prompts)": prompts.hexdigest(),
-            "model.path": [self._folder, *_weight_files(Path(self._folder))],
+            "model.path": [self._folder, *files],
             "rollout.name": rollout.name,
             "rollout.dtype": rollout.dtype,
             "rollout.n": rollout.n,
@@ -262,12 +265,6 @@ class Offline:
             name: pa.array([list(map(read, group)) for group in groups], pa.list_(kind))
             for name, (read, kind) in zip(COLUMNS, reads, strict=True)
         }
-
-
-def _weight_files(folder: Path) -> list[list[Any]]:
-    """Name, bytes and time of change of each file in the folder: a model that was trained on is another."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _to_entry(sample: Sample) -> dict[str, Any]:

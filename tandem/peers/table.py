@@ -65,21 +65,24 @@ class Rule:
         return f"{self.refused}{instead}" if self.refused else str(self.nothing)
 
 
+Verdict = Literal["refused", "renamed", "acts", "ignored"]
+"""What becomes of a setting: it would change the run, and cannot; it is another key here; it acts under its
+own name; nothing here depends on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What became of one given setting of another system.
+    """One given setting of another system, and what became of it.
 
     Attributes:
         name: as it was given: a key, an option, an environment variable.
         value: what was given.
-        verdict: renamed: another key here; acts: under its own name; ignored: nothing here depends on it;
-            refused: it would change the run, and cannot.
         sentence: the other key and value, or the reason.
     """
 
     name: str
     value: Any
-    verdict: Literal["refused", "renamed", "acts", "ignored"]
+    verdict: Verdict
     sentence: str
 
 

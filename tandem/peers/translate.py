@@ -62,29 +62,26 @@ def translate(
     return into.found
 
 
+@dataclass
 class _Translator:
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        known: Collection[str],
-        rules: Rules,
-        devices_of: Callable[[str], int],
-    ) -> None:
-        self._given, self._known, self._rules, self._devices_of = given, known, rules, devices_of
-        self.found = Translation()
+    given: Mapping[str, Any]
+    known: Collection[str]
+    rules: Rules
+    devices_of: Callable[[str], int]
+    found: Translation = field(default_factory=Translation)
 
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
         """Follow `name`, which stands for the given `origin`, to where it counts."""
-        rule = self._rules(name)
-        if name in self._known and not (rule and _in(value, rule.only or ())):
+        rule = self.rules(name)
+        if name in self.known and not (rule and _in(value, rule.only or ())):
             self._set(origin, name, rule.value(value) if rule else value, shared)
         elif rule is None:
-            self.found.errors.append(_unknown(origin, name, value))
+            self._fail(origin, value, f"stands for {name}, which is no key here")
         elif value is None:
             return
         elif rule.gate is not None and self._closed(rule, name):
             self._ignore(origin, value, f"{rule.gate} is not on")
-        elif rule.idle and all(self._given.get(key) in (None, *those) for key, those in rule.idle.items()):
+        elif rule.idle and all(self.given.get(key) in (None, *those) for key, those in rule.idle.items()):
             words = " and ".join(f"{key} is {those[0]}" for key, those in rule.idle.items())
             self._ignore(origin, value, f"it counts for nothing while {words}")
         elif rule.nothing is not None:
@@ -100,15 +97,12 @@ class _Translator:
         known = self.found.given
         before = self.found.origins.get(name)
         if before is not None and known[name] != value:
-            error = ConfigError(
-                f"given together with {before}", field=origin, got=value, remedy=f"remove {origin}"
-            )
-            self.found.errors.append(error)
+            self._fail(origin, value, f"given together with {before}")
             return
         known[name], self.found.origins[name] = value, origin
-        if origin != name or value != self._given[origin]:
+        if origin != name or value != self.given[origin]:
             self.found.readings.append(
-                Reading(origin, self._given[origin], "renamed", f"{name}={value}{shared}")
+                Reading(origin, self.given[origin], "renamed", f"{name}={value}{shared}")
             )
 
     def _ignore(self, origin: str, value: Any, why: str) -> None:
@@ -118,7 +112,7 @@ class _Translator:
         """Whether the key belongs to a feature that is off; one that is on is refused once, at its switch."""
         if name == rule.gate:
             return False
-        return rule.refused is not None or not self._given.get(str(rule.gate))
+        return rule.refused is not None or not self.given.get(str(rule.gate))
 
     def _nothing(self, origin: str, value: Any, rule: Rule) -> None:
         if rule.only is None or _in(value, rule.only) or _interpolated(value):
@@ -129,9 +123,10 @@ class _Translator:
     def _rename(self, origin: str, value: Any, rule: Rule) -> None:
         shared = ""
         if rule.shared is not None:
-            devices = self._devices_of(rule.shared)
+            devices = self.devices_of(rule.shared)
             if type(value) is not int or value < 1 or value % devices:
-                self.found.errors.append(_unshared(origin, value, rule.now[0], devices))
+                wanted = "integer >= 1" if devices == 1 else f"a multiple of the {devices} devices"
+                self._fail(origin, value, "cannot be shared out", wanted, f"use {rule.now[0]}")
                 return
             shared = f" ({value} over {devices} data-parallel device{'s' * (devices > 1)})"
             value //= devices
@@ -143,13 +138,13 @@ class _Translator:
             self._ignore(origin, value, str(rule.refused))
             return
         words = " or ".join(str(item).lower() for item in expected or rule.neutral)
-        error = ConfigError(
-            str(rule.refused or rule.nothing),
-            field=origin,
-            got=value,
-            expected=words or None,
-            remedy=rule.instead or f"remove {origin}",
-        )
+        self._fail(origin, value, str(rule.refused or rule.nothing), words, rule.instead)
+
+    def _fail(
+        self, origin: str, value: Any, problem: str, expected: str = "", remedy: str | None = None
+    ) -> None:
+        remedy = remedy or f"remove {origin}"
+        error = ConfigError(problem, field=origin, got=value, expected=expected or None, remedy=remedy)
         self.found.errors.append(error)
 
 
@@ -161,14 +156,3 @@ def _in(value: Any, values: tuple[Any, ...]) -> bool:
 def _interpolated(value: Any) -> bool:
     """Whether it stands for another key's value, as whole files of verl's have it."""
     return isinstance(value, str) and value.startswith("${")
-
-
-def _unknown(origin: str, name: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"stands for {name}, which is no key here", field=origin, got=value, remedy=f"remove {origin}"
-    )
-
-
-def _unshared(name: str, got: Any, now: str, devices: int) -> ConfigError:
-    expected = "integer >= 1" if devices == 1 else f"a multiple of the {devices} devices"
-    return ConfigError("cannot be shared out", field=name, got=got, expected=expected, remedy=f"use {now}")

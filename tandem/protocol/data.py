@@ -152,12 +152,9 @@ class DataProto:
     ) -> DataProto:
         """Removes the named columns and returns them as a table of their own."""
         out = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        for name in out.batch:
-            del self.batch[name]
-        for name in out.non_tensor_batch:
-            del self.non_tensor_batch[name]
-        for name in out.meta_info:
-            del self.meta_info[name]
+        for attribute in DataProto.__slots__:
+            for name in getattr(out, attribute):
+                del getattr(self, attribute)[name]
         return out
 
     def rename(self, old: str, new: str) -> DataProto:

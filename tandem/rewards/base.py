@@ -79,22 +79,14 @@ class Reward:
 
     @property
     def asynchronous(self) -> bool:
-        return inspect.iscoroutinefunction(self.function)
+        """Whether it is called for one response, and waits beside other calls."""
+        return not self.batched and inspect.iscoroutinefunction(self.function)
 
     def arguments(self, items: Sequence[Item], **more: Any) -> dict[str, Any]:
         """Return the arguments of a call for some items, beside the fixed ones: what it takes of theirs and
         of `more`."""
         given = arguments(self.style, items, several=self.batched) | more
         return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
-
-    def scores(self, items: Mapping[int, Item]) -> dict[int, Scored | None]:
-        """Return the scores of items, by their place in the batch, which messages name; None where the
-        function returned None.
-
-        Raises:
-            RewardError: it raised, or returned anything else but a finite number or a dict of one.
-        """
-        return scores_of([self], items)[0]
 
     def _check(self, value: Any, place: int, item: Item) -> Scored:
         try:
@@ -185,13 +177,13 @@ class Reward:
 
 
 def scores_of(rewards: Sequence[Reward], items: Mapping[int, Item]) -> list[dict[int, Scored | None]]:
-    """Return the scores of items by each reward, as `Reward.scores` does; several are asynchronous, and wait
-    side by side.
+    """Return the scores of items by each reward, by their place in the batch, which messages name; None where
+    the function returned None. Several rewards are asynchronous, and wait side by side.
 
     Raises:
-        RewardError: as there.
+        RewardError: one raised, or returned anything else but a finite number or a dict of one.
     """
-    if rewards[0].asynchronous and not rewards[0].batched:
+    if rewards[0].asynchronous:
         said = awaited(_side_by_side([reward._call_all(items) for reward in rewards]))
     else:
         said = [reward._call(items) for reward in rewards]

@@ -39,22 +39,17 @@ class Comparer:
             RewardError: the process cannot be started.
         """
         with self._lock:
-            reply = self._ask(json.dumps([gold, answer]))
-            if reply == "":  # ended by the time limit, or by an expression that took all memory
+            process = self._process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([gold, answer]) + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline().strip()
+            except BrokenPipeError:
+                reply = ""
+            if not reply:  # ended by the time limit, or by an expression that took all memory
                 self.close()
             return reply == "true"
-
-    def _ask(self, question: str) -> str:
-        """The answer's line, or "" if the process ended before it answered."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(question + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return process.stdout.readline().strip()
 
     def _start(self) -> subprocess.Popen[str]:
         program = Path(__file__).with_name("comparer_program.py")

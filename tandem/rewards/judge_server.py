@@ -37,7 +37,7 @@ PASSING = (408, 409, 425, 429)  # refusals that may pass, beside all from 500 on
 
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
-class Server:
+class JudgeServer:
     """Where a judge is, and how it may be asked.
 
     Attributes:
@@ -63,7 +63,7 @@ class Server:
     cache: str | Path | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Server:
+    def of(cls, given: Mapping[str, Any]) -> JudgeServer:
         """Return the server of a mapping of these names.
 
         Raises:
@@ -110,6 +110,7 @@ class Reply:
 
     Attributes:
         text: its words.
+        kept: the file that keeps them, once `keep` was called.
         tokens: read and written, as the server counts; 0 where the answer was there already.
         seconds: from the first try to the answer, without the wait for a turn.
         retries: tries that failed.
@@ -117,10 +118,18 @@ class Reply:
     """
 
     text: str
+    kept: Path
     tokens: int = 0
     seconds: float = 0.0
     retries: int = 0
     cached: bool = False
+
+    def keep(self) -> None:
+        """Keep the answer, so that it is paid for once."""
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        new = self.kept.with_suffix(f".{os.getpid()}-{random.getrandbits(48):x}")
+        new.write_text(json.dumps({"text": self.text, "tokens": self.tokens}), encoding="utf-8")
+        new.replace(self.kept)
 
 
 class _Refused(Exception):
@@ -136,94 +145,81 @@ class _Refused(Exception):
         self.after, self.final = after, final
 
 
-class Question:
-    """One request to a judge.
+async def ask(server: JudgeServer, messages: list[dict[str, str]]) -> Reply:
+    """Return the judge's answer to a chat: as kept, else of the server.
 
-    Args:
-        server: whom to ask.
-        messages: the chat.
+    Raises:
+        RewardError: there is none after all tries; the key is missing.
     """
-
-    def __init__(self, server: Server, messages: list[dict[str, str]]) -> None:
-        self._server = server
-        self._body = {**server.options, "model": server.model, "messages": messages}
-        content = hashlib.sha256(json.dumps(self._body, sort_keys=True).encode()).hexdigest()
-        self._kept = server.answers / content[:2] / f"{content}.json"
-
-    async def ask(self) -> Reply:
-        """The judge's answer: as kept, else of the server.
-
-        Raises:
-            RewardError: there is none after all tries; the key is missing.
-        """
+    body = {**server.options, "model": server.model, "messages": messages}
+    content = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    kept = server.answers / content[:2] / f"{content}.json"
+    try:
+        return Reply(parse_json(kept.read_text(encoding="utf-8"))["text"], kept, cached=True)
+    except (OSError, ValueError, KeyError, TypeError):  # none, or half of one: it is asked for again
+        pass
+    key, seconds, tried = server.key, 0.0, 0
+    client = _client()  # takes a while once, which is not to eat up the requests' distance
+    while True:
         try:
-            return Reply(parse_json(self._kept.read_text(encoding="utf-8"))["text"], cached=True)
-        except (OSError, ValueError, KeyError, TypeError):  # none, or half of one: it is asked for again
-            pass
-        key, seconds, tried = self._server.key, 0.0, 0
-        client = _client()  # takes a while once, which is not to eat up the requests' distance
-        while True:
-            try:
-                async with _turn(self._server):
-                    began = time.monotonic()
-                    try:
-                        text, tokens = await self._try(client, key)
-                        return Reply(text, tokens, seconds + time.monotonic() - began, tried)
-                    finally:
-                        seconds += time.monotonic() - began
-            except _Refused as refused:
-                tried += 1
-                await asyncio.sleep(self._pause(refused, tried))
+            async with _turn(server):
+                began = time.monotonic()
+                try:
+                    text, tokens = await _try(server, body, client, key)
+                    return Reply(text, kept, tokens, seconds + time.monotonic() - began, tried)
+                finally:
+                    seconds += time.monotonic() - began
+        except _Refused as refused:
+            tried += 1
+            await asyncio.sleep(_pause(server, refused, tried))
 
-    def keep(self, reply: Reply) -> None:
-        """Keeps an answer, so that it is paid for once."""
-        self._kept.parent.mkdir(parents=True, exist_ok=True)
-        new = self._kept.with_suffix(f".{os.getpid()}-{random.getrandbits(48):x}")
-        new.write_text(json.dumps({"text": reply.text, "tokens": reply.tokens}), encoding="utf-8")
-        new.replace(self._kept)
 
-    def _pause(self, refused: _Refused, tried: int) -> float:
-        """Seconds to the next try.
+def _pause(server: JudgeServer, refused: _Refused, tried: int) -> float:
+    """Return the seconds to the next try.
 
-        Raises:
-            RewardError: there is none.
-        """
-        doubled = min(LONGEST_PAUSE, PAUSE_SECONDS * 2 ** (tried - 1)) * random.uniform(0.75, 1.25)
-        pause = doubled if refused.after is None else refused.after
-        if refused.final or tried >= self._server.tries or pause > LONGEST_WAIT:
-            later = f", and says to wait {pause:.0f} s" if pause > LONGEST_WAIT else ""
-            raise RewardError(
-                "the judge gives no answer",
-                field=f"the judge {self._server.model} at {self._server.url}",
-                got=f"{refused}{later} (try {tried} of {self._server.tries})",
-                remedy="look whether the server runs and what it allows: server.concurrent, per_minute, "
-                "timeout, tries, api_key_env; reward.on_error=zero or drop goes on without",
-            ) from None
-        return pause
+    Raises:
+        RewardError: there is none.
+    """
+    doubled = min(LONGEST_PAUSE, PAUSE_SECONDS * 2 ** (tried - 1)) * random.uniform(0.75, 1.25)
+    pause = doubled if refused.after is None else refused.after
+    if refused.final or tried >= server.tries or pause > LONGEST_WAIT:
+        later = f", and says to wait {pause:.0f} s" if pause > LONGEST_WAIT else ""
+        raise RewardError(
+            "the judge gives no answer",
+            field=f"the judge {server.model} at {server.url}",
+            got=f"{refused}{later} (try {tried} of {server.tries})",
+            remedy="look whether the server runs and what it allows: server.concurrent, per_minute, "
+            "timeout, tries, api_key_env; reward.on_error=zero or drop goes on without",
+        ) from None
+    return pause
 
-    async def _try(self, client: httpx2.AsyncClient, key: str) -> tuple[str, int]:
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        address = f"{self._server.url.rstrip('/')}/chat/completions"
-        raw = bytearray()
-        try:
-            async with (
-                asyncio.timeout(self._server.timeout),
-                client.stream("POST", address, json=self._body, headers=headers) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    raw += part
-                    if len(raw) > LARGEST_ANSWER:
-                        raise _Refused("an answer without end", final=True)
-        except (httpx2.HTTPError, TimeoutError) as error:
-            problem = str(error) or f"no answer in {self._server.timeout:g} s"
-            raise _Refused(f"{type(error).__name__}: {problem}") from None
-        text = raw.decode(errors="replace")
-        text = text.replace(key, "[key]") if key else text
-        if response.status_code != 200:
-            final = response.status_code < 500 and response.status_code not in PASSING
-            problem = f"status {response.status_code}: {text[:200]!r}"
-            raise _Refused(problem, _seconds(response.headers.get("Retry-After")), final)
-        return _read(text)
+
+async def _try(
+    server: JudgeServer, body: dict[str, Any], client: httpx2.AsyncClient, key: str
+) -> tuple[str, int]:
+    """Ask once; return the words and the tokens."""
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    address = f"{server.url.rstrip('/')}/chat/completions"
+    raw = bytearray()
+    try:
+        async with (
+            asyncio.timeout(server.timeout),
+            client.stream("POST", address, json=body, headers=headers) as response,
+        ):
+            async for part in response.aiter_bytes():
+                raw += part
+                if len(raw) > LARGEST_ANSWER:
+                    raise _Refused("an answer without end", final=True)
+    except (httpx2.HTTPError, TimeoutError) as error:
+        problem = str(error) or f"no answer in {server.timeout:g} s"
+        raise _Refused(f"{type(error).__name__}: {problem}") from None
+    text = raw.decode(errors="replace")
+    text = text.replace(key, "[key]") if key else text
+    if response.status_code != 200:
+        final = response.status_code < 500 and response.status_code not in PASSING
+        problem = f"status {response.status_code}: {text[:200]!r}"
+        raise _Refused(problem, _seconds(response.headers.get("Retry-After")), final)
+    return _read(text)
 
 
 def _read(text: str) -> tuple[str, int]:
@@ -262,7 +258,7 @@ def _client() -> httpx2.AsyncClient:
 
 
 @asynccontextmanager
-async def _turn(server: Server) -> AsyncIterator[None]:
+async def _turn(server: JudgeServer) -> AsyncIterator[None]:
     """Waits until one more request is within the limits."""
     server.answers.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:
@@ -275,7 +271,7 @@ async def _turn(server: Server) -> AsyncIterator[None]:
         await asyncio.sleep(POLL_SECONDS * random.uniform(0.5, 1.5))
 
 
-def _delay(server: Server) -> float:
+def _delay(server: JudgeServer) -> float:
     """Seconds to the next request that `per_minute` allows, which is taken."""
     if server.per_minute is None:
         return 0.0

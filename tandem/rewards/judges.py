@@ -14,7 +14,7 @@ import regex
 from tandem.errors import RewardError
 from tandem.rewards.base import register_reward
 from tandem.rewards.items import WHY_CHARACTERS
-from tandem.rewards.judge_server import Question, Server
+from tandem.rewards.judge_server import JudgeServer, ask
 from tandem.rewards.truths import truths
 
 TEMPLATE = """You judge how good a response to a prompt is.
@@ -56,7 +56,7 @@ def check(**given: Any) -> tuple[str, ...]:
             expected="{url: http://…/v1, model: …}",
             remedy="give it with reward_kwargs, or with functools.partial in Python",
         )
-    _ = Server.of(given["server"]).key
+    _ = JudgeServer.of(given["server"]).key
     _check_scale(given.get("scale", SCALE))
     if not given.get("json_field"):
         _check_pattern(given.get("pattern", PATTERN))
@@ -81,7 +81,7 @@ async def judge(
     """The score that a judge gives a response, from 0 for the worst of its scale to 1 for the best.
 
     Args:
-        server: whom to ask, as in `tandem.rewards.judge_server.Server`.
+        server: whom to ask, as in `tandem.rewards.judge_server.JudgeServer`.
         rubric: what a good response is; a column, or the same for all rows.
         answer: what `{answer}` in the template stands for; None: the `ground_truth` of `reward_model`.
         template: the message to the judge; {rubric}, {prompt}, {response}, {answer}, {low} and {high} stand
@@ -104,8 +104,7 @@ async def judge(
     told = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
     told["answer"] = None if gold is None else " or ".join(truths(gold))
     message = filled(template, told).encode(errors="replace").decode()  # no half of a surrogate pair
-    question = Question(Server.of(server), [{"role": "user", "content": message}])
-    reply = await question.ask()
+    reply = await ask(JudgeServer.of(server), [{"role": "user", "content": message}])
     found = _in_json(reply.text, json_field) if json_field else _in_text(reply.text, pattern)
     if found is None or not low <= found <= high:
         raise RewardError(
@@ -115,7 +114,7 @@ async def judge(
             "server.options.max_tokens",
         )
     if not reply.cached:
-        question.keep(reply)
+        reply.keep()
     return {
         "score": (found - low) / (high - low),
         "why": reply.text.strip()[-WHY_CHARACTERS:],

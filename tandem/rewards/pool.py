@@ -28,8 +28,8 @@ from tandem.rewards.base import Scorer
 from tandem.rewards.calling import SLOW_SECONDS, load_seconds
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
-from tandem.rewards.scoring import Call, Scoring
-from tandem.rewards.serving import TOKEN_BYTES, Garbled, Inbox, Setup, answer, send
+from tandem.rewards.scoring import BatchScores, RewardCall
+from tandem.rewards.serving import TOKEN_BYTES, Answer, Garbled, Inbox, Setup, answer, send
 
 SEND_SECONDS = 10.0  # how long a process that waits for calls may take to read some
 CLOSE_SECONDS = 10.0  # how long a thread that scores may take to see that the pool is closed
@@ -55,18 +55,9 @@ class Child:
     keeper: socket.socket
     inbox: Inbox
     deadline: float
-    calls: deque[tuple[int, Call]] = field(default_factory=deque)
+    calls: deque[tuple[int, RewardCall]] = field(default_factory=deque)
     ready: bool = False
     kept_by: int = 0
-
-    @property
-    def spoke(self) -> bool:
-        """Whether there is something to read of it, or it has ended."""
-        for end in (self.line, self.keeper):
-            with suppress(BlockingIOError):
-                end.recv(1, socket.MSG_PEEK)
-                return True
-        return False
 
     def signal(self) -> None:
         """Tell its keeper to end it and what it started."""
@@ -140,7 +131,7 @@ class Pool:
             RewardError: a call failed, and `reward.on_error` is raise; a data source without a reward;
                 another thread closed the pool.
         """
-        scoring = Scoring(items, self.reward, self.config)
+        scoring = BatchScores(items, self.reward, self.config)
         with self._scoring:
             try:
                 self._call_here(scoring)
@@ -169,8 +160,8 @@ class Pool:
             _end(self._children)
             self._scoring.release()
 
-    def _call_here(self, scoring: Scoring) -> None:
-        elsewhere = deque[Call]()
+    def _call_here(self, scoring: BatchScores) -> None:
+        elsewhere = deque[RewardCall]()
         while scoring.waiting:
             call = scoring.waiting.popleft()
             if self._workers and not call.reward.bounded:
@@ -179,13 +170,13 @@ class Pool:
             items = scoring.of(call)
             if not call.reward.bounded:  # a user's function may change what it is given
                 items = copy.deepcopy(items)
-            scores, error, spent = answer(scoring.rewards(call), items)
-            self._timed(call, spent)
-            scoring.take(call, scores, error)
+            self._take(scoring, call, answer(0, scoring.rewards(call), items))
         scoring.waiting.extend(elsewhere)
 
-    def _timed(self, call: Call, seconds: float) -> None:
-        self.seconds.extend([seconds / len(call.places)] * len(call.places))
+    def _take(self, scoring: BatchScores, call: RewardCall, said: Answer) -> None:
+        if said.seconds:
+            self.seconds.extend([said.seconds / len(call.places)] * len(call.places))
+        scoring.take(call, said)
 
     def _start(self) -> Child:
         if self._closed:
@@ -216,14 +207,15 @@ class Pool:
             send(child.line, setup, limit)
         return child
 
-    def _feed(self, scoring: Scoring) -> None:
+    def _feed(self, scoring: BatchScores) -> None:
         """Sends calls to the processes that have none; one that died or spoke idle is replaced first."""
         for place, child in enumerate(self._children):
-            if child.ready and not child.calls and child.spoke:
+            idle = child.ready and not child.calls
+            if idle and wait([child.line, child.keeper], 0):
                 child.kill()
                 self.counts["died"] += 1
                 self._children[place] = self._start()
-            elif scoring.waiting and child.ready and not child.calls:
+            elif idle and scoring.waiting:
                 share = max(1, min(CHUNK, len(scoring.waiting) // (2 * len(self._children))))
                 calls = [scoring.waiting.popleft() for _ in range(share)]
                 child.calls.extend(zip(self._numbers, calls, strict=False))
@@ -232,7 +224,7 @@ class Pool:
                     asked = [(n, c.parts, pickle.dumps(scoring.of(c))) for n, c in child.calls]
                     send(child.line, asked, SEND_SECONDS)
 
-    def _listen(self, scoring: Scoring) -> None:
+    def _listen(self, scoring: BatchScores) -> None:
         """Takes what the processes say until the next deadline, and replaces those that failed."""
         busy = [child for child in self._children if child.calls or not child.ready]
         until = min([child.deadline for child in busy] + [self._heard + SLOW_SECONDS])
@@ -249,7 +241,7 @@ class Pool:
         if time.monotonic() > self._heard + SLOW_SECONDS:
             self._say_slow(scoring)
 
-    def _hear(self, child: Child, scoring: Scoring) -> str:
+    def _hear(self, child: Child, scoring: BatchScores) -> str:
         """Takes a process' answers; tells why it must be replaced, if it must."""
         try:
             for said in child.inbox.read(child.line):
@@ -260,9 +252,8 @@ class Pool:
                     child.ready, child.kept_by = True, said.keeper
                 elif child.calls and child.calls[0][0] == said.number:
                     _, call = child.calls.popleft()
-                    self._timed(call, said.seconds)
                     child.deadline = time.monotonic() + self.config.timeout
-                    scoring.take(call, said.scores, said.error)
+                    self._take(scoring, call, said)
                     if said.grown:
                         return "recycled"
                 else:
@@ -273,7 +264,7 @@ class Pool:
             return "died"
         return ""
 
-    def _replace(self, child: Child, problem: str, scoring: Scoring) -> None:
+    def _replace(self, child: Child, problem: str, scoring: BatchScores) -> None:
         """Start another process for one that hangs, died or has grown; a call that it was at has failed.
 
         Raises:
@@ -302,13 +293,12 @@ class Pool:
             place = call.places[0]
             error = call.reward.error(words[problem], place, scoring.items[place])
             if late:
-                self._timed(call, limit)
                 error.remedy = f"{error.remedy}; {LONGER}"
-            scoring.take(call, [], error)
+            self._take(scoring, call, Answer(0, error=error, seconds=limit if late else 0.0))
         scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()
 
-    def _say_slow(self, scoring: Scoring) -> None:
+    def _say_slow(self, scoring: BatchScores) -> None:
         self._heard = time.monotonic() + self.config.timeout  # once for each silence
         for _, call in [child.calls[0] for child in self._children if child.calls][:1]:
             item = scoring.items[call.places[0]]

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from tandem.config.rewards import RewardConfig
@@ -66,13 +66,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a process said of a call.
+    """What came of a call.
 
     Attributes:
         number: of the call; 0: that it has started.
         scores: by each function, by place; none where there is an error.
         error: why it failed.
-        seconds: that it took.
+        seconds: that it took; 0 where nobody knows.
         grown: whether the process is to be replaced.
         keeper: the process that keeps it, as it was when it started.
     """
@@ -174,15 +174,14 @@ def _cut(part: Any) -> str | None:
     return None if part is None else str(part)[:ERROR_CHARACTERS]
 
 
-def answer(
-    rewards: Sequence[Reward], items: Mapping[int, Item]
-) -> tuple[list[Any], RewardError | None, float]:
-    """Return the scores, or the error, and the seconds that it took."""
+def answer(number: int, rewards: Sequence[Reward], items: Mapping[int, Item]) -> Answer:
+    """Return what comes of a call: its scores, or why it failed."""
     began = time.perf_counter()
     try:
-        return list(scores_of(rewards, items)), None, time.perf_counter() - began
+        said = Answer(number, scores_of(rewards, items))
     except RewardError as error:
-        return [], error, time.perf_counter() - began
+        said = Answer(number, error=error)
+    return replace(said, seconds=time.perf_counter() - began)
 
 
 def serve(line: socket.socket, calls: mmap.mmap) -> None:
@@ -237,14 +236,15 @@ class _Own:
         if not os.path.isdir(self._scratch):  # a function has removed it
             os.makedirs(self._scratch)
         try:
-            scores, error, spent = answer(rewards, items)
+            said = answer(number, rewards, items)
         except BaseException as raised:  # no key of a terminal reaches this process: it is the function's own
             place, item = next(iter(items.items()))
-            scores, error, spent = [], rewards[0].error(told(raised), place, item), 0.0
-        resident = _resident_megabytes()
+            said = Answer(number, error=rewards[0].error(told(raised), place, item))
+        with open("/proc/self/statm", "rb") as file:
+            resident = int(file.read().split()[1]) * resource.getpagesize() / 2**20  # in MiB
         self._before = resident if self._before < 0 else self._before
         grown = self._most is not None and resident - self._before > self._most
-        self.say(Answer(number, scores, error, spent, grown))
+        self.say(replace(said, grown=grown))
 
     def say(self, said: Answer) -> None:
         """Send an answer; a copy that a function made of this process ends instead."""
@@ -255,8 +255,3 @@ class _Own:
             os._exit(0)
         text = _text_of(said)
         self._line.sendall(_HEAD.pack(self._token, said.number, self.pid, len(text)) + text)
-
-
-def _resident_megabytes() -> float:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20

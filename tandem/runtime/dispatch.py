@@ -189,6 +189,9 @@ class Registration:
         return dispatch, collect_first if self.collect == "first" else collect
 
 
+_BATCHES = DataProto, BatchFuture
+
+
 def dispatch_one_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
     return [(args, kwargs)] * mesh.world_size
 
@@ -224,13 +227,7 @@ def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         DataError: batches of different size, as far as sizes are known here.
     """
     _batches(args, kwargs)
-
-    def shares(argument: Any) -> Sequence[Any]:
-        if isinstance(argument, (DataProto, BatchFuture)):
-            return argument.chunk(mesh.dp_size)
-        return [argument] * mesh.dp_size
-
-    return _by_share(mesh, shares, args, kwargs)
+    return _by_share(mesh, _BATCHES, lambda batch: batch.chunk(mesh.dp_size), args, kwargs)
 
 
 def divide_batches(
@@ -253,16 +250,14 @@ def divide_batches(
     futures = [BatchFuture.of(batch) if isinstance(batch, DataProto) else batch for batch in batches]
     division_of_rows = division(futures, mesh.dp_size, column)
 
-    def shares(argument: Any) -> Sequence[Any]:
-        if isinstance(argument, DataProto) and isinstance(division_of_rows, tuple):
-            return [argument[rows] for rows in division_of_rows]
-        if isinstance(argument, DataProto):
-            argument = BatchFuture.of(argument)
-        if isinstance(argument, BatchFuture):
-            return argument.divided(division_of_rows)
-        return [argument] * mesh.dp_size
+    def divided(batch: DataProto | BatchFuture) -> Sequence[Any]:
+        if isinstance(batch, BatchFuture):
+            return batch.divided(division_of_rows)
+        if isinstance(division_of_rows, tuple):
+            return [batch[rows] for rows in division_of_rows]
+        return BatchFuture.of(batch).divided(division_of_rows)
 
-    return _by_share(mesh, shares, args, kwargs), division_of_rows
+    return _by_share(mesh, _BATCHES, divided, args, kwargs), division_of_rows
 
 
 def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | BatchFuture]:
@@ -271,7 +266,7 @@ def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | 
     Raises:
         DataError: their sizes differ, as far as they are known.
     """
-    batches = [a for a in (*args, *kwargs.values()) if isinstance(a, (DataProto, BatchFuture))]
+    batches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, _BATCHES)]
     if len(batches) == 1:
         return batches
     known = [batch for batch in batches if isinstance(batch, DataProto) or batch.ready()]
@@ -288,17 +283,24 @@ def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | 
 def dispatch_lists(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
     """Contiguous shares of every list; other arguments go to all."""
 
-    def shares(argument: Any) -> Sequence[Any]:
-        if isinstance(argument, list):
-            return [argument[span] for span in even(len(argument), mesh.dp_size)]
-        return [argument] * mesh.dp_size
+    def spans(items: list[Any]) -> Sequence[Any]:
+        return [items[span] for span in even(len(items), mesh.dp_size)]
 
-    return _by_share(mesh, shares, args, kwargs)
+    return _by_share(mesh, list, spans, args, kwargs)
 
 
 def _by_share(
-    mesh: Mesh, shares: Callable[[Any], Sequence[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mesh: Mesh,
+    kind: type | tuple[type, ...],
+    cut: Callable[[Any], Sequence[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[Call | None]:
+    """To each rank its share of the arguments of a kind; other arguments go to all."""
+
+    def shares(argument: Any) -> Sequence[Any]:
+        return cut(argument) if isinstance(argument, kind) else [argument] * mesh.dp_size
+
     positional = [shares(argument) for argument in args]
     named = {name: shares(argument) for name, argument in kwargs.items()}
     return [

@@ -1,17 +1,17 @@
 """Tables as expressions over workers' results.
 
-An expression is evaluated over indices (what the table looks like) or over layouts (where its rows lie).
-From the layout its values follow: only results that hold wanted rows of wanted columns are fetched, each
-once, and every column is put together with one copy, or none where its rows follow each other in one
-result. A layout is also how a share is made short: written as an expression again, it names only the
-results of that share.
+An expression is evaluated to its layout, which says where the table's rows lie. From the layout its index
+and its values follow: only results that hold wanted rows of wanted columns are fetched, each once, and every
+column is put together with one copy, or none where its rows follow each other in one result. A layout is also
+how a share is made short: written as an expression again, it names only the results of that share.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -21,14 +21,11 @@ from tandem.protocol.ragged import row_index
 from tandem.runtime.handle import Done, Source
 from tandem.runtime.index import Index
 from tandem.runtime.layout import Layout, Strip, compact
-from tandem.runtime.table import Table
-
-T = TypeVar("T", bound=Table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A table made of others by an operation of `Table`.
+    """A table made of others by an operation of `Layout`.
 
     Attributes:
         name: of the method.
@@ -70,52 +67,28 @@ Division = tuple[np.ndarray, ...] | Balanced
 """A division of a table's rows: the rows of each share in integers of few bytes, or what tells them."""
 
 
-class Evaluation(Generic[T]):
-    """One evaluation of an expression, over indices or layouts; evaluates each part of it once.
+def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
+    """What evaluates expressions, each part of them once.
 
     Args:
-        source: a leaf's table.
-        indices: the evaluation over indices that goes with one over layouts.
+        left: seconds left to wait for indices.
     """
 
-    def __init__(self, source: Callable[[Source], T], indices: Evaluation[Index] | None = None) -> None:
-        self._source: Callable[[Source], T] = source
-        self._indices = indices
-        self._tables: dict[Node, T] = {}
-        self._divisions: dict[Balanced, Sequence[np.ndarray]] = {}
-
-    def __call__(self, node: Node) -> T:
-        if node not in self._tables:
-            self._tables[node] = self._source(node) if isinstance(node, Source) else self._made(node)
-        return self._tables[node]
-
-    def _made(self, operation: Operation) -> T:
-        first, *others = map(self, operation.tables)
-        options = [self._divided(o) if isinstance(o, Balanced) else o for o in operation.options]
-        made: T = getattr(first, operation.name)(*options, *others)
+    @functools.cache
+    def laid_out(node: Node) -> Layout:
+        if isinstance(node, Source):
+            return Layout.of(node, left())
+        first, *others = map(laid_out, node.tables)
+        options = [divided(option) if isinstance(option, Balanced) else option for option in node.options]
+        made: Layout = getattr(first, node.name)(*options, *others)
         return made
 
-    def _divided(self, division: Balanced) -> Sequence[np.ndarray]:
-        if self._indices is not None:
-            return self._indices._divided(division)
-        if division not in self._divisions:
-            indices: list[Any] = list(map(self, division.tables))
-            self._divisions[division] = balanced(indices, division.column, division.parts)
-        return self._divisions[division]
+    @functools.cache
+    def divided(division: Balanced) -> Sequence[np.ndarray]:
+        indices = [laid_out(table).index(left) for table in division.tables]
+        return balanced(indices, division.column, division.parts)
 
-
-def over_indices(left: Callable[[], float | None]) -> Evaluation[Index]:
-    """An evaluation over indices.
-
-    Args:
-        left: seconds left to wait.
-    """
-    return Evaluation(lambda source: source.index(left()))
-
-
-def over_layouts(left: Callable[[], float | None]) -> Evaluation[Layout]:
-    """An evaluation over layouts."""
-    return Evaluation(lambda source: Layout.of(source, left()), over_indices(left))
+    return laid_out
 
 
 def rows_of(node: Node, rows: slice | np.ndarray) -> Node:

@@ -61,11 +61,6 @@ class Record:
     inputs: bool = False
     at: float = field(default_factory=time.time)
 
-    @property
-    def key(self) -> tuple[str, int, float]:
-        """Tells one record from another after a trip between processes."""
-        return self.pool, self.rank, self.at
-
 
 class CallFailed(Exception):
     """The error that a worker's process sends in place of a result; it holds the failed call's record."""

@@ -26,8 +26,7 @@ from tandem.runtime.expression import (
     Operation,
     balanced,
     chunk_of,
-    over_indices,
-    over_layouts,
+    evaluation,
     rows_of,
     sources,
     written,
@@ -132,7 +131,7 @@ class BatchFuture:
             DataError: select of a missing column, union of batches that do not fit.
         """
         if not isinstance(self._index, Index):
-            self._index = self._index() if self._index else over_indices(lambda: None)(self._node)
+            self._index = self._index() if self._index else self._laid_out().index(_forever)
         return self._index
 
     def ready(self) -> bool:
@@ -150,7 +149,7 @@ class BatchFuture:
         """
         left = _countdown(timeout_s)
         fetch: Callable[[Source], DataProto] = functools.cache(lambda source: source.batch(left()))
-        return (self._layout or over_layouts(left)(self._node)).take(fetch)
+        return (self._layout or evaluation(left)(self._node)).take(fetch)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -212,7 +211,7 @@ class BatchFuture:
 
     def _laid_out(self) -> Layout:
         if self._layout is None:
-            self._layout = over_layouts(lambda: None)(self._node)
+            self._layout = evaluation(_forever)(self._node)
         return self._layout
 
 
@@ -256,6 +255,10 @@ def owned(value: Any) -> Any:
 def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
     """Seconds left of one limit that several waits share."""
     if timeout_s is None:
-        return lambda: None
+        return _forever
     deadline = time.monotonic() + timeout_s
     return lambda: max(0.0, deadline - time.monotonic())
+
+
+def _forever() -> None:
+    """Seconds left of no limit."""

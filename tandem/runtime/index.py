@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,13 +13,11 @@ from torch import Tensor
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
 from tandem.protocol.data import object_array
-from tandem.protocol.equality import same
 from tandem.protocol.ragged import RowIndex, row_index
-from tandem.runtime.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Index(Table):
+class Index:
     """The shape of a batch of B samples without its values; a few tens of bytes per sample.
 
     Attributes:
@@ -43,48 +41,23 @@ class Index(Table):
             DataError: something else than a batch.
         """
         require_batch(batch, "only a batch has an index")
-        lengths = _shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
+        lengths = shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
         return cls(batch.non_tensor_batch.get("uid"), torch.arange(len(batch)), lengths, batch.columns)
 
     def __len__(self) -> int:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Self:
+        """The named rows in the given order; a boolean mask filters."""
         pick = row_index(rows, len(self))
         uids = None if self.uids is None else self.uids[pick.numpy()]
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}
         lengths = {name: picked[id(column)] for name, column in self.lengths.items()}
         return replace(self, uids=uids, row_ids=self.row_ids[pick], lengths=lengths)
 
-    def _only(self, columns: Sequence[str]) -> Self:
-        lengths = {name: self.lengths[name] for name in columns if name in self.lengths}
-        return replace(self, lengths=lengths, columns=tuple(columns))
-
-    def _beside(self, others: Sequence[Self]) -> Self:
-        """Uids and row ids are of the first that has them."""
-        uids, columns, lengths = self.uids, dict.fromkeys(self.columns), dict(self.lengths)
-        for other in others:
-            if uids is not None and other.uids is not None and not same(uids, other.uids):
-                raise DataError(
-                    "batches of different samples", field="uid", got=other.uids[:4], expected=uids[:4]
-                )
-            uids = other.uids if uids is None else uids
-            columns.update(dict.fromkeys(other.columns))
-            for name, column in other.lengths.items():
-                if not torch.equal(lengths.setdefault(name, column), column):
-                    raise DataError("one column with different lengths", field=name)
-        return replace(self, uids=uids, lengths=_shared(lengths.items()), columns=tuple(columns))
-
-    def _below(self, others: Sequence[Self]) -> Self:
-        parts = (self, *others)
-        given = [part.uids for part in parts if part.uids is not None]
-        uids = np.concatenate(given) if len(given) == len(parts) else None
-        lengths = _shared((n, torch.cat([part.lengths[n] for part in parts])) for n in self.lengths)
-        return replace(self, uids=uids, row_ids=torch.arange(sum(map(len, parts))), lengths=lengths)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Built-in types only, which pickle small: each family of lengths once, integers in as few bytes
-        as they need, row numbers that count through by their number alone."""
+        """Pickle little: each family of lengths once, integers in as few bytes as they need, row numbers that
+        count through by their number alone."""
         families = list({id(column): column for column in self.lengths.values()}.values())
         place = {id(column): number for number, column in enumerate(families)}
         counted = torch.equal(self.row_ids, torch.arange(len(self)))
@@ -113,40 +86,35 @@ def require_batch(value: Any, message: str) -> DataProto:
     )
 
 
-Packed = tuple[str, bytes]
-"""Integers: NumPy's name of their type, and their bytes."""
-
-
-def _packed(numbers: Tensor) -> Packed:
+def _packed(numbers: Tensor) -> np.ndarray:
+    """Integers in as few bytes as the largest needs."""
     largest = int(numbers.max()) if len(numbers) else 0
-    kind = next((kind for kind in ("<u2", "<i4") if largest <= np.iinfo(kind).max), "<i8")
-    return kind, numbers.numpy().astype(kind).tobytes()
+    return numbers.numpy().astype(np.min_scalar_type(largest))
 
 
-def _integers(packed: Packed) -> Tensor:
-    kind, data = packed
-    return torch.from_numpy(np.frombuffer(data, kind).astype(np.int64))
+def _integers(packed: np.ndarray) -> Tensor:
+    return torch.from_numpy(packed.astype(np.int64))
 
 
 def _unpacked(
     uids: list[Any] | None,
-    row_ids: int | Packed,
-    families: list[Packed],
+    row_ids: int | np.ndarray,
+    families: list[np.ndarray],
     lengths: list[tuple[str, int]],
     columns: tuple[str, ...],
 ) -> Index:
-    tensors = [_integers(family) for family in families]
+    tensors = list(map(_integers, families))
     rows = torch.arange(row_ids) if isinstance(row_ids, int) else _integers(row_ids)
     places = {name: tensors[place] for name, place in lengths}
     return Index(None if uids is None else object_array(uids), rows, places, columns)
 
 
-def _shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Gives all columns of equal lengths one tensor object, so that an index holds and sends it only once."""
     families: list[Tensor] = []
     out: dict[str, Tensor] = {}
     for name, column in lengths:
-        family = next((known for known in families if torch.equal(known, column)), None)
+        family = next((known for known in families if known is column or torch.equal(known, column)), None)
         if family is None:
             families.append(column)
             family = column

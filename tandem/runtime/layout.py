@@ -1,22 +1,25 @@
 """Layout: in which results the rows of each column of a table lie, and at which places. Everything but the
-last step of evaluating an expression is arithmetic on layouts, and needs no value."""
+last step of evaluating an expression is arithmetic on layouts, and needs no value. The last step takes values
+from the results, or what their indices say."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.balance import even
+from tandem.errors import DataError
 from tandem.protocol import DataProto
 from tandem.protocol.equality import same
-from tandem.protocol.gather import Picks
+from tandem.protocol.gather import Gather, Picks
 from tandem.protocol.ragged import RowIndex, picks
 from tandem.runtime.handle import Source
-from tandem.runtime.table import Table
+from tandem.runtime.index import Index, shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,24 +45,17 @@ class Strip:
 
     def needed(self) -> Strip:
         """Leaves out the results that hold none of the rows; of no rows, all but the smallest result."""
+        if len(self.sources) == 1 and isinstance(self.picks, range):
+            return self
         sizes = np.asarray(self.sizes)
-        ends = np.cumsum(sizes)
         if len(self.picks) == 0:
-            return self._only([int(sizes.argmin())], range(0))
-        if isinstance(self.picks, range):
-            first = int(np.searchsorted(ends, self.picks.start, side="right"))
-            last = int(np.searchsorted(ends, self.picks.stop - 1, side="right"))
-            shift = int(ends[first] - sizes[first])
-            moved = range(self.picks.start - shift, self.picks.stop - shift)
-            return self._only(list(range(first, last + 1)), moved)
-        holder = np.searchsorted(ends, self.picks, side="right")
-        used, place = np.unique(holder, return_inverse=True)
+            smallest = int(sizes.argmin())
+            return Strip((self.sources[smallest],), (self.sizes[smallest],), range(0))
+        ends = np.cumsum(sizes)
+        wanted = _array(self.picks)
+        used, place = np.unique(np.searchsorted(ends, wanted, side="right"), return_inverse=True)
         shifts = (ends - sizes)[used] - (np.cumsum(sizes[used]) - sizes[used])
-        rows = self.picks - shifts[place]
-        successive = bool((np.diff(rows) == 1).all())
-        return self._only(used.tolist(), range(int(rows[0]), int(rows[-1]) + 1) if successive else rows)
-
-    def _only(self, used: Sequence[int], rows: Picks) -> Strip:
+        rows = _numbered(wanted - shifts[place])
         return Strip(tuple(self.sources[i] for i in used), tuple(self.sizes[i] for i in used), rows)
 
     def take(self, names: Sequence[str], fetch: Callable[[Source], DataProto]) -> DataProto:
@@ -75,19 +71,24 @@ class Strip:
         return taken.clone() if view and strip.sources[0].handle.borrowed else taken
 
 
+Strips = tuple[Strip, ...]
+"""Where one column lies; where it came from several sides of a union, all of them, which must agree."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout(Table):
-    """The layout of a table of B rows.
+class Layout:
+    """The layout of a table of B rows. The operations return new layouts.
 
     Attributes:
-        rows: B.
-        columns: where each column lies; where a column came from several sides of a union, all of them,
-            which must agree.
+        row_ids: (B) the place of each row in the table that was put together last.
+        columns: where each column lies.
+        samples: where the samples' uids lie; they survive `select`.
         bare: results without columns, for their meta_info.
     """
 
-    rows: int
-    columns: dict[str, tuple[Strip, ...]]
+    row_ids: Picks
+    columns: dict[str, Strips]
+    samples: Strips = ()
     bare: tuple[Source, ...] = ()
 
     @classmethod
@@ -95,50 +96,104 @@ class Layout(Table):
         """All rows of a result."""
         rows, columns = source.shape or (len(source.index(timeout_s)), source.index(timeout_s).columns)
         strip = Strip((source,), (rows,), range(rows))
-        return cls(rows, {name: (strip,) for name in columns}, () if columns else (source,))
+        samples = (strip,) if "uid" in columns else ()
+        return cls(range(rows), {name: (strip,) for name in columns}, samples, () if columns else (source,))
 
     def __len__(self) -> int:
-        return self.rows
+        return len(self.row_ids)
 
-    def __getitem__(self, rows: RowIndex) -> Self:
-        wanted = picks(rows, self.rows)
-        taken: dict[Strip, Strip] = {}
-        for strips in self.columns.values():
-            for strip in strips:
-                if strip not in taken:
-                    taken[strip] = strip[wanted]
-        columns = {name: tuple(taken[s] for s in strips) for name, strips in self.columns.items()}
-        return replace(self, rows=len(wanted), columns=columns)
+    def __getitem__(self, rows: RowIndex) -> Layout:
+        """The named rows in the given order; a boolean mask filters."""
+        wanted = picks(rows, len(self))
+        taken = functools.cache(lambda strip: strip[wanted])
+        return replace(
+            self,
+            row_ids=_composed(self.row_ids, wanted),
+            columns={name: tuple(map(taken, strips)) for name, strips in self.columns.items()},
+            samples=tuple(map(taken, self.samples)),
+        )
 
-    def _only(self, columns: Sequence[str]) -> Self:
+    def select(self, columns: Sequence[str]) -> Layout:
+        """Only the named columns.
+
+        Raises:
+            DataError: a name that is not there.
+        """
+        for name in columns:
+            if name not in self.columns:
+                raise DataError("no such column", field=name, expected=tuple(self.columns))
         return replace(self, columns={name: self.columns[name] for name in columns})
 
-    def _beside(self, others: Sequence[Self]) -> Self:
-        columns = dict(self.columns)
-        for other in others:
-            for name, strips in other.columns.items():
-                known = columns.get(name, ())
-                new = tuple(s for s in strips if not any(s is k or s.same(k) for k in known))
-                columns[name] = known + new
-        bare = [source for table in (self, *others) for source in table.bare]
-        return replace(self, columns=columns, bare=tuple(bare))
+    def union(self, *others: Layout) -> Layout:
+        """The columns of all tables side by side.
 
-    def _below(self, others: Sequence[Self]) -> Self:
-        if not others:
-            return self
-        parts = (self, *others)
-        joined: dict[tuple[Strip, ...], Strip] = {}
-        columns: dict[str, tuple[Strip, ...]] = {}
-        for name in self.columns:
-            sides = [part.columns[name] for part in parts]
-            columns[name] = ()
-            for i in range(max(map(len, sides))):
-                stack = tuple(side[min(i, len(side) - 1)] for side in sides)
-                if stack not in joined:
-                    joined[stack] = _below(stack)
-                columns[name] += (joined[stack],)
-        bare = dict.fromkeys(source for part in parts for source in part.bare)
-        return replace(self, rows=sum(map(len, parts)), columns=columns, bare=tuple(bare))
+        Raises:
+            DataError: row counts differ.
+        """
+        first, *rest = sorted((self, *others), key=lambda table: not table.columns)  # B is not a bare one's
+        columns, samples, bare = dict(first.columns), first.samples, first.bare
+        for table in rest:
+            if table.columns and len(table) != len(first):
+                raise DataError(
+                    "batches of different size",
+                    got=f"{len(table)} rows: {', '.join(table.columns)}",
+                    expected=f"{len(first)} rows: {', '.join(first.columns)}",
+                )
+            for name, strips in table.columns.items():
+                columns[name] = _beside(columns.get(name, ()), strips)
+            samples = _beside(samples, table.samples)
+            bare += table.bare
+        return Layout(first.row_ids, columns, samples, bare)
+
+    def concat(self, *others: Layout) -> Layout:
+        """The rows of all tables below each other, counted anew. A table without any column is what a worker
+        may return for an empty share, and is left out where others have columns.
+
+        Raises:
+            DataError: tables with different columns.
+        """
+        parts = [table for table in (self, *others) if table.columns] or [self, *others]
+        first = parts[0].columns
+        for table in parts[1:]:
+            if set(table.columns) != set(first):
+                raise DataError(
+                    "batches have different columns", got=tuple(table.columns), expected=tuple(first)
+                )
+        joined = functools.cache(_joined)
+
+        def below(sides: Sequence[Strips]) -> Strips:
+            most = max(map(len, sides)) if all(sides) else 0
+            return tuple(joined(tuple(side[min(i, len(side) - 1)] for side in sides)) for i in range(most))
+
+        return Layout(
+            range(sum(map(len, parts))),
+            {name: below([part.columns[name] for part in parts]) for name in first},
+            below([part.samples for part in parts]),
+            tuple(dict.fromkeys(source for part in parts for source in part.bare)),
+        )
+
+    def chunk(self, i: int, n: int) -> Layout:
+        """Share i of n successive ones whose sizes differ by one at most."""
+        return self[even(len(self), n)[i]]
+
+    def share(self, division: Sequence[np.ndarray], i: int) -> Layout:
+        """Share i of a division, which holds the rows of each share.
+
+        Raises:
+            DataError: a division of another number of rows.
+        """
+        _check_size(len(self), sum(map(len, division)), "a batch")
+        return self[division[i]]
+
+    def restore(self, division: Sequence[np.ndarray], *others: Layout) -> Layout:
+        """Puts together what became of a division's shares, this table of the first, in the order before it.
+
+        Raises:
+            DataError: a table of another size than its share.
+        """
+        for i, (table, rows) in enumerate(zip((self, *others), division, strict=True)):
+            _check_size(len(table), len(rows), f"the result of share {i}")
+        return self.concat(*others)[np.argsort(np.concatenate(division))].concat()
 
     def strips(self) -> dict[Strip, list[str]]:
         """The columns of each strip; those that provide a column before those that must agree with it."""
@@ -158,7 +213,48 @@ class Layout(Table):
         bare = [DataProto(meta_info=fetch(source).meta_info) for source in self.bare]
         tables = [DataProto.concat(bare)] if bare else []
         tables += [strip.take(names, fetch) for strip, names in self.strips().items()]
-        return tables[0].union(*tables[1:])
+        return DataProto.union(*tables)
+
+    def index(self, left: Callable[[], float | None]) -> Index:
+        """The index of the table, from those of its sources.
+
+        Args:
+            left: seconds left to wait for them.
+
+        Raises:
+            DataError: different samples, or a column with different lengths, on two sides of a union.
+        """
+
+        @functools.cache
+        def known(strip: Strip) -> tuple[Gather, list[Index]]:
+            needed = strip.needed()
+            return Gather(needed.sizes, needed.picks), [source.index(left()) for source in needed.sources]
+
+        uids: list[np.ndarray] = []
+        for strip in self.samples:
+            plan, indices = known(strip)
+            given = [index.uids for index in indices if index.uids is not None]
+            uids += [plan.array(given)] if len(given) == len(indices) else []
+        for other in uids[1:]:
+            if not same(uids[0], other):
+                raise DataError(
+                    "batches of different samples", field="uid", got=other[:4], expected=uids[0][:4]
+                )
+        lengths: dict[str, Tensor] = {}
+        for strip, names in self.strips().items():
+            plan, indices = known(strip)
+            gathered: dict[tuple[int, ...], Tensor] = {}  # once for columns of equal lengths
+            for name in names:
+                if name in indices[0].lengths:
+                    parts = [index.lengths[name] for index in indices]
+                    family = tuple(map(id, parts))
+                    if family not in gathered:
+                        gathered[family] = plan.dense(parts)
+                    if not torch.equal(lengths.setdefault(name, gathered[family]), gathered[family]):
+                        raise DataError("one column with different lengths", field=name)
+        ordered = shared((name, lengths[name]) for name in self.columns if name in lengths)
+        row_ids = torch.from_numpy(_array(self.row_ids))
+        return Index(uids[0] if uids else None, row_ids, ordered, tuple(self.columns))
 
 
 def compact(rows: RowIndex) -> slice | np.ndarray:
@@ -172,6 +268,30 @@ def compact(rows: RowIndex) -> slice | np.ndarray:
     return array.astype(np.int32 if fits else np.int64)
 
 
+def _check_size(got: int, expected: int, what: str) -> None:
+    if got != expected:
+        raise DataError(
+            f"{what} has another number of rows than the division it belongs to",
+            got=f"{got} rows",
+            expected=f"{expected} rows",
+            remedy="a method registered with balance returns one row for each row it gets",
+        )
+
+
+def _array(picks: Picks) -> np.ndarray:
+    """(n) int64."""
+    if isinstance(picks, range):
+        return np.arange(picks.start, picks.stop)
+    return picks.astype(np.int64, copy=False)
+
+
+def _numbered(rows: np.ndarray) -> Picks:
+    """Rows by number, successive ones as a range."""
+    if (np.diff(rows) == 1).all():
+        return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
+    return rows
+
+
 def _composed(outer: Picks, inner: Picks) -> Picks:
     """outer[inner]."""
     if isinstance(outer, range):
@@ -181,24 +301,21 @@ def _composed(outer: Picks, inner: Picks) -> Picks:
     return outer[inner.start : inner.stop] if isinstance(inner, range) else outer[inner]
 
 
-def _below(strips: Sequence[Strip]) -> Strip:
+def _beside(known: Strips, others: Strips) -> Strips:
+    """Where a column of both sides of a union lies; the same rows of the same results once."""
+    return known + tuple(s for s in others if not any(s is k or s.same(k) for k in known))
+
+
+def _joined(strips: Strips) -> Strip:
     """The rows of all strips below each other; results that several of them name stand there once."""
     sources: list[Source] = []
     sizes: list[int] = []
     starts: dict[tuple[Source, ...], int] = {}
-    rows: list[Picks] = []
+    rows: list[np.ndarray] = []
     for strip in strips:
         if strip.sources not in starts:
             starts[strip.sources] = sum(sizes)
             sources += strip.sources
             sizes += strip.sizes
-        start = starts[strip.sources]
-        rows.append(_composed(range(start, start + sum(strip.sizes)), strip.picks))
-    successive = all(
-        isinstance(a, range) and isinstance(b, range) and a.stop == b.start
-        for a, b in itertools.pairwise(rows)
-    )
-    first, last = rows[0], rows[-1]
-    if successive and isinstance(first, range) and isinstance(last, range):
-        return Strip(tuple(sources), tuple(sizes), range(first.start, last.stop))
-    return Strip(tuple(sources), tuple(sizes), np.concatenate([np.asarray(r, dtype=np.int64) for r in rows]))
+        rows.append(starts[strip.sources] + _array(strip.picks))
+    return Strip(tuple(sources), tuple(sizes), _numbered(np.concatenate(rows)))

@@ -24,7 +24,7 @@ class Role(Enum):
     Reward = auto()
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ResourcePool:
     """Processes on nodes.
 
@@ -53,7 +53,7 @@ class ResourcePool:
                 got=repr(counts),
                 expected="one whole number >= 1 per node, such as [8, 8]",
             )
-        object.__setattr__(self, "process_on_nodes", tuple(counts))
+        self.process_on_nodes = tuple(counts)
 
     @property
     def world_size(self) -> int:

@@ -51,14 +51,12 @@ class BatchStream:
         results = [fn(part) for part in self]
         if not results:
             return BatchFuture.of(DataProto())
-        by_rank: dict[int, list[int]] = {}
-        for position, (part, _) in enumerate(self._parts):
-            by_rank.setdefault(self._order[part.rank], []).append(position)
-        places = [np.empty(0, dtype=np.int64)] * len(results)
+        ranks = [self._order[part.rank] for part, _ in self._parts]
+        places = [np.asarray(part.rows, dtype=np.int64) for part, _ in self._parts]
         before = 0
-        for rank in sorted(by_rank):
-            rows = [np.asarray(self._parts[position][0].rows, dtype=np.int64) for position in by_rank[rank]]
-            named = np.concatenate(rows)
+        for rank in sorted(set(ranks)):
+            positions = [position for position, each in enumerate(ranks) if each == rank]
+            named = np.concatenate([places[position] for position in positions])
             if not np.array_equal(np.sort(named), np.arange(len(named))):
                 raise DataError(
                     f"the parts of {self._method} do not make a whole",
@@ -66,8 +64,8 @@ class BatchStream:
                     got=f"{len(named)} rows: {named.tolist()[:8]}…",
                     expected="each of 0 … B-1 once",
                 )
-            for position, own in zip(by_rank[rank], rows, strict=True):
-                places[position] = own + before
+            for position in positions:
+                places[position] = places[position] + before
             before += len(named)
         return BatchFuture.arranged(results, places)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from tandem.lifetime import make_scratch, remove_scratch
 from tandem.texts import parse_json
@@ -65,42 +65,24 @@ class Begun:
     end: Callable[[bool], int]
 
 
-class Protection(Protocol):
-    """What holds the programs of one thread, one after the other.
+class Bubblewrap:
+    """Starts a process under bubblewrap for each run. For root it is one of a user who is nobody else.
 
     Attributes:
         folder: where the folders of its runs are made; None: where temporary files are.
-        alive: whether it can hold a further one.
+        alive: whether it can hold a further program of its thread.
     """
-
-    @property
-    def folder(self) -> str | None: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @staticmethod
-    def version() -> str | None:
-        """What is installed of it; None: nothing."""
-
-    def begin(self, folder: str, limits: Limits) -> Begun:
-        """Begins the program of a folder."""
-
-    def close(self) -> None:
-        """Ends what it has started."""
-
-
-class Bubblewrap:
-    """Starts a process under bubblewrap for each run. For root it is one of a user who is nobody else."""
 
     folder: ClassVar[str | None] = None
     alive: ClassVar[bool] = False
 
     @staticmethod
     def version() -> str | None:
+        """Return what is installed of it; None: nothing."""
         return shutil.which("bwrap")
 
     def begin(self, folder: str, limits: Limits) -> Begun:
+        """Begin the program of a folder."""
         box, user = os.path.join(folder, "box"), 0
         options = ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
         if os.geteuid() == 0:  # without a namespace of users, in which root could become no other
@@ -154,13 +136,13 @@ class Bubblewrap:
         return Begun(process.stdout.fileno(), process.stderr.fileno(), done, end)
 
     def close(self) -> None:
-        pass
+        """End what it has started: nothing is left."""
 
 
 class Sandlock:
     """A Python that waits under sandlock, from which each run is forked, to be confined further: to a folder
     of its own, and away from the process that it comes from. Where a run meets a limit, or leaves a process
-    behind, all end together and the next run has another."""
+    behind, all end together and the next run has another. It has what `Bubblewrap` has."""
 
     def __init__(self) -> None:
         library = import_module("sandlock")
@@ -218,6 +200,9 @@ class Sandlock:
         remove_scratch(self._scratch)
 
 
+Protection = Bubblewrap | Sandlock
+
+
 def _wait(descriptor: int, seconds: float) -> bool:
     """Waits until a descriptor can be read from, also beyond the first 1,024 of them; whether it can."""
     poll = select.poll()
@@ -232,7 +217,7 @@ def _starter(_: int) -> ThreadPoolExecutor:
 
 
 @contextmanager
-def holding(kind: type[Protection]) -> Iterator[Protection]:
+def holding(kind: Callable[[], Protection]) -> Iterator[Protection]:
     """One of a kind that holds no program now, which is kept for the next one."""
     kept = kept_for(kind, os.getpid())
     held = kept.pop() if kept else None
@@ -250,7 +235,7 @@ def holding(kind: type[Protection]) -> Iterator[Protection]:
 
 
 @functools.cache
-def kept_for(_: type[Protection], process: int) -> list[Protection]:
+def kept_for(_: Callable[[], Protection], process: int) -> list[Protection]:
     """Those of a kind that wait in a process, which ends them at its end."""
     kept: list[Protection] = []
 

@@ -9,27 +9,25 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from tandem.config.data import DataConfig
+from tandem.config.facts import engines, models
 from tandem.config.root import TrainConfig
-from tandem.config.schema import keys, value_at
-from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
+from tandem.config.supervised import RMConfig, SupervisedConfig
 from tandem.hub import fetch_weights
 from tandem.loading import load_function
-from tandem.models.ends import stop_token_ids
 from tandem.models.loading import lacks_score_head, load_config
 from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.stacks import withdraw_stacks
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
-from tandem.trainer.beforehand import plan_of, prepare, task_of
+from tandem.trainer.beforehand import prepare, say_idle_offload, task_of
 from tandem.trainer.casting import CONTROLLER_POOL, pools_of
-from tandem.trainer.checks import models_of, say_idle_offload
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
 from tandem.trainer.launch import Launcher, make_backend, plain_errors
-from tandem.trainer.loop import Listener, Rhythm
+from tandem.trainer.loop import Listener, Rhythm, Schedule
 from tandem.trainer.planning import predicted, run_worst_batches, tell_plan
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.prompts import Prompts
 from tandem.trainer.sampling_params import sampling
-from tandem.trainer.schedule import Schedule
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.session import OpenRun, RunsConfig, Session, open_run
 from tandem.trainer.supervised import SupervisedTrainer
@@ -61,25 +59,21 @@ def build_ppo(
     Raises:
         TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
     """
-    policy, prepared = config.actor_rollout_ref, prepare(config)
-    placed, reward = prepared.placed, prepared.reward
-    say_idle_offload(config.trainer, models_of(config, prepared.cast.played), say)
-    tokenizer = tokenizer_of(policy.model, "actor_rollout_ref.model")
+    prepared = prepare(config)
+    say_idle_offload(config.trainer, prepared.engines, say)
     with _opened(config, say) as (run, backend):
-        backend.reserve(list(pools_of(placed).values()))
+        backend.reserve(list(pools_of(prepared.placed).values()))
         if data is None:
-            reads = {} if reward is None else {"reads": reward.reads}
-            rows, facts = _data(backend, placed["data"].worker, config.data, tokenizer, run.folder, **reads)
+            own = prepared.placed["data"].worker
+            rows, facts = _data(backend, own, config.data, prepared.tokenizer, run.folder, **prepared.reads)
         else:
             rows, facts = _data(backend, DatasetWorker, data, run.folder)
-        plan = plan_of(config, prepared, facts, say)
-        prompts = f"{config.data.train_batch_size} prompts × {plan.at(1).n} responses"
-        say(run.beginning(policy.model.path, facts.rows, prompts, plan.total_steps))
+        plan = prepared.plan(facts, say)
+        asked = f"{config.data.train_batch_size} prompts × {plan.at(1).n} responses"
+        say(run.beginning(config.actor_rollout_ref.model.path, facts.rows, asked, plan.total_steps))
         memory = predicted(tell_plan(config, say, backend.gpus))
-        stops = stop_token_ids(policy.model.path, tokenizer)
-        scoring = Scoring(prepared.combination)
-        launcher = Launcher(config, prepared, plan, backend, run.folder, tokenizer, stops, scoring)
-        roles = launcher.launch(placed, rows)
+        launcher = Launcher(prepared, plan, backend, run.folder)
+        roles = launcher.launch(prepared.placed, rows, Scoring(prepared.combination))
         run_worst_batches(config, roles)
         made = trainer(
             config,
@@ -87,8 +81,8 @@ def build_ppo(
             Session(run, roles.members, plan.total_steps, say),
             launcher,
             roles,
-            _gatherer(config, rows, facts, stops),
-            _evaluator(config, facts.val_batches, stops),
+            Gatherer(config, _prompts(config.data, rows, facts), sampling(config, prepared.stops)),
+            _evaluator(config, facts.val_batches, prepared.stops),
             schedule,
             memory,
         )
@@ -99,31 +93,22 @@ def build_ppo(
         return made
 
 
-def build_sft(config: SFTConfig, *, say: Say) -> SupervisedTrainer:
-    """The trainer of a supervised fine-tuning; see `build_supervised`."""
-    return build_supervised(config, say=say)
-
-
-def build_rm(config: RMConfig, *, say: Say) -> SupervisedTrainer:
-    """The trainer of a reward model; see `build_supervised`. A language model gets a new score head, and the
-    user is told."""
-    model = config.model
-    stored = load_config(model.path, trust_remote_code=model.trust_remote_code)
-    if lacks_score_head(stored):
-        say(f"{model.path} is a language model: its score head is new, drawn by trainer.seed.")
-    return build_supervised(config, say=say)
-
-
 def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer:
-    """The trainer of a resolved config. Its workers run until its `shutdown`; where this raises, they
-    have been ended.
+    """The trainer of a resolved config: of supervised fine-tuning, or of a reward model, for which a language
+    model gets a new score head, and the user is told. Its workers run until its `shutdown`; where this
+    raises, they have been ended.
 
     Raises:
         TandemError: the config asks for what is not there: a device, files, a logger.
     """
+    model = config.model
+    if isinstance(config, RMConfig) and lacks_score_head(
+        load_config(model.path, trust_remote_code=model.trust_remote_code)
+    ):
+        say(f"{model.path} is a language model: its score head is new, drawn by trainer.seed.")
     trainer, task = config.trainer, task_of(config)
-    say_idle_offload(trainer, {"": config}, say)
-    tokenizer = tokenizer_of(config.model)
+    say_idle_offload(trainer, list(engines(config).values()), say)
+    tokenizer = tokenizer_of(model)
     with _opened(config, say) as (run, backend):
         ((name, counts),) = trainer.pools.items()
         pool = ResourcePool(counts, name)
@@ -135,21 +120,21 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
         prompts = Prompts(data, facts, order.train_batch_size, shuffle=order.shuffle, seed=order.seed)
 
         steps = trainer.steps(prompts.steps_per_epoch)
-        say(run.beginning(config.model.path, facts.rows, f"{order.train_batch_size} rows", steps))
+        say(run.beginning(model.path, facts.rows, f"{order.train_batch_size} rows", steps))
         worker: type[Worker] = SupervisedWorker
         factory = partial(
             worker, config, role=task.role, kind=task.kind, loss=task.loss, total_steps=steps, run=run.folder
         )
-        model = WorkerGroup(backend, factory, pool, role=task.role, balance=trainer.balance_batch)
+        group = WorkerGroup(backend, factory, pool, role=task.role, balance=trainer.balance_batch)
 
         return SupervisedTrainer(
             Rhythm(steps, trainer.test_freq, trainer.save_freq),
             prompts,
-            Session(run, {task.role: model}, steps, say),
+            Session(run, {task.role: group}, steps, say),
             backend,
             name=task.name,
             data=data,
-            model=model,
+            model=group,
             val_batches=facts.val_batches,
         )
 
@@ -158,13 +143,8 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
 def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
     """A run folder and the backend of its workers; where the block raises, both are undone. Models of the hub
     have their weights then."""
-    for name in keys(type(config)):
-        if name.endswith("model.path") and (folder := value_at(config, name)):
-            fetch_weights(folder)
-        elif name.endswith((".ref.models", "reward_model.models")):
-            for term in value_at(config, name).values():
-                if term.path:
-                    fetch_weights(term.path)
+    for model in models(config):
+        fetch_weights(model.path)
     run = open_run(config, say)
     with ExitStack() as undo, plain_errors():
         undo.callback(run.folder.remove_if_unused)
@@ -189,14 +169,13 @@ def _data(backend: Backend, worker: type[Worker], *given: Any, **named: Any) -> 
     return data, data.describe()
 
 
-def _gatherer(config: TrainConfig, data: WorkerGroup, facts: DataFacts, stops: tuple[int, ...]) -> Gatherer:
-    """What answers the prompts of each step, which come in generation batches.
+def _prompts(order: DataConfig, data: WorkerGroup, facts: DataFacts) -> Prompts:
+    """The prompts of each step, which come in generation batches.
 
     Raises:
         DataError: too few rows for such a batch.
     """
-    order = config.data
-    prompts = Prompts(
+    return Prompts(
         data,
         facts,
         order.prompts_at_a_time,
@@ -205,7 +184,6 @@ def _gatherer(config: TrainConfig, data: WorkerGroup, facts: DataFacts, stops: t
         mixture=order.mixture,
         drawn=order.sampler.class_name is not None,
     )
-    return Gatherer(config, prompts, sampling(config, stops))
 
 
 def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Evaluator | None:

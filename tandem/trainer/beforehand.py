@@ -1,25 +1,178 @@
-"""What a run needs of its data and its model, found as the run finds it. Nothing is started or written."""
+"""What a run needs of its data, its model and its algorithms, found as the run finds it. Nothing is started
+or written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tandem.algorithms.registry import AdvantageSpec
+from transformers import PreTrainedTokenizerBase
+
+from tandem.algorithms.kl import FULL
+from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, kl_estimator, policy_loss
+from tandem.config.cluster import kind_of
+from tandem.config.facts import Engine, engines
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
+from tandem.config.trainer import RunConfig
 from tandem.data.loader import batches_of
 from tandem.errors import ConfigError
+from tandem.models.ends import stop_token_ids
 from tandem.models.loading import load_config, position_limit
 from tandem.models.vocabulary import tokenizer_of
-from tandem.rewards import Scorer, check_sources, own_reward
+from tandem.rewards import Reads, Scorer, check_sources, own_reward
 from tandem.rewards.combination import Combination, combination_of
-from tandem.trainer.casting import Cast, Tenant, cast_roles, configured_placement, tenants
-from tandem.trainer.checks import check_algorithms
+from tandem.trainer.casting import Cast, Tenant, cast_roles
+from tandem.trainer.planning import on_cpu
 from tandem.trainer.steps import Plan, plan_run
 from tandem.trainer.supervised import Task, rm_task, sft_task
+from tandem.workers.correction import Correction
 from tandem.workers.data import DataFacts, DataWorker, read_examples, read_prompts
+
+
+class Prepared(NamedTuple):
+    """The config of a run, and what it names, found and checked.
+
+    Attributes:
+        config: of the run.
+        spec: the advantage estimator.
+        cast, placed: who plays which role, and where.
+        reward: the user's own; None takes each data source's.
+        combination: of the parts of the reward; None: reward functions alone say it.
+        tokenizer: the policy's.
+        stops: the tokens that end a response.
+    """
+
+    config: TrainConfig
+    spec: AdvantageSpec
+    cast: Cast
+    placed: dict[str, Tenant]
+    reward: Scorer | None
+    combination: Combination | None
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+
+    @property
+    def reads(self) -> dict[str, Reads]:
+        """What the user's own reward reads of the data, by the name of an argument; empty without one."""
+        return {} if self.reward is None else {"reads": self.reward.reads}
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines that the run has."""
+        kinds = {kind_of(role) for role in self.cast.played}
+        return [engine for kind, engine in engines(self.config).items() if kind in kinds]
+
+    def plan(self, facts: DataFacts, say: Callable[[str], None]) -> Plan:
+        """Return the plan of a run over these data.
+
+        Args:
+            say: prints a sentence to the user.
+
+        Raises:
+            TandemError: the data go beyond the model's positions, a data source has no reward, there are too
+                few rows, or a step cannot be made as the config asks.
+        """
+        config, prompt = self.config, facts.longest_prompt
+        model, data = config.actor_rollout_ref.model, config.data
+        response = data.max_response_length
+        most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
+        if most is not None and prompt + response > most:
+            raise ConfigError(
+                "the longest prompt and response go beyond the model's positions",
+                field="data.max_prompt_length + data.max_response_length",
+                got=f"{prompt} (of at most {data.max_prompt_length}) + {response} = {prompt + response}",
+                expected=f"at most max_position_embeddings = {most}",
+                remedy="lower data.max_response_length, or leave out long prompts: lower "
+                "data.max_prompt_length and set data.filter_overlong_prompts=true",
+            )
+        if "reward" in self.cast.played:
+            check_sources(facts.sources, self.reward, config.reward.sandbox, say)
+        return plan_run(config, self.spec, batches_of(facts.rows, data.train_batch_size))
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Find and check what a config names: algorithms, worker classes, rewards, the tokenizer.
+
+    Raises:
+        TandemError: one is not there, or cannot be used.
+    """
+    model, spec = config.actor_rollout_ref.model, check_algorithms(config)
+    cast, placed = cast_roles(config, spec)
+    reward = own_reward(config.custom_reward_function, config.reward.timeout)
+    combination = combination_of(config)
+    tokenizer = tokenizer_of(model, "actor_rollout_ref.model")
+    stops = stop_token_ids(model.path, tokenizer)
+    return Prepared(config, spec, cast, placed, reward, combination, tokenizer, stops)
+
+
+def check_algorithms(config: TrainConfig) -> AdvantageSpec:
+    """The advantage estimator, once all algorithms that the config names were found to be there and to take
+    the options given.
+
+    Raises:
+        ConfigError: one is not, or does not.
+    """
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    Correction(algorithm.rollout_correction)
+    kinds = {algorithm.kl_penalty} if algorithm.use_kl_in_reward else set()
+    kinds |= {actor.kl_loss_type} if actor.use_kl_loss else set()
+    spec = advantage_estimator(algorithm.adv_estimator)
+    several = config.actor_rollout_ref.ref.models
+    if several and "ref_log_probs" in spec.columns:
+        raise ConfigError(
+            f"{spec.name} reads the log-probs of one reference, and there are several",
+            field="actor_rollout_ref.ref.models",
+            got=", ".join(several),
+            remedy="remove it, or choose another algorithm.adv_estimator",
+        )
+    for field, changes in (
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
+        ("reward_model.overlong_buffer.enable", config.reward_model.overlong_buffer.enable),
+    ):
+        if changes and "token_level_rewards" not in spec.columns:
+            raise ConfigError(
+                f"changes the rewards, which {spec.name} does not read",
+                field=field,
+                got="true",
+                expected="false",
+                remedy="return the penalty as a component of the reward, or choose another "
+                "algorithm.adv_estimator",
+            )
+    spec.select_options({}, algorithm.adv_kwargs)  # refuses what does not fit
+    policy_loss(actor.policy_loss.loss_mode).select_options({}, actor.policy_loss.kwargs)
+    for kind in kinds - {FULL}:
+        kl_estimator(kind.removesuffix("+"))
+    return spec
+
+
+def say_idle_offload(trainer: RunConfig, engines: Sequence[Engine], say: Callable[[str], None]) -> None:
+    """Tells the user of a CPU that offload has nothing to move from, and activations stay where they are.
+
+    Args:
+        engines: those that the run has.
+
+    Raises:
+        ConfigError: the device is to be one of this machine, which has none of the kind.
+    """
+    if not on_cpu(trainer):
+        return
+    parts = {
+        engine.key(part): getattr(engine.section, part)
+        for part in ("fsdp_config", "optim")
+        for engine in engines
+        if hasattr(engine.section, part)
+    }
+    offloads = ("param_offload", "optimizer_offload")
+    idle = [f"{at}.{key}" for at, part in parts.items() for key in offloads if getattr(part, key, False)]
+    on_host = [at for at, part in parts.items() if getattr(part, "optimizer", "") == "adamw_cpu"]
+    idle += [f"{at}.optimizer=adamw_cpu" for at in on_host]
+    if idle:
+        say(f"{', '.join(idle)}: no effect on a CPU, whose memory is the host's.")
+    models = {engine.model_at: engine.model for engine in engines}
+    for at in (at for at, model in models.items() if model.enable_activation_offload):
+        say(f"{at}.enable_activation_offload: on a CPU nothing moves; what would is counted.")
 
 
 def examine(config: TrainConfig | SupervisedConfig) -> None:
@@ -34,66 +187,8 @@ def examine(config: TrainConfig | SupervisedConfig) -> None:
         return
     prepared = prepare(config)
     if prepared.placed["data"].worker is DataWorker:  # the user's own reads as it likes
-        tokenizer = tokenizer_of(config.actor_rollout_ref.model, "actor_rollout_ref.model")
-        reads = {} if prepared.reward is None else {"reads": prepared.reward.reads}
-        plan_of(config, prepared, read_prompts(config.data, tokenizer, **reads).facts, lambda sentence: None)
-
-
-class Prepared(NamedTuple):
-    """What a run's config names, found and checked.
-
-    Attributes:
-        spec: the advantage estimator.
-        cast, placed: who plays which role, and where.
-        reward: the user's own; None takes each data source's.
-        combination: of the parts of the reward; None: reward functions alone say it.
-    """
-
-    spec: AdvantageSpec
-    cast: Cast
-    placed: dict[str, Tenant]
-    reward: Scorer | None
-    combination: Combination | None
-
-
-def prepare(config: TrainConfig) -> Prepared:
-    """Find and check what a config names: algorithms, worker classes, rewards.
-
-    Raises:
-        TandemError: one is not there, or cannot be used.
-    """
-    spec = check_algorithms(config)
-    cast = cast_roles(config, spec)
-    placed = tenants(configured_placement(config.trainer), cast)
-    reward = own_reward(config.custom_reward_function, config.reward.timeout)
-    return Prepared(spec, cast, placed, reward, combination_of(config))
-
-
-def plan_of(config: TrainConfig, prepared: Prepared, facts: DataFacts, say: Callable[[str], None]) -> Plan:
-    """The plan of a run over these data.
-
-    Args:
-        say: prints a sentence to the user.
-
-    Raises:
-        TandemError: the data go beyond the model's positions, a data source has no reward, there are too few
-            rows, or a step cannot be made as the config asks.
-    """
-    model, data, prompt = config.actor_rollout_ref.model, config.data, facts.longest_prompt
-    response = data.max_response_length
-    most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
-    if most is not None and prompt + response > most:
-        raise ConfigError(
-            "the longest prompt and response go beyond the model's positions",
-            field="data.max_prompt_length + data.max_response_length",
-            got=f"{prompt} (of at most {data.max_prompt_length}) + {response} = {prompt + response}",
-            expected=f"at most max_position_embeddings = {most}",
-            remedy="lower data.max_response_length, or leave out long prompts: lower data.max_prompt_length "
-            "and set data.filter_overlong_prompts=true",
-        )
-    if "reward" in prepared.cast.played:
-        check_sources(facts.sources, prepared.reward, config.reward.sandbox, say)
-    return plan_run(config, prepared.spec, batches_of(facts.rows, data.train_batch_size))
+        read = read_prompts(config.data, prepared.tokenizer, **prepared.reads)
+        prepared.plan(read.facts, lambda sentence: None)
 
 
 def task_of(config: SupervisedConfig) -> Task:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeGuard
 
 from tandem.algorithms.registry import AdvantageSpec
-from tandem.config.cluster import place
+from tandem.config.cluster import kind_of, place
 from tandem.config.root import TrainConfig
-from tandem.config.schema import value_at
-from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError
 from tandem.loading import load_module
 from tandem.runtime import Placement, ResourcePool, Role, Worker
@@ -150,44 +149,26 @@ class Cast:
     needs: tuple[Need, ...] = ()
 
 
-def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> Cast:
-    """The cast of a run with this advantage estimator.
+def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[Cast, dict[str, Tenant]]:
+    """The cast of a run with this advantage estimator, which may read a critic's values and the reference's
+    log-probs, and its groups where the config places them.
 
     Raises:
         ConfigError: a worker class of the user's own cannot be used.
     """
+    trainer, classes = config.trainer, load_classes(config.trainer.worker_classes)
+    reference = config.needs_reference or "ref_log_probs" in spec.columns
+    played = frozenset(config.roles_with(reference=reference, critic="values" in spec.columns))
     needs = [
         need
         for need in NEEDS
-        if (value_at(config, need.key) if need.asked is None else need.asked(config, spec))
+        if (attrgetter(need.key)(config) if need.asked is None else need.asked(config, spec))
     ]
-    return Cast(played_roles(config, spec), load_classes(config.trainer.worker_classes), tuple(needs))
-
-
-def played_roles(config: TrainConfig, spec: AdvantageSpec) -> frozenset[str]:
-    """The roles of a run besides its helpers: references if a KL term or the estimator needs them, the critic
-    if the estimator needs values, reward models, reward functions."""
-    roles = {"actor", "rollout", *config.reward_model.scorers}
-    if config.calls_functions:
-        roles.add("reward")
-    if config.needs_reference or "ref_log_probs" in spec.columns:
-        roles |= config.actor_rollout_ref.ref.references.keys()
-    if "values" in spec.columns:
-        roles.add("critic")
-    return frozenset(roles)
-
-
-def configured_placement(trainer: TrainerConfig) -> Placement:
-    """The placement that the config asks for."""
-    placed = {places[0]: trainer.placed(role) for role, places in PLACES.items()}
-    known: dict[Role | str, str] = {role: pool for role, pool in placed.items() if pool is not None}
+    cast = Cast(played, classes, tuple(needs))
+    places = {names[0]: trainer.placed(role) for role, names in PLACES.items()}
+    known: dict[Role | str, str] = {role: pool for role, pool in places.items() if pool is not None}
     known |= {role: pool for role, pool in trainer.placement.items() if role != kind_of(role)}
-    return Placement(trainer.pools, known)
-
-
-def kind_of(role: str) -> str:
-    """The role of which this is one of several, such as ref of ref.NAME; else the role itself."""
-    return role.partition(".")[0]
+    return cast, tenants(Placement(trainer.pools, known), cast)
 
 
 def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:

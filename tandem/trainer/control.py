@@ -95,7 +95,7 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
         if name in first and not math.isnan(floor)
     ]
     probes.append(Probe("weights changed", 0.0, float(len(changed)), 0.0))
-    causes = list(trainer.trust.named.values())
+    causes = list(trainer.session.watch.named.values())
     if changed:
         causes.append(f"The weights changed at learning rate 0; the first is {changed[0]}.")
     if not causes:

@@ -12,7 +12,9 @@ from typing import Any
 from pyarrow import parquet
 
 from tandem.config.actor import reference_name
-from tandem.config.model import PLAIN_DECODERS, BackboneConfig, stored_config
+from tandem.config.cluster import kind_of
+from tandem.config.facts import POLICY, models
+from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.data.files import count_rows
@@ -95,7 +97,7 @@ def _ray(config: RunsConfig) -> None:
 def _vllm(config: TrainConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and not rollout.server.urls and find_spec("vllm") is None:
-        raise import_module("tandem.engines.rollout.vllm.process").absent()
+        import_module("tandem.engines.rollout.vllm.process").check_installed()
 
 
 def _reward(config: TrainConfig) -> None:
@@ -125,28 +127,25 @@ def _rows(config: RunsConfig) -> None:
 def _architectures(config: RunsConfig) -> None:
     """Asks transformers, which takes seconds to import, of no model whose type is known and tested; tries the
     others on packed sequences."""
-    models: list[tuple[BackboneConfig, str, bool, bool]] = []
     if isinstance(config, TrainConfig):
-        policy, critic, rewards = config.actor_rollout_ref, config.critic.model, config.reward_model
-        longest = policy.rollout.longest(config.data)
-        refs = [ref.path for ref in policy.ref.references.values()] if config.needs_reference else []
-        native = policy.rollout.name == "native"
-        models.append((policy.model, policy.model.path, False, native))
-        models += [
-            (policy.model, path, False, False) for path in {*refs} - {policy.model.path} if path is not None
-        ]
-        models += [(critic, critic.path, False, False)] if config.needs_critic else []
-        models += [(rewards.model, term.path, True, False) for term in rewards.scorers.values()]
+        rollout = config.actor_rollout_ref.rollout
+        longest, native = rollout.longest(config.data), rollout.name == "native"
     else:
-        longest = config.data.max_length
-        models.append((config.model, config.model.path, isinstance(config, RMConfig), False))
-    for model, path, scorer, native in models:
-        stored = stored_config(path)
-        own_code = model.trust_remote_code and "auto_map" in stored
-        if own_code or not _tested(stored):
+        longest, native = config.data.max_length, False
+    tried: set[tuple[str, bool, bool]] = set()
+    for role, engine, path in models(config):
+        stored, remote = stored_config(path), engine.model.trust_remote_code
+        scorer = kind_of(role) == "reward_model" or isinstance(config, RMConfig)
+        known = _tested(stored) and not (remote and "auto_map" in stored)
+        if not known and (path, scorer, remote) not in tried:
             import_module("tandem.trainer.trial").require_sound_model(
-                path, longest=longest, native=native, scorer=scorer, trust_remote_code=model.trust_remote_code
+                path,
+                longest=longest,
+                native=native and role == "actor",
+                scorer=scorer,
+                trust_remote_code=remote,
             )
+            tried.add((path, scorer, remote))
 
 
 def _tested(stored: dict[str, Any]) -> bool:
@@ -162,23 +161,15 @@ def _tested(stored: dict[str, Any]) -> bool:
 def _vocabulary(config: RunsConfig) -> None:
     """Holds the tokenizer's ids against the embeddings of all models that read them. Code of a folder is not
     run here: its tokenizer is looked at when it is loaded."""
-    readers: dict[str, tuple[BackboneConfig, str | None]] = {}
-    if isinstance(config, TrainConfig):
-        policy, critic = config.actor_rollout_ref, config.critic.model
-        model, at = policy.model, "actor_rollout_ref.model"
-        readers |= {"critic.model.path": (critic, critic.path)} if config.needs_critic else {}
-        refs = policy.ref.references if config.needs_reference else {}
-        for name, ref in refs.items():
-            readers[f"actor_rollout_ref.ref.models.{reference_name(name)}.path"] = (model, ref.path)
-    else:
-        model, at = config.model, "model"
-    if model.trust_remote_code:
+    policy, *others = models(config)
+    if policy.engine.model.trust_remote_code:
         return
     vocabulary = import_module("tandem.models.vocabulary")
-    tokenizer = vocabulary.tokenizer_of(model, at)
-    for field, (reader, path) in readers.items():
-        if path is not None and not reader.trust_remote_code:
-            vocabulary.check_reader(path, tokenizer, field=field)
+    tokenizer = vocabulary.tokenizer_of(policy.engine.model, policy.engine.model_at)
+    for role, engine, path in others:
+        if kind_of(role) != "reward_model" and path != policy.path and not engine.model.trust_remote_code:
+            at = "critic.model" if role == "critic" else f"{POLICY}.ref.models.{reference_name(role)}"
+            vocabulary.check_reader(path, tokenizer, field=f"{at}.path")
 
 
 def _positions(config: TrainConfig) -> None:

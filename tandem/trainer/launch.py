@@ -9,20 +9,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 
-from transformers import PreTrainedTokenizerBase
-
-from tandem.config.root import TrainConfig
+from tandem.config.cluster import kind_of
 from tandem.config.trainer import RunConfig
 from tandem.errors import ConfigError, TandemError, WorkerFailure
 from tandem.observability.run import RunFolder
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.beforehand import Prepared
-from tandem.trainer.casting import Tenant, kind_of, pools_of, tenants
+from tandem.trainer.casting import Tenant, pools_of, tenants
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
-from tandem.workers.integrity import SpecialTokens, certain
+from tandem.watch.batches import SpecialTokens, certain
 
 RAY = "tandem.runtime.ray_backend:RayBackend"
 
@@ -104,42 +102,36 @@ class Launcher:
     """The worker groups of a run.
 
     Attributes:
-        config: of the run.
-        prepared: who plays which role, wherever it moves, and the user's own reward.
+        prepared: the config, who plays which role, wherever it moves, and what workers are made with.
         plan: of the run.
         backend: where workers run.
         run: the run folder.
-        tokenizer: the policy's.
-        stops: the tokens that end a response.
-        scoring: makes the reward of the scores.
     """
 
-    config: TrainConfig
     prepared: Prepared
     plan: Plan
     backend: Backend
     run: RunFolder
-    tokenizer: PreTrainedTokenizerBase
-    stops: tuple[int, ...]
-    scoring: Scoring
     _pools: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
-    def launch(self, placed: Mapping[str, Tenant], data: WorkerGroup) -> Roles:
+    def launch(self, placed: Mapping[str, Tenant], data: WorkerGroup, scoring: Scoring) -> Roles:
         """All groups besides the data's, in processes that were reserved.
+
+        Args:
+            scoring: makes the reward of the scores.
 
         Raises:
             TandemError: a model cannot be loaded, or anything else a worker refuses.
         """
         self._pools = pools_of(placed)
-        groups, balance = {"data": data}, self.config.trainer.balance_batch
-        policy = self.config.actor_rollout_ref
+        config, reward, groups = self.prepared.config, self.prepared.reward, {"data": data}
+        policy, balance = config.actor_rollout_ref, config.trainer.balance_batch
         for role, tenant in placed.items():
             if role != "data":
                 make = self._factory(tenant)
                 group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=balance)
                 groups |= dict.fromkeys(tenant.parts, group)
         streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
-        reward = self.prepared.reward
         return Roles(
             data=data,
             actor=groups["actor"],
@@ -149,7 +141,7 @@ class Launcher:
             reward_models={role: group for role, group in groups.items() if kind_of(role) == "reward_model"},
             reward=groups.get("reward"),
             batch=groups["batch"],
-            scoring=self.scoring,
+            scoring=scoring,
             scores_parts=streams and not (reward is not None and reward.batched),
             resets_reference="ref" in groups and policy.ref.reset_interval > 0,
             rollout_shares=groups["rollout"].world_size // policy.rollout.split,
@@ -157,19 +149,21 @@ class Launcher:
 
     def _factory(self, tenant: Tenant) -> WorkerFactory:
         """What makes the workers of a group."""
-        config, plan, run, policy = self.config, self.plan, self.run, self.config.actor_rollout_ref
+        prepared, plan, run = self.prepared, self.plan, self.run
+        config, tokenizer = prepared.config, prepared.tokenizer
+        policy = config.actor_rollout_ref
         kind, worker = kind_of(tenant.role), tenant.worker
         one_of_several = tenant.role != kind
         device, limit_s = config.trainer.device, config.trainer.timeouts.collective
         engine = {"device": device, "run": run, "collective_timeout_s": limit_s}
         if kind == "reward":
-            return partial(worker, self.tokenizer, self.prepared.reward, config.reward, run)
+            return partial(worker, tokenizer, prepared.reward, config.reward, run)
         if kind == "reward_model":
             named = {"role": tenant.role} if one_of_several else {}
-            return partial(worker, config.reward_model, tokenizer=self.tokenizer, **engine, **named)
+            return partial(worker, config.reward_model, tokenizer=tokenizer, **engine, **named)
         if kind == "batch":
-            stops = () if policy.rollout.ignore_eos else self.stops
-            special = SpecialTokens.of(self.tokenizer, stops)
+            stops = () if policy.rollout.ignore_eos else prepared.stops
+            special = SpecialTokens.of(tokenizer, stops)
             several = {"references": policy.ref.columns} if policy.ref.models else {}
             rest = {"special": special, "certain": certain(policy.rollout), **several}
             return partial(worker, config.algorithm, run, policy.actor, **rest)
@@ -188,7 +182,7 @@ class Launcher:
             worker,
             config,
             parts=frozenset(map(kind_of, tenant.parts)),
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             total_steps=max(1, plan.total_steps - config.trainer.critic_warmup),
             updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
             recompute_old=plan.recompute_old,
@@ -211,4 +205,4 @@ class Launcher:
         pools = pools_of(placed)
         self.backend.release([name for name, pool in self._pools.items() if pools.get(name) != pool])
         self.backend.reserve(list(pools.values()))
-        return self.launch(placed, roles.data)
+        return self.launch(placed, roles.data, roles.scoring)

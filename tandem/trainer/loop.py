@@ -8,15 +8,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tandem.config.trainer import TrainerConfig
 from tandem.runtime import Backend, BatchFuture, WorkerGroup
 from tandem.trainer.perf import take_observed, take_timings, take_usage
 from tandem.trainer.profiling import StepProfiler
 from tandem.trainer.prompts import Prompts
-from tandem.trainer.schedule import E, Schedule, Synchronous
 from tandem.trainer.session import Session
+
+E = TypeVar("E")
+"""The experience that an algorithm learns from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,27 @@ Listener = Callable[[Step], object]
 """Is called with each step that is done."""
 
 
+class Schedule(Generic[E]):
+    """The order in which a run asks for prompts, has them answered and learns from the answers: each step
+    learns from what the weights of the step before have written, and from nothing else. A subclass is another
+    order; each run has an object of its own."""
+
+    def step(self, step: int, loop: Loop[E]) -> dict[str, float]:
+        """Take one training step and return its metrics.
+
+        Args:
+            step: its number, from 1.
+        """
+        return loop.step(step, loop.next_batch())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of work begun for later steps, for a checkpoint after the last step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave; called before the first step."""
+
+
 class Loop(ABC, Generic[E]):
     """The controller of one run.
 
@@ -107,7 +130,7 @@ class Loop(ABC, Generic[E]):
         self.prompts = prompts
         self.session = session
         self.backend = backend
-        self.schedule = Synchronous() if schedule is None else schedule
+        self.schedule: Schedule[E] = Schedule() if schedule is None else schedule
         self.listeners: list[Listener] = []
         self.profiler = StepProfiler(session.run.config.profile, session.folder, session.say)
         self.done = Step(0, {}, interrupted=False)
@@ -176,7 +199,8 @@ class Loop(ABC, Generic[E]):
 
     @abstractmethod
     def generate(self, step: int, batch: BatchFuture) -> E:
-        """Answers a batch with the weights as they are now: the experience that a step learns from."""
+        """Answers a batch with the weights as they are now: the experience that a step learns from. It may
+        return before the workers have made it; `learn` waits for it."""
 
     @abstractmethod
     def learn(self, step: int, experience: E) -> dict[str, float]:

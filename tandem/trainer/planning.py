@@ -11,13 +11,14 @@ import torch
 from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.root import TrainConfig
+from tandem.config.trainer import RunConfig
+from tandem.device import choose_device
 from tandem.errors import ConfigError, DeviceMemoryError, TandemError, WorkerFailure
 from tandem.memory.host import host_free
 from tandem.memory.levers import levers, with_value
 from tandem.memory.plan import Plan, gib, plan
 from tandem.memory.shapes import shape_of
 from tandem.runtime import WorkerGroup
-from tandem.trainer.checks import on_cpu
 from tandem.trainer.perf import offered
 from tandem.trainer.roles import Roles
 from tandem.workers.worst_batch import WorstBatch
@@ -70,6 +71,14 @@ def worst_batch(config: TrainConfig, section: CriticConfig | ActorConfig, ranks:
     if batching.max_tokens is not None:
         rows = max(1, batching.max_tokens * sequence // length)
     return WorstBatch(min(rows, share), length, rows < share, config.trainer.worst_batch_first is True)
+
+
+def on_cpu(trainer: RunConfig) -> bool:
+    """Whether the workers compute on a CPU, as far as can be known here: under Ray they may be on machines
+    that have a device which this one lacks."""
+    if trainer.resolved_backend == "local":
+        return choose_device(trainer.device).type == "cpu"
+    return trainer.device == "cpu"
 
 
 def tell_plan(config: TrainConfig, say: Callable[[str], None], gpus: bool | None = None) -> Plan | None:

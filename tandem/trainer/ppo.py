@@ -26,15 +26,15 @@ from tandem.protocol import DataProto, SamplingParams
 from tandem.runtime import BatchFuture, Future, Placement, WorkerGroup
 from tandem.trainer.exact_kl import ExactKL
 from tandem.trainer.gathering import Evaluator, Gathered, Gatherer
-from tandem.trainer.integrity import PROMPTS_USED, Facts
 from tandem.trainer.launch import Launcher
-from tandem.trainer.loop import Loop, Rhythm
+from tandem.trainer.loop import Loop, Rhythm, Schedule
 from tandem.trainer.perf import take_observed, take_usage, throughput
 from tandem.trainer.roles import Roles
-from tandem.trainer.schedule import Schedule
 from tandem.trainer.session import Session
-from tandem.trainer.steps import Plan, minibatches
-from tandem.trainer.trust import EXPLAINED_SAMPLES, TrustProbe
+from tandem.trainer.steps import Plan, minibatches, updates_per_step
+from tandem.watch.checks import Facts
+from tandem.watch.integrity import PROMPTS_USED
+from tandem.watch.trust import EXPLAINED_SAMPLES
 
 Updates = list[tuple[str, Future[Metrics]]]  # each with its role
 
@@ -89,10 +89,11 @@ class PPOTrainer(Loop[Gathered]):
                 maximum=entropy.max_ent_coef,
             )
         self.memory = memory or {}
-        self.trust = TrustProbe(
-            gatherer.params.temperature,
-            session.warn,
-            Facts.of(config, plan),
+        self.facts = Facts.of(
+            config,
+            gatherer.params,
+            updates=updates_per_step(plan.batch_samples, plan.actor),
+            recompute_old=plan.recompute_old and not plan.bypasses,
             experiments=hasattr(roles.actor, "explain_gap"),
         )
         self._rollout_is_current = False
@@ -122,7 +123,7 @@ class PPOTrainer(Loop[Gathered]):
         """
         roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
         left_out = self._left_out(samples, gathered.scores)
-        if self.trust.puzzled:
+        if self.session.watch.puzzled:
             roles.actor.explain_gap(samples.rows(slice(EXPLAINED_SAMPLES)))
         learns = step > self.config.trainer.critic_warmup
         reference = self.exact_kl.refer(roles, samples)
@@ -224,8 +225,7 @@ class PPOTrainer(Loop[Gathered]):
         learnt = [prefixed(role, future.get()) for role, future in updates]
         metrics = Metrics.merged([measured.get(), *learnt, take_observed(self.groups)]).to_floats()
         metrics[PROMPTS_USED] = float(self.prompts.used * self.prompts.batch_size)
-        self.trust.before = self.trust.before or self.session.restored
-        metrics = self.trust.read(metrics, self.gatherer.params, step)
+        metrics = self.session.watch.judge_samples(step, metrics, self.facts)
         if written is not None:
             written.get()
         metrics["training/epoch"] = self.prompts.epoch

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.errors import ModelError
 from tandem.models.loading import load_tokenizer
 from tandem.observability.reading import Run
-from tandem.trainer.replay import Replayed, replay
+from tandem.trainer.replay import replay
 from tandem.trainer.takes import Changes, Taken, same
 from tandem.workers.attribution import UpdateGradient, dot
 
@@ -33,9 +33,26 @@ def replay_found(
         words, reward, without: see `Changes`.
 
     Returns:
-        see `found`.
+        `step`, `checkpoint`, `equal`, `metrics` (rows of name, recorded, replayed, equal). Where the step was
+        changed, `changed`: `metrics` (name, before, after), `gradient` (cosine, norm before and after,
+        of the sum over the step's updates), `samples` (rows of uid, sample, score and mean advantage before
+        and after, the most changed first). With attribution, `attribution`: `updates` (norm, sum of shares),
+        `samples` (rows of uid, sample, share, tokens' shares, ids, the greatest first), `seconds`, and as
+        `steps` how many steps take as long.
     """
-    return found(replay(run, step, Changes(words, reward, without), attribute=attribute))
+    replayed = replay(run, step, Changes(words, reward, without), attribute=attribute)
+    again = replayed.replayed.metrics
+    metrics = [
+        {"name": name, "recorded": value, "replayed": again[name], "equal": same(value, again[name])}
+        for name, value in replayed.recorded.items()
+    ]
+    told: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
+    told |= {"equal": replayed.equal, "metrics": metrics}
+    if replayed.base is not None and replayed.changed is not None:
+        told["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
+    if replayed.base is not None and replayed.attributed:
+        told["attribution"] = _attribution(replayed.base)
+    return told
 
 
 def without_nan(value: Any) -> Any:
@@ -55,31 +72,6 @@ def decoder(run: Run) -> Decode:
     except ModelError:
         return lambda ids: " ".join(map(str, ids))
     return lambda ids: str(tokenizer.decode(ids))
-
-
-def found(replayed: Replayed) -> dict[str, Any]:
-    """A replay as plain values.
-
-    Returns:
-        `step`, `checkpoint`, `equal`, `metrics` (rows of name, recorded, replayed, equal). Where the step was
-        changed, `changed`: `metrics` (name, before, after), `gradient` (cosine, norm before and after,
-        of the sum over the step's updates), `samples` (rows of uid, sample, score and mean advantage before
-        and after, the most changed first). With attribution, `attribution`: `updates` (norm, sum of shares),
-        `samples` (rows of uid, sample, share, tokens' shares, ids, the greatest first), `seconds`, and as
-        `steps` how many steps take as long.
-    """
-    again = replayed.replayed.metrics
-    metrics = [
-        {"name": name, "recorded": value, "replayed": again[name], "equal": same(value, again[name])}
-        for name, value in replayed.recorded.items()
-    ]
-    told: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
-    told |= {"equal": replayed.equal, "metrics": metrics}
-    if replayed.base is not None and replayed.changed is not None:
-        told["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
-    if replayed.base is not None and replayed.attributed:
-        told["attribution"] = _attribution(replayed.base)
-    return told
 
 
 def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any]:
@@ -146,7 +138,7 @@ def text(told: dict[str, Any], decode: Decode) -> str:
     """The same for people.
 
     Args:
-        told: what `found` gave.
+        told: what `replay_found` gave.
         decode: makes text of token ids.
     """
     rows = [

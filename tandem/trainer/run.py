@@ -13,7 +13,7 @@ from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import RunConfig
 from tandem.errors import WorkerFailure
 from tandem.observability.files import append_line
-from tandem.trainer.assembly import build_ppo, build_rm, build_sft
+from tandem.trainer.assembly import build_ppo, build_supervised
 from tandem.trainer.loop import Listener
 from tandem.trainer.planning import memory_explained
 from tandem.trainer.ppo import PPOTrainer
@@ -56,12 +56,12 @@ def run_ppo(
 
 def run_sft(config: SFTConfig, *, say: Callable[[str], None]) -> bool:
     """Trains on examples of what to say to the end; see `run`."""
-    return run(config, partial(build_sft, say=say), say)
+    return run(config, partial(build_supervised, say=say), say)
 
 
 def run_rm(config: RMConfig, *, say: Callable[[str], None]) -> bool:
     """Trains a reward model to the end; see `run`."""
-    return run(config, partial(build_rm, say=say), say)
+    return run(config, partial(build_supervised, say=say), say)
 
 
 def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.background import PendingSave, ask_writers, await_pending
-from tandem.checkpoint.best import Best
 from tandem.checkpoint.manager import CheckpointManager
 from tandem.config.trainer import RunConfig
 from tandem.errors import CheckpointError, WorkerFailure
@@ -41,18 +40,13 @@ Members = Mapping[str, WorkerGroup | ReferenceMember]
 """The groups whose state goes into checkpoints, by name."""
 
 
-def best_of(config: RunConfig) -> Best | None:
-    """The judge of the best checkpoint that the config names, if it names one."""
-    return None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
-
-
 @dataclass
 class Saver:
     """Writes checkpoints, one at a time.
 
     Attributes:
         checkpoints: where they go.
-        config: says how, and which one is the best.
+        config: says how.
         members: gives the names and groups whose state is saved.
         there: is told the folder of each checkpoint once it is whole.
         say: prints a sentence to the user.
@@ -79,7 +73,7 @@ class Saver:
             CheckpointError: it, or the one before, could not be written.
         """
         self.finish()
-        best = best_of(self.config)
+        best = self.checkpoints.judge
         if best is not None and best.value(metrics) is None and not self._told:
             self._told = True
             self.say(

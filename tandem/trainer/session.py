@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from tandem.checkpoint.manager import Checkpoint, CheckpointManager
+from tandem.checkpoint.best import Best
+from tandem.checkpoint.manager import Checkpoint, CheckpointManager, open_checkpoint
 from tandem.config.resume import check_same
 from tandem.config.root import TrainConfig
 from tandem.config.sources import to_yaml
@@ -21,16 +22,16 @@ from tandem.config.trainer import RunConfig
 from tandem.config.written import to_dict, tracked_name
 from tandem.errors import CheckpointError
 from tandem.lifetime import last_words
-from tandem.observability.learning import LearningWatch
 from tandem.observability.lock import ProcessLock
 from tandem.observability.reading import FORMAT, Run
-from tandem.observability.run import RunFolder, read_metrics
+from tandem.observability.run import RunFolder
 from tandem.observability.sinks.base import RunInfo
 from tandem.observability.sinks.registry import Sinks
 from tandem.observability.stacks import offer_stacks
 from tandem.observability.timers import Timeline
-from tandem.trainer.saving import Members, Saver, best_of
+from tandem.trainer.saving import Members, Saver
 from tandem.trainer.telling import beginning
+from tandem.watch.watch import Watch
 
 PRIVATE = 0o700
 """Of a folder that is for its user alone."""
@@ -90,7 +91,7 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
         ConfigError: another process writes in the folder, or another experiment stands there.
     """
     config = whole.trainer
-    best = best_of(config)
+    best = None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
     path = Path(config.default_local_dir).absolute()  # workers may stand elsewhere
     mode = PRIVATE if config.private_folder else 0o777
     lock = ProcessLock(path / "run.lock", "trainer.default_local_dir", say, folder_mode=mode)
@@ -102,7 +103,7 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
         checkpoint: Checkpoint | None = None
         if config.resume_mode == "resume_path":
             assert config.resume_from_path is not None, "the config refuses this mode without a path"
-            checkpoint = checkpoints.open(Path(config.resume_from_path).absolute())
+            checkpoint = open_checkpoint(Path(config.resume_from_path).absolute())
             if later := checkpoints.later_than(checkpoint.step):  # they would be taken for this run's own
                 say(f"checkpoints after the one resumed from are now in {folder.move_to_earlier(later)}")
         elif config.resume_mode == "auto":
@@ -142,9 +143,8 @@ class Session:
         self.restored: dict[str, float] = {}
         """The metrics of the step resumed from."""
         self._sinks: Sinks | None = None
-        self._watch: LearningWatch | None = None
-        self._given: set[str] = set()
         self._print = say
+        self.watch = Watch(run.resolved["data"]["train_batch_size"], self._warn)
         self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
 
     def say(self, sentence: str) -> None:
@@ -264,22 +264,20 @@ class Session:
         resolved, config = self.run.resolved, self.run.config
         self.folder.write_config(to_yaml(resolved))
         before = Run(self.folder.path)
-        self._given = {event["name"] for event in before.events if event["event"] == "warning"}
-        rows = [row for row in before.metrics if row["step"] <= step]
-        self._watch = LearningWatch(rows, resolved["data"]["train_batch_size"])
-        self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
-        project, experiment = self.run.names
-        info = RunInfo(
-            project=project,
-            experiment=experiment,
-            folder=self.folder.path,
-            total_steps=self.total_steps,
-            config=resolved,
-            start_step=step,
+        rows = {row["step"]: row for row in before.metrics if row["step"] <= step}
+        self.watch.restore(
+            rows.values(),
+            {event["name"]: event["text"] for event in before.events if event["event"] == "warning"},
         )
+        self.folder.event("start", step=step, total_steps=self.total_steps, format=FORMAT)
+        info = RunInfo(*self.run.names, self.folder.path, self.total_steps, start_step=step, config=resolved)
         self._sinks = Sinks(config.logger, info, report=self.say)
         if checkpoint is not None:
-            self._restore_metrics(checkpoint)
+            if step in rows:
+                self.restored = {name: value for name, value in rows[step].items() if name != "step"}
+            else:  # a crash between a checkpoint and its step's metrics left a gap
+                self.restored = checkpoint.state["metrics"]
+                self.log(step, self.restored)
             self.say(f"resumed from {checkpoint.path} after step {step}")
         return step
 
@@ -287,17 +285,6 @@ class Session:
         """Loads the state of all members from a checkpoint's folder."""
         for name, group in self.members.items():
             group.load_checkpoint(checkpoint / name)
-
-    def _restore_metrics(self, checkpoint: Checkpoint) -> None:
-        """A crash between a checkpoint and its step's metrics leaves a gap, which the checkpoint fills."""
-        file = self.folder.metrics_file
-        rows = {row["step"]: row for row in read_metrics(file)} if file.exists() else {}
-        if checkpoint.step in rows:
-            found = rows[checkpoint.step]
-            self.restored = {name: value for name, value in found.items() if name != "step"}
-        else:
-            self.restored = checkpoint.state["metrics"]
-            self.log(checkpoint.step, self.restored)
 
     def save(
         self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool = False
@@ -335,19 +322,14 @@ class Session:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes a step's metrics to metrics.jsonl and all loggers, and says what they warn of."""
         self.folder.log_metrics(step, metrics)
-        if self._sinks is None or self._watch is None:
-            raise AssertionError("restore comes before the first log")
+        assert self._sinks is not None, "restore comes before the first log"
         self._sinks.log(step, metrics)
-        for name, sentence in self._watch.read(metrics):
-            self.warn(name, sentence, step)
+        self.watch.judge_learning(step, metrics)
 
-    def warn(self, name: str, sentence: str, step: int) -> None:
-        """Tells the user what is wrong after a step, and writes it into the run folder's events. A
-        name is told once in a run's life, however often it is resumed."""
-        if name not in self._given:
-            self._given.add(name)
-            self.folder.event("warning", name=name, step=step, text=sentence)
-            self.say(f"{WARNING} {step}: {sentence}.")
+    def _warn(self, name: str, sentence: str, step: int) -> None:
+        """Tells the user what is wrong after a step, and writes it into the run folder's events."""
+        self.folder.event("warning", name=name, step=step, text=sentence)
+        self.say(f"{WARNING} {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
         """Sends the loggers so many responses of the validation after a step."""

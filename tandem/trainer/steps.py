@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tandem.algorithms.kl import FULL
 from tandem.algorithms.registry import AdvantageSpec, policy_loss
 from tandem.config.rollout_correction import AT
 from tandem.config.root import TrainConfig
@@ -99,12 +98,8 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
     read = {*spec.columns, *(selection.columns if selection else ())}
     reads_old = algorithm.use_kl_in_reward or bool({"old_log_probs", "rollout_is_weights"} & read)
     before = correction.rollout_is_batch_normalize or (bool(correction.rollout_rs) and spec.needs_critic)
-    full = {
-        "reward": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL,
-        "loss": actor.use_kl_loss and actor.kl_loss_type == FULL,
-    }
-    exact_kl = frozenset(term for term, exact in full.items() if exact)
-    old_outputs = {"sum_pi_squared"} & set(spec.columns) | ({"ref_kl"} if "reward" in exact_kl else set())
+    of_reward = {"ref_kl"} if "reward" in config.exact_kl_terms else set()
+    old_outputs = {"sum_pi_squared"} & set(spec.columns) | of_reward
     if correction.bypass_mode and old_outputs:
         raise ConfigError(
             "bypass mode leaves out the policy's forward before its updates, which gives what is asked for",
@@ -124,7 +119,7 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         bypasses=correction.bypass_mode,
         old_outputs=frozenset(old_outputs | ({"entropy"} if config.trainer.samples_freq > 0 else set())),
         greedy_baselines="reward_baselines" in spec.columns,
-        exact_kl=exact_kl,
+        exact_kl=config.exact_kl_terms,
         n=n,
         group_sizes=rollout.group_sizes if rollout.n_schedule else {},
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.supervised import RMConfig, SFTConfig, SupervisedDataConfig
 from tandem.data.loader import Dataset
 from tandem.data.preferences import PreferenceDataset
 from tandem.data.sft import SFTDataset
@@ -45,39 +45,31 @@ class Task:
 def sft_task(config: SFTConfig) -> Task:
     """Supervised fine-tuning: next-token cross-entropy on what the assistant said."""
     data = config.data
-    dataset = partial(
-        SFTDataset,
-        messages_key=data.messages_key,
-        prompt_key=data.prompt_key,
-        response_key=data.response_key,
-        text_key=data.text_key,
-        max_length=data.max_length,
-        truncation=data.truncation,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        tools_key=data.tools_key,
-        workers=data.filter_overlong_prompts_workers,
-        cache_dir=data.cache_dir,
-    )
+    names = ("messages_key", "prompt_key", "response_key", "text_key", "tools_key")
+    named = {name: getattr(data, name) for name in names}
+    dataset = partial(SFTDataset, **named, **_options(data))
     return Task(name="sft", role="actor", kind="policy", loss=NextTokenLoss(), dataset=dataset)
 
 
 def rm_task(config: RMConfig) -> Task:
     """A reward model learnt from preferences, by the Bradley-Terry loss."""
     data = config.data
-    dataset = partial(
-        PreferenceDataset,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        prompt_key=data.prompt_key,
-        margin_key=data.margin_key,
-        max_length=data.max_length,
-        truncation=data.truncation,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        workers=data.filter_overlong_prompts_workers,
-        cache_dir=data.cache_dir,
-    )
+    names = ("chosen_key", "rejected_key", "prompt_key", "margin_key")
+    named = {name: getattr(data, name) for name in names}
+    dataset = partial(PreferenceDataset, **named, **_options(data))
     loss = PreferenceLoss(config.center_rewards_coefficient)
     return Task(name="rm", role="reward_model", kind="score", loss=loss, dataset=dataset)
+
+
+def _options(data: SupervisedDataConfig) -> dict[str, Any]:
+    """The options that the datasets of both tasks have."""
+    return {
+        "max_length": data.max_length,
+        "truncation": data.truncation,
+        "chat_template_kwargs": data.apply_chat_template_kwargs,
+        "workers": data.filter_overlong_prompts_workers,
+        "cache_dir": data.cache_dir,
+    }
 
 
 class SupervisedTrainer(Loop[BatchFuture]):

@@ -33,9 +33,9 @@ from tandem.rewards import own_reward
 from tandem.runtime import BatchFuture
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.gathering import Gathered
+from tandem.trainer.loop import Loop, Schedule
 from tandem.trainer.ppo import PPOTrainer, Updates
 from tandem.trainer.quiet import quiet
-from tandem.trainer.schedule import Learner, Synchronous
 from tandem.workers.attribution import UpdateGradient
 from tandem.workers.correction import KEPT, WEIGHTS
 from tandem.workers.data import Read
@@ -109,7 +109,7 @@ def same(a: float, b: float) -> bool:
     return a == b or (a != a and b != b)
 
 
-class Recorded(Synchronous):
+class Recorded(Schedule[Gathered]):
     """Steps that learn from what a run kept.
 
     Args:
@@ -121,13 +121,13 @@ class Recorded(Synchronous):
     def __init__(self, run: Run, step: int, changes: Changes) -> None:
         self._run, self._step, self._changes = run, step, changes
 
-    def step(self, step: int, learner: Learner[Gathered]) -> dict[str, float]:
-        assert isinstance(learner, Replayer)
+    def step(self, step: int, loop: Loop[Gathered]) -> dict[str, float]:
+        assert isinstance(loop, Replayer)
         changes = self._changes if step == self._step else NOTHING
         batch = read_batch(samples_file(self._run, step))
         if changes.without:
             batch = batch[kept_rows(batch, changes.without)]
-        return learner.learn(step, _gathered(learner, batch, rescore=changes.reward is not None))
+        return loop.learn(step, _gathered(loop, batch, rescore=changes.reward is not None))
 
 
 class Unread:

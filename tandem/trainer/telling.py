@@ -8,11 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from tandem.config.model import stored_config
-from tandem.observability.reading import METRICS, Run
+from tandem.observability.reading import SHOWN, Run
 from tandem.observability.sinks.console import duration
-
-ALSO = ("val/accuracy", "val/loss")
-"""What is told beside a run's own metric."""
 
 
 def beginning(model: str, rows: int, what: str, steps: int, folder: Path, checkpoint: Path | None) -> str:
@@ -64,7 +61,7 @@ def ending(folder: Path, *, steps_taken: int) -> str:
         told = [f"{folder} has taken its {run.steps} steps already: {more}"]
     else:
         told = [f"{run.steps} steps in {duration(run.seconds)}"]
-    for name in (*METRICS, *ALSO):
+    for name in SHOWN:
         if curve := run.curve(name):
             least_or_most = min if name.endswith("loss") else max
             step, best = least_or_most(curve, key=lambda point: point[1])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -21,9 +21,9 @@ from tandem.observability.inside import inside, opened
 from tandem.observability.reading import STEP
 from tandem.observability.sample_files import read
 from tandem.texts import parse_json
-from tandem.viewer.index import UNREADABLE, Part, SampleIndex
+from tandem.viewer.index import UNREADABLE, SampleIndex
 from tandem.viewer.query import Query, ordered, selected
-from tandem.viewer.sample import whole
+from tandem.viewer.sample import GROUP, whole
 from tandem.viewer.shelf import Shelf, Viewed
 from tandem.viewer.timeline import waits
 
@@ -40,7 +40,11 @@ CURVES = 100  # curves of an answer
 STEPS = 20_000  # steps among which a page lets one choose
 FEW = 200  # names that a list of choices has, and files whose damage is told
 READ = 60  # answers to a prompt that one can read
+WAITS = 40
 LONG = 4_000  # characters of an event
+_NUMBERS = (STEP, "val", "score", "length", "prompt")
+_TEXTS = {"asked": "prompt", "source": "source", "finish": "finish", "uid": "uid"}
+"""What the list has of a sample: columns of the index as they are, and the texts of codes."""
 _EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
 _COLUMNS = (*_EXPORTED, "finish_reason", "prompt_tokens", "response_tokens")
 
@@ -54,72 +58,15 @@ class Download:
     pieces: Iterator[str]
 
 
-class Api:
-    """Answers by name.
-
-    Args:
-        shelf: the runs.
-
-    Attributes:
-        routes: a function of the address's parameters for each name.
-    """
-
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
-        self.routes: Mapping[str, Callable[[Query], Any]] = {
-            "runs": self.runs,
-            "metrics": self._of_run(metrics),
-            "config": self._of_run(lambda view, query: view.config()),
-            "events": self._of_run(events),
-            "samples": self._of_run(samples),
-            "sample": self._of_run(sample),
-            "history": self._of_run(history),
-            "time": self._of_run(step_time),
-            "export": self.export,
-        }
-
-    def runs(self, query: Query) -> list[dict[str, Any]]:
-        """All runs, each with its state and how far it is."""
-        found = []
-        for view in self._shelf.runs()[-LISTED:]:
-            with view.lock:
-                found.append(_finite(view.summary()))
-        return found
-
-    def _of_run(self, answer: Callable[[Viewed, Query], Any]) -> Callable[[Query], Any]:
-        def locked(query: Query) -> Any:
-            view = self._shelf.get(query.text("run"))
-            with view.lock:
-                try:
-                    return _finite(answer(view, query))
-                except TandemError:
-                    raise
-                except UNREADABLE as error:
-                    raise DataError(f"{type(error).__name__}: {error}"[:1000], field=view.name) from error
-
-        return locked
-
-    def export(self, query: Query) -> Download:
-        """The samples selected, whole, as JSON lines or CSV."""
-        view = self._shelf.get(query.text("run"))
-        with view.lock:
-            rows, _ = selected(query, view.samples)
-            chosen = _whole_rows(view.samples, rows, view.run.path)
-        if query.text("format") == "csv":
-            return Download("samples.csv", "text/csv", _csv(chosen))
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
-        return Download("samples.jsonl", "application/jsonl", lines)
-
-
 def metrics(view: Viewed, query: Query) -> dict[str, Any]:
-    """Curves of the metrics asked for, and the names of all there are."""
+    """Return curves of the metrics asked for, and the names of all there are."""
     rows = view.run.metrics
     for row in rows:
         row |= _communication(row)
     names = sorted({name for row in rows for name in row} - {STEP})
     wanted = [name for name in query.text("names").split(",") if name in names][:CURVES]
     return {
-        "names": [name for name in names if len(name) <= EXCERPT][:NAMES],
+        "names": _choices(names, NAMES),
         "curves": {
             name: _thinned([(row[STEP], row[name]) for row in rows if name in row]) for name in wanted
         },
@@ -127,14 +74,18 @@ def metrics(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def _communication(row: Mapping[str, Any]) -> dict[str, float]:
-    """The share of a step in which roles moved data, to other roles or between their ranks."""
+    """Return the share of a step in which roles moved data, to other roles or between their ranks."""
     moved = [row[name] for name in row if name.startswith(("perf/collective_s/", "perf/transfer_s/"))]
     step = row.get("timing/step", 0.0)
     return {COMMUNICATION: math.fsum(moved) / step} if moved and step > 0 else {}
 
 
+def _choices(texts: list[str], most: int) -> list[str]:
+    return [text for text in texts if len(text) <= EXCERPT][:most]
+
+
 def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
-    """Steps and values; of too many the extremes of each stretch."""
+    """Return steps and values; of too many the extremes of each stretch."""
     points = [point for point in curve if isinstance(point[1], int | float) and abs(point[1]) < LARGEST]
     stride = math.ceil(2 * len(points) / POINTS)
     if len(points) > POINTS:
@@ -144,8 +95,8 @@ def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
     return [[step for step, _ in points], [float(f"{value:.6g}") for _, value in points]]
 
 
-def events(view: Viewed, query: Query) -> dict[str, Any]:
-    """What happened in the run: starts, ends, warnings, checkpoints; what it said; what is damaged."""
+def events(view: Viewed, _: Query) -> dict[str, Any]:
+    """Return what happened in the run: starts, ends, warnings, checkpoints; what it said; what is damaged."""
     run, damage = view.run, dict(islice(view.samples.damage.items(), FEW))
     texts = {}
     for name, file in (("log", "run.log"), ("failure", "failure.txt")):
@@ -163,7 +114,7 @@ def events(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def _brief(event: dict[str, Any]) -> dict[str, Any]:
-    """An event; of a long one its kind and the beginning of what it says."""
+    """Return an event; of a long one its kind and the beginning of what it says."""
     said = json.dumps(event, ensure_ascii=False)
     if len(said) <= LONG:
         return event
@@ -180,7 +131,7 @@ def _manifest(checkpoint: Path, run: Path) -> dict[str, Any]:
 
 
 def _tail(path: Path, run: Path) -> str:
-    """The end of a file of text within a run folder; "" where there is none."""
+    """Return the end of a file of text within a run folder; "" where there is none."""
     try:
         file = opened(path, run)
     except FileNotFoundError:
@@ -191,44 +142,48 @@ def _tail(path: Path, run: Path) -> str:
 
 
 def samples(view: Viewed, query: Query) -> dict[str, Any]:
-    """A page of the samples selected, and histograms of all of them."""
+    """Return a page of the samples selected, and histograms of all of them."""
     index = view.samples
     rows, histograms = selected(query, index)
-    first, count = query.whole("offset", 0, 10**9), query.whole("limit", 50, 200)
+    first, count = query.whole("offset", 0), query.whole("limit", 50, 200)
     descending = query.text("direction", "down") == "down"
     shown = ordered(rows, index, query.text("sort", "order"), descending=descending)
     return {
         "total": len(index.table[STEP]),
         "matched": len(rows),
         "mean": float(np.nanmean(index.table["score"][rows])) if len(rows) else None,
-        "indexed": len(index.parts) + len(index.damage),
+        "indexed": index.indexed,
         "files": index.files,
         "damage": dict(islice(index.damage.items(), FEW)),
         "rows": _listed(index, shown[first : first + count], EXCERPT),
         "histograms": histograms,
-        "sources": _choices(index.codes["source"].texts),
-        "finishes": _choices(index.codes["finish"].texts),
+        "sources": _choices(index.codes["source"].texts, FEW),
+        "finishes": _choices(index.codes["finish"].texts, FEW),
     }
 
 
 def sample(view: Viewed, query: Query) -> dict[str, Any]:
-    """One sample whole, with others of its prompt's group."""
-    part, row = _placed(view.samples, query.text("id"))
-    place = query.whole("group", 0, 10**9) if query.text("group") else None
-    found = whole(view.run, part, row, query.whole("start", 0, 10**9), place)
-    first = int(np.searchsorted(view.samples.table["part"], view.samples.parts.index(part)))
-    group = first + np.array(found.pop("group"))
-    own = _listed(view.samples, np.array([first + row]), 0)[0]
-    return {**own, **found, "group": _listed(view.samples, group, SIDE_BY_SIDE)}
-
-
-def _choices(texts: list[str]) -> list[str]:
-    return [text for text in texts if len(text) <= EXCERPT][:FEW]
+    """Return one sample whole, with others of its prompt's group: as many as `GROUP`, from the place asked
+    for on, else so that this one is amid."""
+    index = view.samples
+    row = index.placed(query.text("id"))
+    part = index.parts[index.table["part"][row]]
+    found = whole(view.run, part.path, int(index.table["row"][row]), query.whole("start", 0))
+    group = index.group(row)
+    amid = int(np.searchsorted(group, row)) - GROUP // 2
+    first = min(query.whole("group", max(amid, 0)), max(len(group) - GROUP, 0))
+    return {
+        **_listed(index, np.array([row]), 0)[0],
+        **found,
+        "group": _listed(index, group[first : first + GROUP], SIDE_BY_SIDE),
+        "group_start": first,
+        "group_total": len(group),
+    }
 
 
 def history(view: Viewed, query: Query) -> dict[str, Any]:
-    """What the policy answered to one prompt over the run: all scores and lengths, and as many answers as
-    one can read."""
+    """Return what the policy answered to one prompt over the run: all scores and lengths, and as many answers
+    as one can read."""
     table = view.samples.table
     rows = (table["prompt"] == query.whole("prompt", 0, 2**31)).nonzero()[0]
     return {
@@ -241,94 +196,126 @@ def _evenly(values: np.ndarray, most: int) -> np.ndarray:
     """Return so many of some values at most, evenly chosen, the first and the last among them."""
     if len(values) <= most:
         return values
-    chosen: np.ndarray = values[np.linspace(0, len(values) - 1, most).astype(int)]
-    return chosen
-
-
-def _placed(index: SampleIndex, name: str) -> tuple[Part, int]:
-    """The file and the row that a sample's id, `step_000012:34`, names."""
-    stem, _, row = name.partition(":")
-    for part in index.parts:
-        if part.path.stem == stem and row.isascii() and row.isdigit() and int(row) < len(part.columns["row"]):
-            return part, int(row)
-    raise DataError("no such sample", field="id", got=name[:100], expected="step_000012:34")
+    return values.take(np.linspace(0, len(values) - 1, most).astype(int))
 
 
 def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str, Any]]:
     table, codes = index.table, index.codes
-    found = []
-    for row, response in zip(rows.tolist(), index.excerpts(rows, longest), strict=True):
-        part = index.parts[table["part"][row]]
-        prompt = int(table["prompt"][row])
-        texts = {name: codes[name].texts[table[name][row]][:EXCERPT] for name in ("source", "finish", "uid")}
-        found.append(
-            {
-                "id": f"{part.path.stem}:{table['row'][row]}",
-                STEP: int(table[STEP][row]),
-                "val": bool(table["val"][row]),
-                "score": float(table["score"][row]),
-                "length": int(table["length"][row]),
-                "prompt": prompt,
-                "asked": codes["prompt"].texts[prompt][:EXCERPT],
-                "response": response,
-                **texts,
-            }
-        )
-    return found
+    return [
+        {
+            "id": f"{index.parts[table['part'][row]].path.stem}:{table['row'][row]}",
+            "response": response,
+            **{name: table[name][row].item() for name in _NUMBERS},
+            **{name: codes[code].texts[table[code][row]][:EXCERPT] for name, code in _TEXTS.items()},
+        }
+        for row, response in zip(rows.tolist(), index.excerpts(rows, longest), strict=True)
+    ]
 
 
-def _whole_rows(index: SampleIndex, rows: np.ndarray, run: Path) -> Iterator[dict[str, Any]]:
-    """Return samples as their files hold them, without tokens; they are read as they are taken."""
+def export(view: Viewed, query: Query) -> Download:
+    """Return the samples selected, whole but for their tokens, as JSON lines or CSV. Files are read as rows
+    are taken."""
+    index, run = view.samples, view.run.path
+    rows, _ = selected(query, index)
     parts, within = index.table["part"][rows], index.table["row"][rows]
     chosen = [(index.parts[number], set(within[parts == number].tolist())) for number in np.unique(parts)]
-    return (
+    found = (
         {STEP: int(part.columns[STEP][0]), **row}
         for part, numbers in chosen
         for number, row in enumerate(read(inside(part.path, run), tokens=False))
         if number in numbers
     )
+    if query.text("format") == "csv":
+        return Download("samples.csv", "text/csv", _csv(found))
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+    return Download("samples.jsonl", "application/jsonl", lines)
 
 
-def _csv(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
-    for row in ({name: name for name in _COLUMNS}, *rows):
-        line = io.StringIO()
-        csv.DictWriter(line, _COLUMNS, extrasaction="ignore").writerow(row)
-        yield line.getvalue()
+class _Line:
+    """A file for a writer of CSV, which hands on what its file returns."""
+
+    write = staticmethod(str)
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    writer = csv.DictWriter(_Line, _COLUMNS, extrasaction="ignore")
+    yield writer.writeheader()
+    yield from map(writer.writerow, rows)
 
 
 def step_time(view: Viewed, query: Query) -> dict[str, Any]:
-    """The phases of one step, the last one unless it is told, and what waited for what."""
+    """Return the phases of one step, the last one unless it is told, and what waited for what."""
     view.phases.look()
     steps = view.phases.steps
     if not steps:
         return {"steps": [], STEP: None}
-    number = query.whole(STEP, steps[-1], 10**9)
+    number = query.whole(STEP, steps[-1])
     if number not in steps:
         raise DataError(
             "no such step in the timeline", field=STEP, got=number, expected=f"{steps[0]} … {steps[-1]}"
         )
-    start, end, spans = view.phases.step(number)
+    seconds, spans = view.phases.step(number)
     table = view.samples.table
     lengths = np.sort(table["length"][(table[STEP] == number) & ~table["val"].astype(bool)])
     return {
         "steps": steps[-STEPS:],
         STEP: number,
-        "seconds": end - start,
-        "spans": [
-            [s.track[:EXCERPT], s.name[:EXCERPT], s.start - start, s.end - start, s.depth]
-            for s in spans[:SPANS]
-        ],
+        "seconds": seconds,
+        "spans": spans[:SPANS],
         "left_out": max(len(spans) - SPANS, 0),
-        "waits": [
-            {**wait, "start": wait["start"] - start, "end": wait["end"] - start}
-            for wait in waits(spans, start, end)[:40]
-        ],
+        "waits": waits(spans, seconds)[:WAITS],
         "lengths": _evenly(lengths, LISTED).tolist(),
     }
 
 
+_OF_A_RUN: Mapping[str, Callable[[Viewed, Query], Any]] = {
+    "metrics": metrics,
+    "config": lambda view, query: view.config(),
+    "events": events,
+    "samples": samples,
+    "sample": sample,
+    "history": history,
+    "time": step_time,
+    "export": export,
+}
+
+
+class Api:
+    """Answers by name.
+
+    Args:
+        shelf: the runs.
+
+    Attributes:
+        routes: a function of the address's parameters for each name.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        of_a_run = {name: partial(self._of_run, answer) for name, answer in _OF_A_RUN.items()}
+        self.routes: Mapping[str, Callable[[Query], Any]] = {"runs": self.runs, **of_a_run}
+
+    def runs(self, _: Query) -> list[dict[str, Any]]:
+        """Return all runs, each with its state and how far it is."""
+        found = []
+        for view in self._shelf.runs()[-LISTED:]:
+            with view.lock:
+                found.append(_finite(view.summary()))
+        return found
+
+    def _of_run(self, answer: Callable[[Viewed, Query], Any], query: Query) -> Any:
+        view = self._shelf.get(query.text("run"))
+        with view.lock:
+            try:
+                return _finite(answer(view, query))
+            except TandemError:
+                raise
+            except UNREADABLE as error:
+                raise DataError(f"{type(error).__name__}: {error}"[:1000], field=view.name) from error
+
+
 def _finite(found: Any) -> Any:
-    """The same with None for what JSON has no number for."""
+    """Return the same with None for what JSON has no number for."""
     if isinstance(found, float):
         return found if math.isfinite(found) else None
     if isinstance(found, dict):

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tandem.errors import DataError
 from tandem.observability.inside import inside
 from tandem.observability.sample_files import NEEDED, conversation
 
@@ -20,7 +21,7 @@ TEXT_BYTES = 1 << 30  # of responses kept in memory. Those of later files are re
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, pa.ArrowException)
 """What reading a damaged file raises, beside a `TandemError`."""
 BINS = 40  # of a histogram
-FILE = re.compile(r"step_(\d{1,9})(_val\d*)?\.parquet")
+FILE = re.compile(r"step_\d{1,9}(_val\d*)?\.parquet")
 _READ = (*NEEDED, "messages", "uid", "data_source", "finish_reason")
 Columns = Mapping[str, np.ndarray]
 
@@ -31,14 +32,12 @@ class Part:
 
     Attributes:
         path: the file.
-        stamp: its time and size, which tell whether it was written again.
         columns: an entry for each sample: `step`, `val`, `row` (within the file), `score`, `length` (of the
             response, tokens), and `source`, `finish`, `prompt`, `uid` as codes.
         texts: the responses; None: they are not kept.
     """
 
     path: Path
-    stamp: tuple[int, int]
     columns: Columns
     texts: pa.Array | None
 
@@ -98,15 +97,12 @@ class SampleIndex:
         """Takes in one file; says in `damage` what is wrong with it."""
         self._forget(path.name)
         try:
-            stamp = self._stamps[path.name] = _stamp(path)
+            self._stamps[path.name] = _stamp(path)
             kept = sum(part.texts.nbytes for part in self.parts if part.texts is not None)
-            part = self._part(path, stamp, keep=kept < TEXT_BYTES)
+            self.parts.append(self._part(path, keep=kept < TEXT_BYTES))
         except UNREADABLE as error:
             self.damage[path.name] = f"{type(error).__name__}: {error}"[:300]
-            return
-        self.parts.append(part)
         self.parts.sort(key=lambda each: each.path.name)
-        self._table = None
 
     def _forget(self, name: str) -> None:
         self.parts = [part for part in self.parts if part.path.name != name]
@@ -115,57 +111,39 @@ class SampleIndex:
         self._found[1].pop(name, None)
         self._table = None
 
-    def _part(self, path: Path, stamp: tuple[int, int], *, keep: bool) -> Part:
+    def _part(self, path: Path, *, keep: bool) -> Part:
         with pq.ParquetFile(inside(path, self._run)) as file:
             there = file.schema_arrow.names
             missing = [name for name in NEEDED if name not in there]
             if missing:
                 raise ValueError(f"no samples of this version: the file has no {', '.join(missing)}")
-            table = file.read(columns=[name for name in _READ if name in there]).combine_chunks()
+            table = file.read(columns=[name for name in _READ if name in there])
         table.validate(full=True)
-        name = FILE.fullmatch(path.name)
-        assert name is not None
-        count = len(table)
-        uid, first = self._uids(table)
+        for name in set(_READ) - set(there):
+            table = table.append_column(name, pa.nulls(len(table), pa.string()))
+        rows = np.arange(len(table), dtype=np.int32)
+        uid = self._coded("uid", table["uid"])
+        _, first, number = np.unique(uid if "uid" in there else rows, return_index=True, return_inverse=True)
+        messages = table["messages"].take(pa.array(first)).to_pylist()
+        prompts = np.array([self.codes["prompt"].of(conversation(each)) for each in messages], np.int32)
+        texts = table["response_text"].cast(pa.large_string()).combine_chunks()
         columns = {
-            "step": np.full(count, int(name[1]), np.int32),
-            "val": np.full(count, name[2] is not None),
-            "row": np.arange(count, dtype=np.int32),
-            "score": _column(table, "scores").cast(pa.float32()).to_numpy(zero_copy_only=False),
-            "length": _lengths(_column(table, "response_mask")),
-            "source": self._coded("source", table, "data_source"),
-            "finish": self._coded("finish", table, "finish_reason"),
-            "prompt": self._prompts(table, first)[uid] if count else uid,
-            "uid": self._coded("uid", table, "uid"),
+            "step": np.full(len(rows), int(path.stem.split("_")[1]), np.int32),
+            "val": np.full(len(rows), "_val" in path.stem),
+            "row": rows,
+            "score": table["scores"].cast(pa.float32()).to_numpy(),
+            "length": _lengths(table["response_mask"].combine_chunks()),
+            "source": self._coded("source", table["data_source"]),
+            "finish": self._coded("finish", table["finish_reason"]),
+            "prompt": prompts[number],
+            "uid": uid,
         }
-        texts = _column(table, "response_text").cast(pa.large_string()) if keep else None
-        return Part(path, stamp, columns, texts)
+        return Part(path, columns, texts if keep else None)
 
-    def _uids(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """For each sample the number of its prompt within the file, and of each prompt the first sample."""
-        if "uid" not in table.column_names:
-            rows = np.arange(len(table))
-            return rows, rows
-        _, first, number = np.unique(
-            _column(table, "uid").dictionary_encode().indices.fill_null(-1).to_numpy(zero_copy_only=False),
-            return_index=True,
-            return_inverse=True,
-        )
-        return number, first
-
-    def _prompts(self, table: pa.Table, first: np.ndarray) -> np.ndarray:
-        """The code of each prompt of the file: one prompt has one code in the whole run."""
-        if "messages" not in table.column_names:
-            return np.full(len(first), self.codes["prompt"].of(""), np.int32)
-        messages = _column(table, "messages").take(pa.array(first)).to_pylist()
-        return np.array([self.codes["prompt"].of(conversation(each)) for each in messages], np.int32)
-
-    def _coded(self, code: str, table: pa.Table, name: str) -> np.ndarray:
-        if name not in table.column_names:
-            return np.full(len(table), self.codes[code].of(""), np.int32)
-        coded = _column(table, name).cast(pa.string()).fill_null("").dictionary_encode()
+    def _coded(self, code: str, column: pa.ChunkedArray) -> np.ndarray:
+        coded = column.cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
         numbers = np.array([self.codes[code].of(text) for text in coded.dictionary.to_pylist()], np.int32)
-        return numbers[coded.indices.to_numpy(zero_copy_only=False)] if len(table) else numbers
+        return np.asarray(numbers[coded.indices.to_numpy(zero_copy_only=False)])
 
     @property
     def table(self) -> Columns:
@@ -183,14 +161,40 @@ class SampleIndex:
             }
         return self._table
 
+    @property
+    def indexed(self) -> int:
+        """How many files were read, damaged ones too."""
+        return len(self.parts) + len(self.damage)
+
+    def placed(self, name: str) -> int:
+        """Return the number within `table` of a sample, by its id: `step_000012:34` is row 34 of a file.
+
+        Raises:
+            DataError: there is no such sample.
+        """
+        stem, _, row = name.partition(":")
+        stems = [part.path.stem for part in self.parts]
+        rows = np.flatnonzero(self.table["part"] == stems.index(stem)) if stem in stems else np.zeros(0, int)
+        if row not in map(str, range(len(rows))):
+            raise DataError("no such sample", field="id", got=name[:100], expected="step_000012:34")
+        return int(rows[int(row)])
+
+    def group(self, row: int) -> np.ndarray:
+        """Return the numbers within `table` of the samples of one file that share a prompt with this one."""
+        part, uid = self.table["part"], self.table["uid"]
+        if not self.codes["uid"].texts[uid[row]]:
+            return np.array([row])
+        return np.flatnonzero((part == part[row]) & (uid == uid[row]))
+
     def bins(self, name: str) -> tuple[list[float], np.ndarray]:
         """The edges of a histogram of a column over all samples, and for each sample its bin; one more, the
         last, is for what is not finite."""
-        if self._table is None or name not in self._bins:
-            values = self.table[name].astype(np.float64)
+        column = self.table[name]  # the bins of an earlier table go with it
+        if name not in self._bins:
+            values = column.astype(np.float64)
             finite = np.isfinite(values)
             low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0.0, 0.0)
-            whole = self.table[name].dtype.kind == "i"
+            whole = column.dtype.kind == "i"
             width = math.ceil((high - low + 1) / BINS) if whole else (high - low) / BINS or 1.0
             count = math.ceil((high - low + 1) / width) if whole else BINS
             places = np.minimum((np.where(finite, values, low) - low) // width, count - 1)
@@ -208,18 +212,15 @@ class SampleIndex:
         for part in self.parts:
             if part.path.name not in known:
                 known[part.path.name] = _contain(self.responses(part), text)
-        empty = np.zeros(0, bool)
-        responses = np.concatenate([empty, *(known[part.path.name] for part in self.parts)])
-        asked = prompts[self.table["prompt"]] if len(prompts) else empty
-        either: np.ndarray = responses | asked
-        return either
+        responses = np.concatenate([np.zeros(0, bool), *(known[part.path.name] for part in self.parts)])
+        return np.asarray(responses | prompts[self.table["prompt"]])
 
     def responses(self, part: Part) -> pa.Array:
         """The responses of a file."""
         if part.texts is not None:
             return part.texts
         table = pq.read_table(inside(part.path, self._run), columns=["response_text"])
-        return _column(table, "response_text").cast(pa.large_string())
+        return table["response_text"].cast(pa.large_string()).combine_chunks()
 
     def excerpts(self, rows: np.ndarray, longest: int) -> list[str]:
         """The first characters of responses.
@@ -241,19 +242,12 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _column(table: pa.Table, name: str) -> pa.Array:
-    return pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
-
-
 def _lengths(mask: pa.Array) -> np.ndarray:
-    """How many tokens of each sample the policy wrote."""
+    """Return how many tokens of each sample the policy wrote."""
     written = np.concatenate([[0], np.cumsum(mask.values.to_numpy(zero_copy_only=False).astype(np.int64))])
-    offsets = mask.offsets.to_numpy()
-    lengths: np.ndarray = (written[offsets[1:]] - written[offsets[:-1]]).astype(np.int32)
-    return lengths
+    return np.asarray(np.diff(written[mask.offsets.to_numpy()]), np.int32)
 
 
 def _contain(texts: pa.Array, text: str) -> np.ndarray:
     matches = pc.match_substring(texts, text, ignore_case=True).fill_null(False)
-    found: np.ndarray = matches.to_numpy(zero_copy_only=False)
-    return found
+    return np.asarray(matches.to_numpy(zero_copy_only=False))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs
 
 import numpy as np
 
@@ -27,12 +26,9 @@ class Query:
 
     def __init__(self, text: str) -> None:
         try:
-            pairs = parse_qsl(text, max_num_fields=100)
+            self._given = parse_qs(text, max_num_fields=100)
         except ValueError as error:
             raise ConfigError(str(error), field="the address") from error
-        self._given: dict[str, list[str]] = {}
-        for name, value in pairs:
-            self._given.setdefault(name, []).append(value)
 
     def text(self, name: str, default: str = "") -> str:
         return self._given.get(name, [default])[-1][:_LONGEST_TEXT]
@@ -41,7 +37,7 @@ class Query:
         """All values of a parameter that may be given several times."""
         return self._given.get(name, [])
 
-    def whole(self, name: str, default: int, most: int) -> int:
+    def whole(self, name: str, default: int, most: int = 10**9) -> int:
         """A whole number from 0 to `most`."""
         text = self.text(name, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
@@ -68,7 +64,21 @@ def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, di
         their numbers, in the order of the files, and for each column of `RANGES` its histogram over those
         that meet all but its own condition: `edges` and `counts`.
     """
-    masks = {"all": np.ones(len(index.table["step"]), bool), **dict(_masks(query, index))}
+    table = index.table
+    masks = {"all": np.ones(len(table["step"]), bool)}
+    for name in RANGES:
+        if (span := query.span(name)) is not None:
+            masks[name] = (table[name] >= span[0]) & (table[name] <= span[1])
+    for name in ("source", "finish"):
+        if wanted := query.several(name):
+            codes = [number for number, text in enumerate(index.codes[name].texts) if text in wanted]
+            masks[name] = np.isin(table[name], codes)
+    if text := query.text("text"):
+        masks["text"] = index.containing(text)
+    if kind := query.text("kind"):
+        masks["kind"] = table["val"] == (kind == "val")
+    if query.text("prompt"):
+        masks["prompt"] = table["prompt"] == query.whole("prompt", 0, 2**31)
     histograms = {}
     for column in RANGES:
         others = np.logical_and.reduce([mask for name, mask in masks.items() if name != column])
@@ -76,24 +86,6 @@ def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, di
         counts = np.bincount(places[others], minlength=len(edges))[: len(edges) - 1].tolist()
         histograms[column] = {"edges": edges, "counts": counts}
     return np.logical_and.reduce([*masks.values()]).nonzero()[0], histograms
-
-
-def _masks(query: Query, index: SampleIndex) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each condition's name and which samples meet it."""
-    table = index.table
-    for name in RANGES:
-        if (span := query.span(name)) is not None:
-            yield name, (table[name] >= span[0]) & (table[name] <= span[1])
-    for name in ("source", "finish"):
-        if wanted := query.several(name):
-            codes = [number for number, text in enumerate(index.codes[name].texts) if text in wanted]
-            yield name, np.isin(table[name], codes)
-    if text := query.text("text"):
-        yield "text", index.containing(text)
-    if kind := query.text("kind"):
-        yield "kind", table["val"] == (kind == "val")
-    if query.text("prompt"):
-        yield "prompt", table["prompt"] == query.whole("prompt", 0, 2**31)
 
 
 def ordered(rows: np.ndarray, index: SampleIndex, by: str, *, descending: bool) -> np.ndarray:

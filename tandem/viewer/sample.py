@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError
 from tandem.observability.inside import inside
 from tandem.observability.reading import Run
 from tandem.texts import parse_json
-from tandem.viewer.index import Part
 
 LONGEST = 50_000  # characters of a text on the page; the export has all of them
 WINDOW = 4_000  # tokens of one answer
@@ -30,7 +28,6 @@ TURNS = 1_000
 CHARACTERS = 1_000_000  # characters of all turns of a sample together
 GROUP = 32  # samples of a prompt's group beside one
 _TOKEN = 200  # characters of a token
-_HELD = ("tokens", "response_mask")
 _TEXTS = ("response_text", "messages", "scores")
 _LACKING = {
     "difference": "training recomputed no log-probs in this run (old_log_probs)",
@@ -40,20 +37,15 @@ _LACKING = {
 """What a reader may look for, and why a run does not have it."""
 
 
-def whole(run: Run, part: Part, row: int, start: int, first: int | None) -> dict[str, Any]:
-    """A sample with everything that its file holds of it.
+def whole(run: Run, path: Path, row: int, start: int) -> dict[str, Any]:
+    """Return a sample with everything that its file holds of it.
 
     Args:
-        row: its place in the file.
+        path: of the file.
+        row: its place there.
         start: the first token that is given; `WINDOW` are.
-        first: the place in the prompt's group of the first that is given; None: so that this one is amid.
-
-    Raises:
-        DataError: the file has no such row.
     """
-    table = pq.read_table(inside(part.path, run.path))
-    if row >= len(table):
-        raise DataError("no such sample", field=part.path.name, got=row, expected=f"0 … {len(table) - 1}")
+    table = pq.read_table(inside(path, run.path))
     table.validate(full=True)
     one = table.slice(row, 1)
     single = [
@@ -69,73 +61,63 @@ def whole(run: Run, part: Part, row: int, start: int, first: int | None) -> dict
         "response": _cut(response),
         "characters": len(response),
         **_tokens(one, run, start),
-        **_group(table, row, first),
     }
 
 
-def _group(table: pa.Table, row: int, first: int | None) -> dict[str, Any]:
-    """The rows of samples of the same prompt, in their order, and where among all of them they begin."""
-    rows = np.array([row])
-    if "uid" in table.column_names:
-        same = pc.equal(table["uid"], table["uid"][row]).fill_null(False)
-        rows = same.to_numpy().nonzero()[0] if pc.any(same).as_py() else rows
-    last = max(len(rows) - GROUP, 0)
-    amid = int(np.searchsorted(rows, row)) - GROUP // 2
-    start = min(max(amid if first is None else first, 0), last)
-    shown = [int(number) for number in rows[start : start + GROUP]]
-    return {"group": shown, "group_start": start, "group_total": len(rows)}
-
-
 def _turns(messages: Any) -> list[dict[str, str]]:
-    """The prompt's messages; what one has beside role and content, such as calls of tools, as JSON."""
+    """Return the prompt's messages; what one has beside role and content, such as calls of tools, as JSON."""
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     found = []
     for turn in turns[:TURNS]:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
         content = turn.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-        found.append(
-            {
-                "role": _cut(str(turn.get("role") or "prompt")),
-                "text": _cut(text),
-                "more": _cut(json.dumps(more, ensure_ascii=False, default=str)) if more else "",
-            }
-        )
+        text = content if isinstance(content, str) else _json(content)
+        found.append(_turn(str(turn.get("role") or "prompt"), text, _json(more) if more else ""))
     return _fewer(found, len(turns))
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _turn(role: str, text: str, more: str = "") -> dict[str, str]:
+    return {"role": _cut(role), "text": _cut(text), "more": _cut(more)}
+
+
 def _fewer(turns: list[dict[str, str]], total: int) -> list[dict[str, str]]:
-    """The first turns whose texts fit into `CHARACTERS`, and how many are left out."""
+    """Return the first turns whose texts fit into `CHARACTERS`, and how many are left out."""
     lengths = accumulate(sum(map(len, turn.values())) for turn in turns)
     shown = [turn for turn, length in zip(turns, lengths, strict=True) if length <= CHARACTERS]
-    left = total - len(shown)
-    told = [{"role": "", "text": f"[{left:,} turns more; the export has them]", "more": ""}] if left else []
-    return shown + told
+    if left := total - len(shown):
+        shown.append(_turn("", f"[{left:,} turns more; the export has them]"))
+    return shown
 
 
 def _tokens(one: pa.Table, run: Run, start: int) -> dict[str, Any]:
-    """The tokens from `start` on, every column that has an entry for each, and the response's turns."""
+    """Return the tokens from `start` on, columns that have an entry for each, and the response's turns."""
     lacking = dict(_LACKING)
     try:
         words = tokenizer(run)
     except ConfigError as error:  # the model's path is in a variable that is not set here
         words, lacking["text"] = None, str(error)
     ids = one["tokens"][0].as_py() or []
-    end = start + WINDOW
+    shown = ids[start : start + WINDOW]
     columns: dict[str, list[float | None]] = {}
-    for field in one.schema:
-        if field.name != "tokens" and _is_list_of_numbers(field.type) and len(columns) < COLUMNS:
-            values = one[field.name][0].values
-            if values is not None and len(values) == len(ids):
-                columns[field.name] = [_plain(value) for value in values.slice(start, WINDOW).to_pylist()]
+    for name in one.column_names:
+        cell = one[name][0]
+        if name == "tokens" or not isinstance(cell, pa.ListScalar) or len(columns) == COLUMNS:
+            continue
+        values = cell.values
+        if values is not None and len(values) == len(ids) and pa.types.is_primitive(values.type):
+            columns[name] = _plain(values.slice(start, WINDOW).to_pylist())
     old, rollout = columns.get("old_log_probs"), columns.get("rollout_log_probs")
     if old and rollout:
-        gaps = [None if a is None or b is None else a - b for a, b in zip(old, rollout, strict=True)]
-        columns["difference"] = [_plain(gap) for gap in gaps]
-        columns["ratio"] = [None if gap is None else _plain(math.exp(min(gap, 700))) for gap in gaps]
-    texts = ["" if words is None else _piece(words, token) for token in ids[start:end]]
+        gaps = np.array(old, float) - np.array(rollout, float)
+        columns["difference"] = _plain(gaps.tolist())
+        columns["ratio"] = _plain(np.exp(np.minimum(gaps, 700)).tolist())
+    texts = ["" if words is None else _piece(words, token) for token in shown]
     return {
-        "tokens": {"start": start, "total": len(ids), "ids": ids[start:end], "texts": texts},
+        "tokens": {"start": start, "total": len(ids), "ids": shown, "texts": texts},
         "columns": columns,
         "lacking": {name: why for name, why in lacking.items() if name not in columns},
         "decoded": words is not None,
@@ -143,33 +125,26 @@ def _tokens(one: pa.Table, run: Run, start: int) -> dict[str, Any]:
     }
 
 
-def _is_list_of_numbers(kind: pa.DataType) -> bool:
-    lists: bool = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return lists and any(test(kind.value_type) for test in tests)
-
-
 def _answered(ids: list[int], mask: list[bool], words: Tokenizer | None) -> list[dict[str, str]]:
-    """The response in turns, where something else (a tool, an environment) wrote between its tokens."""
+    """Return the response in turns, where something else (a tool, an environment) wrote amid its tokens."""
     if len(ids) != len(mask):
         raise ValueError(f"{len(ids)} tokens, and a mask of {len(mask)}")
     by = np.array(mask, bool)
-    edges = [0, *(np.flatnonzero(by[1:] != by[:-1]) + 1).tolist(), len(ids)]
+    edges = [0, *(np.flatnonzero(np.diff(by)) + 1).tolist(), len(ids)]
     if ids and not by[0]:
         edges.pop(0)  # the prompt
     if words is None or len(edges) < 3:
         return []
-    roles = {True: "assistant", False: "tool"}
     turns = [
-        {"role": roles[bool(by[start])], "text": _cut(words.decode(ids[start:end])), "more": ""}
+        _turn("assistant" if by[start] else "tool", words.decode(ids[start:end]))
         for start, end in pairwise(edges[: TURNS + 1])
     ]
     return _fewer(turns, len(edges) - 1)
 
 
 def tokenizer(run: Run) -> Tokenizer | None:
-    """The tokenizer of a run's model, from its folder or the hub's cache; None where it is not there, or has
-    no tokenizer.json."""
+    """Return the tokenizer of a run's model, from its folder or the hub's cache; None where it is not there,
+    or has no tokenizer.json."""
     model = "actor_rollout_ref.model."
     name = run.setting(f"{model}tokenizer_path") or run.setting(f"{model}path")
     if not isinstance(name, str) or not name:
@@ -190,7 +165,7 @@ def _loaded(path: Path, _written: int) -> Tokenizer | None:
 
 
 def _piece(words: Tokenizer, token: int) -> str:
-    """The text of one token; of one that is a part of a character, what the vocabulary calls it."""
+    """Return the text of one token; of one that is a part of a character, what the vocabulary calls it."""
     if not 0 <= token < 2**32:
         return ""
     text: str = words.decode([token], skip_special_tokens=False)
@@ -202,9 +177,9 @@ def _cut(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value as JSON has it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     if isinstance(value, float | np.floating):
         return float(f"{value:.7g}") if math.isfinite(value) else None
-    if isinstance(value, bool | int) or value is None:
-        return value
-    return _cut(str(value))
+    return value if value is None or isinstance(value, int) else _cut(str(value))

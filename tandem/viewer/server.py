@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from mimetypes import MimeTypes
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tandem.errors import TandemError
 from tandem.observability.terminal import warn
 from tandem.viewer.api import Api, Download
 from tandem.viewer.query import Query
 
+_PAGE = Path(__file__).parent / "static"
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 64
 """Connections that are held; for a further one the longest idle one is closed, else the oldest."""
@@ -29,13 +30,7 @@ HEAD_S = 10.0  # seconds for the head of a request, and for which a connection m
 SEND_S = 60.0  # seconds for an answer to be taken; for each piece of a download
 ANSWER_BYTES = 16 << 20  # of an answer, other than a download, which is sent while it is made
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
-_KINDS = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "mjs": "text/javascript",
-    "svg": "image/svg+xml",
-}
+_KINDS = MimeTypes()
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -55,6 +50,8 @@ class Server(ThreadingHTTPServer):
         port: 0: a free one.
 
     Attributes:
+        files: all that the page is made of, by name: no address is ever turned into a path.
+        routes: what answers, by name.
         url: the page's address, with the token.
 
     Raises:
@@ -69,8 +66,10 @@ class Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
         super().__init__((LOOPBACK, port), Handler)
         self.api = api
+        self.routes = {f"api/{name}": route for name, route in api.routes.items()}
         self.token = secrets.token_urlsafe(24)
-        self.files = dict(_files(files("tandem.viewer") / "static"))
+        page = [path for path in _PAGE.rglob("*") if path.is_file()]
+        self.files = {path.relative_to(_PAGE).as_posix(): path.read_bytes() for path in page}
         self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -91,13 +90,9 @@ class Server(ThreadingHTTPServer):
         """Closes the connections that have waited too long; called twice a second, at least."""
         now = time.monotonic()
         with self._lock:
-            waits = [
-                each
-                for each, (answered, since) in self._connections.items()
-                if not answered and now - since > HEAD_S
-            ]
-            for request in waits:
-                self._drop(request)
+            for request, (answered, since) in list(self._connections.items()):
+                if not answered and now - since > HEAD_S:
+                    self._drop(request)
 
     def _drop(self, request: Any) -> None:
         """Ends a connection; its thread, which waits for it, then closes it."""
@@ -115,15 +110,6 @@ class Server(ThreadingHTTPServer):
         error = sys.exception()
         if not isinstance(error, OSError):
             warn(f"{type(error).__name__}: {error}")
-
-
-def _files(folder: Traversable, prefix: str = "") -> Iterable[tuple[str, bytes]]:
-    """All files that the page is made of: no address is ever turned into a path."""
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _files(entry, f"{prefix}{entry.name}/")
-        else:
-            yield f"{prefix}{entry.name}", entry.read_bytes()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -144,31 +130,25 @@ class Handler(BaseHTTPRequestHandler):
         self.server.note(self.connection, answered=False)
 
     def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        token, _, name = path.removeprefix("/").partition("/")
+        host = re.sub(r":\d+$", "", self.headers.get("Host", ""))
         if "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0":
             self.close_connection = True  # a body would be taken for the next request
             self._refuse(HTTPStatus.BAD_REQUEST, "a request has no body here")
-            return
-        host, _, port = self.headers.get("Host", "").rpartition(":")
-        if (host if port.isdigit() else self.headers.get("Host", "")) not in _HOSTS:  # another site's name
+        elif host not in _HOSTS:  # another site's name
             self._refuse(HTTPStatus.FORBIDDEN, f"the page is at {LOOPBACK} and localhost alone")
-            return
-        parts = urlsplit(self.path)
-        token, _, name = parts.path.removeprefix("/").partition("/")
-        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+        elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "the address lacks its token; `tandem view` prints it whole")
-        elif name.startswith("api/"):
-            self._answer(name.removeprefix("api/"), parts.query)
+        elif (route := self.server.routes.get(name)) is not None:
+            self._answer(name, route, query)
         elif (content := self.server.files.get(name or "index.html")) is not None:
-            kind = _KINDS.get((name or ".html").rpartition(".")[2], "text/plain")
+            kind = _KINDS.guess_type(name or "index.html")[0] or "text/plain"
             self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
 
-    def _answer(self, name: str, query: str) -> None:
-        route = self.server.api.routes.get(name)
-        if route is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "no such page")
-            return
+    def _answer(self, name: str, route: Callable[[Query], Any], query: str) -> None:
         try:
             found = route(Query(query))
             if isinstance(found, Download):
@@ -184,11 +164,8 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}"[:1000])
 
     def _download(self, found: Download) -> None:
-        self._head(HTTPStatus.OK, f"{found.kind}; charset=utf-8")
-        self.send_header("Content-Disposition", f'attachment; filename="{found.name}"')
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
+        how = {"Content-Disposition": f'attachment; filename="{found.name}"', "Connection": "close"}
+        self._head(HTTPStatus.OK, f"{found.kind}; charset=utf-8", how)
         try:
             for piece in found.pieces:
                 self.wfile.write(piece.encode(errors="backslashreplace"))
@@ -201,22 +178,20 @@ class Handler(BaseHTTPRequestHandler):
     def _send_json(self, status: HTTPStatus, found: Any) -> None:
         content = json.dumps(found, allow_nan=False).encode()
         if len(content) > ANSWER_BYTES:
-            status = HTTPStatus.BAD_REQUEST
             why = f"the answer has {len(content):,} bytes, {ANSWER_BYTES:,} are allowed: ask for less"
-            content = json.dumps({"error": why}).encode()
-        self._send(status, "application/json", content)
+            self._refuse(HTTPStatus.BAD_REQUEST, why)
+        else:
+            self._send(status, "application/json", content)
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-        self._head(status, kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+        self._head(status, kind, {"Content-Length": str(len(content))})
         self.wfile.write(content)
 
-    def _head(self, status: HTTPStatus, kind: str) -> None:
+    def _head(self, status: HTTPStatus, kind: str, more: Mapping[str, str]) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for header, value in _HEADERS.items():
+        for header, value in {"Content-Type": kind, **_HEADERS, **more}.items():
             self.send_header(header, value)
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         """Says nothing of each request."""

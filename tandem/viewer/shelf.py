@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from tandem.viewer.timeline import Phases
 LOOK_S = 1.0  # between two looks for new files of samples
 SEARCH_S = 5.0  # between two searches for new runs
 KEYS = 10_000  # of a config; one with more is refused, since aliases in YAML can make a small file endless
-
-
 _LONGEST = 2_000  # characters of a key's value
 
 
@@ -34,16 +32,6 @@ class Viewed:
         self.samples = SampleIndex(run.path)
         self.phases = Phases(run.path)
 
-    def read_on(self, stopped: Callable[[], bool]) -> None:
-        """Takes new files of samples into the index; others may read between two."""
-        with self.lock:
-            pending = self.samples.pending()
-        for path in pending:
-            if stopped():
-                return
-            with self.lock:
-                self.samples.read(path)
-
     def config(self) -> dict[str, Any]:
         """The config by dotted keys."""
         keys = dict(islice(flat(self.run.config), KEYS + 1))
@@ -53,10 +41,9 @@ class Viewed:
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows; `stamp` changes when there is something new to show."""
-        run, facts = self.run, {"run": self.name, "files": self.samples.files}
-        indexed = len(self.samples.parts) + len(self.samples.damage)
+        run, indexed = self.run, self.samples.indexed
+        facts = {"run": self.name, "files": self.samples.files, "indexed": indexed}
         try:
-            events = run.events
             curve = run.curve(run.metric) if run.metric else []
             return facts | {
                 "state": run.state,
@@ -65,16 +52,10 @@ class Viewed:
                 "metric": run.metric,
                 "last": curve[-1][1] if curve else None,
                 "algorithm": _beginning(run.written("algorithm.adv_estimator")),
-                "indexed": indexed,
-                "stamp": [len(run.curve("step")), len(events), indexed, len(run.checkpoints)],
+                "stamp": [len(run.curve("step")), len(run.events), indexed, len(run.checkpoints)],
             }
         except (TandemError, *UNREADABLE) as error:
-            return facts | {
-                "state": "unreadable",
-                "error": str(error)[:_LONGEST],
-                "indexed": indexed,
-                "stamp": [indexed],
-            }
+            return facts | {"state": "unreadable", "error": str(error)[:_LONGEST], "stamp": [indexed]}
 
 
 def _beginning(value: Any) -> Any:
@@ -139,8 +120,15 @@ class Shelf:
         return runs[name]
 
     def _read_on(self) -> None:
+        """Take new files of samples into the indices; others may read between two."""
         while True:
             for view in self.runs():
-                view.read_on(self._stop.is_set)
+                with view.lock:
+                    pending = view.samples.pending()
+                for path in pending:
+                    if self._stop.is_set():
+                        return
+                    with view.lock:
+                        view.samples.read(path)
             if self._stop.wait(LOOK_S):
                 return

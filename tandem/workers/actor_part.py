@@ -13,11 +13,11 @@ from tandem.engines.weight_sync import Digest, Sent, WeightBucket, buckets
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
+from tandem.watch.gap import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.base import EngineWorker, micro_batching
 from tandem.workers.correction import KEPT, without_rejected
 from tandem.workers.experiments import add_experiments
 from tandem.workers.losses import ActorLoss
-from tandem.workers.probes import add_evidence, add_rollout_gap, difference_limit, gap_columns
 from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 
@@ -101,7 +101,7 @@ class ActorPart:
             first: whether no update on the same batch came before.
             entropy_coeff: of the entropy bonus; None: the config's.
         """
-        loss = self.loss_with(entropy_coeff)
+        loss = self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))
         if loss.compared and len(batch) and self.engine.share.leads:
@@ -116,17 +116,12 @@ class ActorPart:
         Args:
             rejects: whether some of it may be left out.
         """
-        batching, optim = self._actor.train_batching, self._actor.optim
-        return worker.guarded_step(self.engine, batch, loss, batching, "actor", optim, rejects=rejects)
+        return worker.guarded_step("actor", batch, loss, self._actor, rejects=rejects)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worker: EngineWorker, worst: WorstBatch) -> None:
         """See `tandem.workers.worst_batch.run_worst_batch`."""
         run_worst_batch(worker, "actor", self.loss.outputs, self._actor.train_batching, worst)
-
-    def loss_with(self, entropy_coeff: float | None) -> ActorLoss:
-        """The loss, with another coefficient of the entropy bonus where one is given."""
-        return self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hold_reference_head(self, worker: EngineWorker, head: Tensor) -> None:
@@ -162,10 +157,8 @@ class ActorPart:
                 self._export.enter_context(worker.on_device(engine))
             tensors = {}
             for name, value in engine.weights(dtype=engine.compute_dtype, names=packed[number]):
-                if worker.rank == 0:
-                    tensors[name] = value.to(
-                        "cpu", copy=worker.world_size == 1
-                    )  # where it may be the actor's
+                if worker.rank == 0:  # of one process it may be the actor's own
+                    tensors[name] = value.to("cpu", copy=worker.world_size == 1)
             sent = Sent(engine.version, engine.digest()) if last else None
             if last:
                 self._export.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +14,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.checkpoint.background import BackgroundWrite, written_mark
+from tandem.config.actor import ActorConfig
 from tandem.config.batching import Batching
-from tandem.config.optim import OptimConfig
+from tandem.config.critic import CriticConfig
+from tandem.config.supervised import SupervisedConfig
 from tandem.device import choose_device, memory_use
 from tandem.engines.train.base import LossFn, MicroBatching, TrainEngine
 from tandem.errors import DeviceMemoryError, EngineError, NonFiniteError, NoTokensError
@@ -28,6 +30,8 @@ from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, Worker, register
 
 AnyEngine = TypeVar("AnyEngine", bound=TrainEngine)
+Learning = ActorConfig | CriticConfig | SupervisedConfig
+"""The section of a model that learns."""
 
 
 def micro_batching(batching: Batching) -> MicroBatching:
@@ -39,27 +43,6 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list
     rows = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
     # One by one: `batch_decode` takes an empty list for one empty response.
     return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
-
-
-@contextmanager
-def closed_after(
-    held: ExitStack, during: Callable[[], AbstractContextManager[object]]
-) -> Iterator[ExitStack]:
-    """Closes what is held at the end. After an error, an EngineError of the closing is left out: it comes of
-    the first, which is the one to see.
-
-    Args:
-        during: a context to close it in.
-    """
-    try:
-        yield held
-    except (Exception, KeyboardInterrupt):
-        with during(), suppress(EngineError):
-            held.close()
-        raise
-    finally:
-        with during():
-            held.close()
 
 
 @contextmanager
@@ -92,12 +75,19 @@ class TimedWorker(Worker):
             ranges=torch.cuda.nvtx.range if on_cuda else None,
         )
         self.observed = Metrics()
+        self._told: set[str] = set()
 
     def say(self, sentence: str) -> None:
         """To the user and to the run's log. Of several ranks the user hears the first, the log all."""
         self.run.log(sentence if self.world_size == 1 else f"[{self._track}] {sentence}")
         if self.rank == 0:
             self.tell(sentence)
+
+    def say_once(self, about: str, sentence: str) -> None:
+        """Say a sentence, unless one about the same thing was said before."""
+        if about not in self._told:
+            self._told.add(about)
+            self.say(sentence)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
@@ -294,28 +284,26 @@ class EngineWorker(TimedWorker):
         self.observed.add_max(name, float(peak))
 
     def guarded_step(
-        self,
-        engine: TrainEngine,
-        batch: DataProto,
-        loss: LossFn,
-        batching: Batching,
-        role: str,
-        optim: OptimConfig,
-        *,
-        rejects: bool = False,
+        self, role: str, batch: DataProto, loss: LossFn, section: Learning, *, rejects: bool = False
     ) -> Metrics:
-        """One optimizer step, or none where the loss or gradient is not finite and fewer than
+        """Take one optimizer step, or none where the loss or gradient is not finite and fewer than
         `skip_non_finite_steps` were skipped just before: then nothing changes, the version and so the
         schedule included. Where steps may be skipped the metrics hold skipped_steps, the number since this
         worker began; those of a skipped step hold nothing else.
+
+        Args:
+            role: of the engine that learns.
+            section: says how its updates are cut, and what its optimizer is.
+            rejects: whether the loss may leave every token out.
 
         Raises:
             NonFiniteError: as the engine raised it on every rank, with the path this rank's share of
                 the batch was saved to.
         """
+        engine, optim = self.engines[role], section.optim
         before, version = self._in_succession[role], engine.version
         try:
-            metrics = engine.train_step(batch, loss, micro=micro_batching(batching))
+            metrics = engine.train_step(batch, loss, micro=micro_batching(section.train_batching))
             self._in_succession[role] = 0
             rejected = engine.version == version
         except NoTokensError:

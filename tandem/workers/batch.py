@@ -21,17 +21,15 @@ from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
+from tandem.watch.batches import CERTAIN, SpecialTokens, add_checks
+from tandem.workers import combining, shaping
 from tandem.workers.advantage_inputs import refuse_non_finite, reward_components
 from tandem.workers.base import TimedWorker
-from tandem.workers.combining import CombiningPart
 from tandem.workers.correction import KEPT, WEIGHTS, Correction, correction_columns
-from tandem.workers.integrity import CERTAIN, SpecialTokens, add_checks
 from tandem.workers.loss_terms import configured_loss
-from tandem.workers.parts import offers
-from tandem.workers.shaping import ShapingPart
+from tandem.workers.reward import FAILED, failed
 
 
-@offers(shaping=ShapingPart, combining=CombiningPart)
 class BatchWorker(TimedWorker):
     """The worker that computes advantages, measures whole batches and writes sample files.
 
@@ -39,9 +37,15 @@ class BatchWorker(TimedWorker):
         config: the resolved algorithm section.
         run: the run folder.
         actor: the policy's section, whose loss may choose tokens over the whole batch.
-        special, certain: what a batch is checked by, see `tandem.workers.integrity`.
+        special, certain: what a batch is checked by, see `tandem.watch.batches`.
         references: the weight of each reference's KL, by the column of its log-probs.
     """
+
+    stand_in = shaping.stand_in
+    punish_overlong = shaping.punish_overlong
+    group_spread = shaping.group_spread
+    running_scores = combining.running_scores
+    combine_scores = combining.combine_scores
 
     def __init__(
         self,
@@ -53,7 +57,6 @@ class BatchWorker(TimedWorker):
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
-        self.parts = {"shaping": ShapingPart(), "combining": CombiningPart()}
         assert self.world_size == 1, "groups must not be split"
         self.config = config
         self.special, self.certain = special or SpecialTokens(), certain
@@ -66,7 +69,7 @@ class BatchWorker(TimedWorker):
             "gdpo_reward_weights": config.gdpo_reward_weights,
         }
         self.options = self.spec.select_options(shared, config.adv_kwargs)
-        self.correction = Correction.from_config(config.rollout_correction)
+        self.correction = Correction(config.rollout_correction)
         self._loss, self._loss_options = configured_loss(actor or ActorConfig())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -85,8 +88,7 @@ class BatchWorker(TimedWorker):
             RewardError, NonFiniteError: one of these columns is not finite where it counts.
         """
         with self.timeline.phase("adv"):
-            correction = self.config.rollout_correction
-            corrected = correction_columns(correction, self.correction, batch, self.observed)
+            corrected = correction_columns(self.correction, batch, self.observed)
             batch = batch.union(DataProto(corrected))
             mask = batch.ragged("response_mask")
             of_kl = {"old_log_probs", "ref_kl", *self.references} if kl_coef else set()
@@ -110,10 +112,8 @@ class BatchWorker(TimedWorker):
     def _untaught(self, batch: DataProto) -> Tensor:
         """(B) bool: samples that teach nothing, as their score failed, or as the estimator compares the
         samples of a prompt and those of all others failed."""
-        if "reward_failed" not in batch:
-            return torch.zeros(len(batch), dtype=torch.bool)
-        failed_B = batch.dense("reward_failed")
-        if "group" not in self.spec.columns:
+        failed_B = failed(batch)
+        if FAILED not in batch or "group" not in self.spec.columns:
             return failed_B
         group_B = group_ids(batch.non_tensor_batch["uid"])
         left_B = group_B.bincount(weights=(~failed_B).double())[group_B]

@@ -1,8 +1,8 @@
-"""Several parts' scores as one reward, over a whole batch."""
+"""Methods of the batch's worker that make one reward of several parts' scores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,136 +13,110 @@ from tandem.protocol import DataProto, Ragged
 from tandem.rewards.combination import Combination, Part, Running
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import TimedWorker
-from tandem.workers.reward import at_last_token
-
-FAILED = "reward_failed"
+from tandem.workers.reward import at_last_token, failed, scored_batch
 
 
-class CombiningPart:
-    """Methods of the batch's worker that make the reward out of what reward models and functions say."""
+@register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+def running_scores(
+    worker: TimedWorker, before: Mapping[str, Running], combination: Combination, *said: DataProto
+) -> dict[str, Running]:
+    """The statistics of the scores that are normalised, with those of a batch.
 
-    def __init__(self) -> None:
-        self._told: set[str] = set()
+    Args:
+        before: of earlier batches, by part.
+        said: what each part's worker returned.
+    """
+    return {
+        part.name: before.get(part.name, Running()).after(scored.dense("scores")[~failed(scored)].tolist())
+        for part, scored in zip(combination.parts, said, strict=True)
+        if part.normalize
+    }
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def running_scores(
-        self, worker: TimedWorker, before: Mapping[str, Running], combination: Combination, *said: DataProto
-    ) -> dict[str, Running]:
-        """The statistics of the scores that are normalised, with those of a batch.
 
-        Args:
-            before: of earlier batches, by part.
-            said: what each part's worker returned.
-        """
-        return {
-            part.name: before.get(part.name, Running()).after(
-                scored.dense("scores")[~_failed(scored)].tolist()
-            )
-            for part, scored in zip(combination.parts, said, strict=True)
-            if part.normalize
-        }
+@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+def combine_scores(
+    worker: TimedWorker,
+    batch: DataProto,
+    running: Mapping[str, Running],
+    combination: Combination,
+    *said: DataProto,
+) -> DataProto:
+    """One reward of several parts' scores.
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def combine_scores(
-        self,
-        worker: TimedWorker,
-        batch: DataProto,
-        running: Mapping[str, Running],
-        combination: Combination,
-        *said: DataProto,
-    ) -> DataProto:
-        """One reward of several parts' scores.
+    Args:
+        batch: `response_mask` and `index`.
+        running: the statistics by which scores are normalised, by part.
+        said: what each part's worker returned.
 
-        Args:
-            batch: `response_mask` and `index`.
-            running: the statistics by which scores are normalised, by part.
-            said: what each part's worker returned.
+    Returns:
+        the same columns as one reward worker's; where failed scores leave samples out, `reward_failed`.
 
-        Returns:
-            the same columns as one reward worker's; where failed scores leave samples out, `reward_failed`.
+    Raises:
+        RewardError: a score has failed, and `reward.on_error` is raise.
+    """
+    with worker.timeline.phase("combine"):
+        mask = batch.ragged("response_mask")
+        scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
+        failed_B = torch.zeros(len(mask), dtype=torch.bool)
+        rows = [_Told() for _ in range(len(mask))]
+        for part, scored in zip(combination.parts, said, strict=True):
+            failed_B |= _failures(worker, part, scored, batch, combination.on_error)
+            counted_B, counted = _counted(worker, part, scored, running, mask)
+            scores_B += part.weight * counted_B
+            tokens_T += part.weight * counted.values
+            _tell(rows, part, scored, counted_B, combination)
+        if combination.function is not None:
+            index = batch.non_tensor_batch["index"]
+            made = [
+                0.0 if lost else combination.made(row.by_name, f"row {number} of the data")
+                for row, lost, number in zip(rows, failed_B.tolist(), index, strict=True)
+            ]
+            scores_B = torch.tensor(made, dtype=torch.float32)
+            tokens_T = at_last_token(scores_B, mask).values
+        asked_B = failed_B if combination.on_error == "drop" else None
+        extras, whys = [row.extra for row in rows], ["; ".join(row.whys) for row in rows]
+        texts = said[0].non_tensor_batch["response_text"].tolist()
+        return scored_batch(scores_B, mask.with_values(tokens_T), asked_B, extras, whys, texts)
 
-        Raises:
-            RewardError: a score has failed, and `reward.on_error` is raise.
-        """
-        with worker.timeline.phase("combine"):
-            mask = batch.ragged("response_mask")
-            scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
-            failed_B = torch.zeros(len(mask), dtype=torch.bool)
-            rows = [_Told() for _ in range(len(mask))]
-            for part, scored in zip(combination.parts, said, strict=True):
-                failed_B |= self._failures(worker, part, scored, batch, combination.on_error)
-                counted_B, counted = self._counted(worker, part, scored, running, mask)
-                scores_B += part.weight * counted_B
-                tokens_T += part.weight * counted.values
-                whys = scored.non_tensor_batch.get("reward_why", [""] * len(mask))
-                numbers = zip(scored.dense("scores").tolist(), counted_B.tolist(), strict=True)
-                extras = scored.non_tensor_batch["reward_extra"]
-                for row, (score, counts), extra, why in zip(rows, numbers, extras, whys, strict=True):
-                    row.take(part, score, counts, extra, why, combination)
-            if combination.function is not None:
-                index = batch.non_tensor_batch["index"]
-                made = [
-                    0.0 if failed else combination.made(row.by_name, f"row {number} of the data")
-                    for row, failed, number in zip(rows, failed_B.tolist(), index, strict=True)
-                ]
-                scores_B = torch.tensor(made, dtype=torch.float32)
-                tokens_T = at_last_token(scores_B, mask).values
-            found: dict[str, Tensor | Ragged] = {
-                "scores": scores_B,
-                "token_level_scores": mask.with_values(tokens_T),
-            }
-            if combination.on_error == "drop":
-                found[FAILED] = failed_B
-            return DataProto(
-                found,
-                {
-                    "reward_extra": [row.extra for row in rows],
-                    "reward_why": ["; ".join(row.whys) for row in rows],
-                    "response_text": said[0].non_tensor_batch["response_text"],
-                },
-            )
 
-    def _counted(
-        self, worker: TimedWorker, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
-    ) -> tuple[Tensor, Ragged]:
-        """A part's scores as they count, of samples and of tokens."""
-        scores_B = scored.dense("scores")
-        if not part.normalize:
-            return scores_B, scored.ragged("token_level_scores")
-        statistics = running.get(part.name, Running())
-        worker.observed.add_mean(f"reward/running_mean/{part.name}", statistics.mean, 1.0)
-        worker.observed.add_mean(f"reward/running_std/{part.name}", statistics.deviation, 1.0)
-        counted_B = torch.tensor([statistics.normalised(score) for score in scores_B.tolist()])
-        counted_B = torch.where(_failed(scored), 0.0, counted_B)
-        return counted_B, at_last_token(counted_B, mask)
+def _counted(
+    worker: TimedWorker, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
+) -> tuple[Tensor, Ragged]:
+    """A part's scores as they count, of samples and of tokens."""
+    scores_B = scored.dense("scores")
+    if not part.normalize:
+        return scores_B, scored.ragged("token_level_scores")
+    statistics = running.get(part.name, Running())
+    worker.observed.add_mean(f"reward/running_mean/{part.name}", statistics.mean, 1.0)
+    worker.observed.add_mean(f"reward/running_std/{part.name}", statistics.deviation, 1.0)
+    counted_B = torch.tensor([statistics.normalised(score) for score in scores_B.tolist()])
+    counted_B = torch.where(failed(scored), 0.0, counted_B)
+    return counted_B, at_last_token(counted_B, mask)
 
-    def _failures(
-        self, worker: TimedWorker, part: Part, scored: DataProto, batch: DataProto, on_error: str
-    ) -> Tensor:
-        """The samples that a part could not score; of a model the user hears of the first.
 
-        Raises:
-            RewardError: a model's score has failed, and `reward.on_error` is raise.
-        """
-        failed_B = _failed(scored)
-        if part.functions is not None:  # theirs are told by their own worker
-            return failed_B
-        if on_error != "raise":
-            worker.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
-        for row in failed_B.nonzero().flatten().tolist()[:1]:
-            error = RewardError(
-                f"the reward model {part.name} could not score a response",
-                field=f"sample {row}, row {batch.non_tensor_batch['index'][row]} of the data",
-                got=scored.non_tensor_batch["reward_why"][row],
-                expected="a sequence that it can read",
-                remedy="let it count as nothing: reward.on_error=zero, or drop",
-            )
-            if on_error == "raise":
-                raise error
-            if part.name not in self._told:
-                self._told.add(part.name)
-                worker.say(f"a score failed (reward.on_error={on_error}):\n{error}")
+def _failures(worker: TimedWorker, part: Part, scored: DataProto, batch: DataProto, on_error: str) -> Tensor:
+    """The samples that a part could not score; of a model the user hears of the first.
+
+    Raises:
+        RewardError: a model's score has failed, and `reward.on_error` is raise.
+    """
+    failed_B = failed(scored)
+    if part.functions is not None:  # theirs are told by their own worker
         return failed_B
+    if on_error != "raise":
+        worker.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
+    for row in failed_B.nonzero().flatten().tolist()[:1]:
+        error = RewardError(
+            f"the reward model {part.name} could not score a response",
+            field=f"sample {row}, row {batch.non_tensor_batch['index'][row]} of the data",
+            got=scored.non_tensor_batch["reward_why"][row],
+            expected="a sequence that it can read",
+            remedy="let it count as nothing: reward.on_error=zero, or drop",
+        )
+        if on_error == "raise":
+            raise error
+        worker.say_once(part.name, f"a score failed (reward.on_error={on_error}):\n{error}")
+    return failed_B
 
 
 @dataclass(slots=True)
@@ -158,29 +132,21 @@ class _Told:
     extra: dict[str, float] = field(default_factory=dict)
     whys: list[str] = field(default_factory=list)
 
-    def take(
-        self,
-        part: Part,
-        score: float,
-        counts: float,
-        extra: Mapping[str, float],
-        why: str,
-        combination: Combination,
-    ) -> None:
-        """Takes what a part says: its score, as it is and as it counts, its numbers, and why."""
+
+def _tell(
+    rows: Sequence[_Told], part: Part, scored: DataProto, counted_B: Tensor, combination: Combination
+) -> None:
+    """Adds what a part says of each sample: its score, as it is and as it counts, its numbers, and why."""
+    arrays = scored.non_tensor_batch
+    whys = arrays.get("reward_why", [""] * len(rows))
+    numbers = scored.dense("scores").tolist(), counted_B.tolist()
+    for row, score, counts, extra, why in zip(rows, *numbers, arrays["reward_extra"], whys, strict=True):
         apart = {name: extra[name] for name in part.functions or () if name in extra}
-        self.by_name |= apart or {part.name: counts}
-        self.extra |= {(f"{part.name}/{k}" if k in combination.models else k): v for k, v in extra.items()}
+        row.by_name |= apart or {part.name: counts}
+        row.extra |= {(f"{part.name}/{k}" if k in combination.models else k): v for k, v in extra.items()}
         if combination.tells and not part.functions:
-            self.extra[part.name] = score
+            row.extra[part.name] = score
             if part.normalize:
-                self.extra[f"{part.name}/normalized"] = counts
+                row.extra[f"{part.name}/normalized"] = counts
             why = f"{part.name}: {score:.4g}" + (f", {why}" if why else "")
-        self.whys += [why] if why else []
-
-
-def _failed(scored: DataProto) -> Tensor:
-    """(B) bool."""
-    if FAILED in scored:
-        return scored.dense(FAILED)
-    return torch.zeros(len(scored), dtype=torch.bool)
+        row.whys += [why] if why else []

@@ -13,7 +13,7 @@ Shapes: N tokens of all sequences together, B sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from tandem.algorithms.corrections.distance import distance_observations
 from tandem.algorithms.corrections.registry import (
-    ImportanceWeightSpec,
     Observation,
-    RejectionSpec,
     importance_weight,
     rejection,
 )
@@ -31,12 +29,12 @@ from tandem.algorithms.corrections.rejection import rejection_observations, with
 from tandem.algorithms.corrections.weights import bounded_weights, normalised_weights, weight_observations
 from tandem.algorithms.masked import segment_sum
 from tandem.config.actor import ActorConfig
-from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
+from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.errors import EngineError
 from tandem.observability.metrics import Metrics, Spread
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.probes import SAMPLED
+from tandem.watch.gap import SAMPLED
 
 KEPT = "kept_mask"
 """Response tokens that were not rejected, ragged bool."""
@@ -57,36 +55,25 @@ class Corrected(NamedTuple):
     kept: Tensor
 
 
-@dataclass(frozen=True)
 class Correction:
     """Importance weights, rejection, and the measures of both.
 
+    Args:
+        config: the resolved section.
+
     Attributes:
         weight: of a token, before it is bounded; None without.
-        bounds: of the weights.
-        normalise: whether they are divided by their mean.
         rejections: the statistics, each with its bounds; a token is kept if it is within all.
+
+    Raises:
+        ConfigError: a user's function that cannot be used.
     """
 
-    weight: ImportanceWeightSpec | None
-    bounds: Bounds
-    normalise: bool
-    rejections: tuple[tuple[RejectionSpec, Bounds], ...]
-
-    @classmethod
-    def from_config(cls, config: RolloutCorrectionConfig) -> Correction:
-        """
-        Raises:
-            ConfigError: a user's function that cannot be used.
-        """
-        bounds = config.rejection_bounds if config.rollout_rs else ()
-        weight = config.applied_weight
-        return cls(
-            weight=None if weight is None else importance_weight(weight),
-            bounds=config.weight_bounds,
-            normalise=config.rollout_is_batch_normalize,
-            rejections=tuple(zip(map(rejection, config.rollout_rs), bounds, strict=True)),
-        )
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        self.config = config
+        weight, bounds = config.applied_weight, config.rejection_bounds if config.rollout_rs else ()
+        self.weight = None if weight is None else importance_weight(weight)
+        self.rejections = tuple(zip(map(rejection, config.rollout_rs), bounds, strict=True))
 
     @torch.no_grad()
     def __call__(
@@ -115,12 +102,12 @@ class Correction:
         if self.weight is None:
             return None
         mask, offsets, shared = columns["response_mask"], columns["offsets"], self.weight.by_sequence
-        lower, upper = self.bounds.lower, self.bounds.upper
+        lower, upper = self.config.weight_bounds.lower, self.config.weight_bounds.upper
         raw = torch.where(mask, self.weight(columns).double(), 0)
         weights = bounded_weights(raw, lower=lower, upper=upper)
         seen = weight_observations(raw, weights, mask, offsets, lower=lower, upper=upper, by_sequence=shared)
         add_observations(metrics, seen)
-        if self.normalise:
+        if self.config.rollout_is_batch_normalize:
             weights, factor = normalised_weights(weights, mask, offsets, by_sequence=shared)
             metrics.add_mean(f"{PREFIX}rollout_is_batch_norm_factor", factor, 1.0)
         return weights
@@ -162,9 +149,7 @@ def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None
             metrics.add_spread(name, spread, inside.sum(), inside.square().sum(), counted.sum())
 
 
-def correction_columns(
-    config: RolloutCorrectionConfig, correction: Correction, batch: DataProto, metrics: Metrics
-) -> dict[str, Ragged]:
+def correction_columns(correction: Correction, batch: DataProto, metrics: Metrics) -> dict[str, Ragged]:
     """The columns that are known before the updates: in bypass mode `old_log_probs`, the rollout's; else,
     where they were recomputed, `rollout_is_weights` and `kept_mask` by what is asked for.
 
@@ -174,10 +159,10 @@ def correction_columns(
     Raises:
         EngineError: the rollout gave no log-probs.
     """
-    if not (config.corrects or config.bypass_mode):
+    if not (correction.config.corrects or correction.config.bypass_mode):
         return {}
     check_rollout_log_probs(batch)
-    if config.bypass_mode:
+    if correction.config.bypass_mode:
         return {"old_log_probs": batch.ragged(SAMPLED)}
     if "old_log_probs" not in batch:
         return {}

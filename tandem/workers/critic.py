@@ -40,7 +40,7 @@ class CriticWorker(EngineWorker):
     ) -> None:
         super().__init__(run, "critic", device, collective_timeout_s)
         self.config = config
-        self.loss = CriticLoss.from_config(config, norm_length=norm_length)
+        self.loss = CriticLoss(config.cliprange_value, config.aggregation, norm_length)
         with seeded(seed):
             engine = FSDPEngine(
                 config.model.path,
@@ -73,8 +73,5 @@ class CriticWorker(EngineWorker):
         """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`, less the
         tokens that were rejected."""
         with self.working("update_critic", self.engine, training=True):
-            batching, optim = self.config.train_batching, self.config.optim
-            share, rejects = without_rejected(batch), KEPT in batch
-            return self.guarded_step(
-                self.engine, share, self.loss, batching, "critic", optim, rejects=rejects
-            )
+            share = without_rejected(batch)
+            return self.guarded_step("critic", share, self.loss, self.config, rejects=KEPT in batch)

@@ -57,7 +57,6 @@ class Read:
         validation: batches of rows to validate on, if any.
         sources: the data sources of both.
         longest_prompt: of both, tokens.
-        drawn: the batches, where a sampler draws them.
     """
 
     train: Dataset
@@ -65,7 +64,6 @@ class Read:
     validation: EveryRow | None
     sources: frozenset[str] = frozenset()
     longest_prompt: int = 0
-    drawn: DrawnBatches | None = None
 
     @property
     def facts(self) -> DataFacts:
@@ -103,7 +101,7 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, reads: 
         places = train.places_of_sources(tuple(weights))
         order = MixedOrder(weights, places, shuffle=shuffle, seed=seed)
     made = drawn or BatchLoader(train, config.prompts_at_a_time, order, field=field)
-    return Read(train, made, held_out, frozenset(sources), longest, drawn)
+    return Read(train, made, held_out, frozenset(sources), longest)
 
 
 def read_examples(config: SupervisedDataConfig, read: Callable[[tuple[str, ...]], Dataset]) -> Read:
@@ -206,8 +204,8 @@ class DataWorker(DatasetWorker):
         self._drawn().load_state_dict(state)
 
     def _drawn(self) -> DrawnBatches:
-        assert self._read.drawn is not None, "there is no sampler"
-        return self._read.drawn
+        assert isinstance(self.train, DrawnBatches), "there is no sampler"
+        return self.train
 
 
 def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:

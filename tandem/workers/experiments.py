@@ -7,7 +7,6 @@ Shapes: T tokens of all samples, flat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +15,7 @@ from torch import Tensor
 from tandem.engines.train.base import MicroBatching, TrainEngine
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.probes import compared, gap_columns
-
-EXPERIMENT = "rollout/experiment/"
-"""Prefix of mean differences under a fault, nats; they are no metrics of their own."""
-AS_IT_IS = "as_it_is"
+from tandem.watch.gap import AS_IT_IS, EXPERIMENT, compared, gap_columns
 
 
 def add_experiments(
@@ -57,31 +52,16 @@ def add_experiments(
     for name, p_T in found.items():
         _add(metrics, name, p_T - sampled_T, mask.values)
     _add(metrics, "again", log_probs().values - as_it_is.values, mask.values)
-    headless = batch_without_first(batch)
-    kept_T = mask.positions() > 0
+    kept_T, lengths_B = mask.positions() > 0, (mask.lengths - 1).clamp(min=0)
+    kept = {name: batch.ragged(name).values[kept_T] for name in ("tokens", "response_mask")}
+    headless = DataProto({name: Ragged.from_lengths(value, lengths_B) for name, value in kept.items()})
     _add(metrics, "headless", log_probs(headless).values - sampled_T[kept_T], mask.values[kept_T])
     for name, places in {"early": 1, "late": -1}.items():
         both_T = mask.values & mask.values.roll(-places)
         _add(metrics, name, as_it_is.values.roll(-places) - sampled_T, both_T)
 
 
-def batch_without_first(batch: DataProto) -> DataProto:
-    """The samples' tokens and masks without their first entries."""
-    tokens = batch.ragged("tokens")
-    kept_T = tokens.positions() > 0
-    columns = {name: batch.ragged(name).values[kept_T] for name in ("tokens", "response_mask")}
-    lengths_B = (tokens.lengths - 1).clamp(min=0)
-    return DataProto({name: Ragged.from_lengths(value, lengths_B) for name, value in columns.items()})
-
-
 def _add(metrics: Metrics, name: str, gap_T: Tensor, mask_T: Tensor) -> None:
     metrics.add_mean(
         f"{EXPERIMENT}{name}", torch.where(mask_T, gap_T, 0.0).double().abs().sum(), mask_T.sum()
     )
-
-
-def experiments_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The differences by experiment, of a step's metrics."""
-    return {
-        name.removeprefix(EXPERIMENT): value for name, value in metrics.items() if name.startswith(EXPERIMENT)
-    }

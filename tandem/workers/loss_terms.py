@@ -27,6 +27,8 @@ from tandem.config.actor import ONE_REFERENCE, ActorConfig, reference_name
 from tandem.config.tables import LOSS_KEYS
 from tandem.workers.correction import WEIGHTS
 
+ENTROPY = "entropy"
+
 
 @dataclass(frozen=True)
 class PolicyTerm:
@@ -57,17 +59,28 @@ class PolicyTerm:
 
 
 @dataclass(frozen=True)
-class EntropyTerm:
-    """The entropy of the policy's distribution at each token, nats; a bonus where the coefficient is
-    negative."""
+class OutputTerm:
+    """An output of the model as it is. The `entropy` of the policy's distribution at each token, nats, is a
+    bonus where the coefficient is negative. `ref_kl` is the KL to the reference, nats, exact over the
+    vocabulary, of a model that holds the reference's head and reads its hidden states.
 
+    Attributes:
+        output: its name.
+        metric: the name that its mean is reported under.
+    """
+
+    output: str
+    metric: str
     coefficient: float
     share: str | None = None
-    outputs: ClassVar[frozenset[str]] = frozenset({"entropy"})
     columns: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def outputs(self) -> frozenset[str]:
+        return frozenset({self.output})
+
     def __call__(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return given["entropy"], {"entropy": given["entropy"]}
+        return given[self.output], {self.metric: given[self.output]}
 
 
 @dataclass(frozen=True)
@@ -101,21 +114,7 @@ class SampledKLTerm:
         return kl_T, {"kl": kl_T, **each}
 
 
-@dataclass(frozen=True)
-class ExactKLTerm:
-    """The KL to the reference, nats, exact over the vocabulary: an output of the model, which holds the
-    reference's head and reads its hidden states."""
-
-    coefficient: float
-    share: str | None = None
-    outputs: ClassVar[frozenset[str]] = frozenset({"ref_kl"})
-    columns: ClassVar[frozenset[str]] = frozenset()
-
-    def __call__(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return given["ref_kl"], {"kl": given["ref_kl"]}
-
-
-Term = PolicyTerm | EntropyTerm | SampledKLTerm | ExactKLTerm
+Term = PolicyTerm | OutputTerm | SampledKLTerm
 
 
 def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_REFERENCE) -> tuple[Term, ...]:
@@ -128,11 +127,11 @@ def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_R
         ConfigError: see `configured_loss`.
     """
     policy = PolicyTerm(*configured_loss(actor))
-    terms: tuple[Term, ...] = (policy, EntropyTerm(-actor.entropy_coeff))
+    terms: tuple[Term, ...] = (policy, OutputTerm(ENTROPY, ENTROPY, -actor.entropy_coeff))
     if not actor.use_kl_loss:
         return terms
     if actor.kl_loss_type == FULL:
-        return (*terms, ExactKLTerm(actor.kl_loss_coef))
+        return (*terms, OutputTerm("ref_kl", "kl", actor.kl_loss_coef))
     return (*terms, SampledKLTerm(actor.kl_loss_coef, actor.kl_loss_type, references))
 
 

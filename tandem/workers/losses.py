@@ -17,13 +17,12 @@ from tandem.algorithms.aggregation import aggregate
 from tandem.algorithms.bradley_terry import bradley_terry_loss
 from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.config.actor import ONE_REFERENCE, ActorConfig
-from tandem.config.critic import CriticConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
+from tandem.watch.gap import SAMPLED, add_rollout_gap
 from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
-from tandem.workers.loss_terms import EntropyTerm, Term, configured_terms
-from tandem.workers.probes import SAMPLED, add_rollout_gap
+from tandem.workers.loss_terms import ENTROPY, OutputTerm, Term, configured_terms
 
 Named = Mapping[str, Tensor]
 TOKEN_SHARE = "trust/token_share"
@@ -94,18 +93,18 @@ class ActorLoss:
             norm_length=actor.loss_scale_factor,
             recomputed=recomputed or bypasses,
             weighted=correction.rollout_is is not None and recomputed,
-            correction=Correction.from_config(correction) if here else None,
+            correction=Correction(correction) if here else None,
         )
 
     def with_entropy_coeff(self, coefficient: float) -> ActorLoss:
         """The same loss with another weight of the entropy bonus."""
-        return replace(
-            self,
-            terms=tuple(
-                replace(term, coefficient=-coefficient) if isinstance(term, EntropyTerm) else term
-                for term in self.terms
-            ),
+        terms = tuple(
+            replace(term, coefficient=-coefficient)
+            if isinstance(term, OutputTerm) and term.output == ENTROPY
+            else term
+            for term in self.terms
         )
+        return replace(self, terms=terms)
 
     def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         metrics = Metrics()
@@ -126,8 +125,7 @@ class ActorLoss:
                 shares.append(term.coefficient * share)
                 if term.share is not None:
                     metrics.add_sum(term.share, share)
-            for name, observed_T in observed.items():
-                metrics.add_mean(name, _total(observed_T, mask), mask.sum())
+            _add_means(metrics, observed, mask)
         loss = functools.reduce(torch.add, shares)
         metrics.add_sum("loss", loss)
         if self.compared:
@@ -167,10 +165,6 @@ class CriticLoss:
     outputs: frozenset[str] = frozenset({"values"})
     columns: frozenset[str] = frozenset({"values", "returns", "response_mask"})
 
-    @classmethod
-    def from_config(cls, critic: CriticConfig, *, norm_length: float) -> CriticLoss:
-        return cls(critic.cliprange_value, critic.aggregation, norm_length)
-
     def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         mask = columns["response_mask"]
         losses_T, observed = clipped_value_loss(
@@ -179,9 +173,7 @@ class CriticLoss:
         loss = _aggregated(self, losses_T, mask, offsets, counts)
         metrics = Metrics()
         metrics.add_sum("loss", loss)
-        metrics.add_mean("new_values", _total(out["values"], mask), mask.sum())
-        for name, values_T in observed.items():
-            metrics.add_mean(name, _total(values_T, mask), mask.sum())
+        _add_means(metrics, {"new_values": out["values"], **observed}, mask)
         return loss, metrics
 
 
@@ -247,6 +239,11 @@ def _aggregated(
         sequences=counts.sequences,
         norm_length=loss.norm_length,
     )
+
+
+def _add_means(metrics: Metrics, observed: Named, mask: Tensor) -> None:
+    for name, values_T in observed.items():
+        metrics.add_mean(name, _total(values_T, mask), mask.sum())
 
 
 def _total(values_T: Tensor, mask: Tensor) -> Tensor:

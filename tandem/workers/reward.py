@@ -4,7 +4,7 @@ last token."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards import Item, Pool, Scored, Scorer
 from tandem.runtime import Dispatch, register
+from tandem.watch.gap import FINGERPRINT, SCORED, fingerprint
 from tandem.workers.base import TimedWorker, response_texts
-from tandem.workers.probes import FINGERPRINT, SCORED, fingerprint
+
+FAILED = "reward_failed"
+"""The column of the samples that could not be scored."""
 
 
 class RewardWorker(TimedWorker):
@@ -37,7 +40,6 @@ class RewardWorker(TimedWorker):
         super().__init__(run, "reward")
         self.tokenizer = tokenizer
         self.pool = Pool(reward, config, run.logs / f"rewards-{self.rank}.log", self.say)
-        self._told = False
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
@@ -64,16 +66,14 @@ class RewardWorker(TimedWorker):
             scored = self.pool.score(items)
             self._observe(scored)
             scores_B = torch.tensor([s.score for s in scored], dtype=torch.float32)
-            found: dict[str, torch.Tensor | Ragged] = {
-                "scores": scores_B,
-                "token_level_scores": at_last_token(scores_B, batch.ragged("response_mask")),
-            }
-            if FINGERPRINT in batch:
-                found[SCORED] = fingerprint(batch.ragged("tokens"))
+            placed, failed_B = at_last_token(scores_B, batch.ragged("response_mask")), None
             if self.pool.config.on_error == "drop":
-                found["reward_failed"] = torch.tensor([s.failed for s in scored], dtype=torch.bool)
+                failed_B = torch.tensor([s.failed for s in scored], dtype=torch.bool)
             extras, whys = [s.extra for s in scored], [s.why for s in scored]
-            return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
+            found = scored_batch(scores_B, placed, failed_B, extras, whys, texts)
+            if FINGERPRINT in batch:
+                found.batch[SCORED] = fingerprint(batch.ragged("tokens"))
+            return found
 
     compute_scores = compute_rewards
 
@@ -86,12 +86,12 @@ class RewardWorker(TimedWorker):
         failures = self.pool.failures
         if self.pool.config.on_error != "raise":
             self.observed.add_mean("reward/failed", len(failures), len(scored))
-        if failures and not self._told:
-            self._told = True
+        if failures:
             became = {"zero": "counts as 0", "drop": "leaves its sample out of training"}
-            self.say(
+            self.say_once(
+                "failed",
                 f"a score failed, and {became[self.pool.config.on_error]} (reward.on_error; reward/failed is "
-                f"the share of such scores):\n{next(iter(failures.values()))}"
+                f"the share of such scores):\n{next(iter(failures.values()))}",
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -103,6 +103,31 @@ class RewardWorker(TimedWorker):
 
     def close(self) -> None:
         self.pool.close()
+
+
+def scored_batch(
+    scores_B: torch.Tensor,
+    placed: Ragged,
+    failed_B: torch.Tensor | None,
+    extras: Sequence[Mapping[str, float]],
+    whys: Sequence[str],
+    texts: Sequence[str],
+) -> DataProto:
+    """What a reward worker returns; see `RewardWorker.compute_rewards`.
+
+    Args:
+        placed: the scores where they stand in the responses.
+        failed_B: the samples that could not be scored, where somebody asks.
+    """
+    found: dict[str, torch.Tensor | Ragged] = {"scores": scores_B, "token_level_scores": placed}
+    if failed_B is not None:
+        found[FAILED] = failed_B
+    return DataProto(found, {"reward_extra": extras, "reward_why": whys, "response_text": texts})
+
+
+def failed(batch: DataProto) -> torch.Tensor:
+    """(B) bool: the samples that could not be scored; none where nobody says so."""
+    return batch.dense(FAILED) if FAILED in batch else torch.zeros(len(batch), dtype=torch.bool)
 
 
 def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:

@@ -20,7 +20,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching, response_texts
 from tandem.workers.reading import Reader
-from tandem.workers.reward import at_last_token
+from tandem.workers.reward import at_last_token, scored_batch
 
 
 class RewardModelWorker(EngineWorker):
@@ -131,8 +131,7 @@ class RewardModelWorker(EngineWorker):
         scores = out.ragged("scores")
         if reading.judged is None or reading.places is None:
             scores_B = scores.values[scores.offsets[1:] - 1].to(torch.float32)
-            failed = list(reading.failures)
-            scores_B[failed] = 0.0
+            scores_B[list(reading.failures)] = 0.0
             placed = at_last_token(scores_B, mask)
         else:
             values_K = scores.values[reading.judged.values].to(torch.float32)
@@ -141,14 +140,8 @@ class RewardModelWorker(EngineWorker):
             placed = mask.with_values(torch.zeros(len(mask.values)).index_put((reading.places,), values_K))
         failed_B = torch.zeros(len(texts), dtype=torch.bool)
         failed_B[list(reading.failures)] = True
-        return DataProto(
-            {"scores": scores_B, "token_level_scores": placed, "reward_failed": failed_B},
-            {
-                "reward_extra": [{} for _ in texts],
-                "reward_why": [reading.failures.get(row, "") for row in range(len(texts))],
-                "response_text": texts,
-            },
-        )
+        whys = [reading.failures.get(row, "") for row in range(len(texts))]
+        return scored_batch(scores_B, placed, failed_B, [{} for _ in texts], whys, texts)
 
     compute_scores = compute_rm_score
 

@@ -4,7 +4,7 @@ it wrote."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 from tandem.config.root import TrainConfig
 from tandem.engines.rollout.base import (
@@ -18,9 +18,10 @@ from tandem.engines.rollout.base import (
 from tandem.engines.rollout.registry import stall_timeout_s
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.weight_sync import Arrival, Digest, Sent, WeightBucket, check_arrival
+from tandem.errors import EngineError
 from tandem.protocol import DataProto, Request, Sample, SamplingParams
 from tandem.runtime import Dispatch, Part, register
-from tandem.workers.base import EngineWorker, closed_after
+from tandem.workers.base import EngineWorker
 from tandem.workers.parts import missing
 from tandem.workers.samples import requests_of, rollout_batch
 
@@ -93,7 +94,8 @@ class RolloutPart:
         clock stands still while the reader has the samples."""
         sampling = "generate_sequences" if phase == "gen" else f"{phase}_sequences"
         limit_s = stall_timeout_s(self._rollout)
-        with closed_after(ExitStack(), lambda: worker.timeline.phase(phase)) as held:
+        held = ExitStack()
+        try:
             with worker.timeline.phase(phase):
                 self._give_weights(worker, held)
             at_least = -(-len(requests) // _PARTS)
@@ -105,6 +107,13 @@ class RolloutPart:
                 if samples is None:
                     break
                 yield samples
+        except (Exception, KeyboardInterrupt):
+            with worker.timeline.phase(phase), suppress(EngineError):  # it comes of the first, which is told
+                held.close()
+            raise
+        finally:
+            with worker.timeline.phase(phase):
+                held.close()
 
     def _give_weights(self, worker: EngineWorker, held: ExitStack) -> None:
         """Gives the policy's weights to the engine: the policy's own module where the engine can share it,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
-from tandem.workers.probes import FINGERPRINT, SAMPLED, UNTRUNCATED, fingerprint
+from tandem.watch.gap import FINGERPRINT, SAMPLED, UNTRUNCATED, fingerprint
 
 
 def requests_of(prompts: DataProto, n: int, params: SamplingParams, longest: int) -> list[Request]:

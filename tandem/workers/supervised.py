@@ -40,7 +40,7 @@ class SupervisedWorker(EngineWorker):
     ) -> None:
         trainer = config.trainer
         super().__init__(run, role, trainer.device, trainer.timeouts.collective)
-        self.batching, self.optim = config.train_batching, config.optim
+        self.config = config
         self.role = role
         self.loss = loss
         with seeded(trainer.seed):
@@ -61,13 +61,14 @@ class SupervisedWorker(EngineWorker):
     def update(self, batch: DataProto) -> Metrics:
         """Takes one optimizer step."""
         with self.timeline.phase("update"), self.on_device(self.engine, training=True):
-            return self.guarded_step(self.engine, batch, self.loss, self.batching, self.role, self.optim)
+            return self.guarded_step(self.role, batch, self.loss, self.config)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
     def validate(self, batch: DataProto) -> Metrics:
         """The loss's metrics on a batch, over all ranks."""
         with self.timeline.phase("validate"), self.on_device(self.engine):
-            out = self.engine.forward(batch, outputs=self.loss.outputs, micro=micro_batching(self.batching))
+            micro = micro_batching(self.config.train_batching)
+            out = self.engine.forward(batch, outputs=self.loss.outputs, micro=micro)
             _, metrics = self.loss(
                 {name: flat(out, name) for name in self.loss.outputs},
                 {name: flat(batch, name) for name in self.loss.columns},

@@ -59,7 +59,7 @@ def test_round_trip(tmp_path):
         "bytes": 3,
         "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
-    assert open_checkpoint(path).step == manager.open(path).step == 12
+    assert open_checkpoint(path).step == 12
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 10, 10**6]), (1, [10**6]), (3, [2, 10, 10**6])])
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, name):
     assert len(said) == 1
     assert str(tmp_path / "step_000003" / name) in said[0]
     with pytest.raises(CheckpointError, match=name):
-        manager.open(tmp_path / "step_000003")
+        open_checkpoint(tmp_path / "step_000003")
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path):

@@ -22,7 +22,7 @@ import torch
 from tandem.data import encoding
 from tandem.data import files as files_module
 from tandem.data import formats as formats_module
-from tandem.data.cache import UNUSED_SECONDS, Cache
+from tandem.data.cache import UNUSED_SECONDS, entry
 from tandem.data.files import read_files
 from tandem.data.forms import PromptForm
 from tandem.data.loader import BatchLoader
@@ -166,22 +166,21 @@ def test_what_was_made_is_taken_until_anything_changes(
 def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cache = Cache(tmp_path / "cache")
+    cache = tmp_path / "cache"
 
     def build(place: Path) -> None:
-        (cache.folder / "new").mkdir()  # the other run was faster
-        (cache.folder / "new/there").touch()
+        (cache / "new").mkdir()  # the other run was faster
+        (cache / "new/there").touch()
         place.mkdir()
 
-    old = [cache.entry(name, name, Path.touch) for name in ("used", "unused")]
+    old = [entry(cache, name, name, Path.touch) for name in ("used", "unused")]
     for path in old:
         os.utime(path, (time.time() - UNUSED_SECONDS - 9,) * 2)
-    cache.entry("used", "used", Path.touch)
-    assert (cache.entry("new", "new", build) / "there").is_file()
-    assert sorted(path.name for path in cache.folder.iterdir()) == ["new", "used"]
-    blocked = Cache(tmp_path / "cache/used/below")
+    entry(cache, "used", "used", Path.touch)
+    assert (entry(cache, "new", "new", build) / "there").is_file()
+    assert sorted(path.name for path in cache.iterdir()) == ["new", "used"]
     with pytest.raises(DataError, match=r"^data.cache_dir: the data cannot be kept there"):
-        blocked.entry("x", "x", Path.touch)
+        entry(cache / "used/below", "x", "x", Path.touch)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.load import load_train_config
 from tandem.errors import ConfigError
-from tandem.memory.plan import GIB, plan
+from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.schedules import Schedule, chosen, compare
-from tandem.memory.seconds import Shape
+from tandem.memory.seconds import Lengths
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock, Stages
 
@@ -67,11 +68,23 @@ def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds: tuple[float
     assert each.step == stages.step(ahead=ahead)
 
 
+@dataclass
+class Told:
+    """A judge whose seconds are told."""
+
+    stages: Any
+    device: float
+    accepts: Any
+
+    def plan(self, config: Any) -> Plan:
+        return plan(config, shape_of, self.device)
+
+
 def compared(
     stages: Any, *words: str, accepts: Any = lambda keys: True, device: float = 1000.0
 ) -> list[Schedule]:
     config = load_train_config(None, [*BASE, *words], elsewhere=True).config
-    return compare(config, lambda changed: plan(changed, shape_of, device * GIB), stages, accepts)
+    return compare(config, Told(stages, device * GIB, accepts))
 
 
 def ideal(config: Any, _: Any) -> Stages:
@@ -128,20 +141,19 @@ def test_stages_are_the_step_taken_apart() -> None:
     config = load_train_config(None, list(BASE), elsewhere=True).config
     clock = Clock.of({}, "H100", 80, cuda=True)
     assert clock is not None
-    model = shape_of("Qwen/Qwen2.5-7B")
-    shape = Shape(model.decoder, model.vocabulary)
-    prompts, responses = np.full(64, 1024), np.full(512, 1024)
-    whole = clock.step(config, shape, prompts, responses)
-    stages = clock.stages(config, shape, prompts, responses)
+    shape = shape_of("Qwen/Qwen2.5-7B")
+    lengths = Lengths(np.full(64, 1024), np.full((64, 8), 1024))
+    whole = clock.step(config, shape, lengths)
+    stages = clock.stages(config, shape, lengths)
     assert stages.step(ahead=False) == pytest.approx(whole["step"])
     assert stages.generation == pytest.approx(whole["generate_sequences"] + whole["reward"])
     assert stages.transfer == pytest.approx(whole["weights"])
     keys = {"trainer.resource_pools={a: [4], b: [4]}", "trainer.placement={rollout: b}"}
     apart = load_train_config(None, [*BASE, *sorted(keys)], elsewhere=True).config
-    found = clock.stages(apart, shape, prompts, responses)
-    sent = 2 * (shape.layers + shape.head) / 450e9
+    found = clock.stages(apart, shape, lengths)
+    sent = 2 * (shape.matrices + shape.embedding) / 450e9
     assert found.transfer == pytest.approx(whole["weights"] + sent)
-    half = clock.step(apart, shape, prompts, responses)
+    half = clock.step(apart, shape, lengths)
     assert half["generate_sequences"] > 1.2 * whole["generate_sequences"]
     assert found.generation == pytest.approx(half["generate_sequences"] + half["reward"])
     assert found.step(ahead=False) == pytest.approx(half["step"] + sent)

@@ -10,13 +10,12 @@ from tandem.bench.asked import draw
 from tandem.cli.plan import shape_of
 from tandem.config.load import load_train_config
 from tandem.memory.device_file import Device
-from tandem.memory.fit import MARGIN, Judge, search
+from tandem.memory.fit import LEVERS, MARGIN, changes, possible, search
 from tandem.memory.levers import with_values
 from tandem.memory.peaks import CLASSES, link_seconds, nearest_class
-from tandem.memory.plan import GIB, plan
-from tandem.memory.seconds import Rates, Shape, Work
-from tandem.memory.space import LEVERS, changes, possible
-from tandem.memory.timing import Clock
+from tandem.memory.plan import GIB
+from tandem.memory.seconds import Rates, Work
+from tandem.memory.timing import Clock, Judge
 from tests.memory.test_examples import PAGE
 
 ONE = {"tensor": [1], "sequence": [1], "stages": [1], "shards": [-1], "recompute": ["full"]}
@@ -68,14 +67,8 @@ def _asked(model, devices, gib, *more):
     words += [f"trainer.n_gpus_per_node={min(8, devices)}", *more]
     config = load_train_config(None, words, elsewhere=True).config
     shape, lengths = shape_of(model), draw(config, "", "lognormal:900:2500")
-    clock, timed = Clock.of({}, None, gib, cuda=True), Shape(shape.decoder, shape.vocabulary)
-    judge = Judge(
-        lambda changed: plan(changed, shape_of, gib * GIB),
-        lambda changed, slots: clock.step(changed, timed, lengths.prompts, lengths.responses.ravel(), slots)[
-            "step"
-        ],
-    )
-    return config, shape, judge
+    clock = Clock.of({}, None, gib, cuda=True)
+    return config, shape, Judge(gib * GIB, shape_of, clock, lengths)
 
 
 def _exhaustive(config, shape, space, judge):
@@ -101,7 +94,7 @@ def test_it_finds_what_trying_everything_finds(name, resident):
     if resident:
         space["cache_share"] = [0.5, 0.3]
     expected = _exhaustive(config, shape, space, judge)
-    found = search(config, shape, space, judge)
+    found = search(config, judge, space)
     if expected is None:
         assert resident and found.seconds is None and found.lacking > 0
     else:
@@ -109,18 +102,18 @@ def test_it_finds_what_trying_everything_finds(name, resident):
 
 
 def test_what_no_rule_accepts_is_not_found():
-    config, shape, judge = _asked(*SPACES["recomputed"][:3])
+    config, _, judge = _asked(*SPACES["recomputed"][:3])
     space = {**ONE, **SPACES["recomputed"][3]}
     mode = "actor_rollout_ref.model.gradient_checkpointing_mode"
-    refused = search(config, shape, space, judge).changes.get(mode)
-    found = search(config, shape, space, replace(judge, accepts=lambda keys: keys.get(mode) != refused))
+    refused = search(config, judge, space).changes.get(mode)
+    found = search(config, replace(judge, accepts=lambda keys: keys.get(mode) != refused), space)
     assert found.seconds is not None and found.changes.get(mode) != refused
 
 
 def test_what_lacks_least():
-    config, shape, judge = _asked("Qwen/Qwen2.5-32B", 8, 40)
+    config, _, judge = _asked("Qwen/Qwen2.5-32B", 8, 40)
     space = {**ONE, "param_offload": [False, True], "rollout_tensor": [1, 4]}
-    found = search(config, shape, space, judge)
+    found = search(config, judge, space)
     every = [
         judge.plan(with_values(config, changes(config, space, choice)))
         for choice in product(*(range(len(space[name])) for name in LEVERS))
@@ -132,8 +125,8 @@ def test_what_lacks_least():
 def test_links_take_what_they_carry():
     offloads = [f"actor_rollout_ref.actor.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
     config, shape, _ = _asked("Qwen/Qwen2.5-7B", 8, 80, *offloads)
-    shape, kind = Shape(shape.decoder, shape.vocabulary), CLASSES["H100"]
-    own = shape.layers + shape.head
+    kind = CLASSES["H100"]
+    own = shape.matrices + shape.embedding
     work = {
         "generate_sequences": Work(),
         "update_actor": Work(calls=28 * 3 * 4),
@@ -148,8 +141,7 @@ def test_links_take_what_they_carry():
 def test_where_seconds_come_from():
     assert (nearest_class(80), nearest_class(24), nearest_class(140)) == ("H100", "A10", "H200")
     config, shape, _ = _asked("Qwen/Qwen2.5-7B", 8, 80)
-    lengths = draw(config, "", "")
-    timed = (config, Shape(shape.decoder, shape.vocabulary), lengths.prompts, lengths.responses.ravel())
+    timed = (config, shape, draw(config, "", ""))
     measured = {
         "NVIDIA H100 80GB HBM3, bfloat16": Device(Rates(7e14, 3e12), 2, {"update_actor": [2, 0, 0, 0, 0]})
     }

@@ -17,7 +17,8 @@ from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, DataError
 from tandem.memory.device_file import add_observation, read_devices
-from tandem.memory.seconds import Rates, Shape, Work, decode_steps, fit, forecast, predict, step_work
+from tandem.memory.seconds import Rates, Work, decode_steps, fit, forecast, predict, step_work
+from tandem.memory.shapes import model_shape
 
 STORED = {
     "hidden_size": 32,
@@ -27,7 +28,7 @@ STORED = {
     "num_key_value_heads": 2,
     "vocab_size": 50,
 }
-SHAPE = Shape.of(STORED)
+SHAPE = model_shape(STORED)
 RATES = Rates(1e9, 1e8)
 
 
@@ -51,7 +52,7 @@ def config(tmp_path: Path, *words: str) -> TrainConfig:
 
 def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(Qwen2Config(**STORED, tie_word_embeddings=False))
-    assert SHAPE.layers + SHAPE.head == sum(
+    assert SHAPE.matrices + SHAPE.embedding == sum(
         p.numel() for n, p in model.named_parameters() if n.endswith(("proj.weight", "lm_head.weight"))
     )
     prompts, responses = np.array([10] * 4), np.array([20] * 8)
@@ -77,7 +78,9 @@ def test_decoding_counts_steps_and_contexts_token_by_token(tmp_path: Path) -> No
     contexts = sum(p + t + 0.5 for p, r in zip((3, 3, 5, 5), responses, strict=True) for t in range(r))
     steps = 11 + 1  # the fourth begins as the third, of two tokens, ends; one for the prompts
     assert work.calls == 3 * steps and work.tokens == 22 and work.samples == 4
-    assert work.bytes == pytest.approx(2 * steps * (SHAPE.layers + SHAPE.head) + 2 * 2 * 3 * 2 * 8 * contexts)
+    assert work.bytes == pytest.approx(
+        2 * steps * (SHAPE.matrices + SHAPE.embedding) + 2 * 2 * 3 * 2 * 8 * contexts
+    )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 40])
@@ -168,7 +171,7 @@ def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
 
 def test_a_model_of_other_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="lacks a size"):
-        Shape.of({"hidden_size": 3})
+        model_shape({"hidden_size": 3})
 
 
 def test_prediction_needs_no_torch() -> None:
@@ -194,7 +197,7 @@ def test_devices_share_the_work_and_split_layers_their_weights(tmp_path: Path) -
         *sizes,
         item=4,
     )
-    weights = 4 * (SHAPE.layers + SHAPE.head)
+    weights = 4 * (SHAPE.matrices + SHAPE.embedding)
     for phase in ("generate_sequences", "old_log_prob", "update_actor"):
         assert two[phase].operations == split[phase].operations == pytest.approx(one[phase].operations / 2)
     decode = [each["generate_sequences"].bytes for each in (one, two, split)]

@@ -15,7 +15,8 @@ from tandem.config.load import load_rm_config, load_sft_config, load_train_confi
 from tandem.config.schema import keys, nested
 from tandem.config.sources import to_yaml
 from tandem.errors import ConfigError
-from tandem.migrate.trl import COMMANDS, Migrated, migrate
+from tandem.migrate.peer import Peer
+from tandem.migrate.trl import COMMANDS, migrate
 from tandem.migrate.trl_source import read_python, read_words
 from tandem.migrate.trl_table import FIELDS, MODEL, SCRIPT, TABLES
 
@@ -34,7 +35,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_text("{}")
 
-    def run(made: Migrated, *overrides: str) -> Any:
+    def run(made: Peer, *overrides: str) -> Any:
         (tmp_path / "made.yaml").write_text(to_yaml(nested(made.config)))
         return LOADERS[made.command]("made.yaml", overrides).config
 
@@ -231,7 +232,7 @@ def test_the_table_lists_each_given_setting_once_and_no_other(name: str, given: 
 
 def test_a_default_that_is_not_taken_over_is_a_note() -> None:
     made = migrate("GRPOConfig", {"use_peft": True}, devices=1)
-    assert any(note.startswith("lora_dropout=0.05, the default there") for note in made.notes)
+    assert any(note.startswith("lora_dropout=0.05, the default there") for note in made.lost)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from tandem.errors import ConfigError, TandemError
 from tandem.migrate.script import Call, Script
 from tandem.migrate.verl_call import understood
+from tandem.sandbox import dry
+from tandem.sandbox.protections import Bubblewrap, Sandlock
 
 Write = Callable[[str], str]
 MAIN = "python3 -m verl.trainer.main_ppo"
@@ -32,8 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def called(path: str, *arguments: str, call: int = 1) -> Call:
-    with Script(path, arguments, call=call, limit_s=30) as script:
-        return script.reach()
+    return Script.read(path, arguments, limit_s=30).call(call)
 
 
 def command(draw: random.Random) -> list[str]:
@@ -157,9 +160,9 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
         f"sleep 100\npip install x\n[ $(nproc) -gt 0 ]\necho words | sort | tee {mark}\n"
         f"{MAIN} n=$(seq 3 | tail -1)\ncp a b"
     )
-    with Script(path, limit_s=30) as script:
-        assert script.reach().words[-1] == "n=3"
-        listed = [command.split()[0] for command in script.others]
+    script = Script.read(path, limit_s=30)
+    assert script.call().words[-1] == "n=3"
+    listed = [command.split()[0] for command in script.others]
     assert not mark.exists()
     kept = ["mkdir", "/bin/mkdir", sys.executable, "python3", "touch", "sudo", "ray", "sleep", "pip", "cp"]
     assert listed == kept
@@ -168,15 +171,75 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
 def test_a_script_is_read_to_its_end(write: Write, tmp_path: Path) -> None:
     """A call answers with status 0, and what stands before and after it is listed and not run."""
     path = write(
-        f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n'
-        f"{MAIN} a=b\necho $? > status\n{MAIN} c=d\ntouch after"
+        f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n{MAIN} a=b\n{MAIN} status=$?\ntouch after'
     )
-    with Script(path, limit_s=60) as script:
-        assert script.reach().words[-1] == "a=b"
-        assert [other.words[-1] for other in script.calls] == ["a=b", "c=d"]
-        assert [command.split()[0] for command in script.others] == ["python3", "touch"]
-    assert (tmp_path / "status").read_text() == "0\n"
+    script = Script.read(path, limit_s=60)
+    assert script.call().words[-1] == "a=b"
+    assert [other.words[-1] for other in script.calls] == ["a=b", "status=0"]
+    assert [command.split()[0] for command in script.others] == ["python3", "touch"]
     assert not (tmp_path / "before").exists() and not (tmp_path / "after").exists()
+
+
+@pytest.fixture(params=[Sandlock, Bubblewrap])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
+    """What holds scripts: each kind by itself."""
+    other = Bubblewrap if request.param is Sandlock else Sandlock
+    if not request.param.version():
+        pytest.skip(f"{request.param.__name__} is not installed")
+    monkeypatch.setattr(other, "version", lambda: None)
+    dry._way.cache_clear()
+    yield request.param
+    dry._way.cache_clear()
+
+
+def test_a_script_writes_nothing_and_reaches_nobody(kind: type, write: Write, tmp_path: Path) -> None:
+    """Also not by redirections, builtins, absolute paths and programs that start others."""
+    (tmp_path / "kept").write_text("kept")
+    python = f"env {sys.executable} -I -S -c"
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            path = write(
+                f"cd {tmp_path}\necho x > redirected\n: >> appended\necho x > kept\n(exec 5>opened)\n"
+                'env /usr/bin/touch touched\n"$(echo /usr/bin/touch)" touched\nenv rm -f kept\n'
+                f"echo x > /dev/tcp/127.0.0.1/{port}\nenv curl -s -m 2 http://127.0.0.1:{port}\n"
+                f"{python} 'import socket; socket.create_connection((\"127.0.0.1\", {port}), 2)' "
+                "&& REACHED=1\n"
+                f'{python} \'open("by_python", "w")\'\nkill -9 {sleeper.pid}\n'
+                f": > /proc/sys/vm/stat_interval && COPIED=1\n{MAIN} reached=$REACHED copied=$COPIED\n"
+            )
+            words = Script.read(path, limit_s=240).call().words
+            server.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                server.accept()
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert words[-2:] == ("reached=", "copied=1" if kind is Sandlock else "copied=")
+    assert sorted(os.listdir(tmp_path)) == ["kept", "run.sh"]
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+@pytest.mark.skipif(not Sandlock.version(), reason="sandlock is not installed")
+def test_a_script_reads_what_it_wrote(write: Write, tmp_path: Path) -> None:
+    path = write(f"set -e\ncd {tmp_path}\necho a=b > words\n{MAIN} $(cat words) > log 2>&1")
+    assert called(path).words[-1] == "a=b"
+    assert os.listdir(tmp_path) == ["run.sh"]
+
+
+def test_without_protection_no_script_is_read(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (Sandlock, Bubblewrap):
+        monkeypatch.setattr(each, "version", lambda: None)
+    dry._way.cache_clear()
+    with pytest.raises(ConfigError, match="nothing on this machine keeps a script") as caught:
+        called(write(f"touch {tmp_path}/mark\n{MAIN}"))
+    assert "bubblewrap is not installed" in str(caught.value.got)
+    assert "install bubblewrap" in str(caught.value.remedy)
+    assert os.listdir(tmp_path) == ["run.sh"]
 
 
 def test_a_later_call_is_taken(write: Write, tmp_path: Path) -> None:
@@ -217,12 +280,8 @@ def test_other_programs_of_verl_are_refused_by_name(write: Write, line: str, nam
 
 
 def test_a_script_that_waits_for_ever_is_ended(write: Write, tmp_path: Path) -> None:
-    path = write(f"echo $$ > {tmp_path}/pid\nwhile ! ray status | grep -q ready; do :; done\n{MAIN}")
-    with (
-        pytest.raises(TandemError, match="not ended within 1 s"),
-        Script(path, limit_s=1.0) as script,
-    ):
-        script.reach()
-    pid = int((tmp_path / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    path = write(f"while ! ray status | grep -q ready; do :; done\n{MAIN}")
+    with pytest.raises(TandemError, match="not ended within 1 s"):
+        Script.read(path, limit_s=1.0)
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert not [command for command in commands if path.encode() in command]

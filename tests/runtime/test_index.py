@@ -6,7 +6,7 @@ import torch
 
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
-from tandem.runtime import Index
+from tandem.runtime import BatchFuture, Index
 from tests.runtime.multi_worker import make_batch
 
 
@@ -46,55 +46,56 @@ def test_rows(rows):
 
 
 def test_select_keeps_the_samples_recognisable():
-    index = Index.of(make_batch(4)).select(["prompts", "score"])
+    future = BatchFuture.of(make_batch(4))
+    index = future.select("prompts", "score").index
     assert index.columns == ("prompts", "score")
     assert list(index.lengths) == ["prompts"]
     assert list(index.uids) == ["0-0", "0-0", "0-1", "0-1"]
     with pytest.raises(DataError, match="nothere"):
-        index.select(["nothere"])
+        _ = future.select("nothere").index
 
 
 def test_union():
     batch = make_batch(5)
     left, right = batch.select(["tokens"], ["uid"]), batch.select(["log_probs", "score"], [])
-    index = Index.of(right).union(Index.of(left))
+    index = BatchFuture.of(right).union(left).index
     assert_index_of(index, right.union(left))
     assert list(index.uids) == list(batch.non_tensor_batch["uid"])
     assert index.lengths["tokens"] is index.lengths["log_probs"]
 
 
 def test_union_of_what_does_not_fit():
-    index = Index.of(make_batch(5))
+    future = BatchFuture.of(make_batch(5))
     with pytest.raises(DataError, match=r"4 rows.*\n.*5 rows"):
-        index.union(Index.of(make_batch(4)))
+        _ = future.union(make_batch(4)).index
     with pytest.raises(DataError, match="different samples"):
-        index.union(index[[4, 3, 2, 1, 0]])
+        _ = future.union(future.rows([4, 3, 2, 1, 0])).index
     other = DataProto({"tokens": Ragged.from_list([[1] * 7] * 5)})
     with pytest.raises(DataError, match="tokens"):
-        index.union(Index.of(other))
+        _ = future.union(other).index
 
 
 def test_union_of_samples_whose_names_are_equal_whatever_they_are():
-    def named(*uids: object) -> Index:
-        return Index.of(DataProto({"x": torch.zeros(len(uids))}, {"uid": list(uids)}))
+    def named(*uids: object) -> BatchFuture:
+        return BatchFuture.of(DataProto({"x": torch.zeros(len(uids))}, {"uid": list(uids)}))
 
     nested = {"ids": np.arange(3), "share": float("nan")}
     copy = {"ids": np.arange(3), "share": float("nan")}
     both = named(float("nan"), np.array([1, 2]), nested).union(named(float("nan"), np.array([1, 2]), copy))
-    assert (len(both), both.columns) == (3, ("x", "uid"))
+    assert (len(both.index), both.index.columns) == (3, ("x", "uid"))
     for other in (named(np.array([1, 3])), named(np.array([1, 2, 3])), named("1")):
         with pytest.raises(DataError, match="different samples"):
-            named(np.array([1, 2])).union(other)
+            _ = named(np.array([1, 2])).union(other).index
 
 
 def test_concat():
     parts = [make_batch(rows, seed=rows) for rows in (3, 0, 2)]
-    index = Index.concat(*map(Index.of, parts))
-    assert_index_of(index, DataProto.concat(parts))
-    assert index.row_ids.tolist() == [0, 1, 2, 3, 4]
-    assert list(index.uids) == ["0-0", "0-0", "0-1", "0-0", "0-0"]
+    future = BatchFuture.concat([*map(BatchFuture.of, parts)])
+    assert_index_of(future.index, DataProto.concat(parts))
+    assert future.index.row_ids.tolist() == [0, 1, 2, 3, 4]
+    assert list(future.index.uids) == ["0-0", "0-0", "0-1", "0-0", "0-0"]
     with pytest.raises(DataError, match="different columns"):
-        index.concat(index.select(["tokens"]))
+        _ = BatchFuture.concat([future, future.select("tokens")]).index
 
 
 def test_something_else_has_no_index():

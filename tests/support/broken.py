@@ -22,9 +22,9 @@ from tandem.models import policy
 from tandem.models.packing import Packing
 from tandem.protocol import DataProto, Ragged
 from tandem.trainer.prompts import Prompts
+from tandem.watch.batches import SpecialTokens
 from tandem.workers.actor import ActorWorker
 from tandem.workers.batch import BatchWorker
-from tandem.workers.integrity import SpecialTokens
 from tandem.workers.loss_terms import SampledKLTerm
 from tandem.workers.losses import ActorLoss
 from tandem.workers.reward import RewardWorker

@@ -14,8 +14,8 @@ import torch
 from tandem.config.load import load_train_config
 from tandem.observability.run import read_metrics, read_samples
 from tandem.trainer.assembly import build_ppo
+from tandem.trainer.loop import Schedule
 from tandem.trainer.ppo import PPOTrainer
-from tandem.trainer.schedule import Schedule
 from tests.support.tiny import make_model, write_problems
 
 

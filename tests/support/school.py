@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.load import load_rm_config, load_sft_config
+from tandem.config.load import Loaded, load_rm_config, load_sft_config
 from tandem.observability.run import read_metrics
-from tandem.trainer.assembly import build_rm, build_sft
+from tandem.trainer.assembly import build_supervised
 from tandem.trainer.supervised import SupervisedTrainer
 from tests.support.tiny import make_model, write_rows
 
 FP64 = "fsdp_config.model_dtype=fp64"
-LOADERS = {"sft": (load_sft_config, build_sft), "rm": (load_rm_config, build_rm)}
+LOADERS: dict[str, Callable[..., Loaded[Any]]] = {"sft": load_sft_config, "rm": load_rm_config}
 
 
 def text(draw: np.random.Generator, low: int, high: int, letters: str = "abcdefgh") -> str:
@@ -115,10 +116,8 @@ class School:
         ]
 
     def build(self, task: str, name: str, *words: str, said: list[str] | None = None) -> SupervisedTrainer:
-        load, build = LOADERS[task]
         say = (said if said is not None else []).append
-        made: SupervisedTrainer = build(load(None, self.words(task, name, *words)).config, say=say)
-        return made
+        return build_supervised(LOADERS[task](None, self.words(task, name, *words)).config, say=say)
 
     def run(self, task: str, name: str, *words: str) -> Taught:
         said: list[str] = []

@@ -216,7 +216,7 @@ def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
     found |= {"loss": total, "gradient": gradient}
     if config.needs_critic:
         values = {"values": case.columns["new_values"].clone()}
-        critic = CriticLoss.from_config(config.critic, norm_length=actor.loss_scale_factor)
+        critic = CriticLoss(config.critic.cliprange_value, config.critic.aggregation, actor.loss_scale_factor)
         total, gradient = _accumulated(critic, learnt, values, "values", case)
         found |= {"value_loss": total, "value_gradient": gradient}
     return found

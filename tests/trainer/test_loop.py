@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.trainer.loop import Rhythm
-from tandem.trainer.schedule import Learner, Schedule
+from tandem.trainer.loop import Loop, Rhythm, Schedule
 from tests.support.runs import Lab, broken_off
 
 WORDS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
@@ -23,15 +22,15 @@ class OneStepOff(Schedule[Any]):
         self.calls: list[str] = []
         self.resumed: dict[str, Any] = {}
 
-    def begin(self, step: int, learner: Learner[Any]) -> Any:
+    def begin(self, step: int, loop: Loop[Any]) -> Any:
         self.calls.append(f"generate {step}")
-        return learner.generate(step, learner.next_batch())
+        return loop.generate(step, loop.next_batch())
 
-    def step(self, step: int, learner: Learner[Any]) -> dict[str, float]:
-        experience = self.ahead or self.begin(step, learner)
-        self.ahead = self.begin(step + 1, learner)
+    def step(self, step: int, loop: Loop[Any]) -> dict[str, float]:
+        experience = self.ahead or self.begin(step, loop)
+        self.ahead = self.begin(step + 1, loop)
         self.calls.append(f"learn {step}")
-        return learner.learn(step, experience)
+        return loop.learn(step, experience)
 
     def state_dict(self) -> dict[str, Any]:
         return {"begun": self.calls[-2]}

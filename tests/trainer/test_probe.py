@@ -175,8 +175,8 @@ def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
     """Twice as slow as the model of time: so is writing in the step, at any size of it."""
     config = config_of(lab)
 
-    def step(prompts: Any, responses: Any) -> dict[str, float]:
-        return {"generate_sequences": 0.1 * len(responses), "reward": 9.0, "update": 1.0, "step": 0.0}
+    def step(lengths: Any) -> dict[str, float]:
+        return {"generate_sequences": 0.1 * lengths.responses.size, "reward": 9.0, "update": 1.0, "step": 0.0}
 
     probing = Probing.__new__(Probing)
     probing._seen, probing._here = seen_of(3, 1.2), True

@@ -178,7 +178,7 @@ def test_a_clipped_ratio_to_the_rollout_takes_no_weight_beside_it() -> None:
     """verl's command lines may ask for one, which is passed over with a notice."""
     for loss_type, weighs in (("ppo_clip", False), ("reinforce", True)):
         config = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, rollout_is="token")
-        assert (Correction.from_config(config).weight is not None) == weighs
+        assert (Correction(config).weight is not None) == weighs
         assert config.corrects == weighs
 
 
@@ -189,7 +189,7 @@ def test_in_bypass_mode_the_first_update_alone_tells_of_the_engine(lab: Lab) -> 
         assert row["rollout/log_prob_diff_max"] <= 1e-4
         assert row["rollout_corr/log_ppl_abs_diff"] > 1e-3  # of both updates
         assert "timing/old_log_prob" not in row
-    assert made.trainer.trust.named == {}
+    assert made.trainer.session.watch.named == {}
 
 
 def test_where_all_is_rejected_nothing_is_learnt_and_the_run_goes_on(lab: Lab) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import tandem.viewer as viewer_package
 from tandem.observability.run import RunFolder
-from tandem.trainer.trust import Cause
+from tandem.watch.trust import Cause
 from tests.support.viewing import STEPS, Client, write_viewed, write_viewed_step
 from tests.support.viewing_page import Viewer, await_text, summary
 

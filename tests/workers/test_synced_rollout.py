@@ -268,7 +268,7 @@ def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.M
 def test_an_engine_that_takes_no_weights_is_refused_for_training(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.engines.rollout.hf.kinds_taken", lambda own: frozenset())
+    monkeypatch.setattr("tandem.engines.rollout.own_weights.kinds_taken", lambda own: frozenset())
     with pytest.raises(ConfigError, match="weights cannot be changed") as caught:
         roles.make_actor(config, "actor", "rollout")
     assert caught.value.field == "actor_rollout_ref.rollout.name"

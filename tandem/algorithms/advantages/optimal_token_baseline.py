@@ -109,7 +109,13 @@ def _token_baseline(
     weights = squares.add_(1).sub_(log_probs.exp_(), alpha=2).mul_(rho.square_())
     weights = discounted_cumsum(weights, kept_offsets, 1.0)
     sums = reverse_discounted_cumsum_(rewards, kept_offsets, 1.0)
-    at, first = _places(kept, kept_offsets, group, compact)
+    # A number for each token's group and its place in the response, and that of its group's first place.
+    lengths = kept_offsets.diff()
+    starts = kept_offsets[:-1].repeat_interleave(lengths, output_size=len(kept))
+    place = torch.arange(len(kept), device=kept.device) - starts if compact else kept - kept[starts]
+    longest = int(place.max()) + 1 if len(place) else 0
+    first = (group * longest).repeat_interleave(lengths, output_size=len(kept))
+    at = first + place
     count = at.bincount()
     weighted = at.bincount(sums * weights) / (at.bincount(weights) + epsilon)
     alone = count[at] == 1 if handle_zero_tail else count[first] == 1
@@ -118,14 +124,3 @@ def _token_baseline(
     return Advantages(
         scatter(advantages.to(dtype), kept, len(mask)), scatter(sums.to(dtype), kept, len(mask))
     )
-
-
-def _places(kept: Tensor, kept_offsets: Tensor, group: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
-    """A number per response token for its group and its place in the response, and that of its group's first
-    place."""
-    lengths = kept_offsets.diff()
-    starts = kept_offsets[:-1].repeat_interleave(lengths, output_size=len(kept))
-    place = torch.arange(len(kept), device=kept.device) - starts if compact else kept - kept[starts]
-    longest = int(place.max()) + 1 if len(place) else 0
-    first = (group * longest).repeat_interleave(lengths, output_size=len(kept))
-    return first + place, first

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.corrections.registry import LOG_RATIO_LIMIT, Observation
-from tandem.algorithms.masked import segment_sum
+from tandem.algorithms.masked import segment_mean, segment_sum
 
 
 def distance_observations(
@@ -36,14 +36,11 @@ def distance_observations(
     Source: kl and k3_kl, Schulman 2020, http://joschu.net/blog/kl-approx.html; the others, Liu et al. 2025,
     https://richardli.xyz/rl-collapse.
     """
-    counts = segment_sum(response_mask, offsets)
-    there = counts > 0
+    there = segment_sum(response_mask, offsets) > 0
     log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0)
-
-    def log_perplexity(log_probs: Tensor) -> Tensor:
-        return -segment_sum(torch.where(response_mask, log_probs, 0), offsets) / counts.clamp(min=1)
-
-    training, rollout = log_perplexity(old_log_probs), log_perplexity(rollout_log_probs)
+    training, rollout = (
+        -segment_mean(log_probs, response_mask, offsets) for log_probs in (old_log_probs, rollout_log_probs)
+    )
     difference = training - rollout
     safe = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     product = segment_sum(log_ratio, offsets).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

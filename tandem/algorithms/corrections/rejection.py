@@ -24,7 +24,7 @@ from tandem.algorithms.corrections.registry import (
     register_rejection,
     sequence_observations,
 )
-from tandem.algorithms.masked import segment_max, segment_sum, spread
+from tandem.algorithms.masked import segment_max, segment_mean, segment_sum, spread
 
 DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
@@ -77,9 +77,9 @@ def _register(divergence: str, level: str, over: str) -> None:
             return per_token
         if level == "seq_max":
             return spread(segment_max(per_token, response_mask, offsets), response_mask, offsets)
-        sums = segment_sum(torch.where(response_mask, per_token, 0), offsets)
         if level == "seq_mean":
-            sums = sums / segment_sum(response_mask, offsets).clamp(min=1)
+            return spread(segment_mean(per_token, response_mask, offsets), response_mask, offsets)
+        sums = segment_sum(torch.where(response_mask, per_token, 0), offsets)
         return spread(sums, response_mask, offsets)
 
     statistic.__doc__ = _DOCUMENTATION.format(
@@ -127,9 +127,7 @@ def rejection_observations(
         lower, upper: the bounds of the statistic.
         by_sequence: whether the statistic is the sequence's.
     """
-    counts = segment_sum(mask, offsets)
-    there = counts > 0
-    sequence = segment_sum(torch.where(mask, statistic, 0), offsets) / counts.clamp(min=1)
+    sequence, there = segment_mean(statistic, mask, offsets), segment_sum(mask, offsets) > 0
     kept = within(statistic, lower=lower, upper=upper)
     lowest = 0.0 if lower is None else lower
     seen, counted = (sequence, there) if by_sequence else (statistic, mask)

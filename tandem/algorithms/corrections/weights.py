@@ -15,7 +15,7 @@ from tandem.algorithms.corrections.registry import (
     register_importance_weight,
     sequence_observations,
 )
-from tandem.algorithms.masked import segment_sum, spread
+from tandem.algorithms.masked import masked_mean, segment_mean, segment_sum, spread
 
 
 @register_importance_weight("token")
@@ -59,7 +59,7 @@ def sequence_weights(
     Cost: nothing beside the log-probs.
     Source: Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
-    sums = segment_sum(_masked_log_ratio(old_log_probs, rollout_log_probs, response_mask), offsets)
+    sums = segment_sum(torch.where(response_mask, old_log_probs - rollout_log_probs, 0), offsets)
     return spread(sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), response_mask, offsets)
 
 
@@ -81,13 +81,8 @@ def geometric_weights(
     Cost: nothing beside the log-probs.
     Source: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. 7, between these two policies.
     """
-    log_ratio = _masked_log_ratio(old_log_probs, rollout_log_probs, response_mask)
-    means = segment_sum(log_ratio, offsets) / segment_sum(response_mask, offsets).clamp(min=1)
+    means = segment_mean(old_log_probs - rollout_log_probs, response_mask, offsets)
     return spread(means.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), response_mask, offsets)
-
-
-def _masked_log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    return torch.where(response_mask, old_log_probs - rollout_log_probs, 0)
 
 
 def bounded_weights(weights: Tensor, *, lower: float | None, upper: float) -> Tensor:
@@ -123,12 +118,11 @@ def normalised_weights(
     Returns:
         (N) weights, and the scalar mean they were divided by, 1 where it was not above 1e-8.
     """
-    kept = torch.where(mask, weights, 0)
-    counts = segment_sum(mask, offsets)
     if by_sequence:
-        mean = (segment_sum(kept, offsets) / counts.clamp(min=1)).sum() / (counts > 0).sum().clamp(min=1)
+        there = segment_sum(mask, offsets) > 0
+        mean = segment_mean(weights, mask, offsets).sum() / there.sum().clamp(min=1)
     else:
-        mean = kept.sum() / mask.sum().clamp(min=1)
+        mean = masked_mean(weights, mask)
     mean = torch.where(mean > 1e-8, mean, 1.0)
     return weights / mean, mean
 
@@ -154,14 +148,9 @@ def weight_observations(
         lower, upper: the bounds.
         by_sequence: whether all tokens of a sequence have one weight, which is counted once.
     """
-    counts = segment_sum(mask, offsets)
-    there = counts > 0
+    there = segment_sum(mask, offsets) > 0
     below = 1 / upper if lower is None else lower
-
-    def means(values: Tensor) -> Tensor:
-        return segment_sum(torch.where(mask, values, 0), offsets) / counts.clamp(min=1)
-
-    raw_means, bounded_means = means(raw), means(bounded)
+    raw_means, bounded_means = (segment_mean(weights, mask, offsets) for weights in (raw, bounded))
     seen, counted = (raw_means, there) if by_sequence else (raw, mask)
     extreme = raw if by_sequence else bounded
     found = {

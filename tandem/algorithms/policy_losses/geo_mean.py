@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import require_same_shape, segment_sum, spread
+from tandem.algorithms.masked import require_same_shape, segment_mean, spread
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import log_ratio
 
@@ -60,13 +60,9 @@ def geo_mean(
     rises, falls = advantages > 0, advantages < 0
     bounded = torch.where(rises, difference.clamp(max=clip_ratio_high), difference.clamp(min=-clip_ratio_low))
     bounded = torch.where(rises | falls, bounded, 0)
-    lengths = segment_sum(response_mask, offsets).clamp(min=1)
-
-    def mean(values: Tensor) -> Tensor:
-        return segment_sum(torch.where(response_mask, values, 0), offsets) / lengths
-
     logs = bounded + rollout_is_weights.clamp(min=_LEAST).log()
-    losses = spread(-mean(advantages) * mean(logs).exp(), response_mask, offsets)
+    advantage, log_mean = (segment_mean(values, response_mask, offsets) for values in (advantages, logs))
+    losses = spread(-advantage * log_mean.exp(), response_mask, offsets)
     too_low = falls & (difference < -clip_ratio_low)
     clipped = too_low | (rises & (difference > clip_ratio_high))
     return losses, {

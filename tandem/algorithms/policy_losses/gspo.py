@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.algorithms.masked import require_same_shape, segment_sum, spread
+from tandem.algorithms.masked import require_same_shape, segment_mean, spread
 from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import clipped_surrogate
 
@@ -55,8 +55,7 @@ def gspo(
     """
     require_same_shape(log_probs, old_log_probs, advantages, response_mask)
     difference = torch.where(response_mask, log_probs - old_log_probs, 0).detach()
-    lengths = segment_sum(response_mask, offsets).clamp(min=1)
-    sequence = spread(segment_sum(difference, offsets) / lengths, response_mask, offsets)
+    sequence = spread(segment_mean(difference, response_mask, offsets), response_mask, offsets)
     ratio = (log_probs - log_probs.detach() + sequence).clamp(max=_MOST).exp()
     losses, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return losses, {"clip_fraction": clipped.to(ratio.dtype), "ppo_kl": -difference}

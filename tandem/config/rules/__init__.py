@@ -12,30 +12,23 @@ from tandem.config.rules import algorithm, engine, placement, rollout
 from tandem.config.section import Section
 from tandem.config.supervised import RMConfig, SFTConfig
 
-_SUPERVISED = (engine.supervised_engine, placement.supervised_split)
-_OFFLINE = (rollout.one_device, rollout.offline_servers)
+_SUPERVISED = (engine.of_all_engines, placement.supervised_split)
+_OFFLINE = (rollout.one_device, rollout.servers)
 
 RULES: Mapping[type[Section], tuple[Rule[Any], ...]] = {
     TrainConfig: (
-        engine.train_engines,
+        engine.of_all_engines,
         placement.placement,
         placement.devices,
         placement.worker_classes,
         placement.model_split,
         placement.rollout_split,
-        rollout.train_servers,
-        rollout.log_probs,
-        rollout.second_copy,
-        algorithm.group_size,
-        algorithm.kl_in_reward,
-        algorithm.options,
-        algorithm.one_advantage_each,
-        algorithm.weighted_once,
+        rollout.servers,
+        *rollout.TRAINS,
         algorithm.updates_of_a_batch,
-        algorithm.aggregation,
-        algorithm.bypass_loss,
-        algorithm.bypassed_forward,
+        algorithm.options,
         algorithm.exact_kl,
+        *algorithm.PAIRS,
     ),
     SFTConfig: _SUPERVISED,
     RMConfig: _SUPERVISED,

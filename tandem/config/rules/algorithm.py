@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from tandem.config.needs import Check
 from tandem.config.rollout_correction import AT
 from tandem.config.root import TrainConfig
 from tandem.config.schema import value_at
@@ -24,10 +25,8 @@ ACTOR = "actor_rollout_ref.actor"
 BYPASS = "bypass_mode"
 """The policy loss of that mode."""
 
-_ESTIMATOR, _OWN_LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss"
-_LOSS, _N = f"{_OWN_LOSS}.loss_mode", "actor_rollout_ref.rollout.n"
-_KL_LOSS, _KL_REWARD = f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty"
-_STAGES = tuple(f"actor_rollout_ref.{role}.fsdp_config.pipeline_parallel_size" for role in ("actor", "ref"))
+_ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
+_N = "actor_rollout_ref.rollout.n"
 
 PER_TOKEN = ("gae", "optimal_token_baseline", "tir_optimal_token_baseline", "vtrace")
 """Estimators that give the tokens of a sequence different advantages."""
@@ -40,24 +39,6 @@ ONE_ADVANTAGE = ("geo_mean",)
 
 NO_RATIO = ("gpg", "reinforce")
 """Losses without the ratio of the present policy and the one that wrote the samples."""
-
-
-def one_advantage_each(config: TrainConfig) -> Iterator[ConfigError]:
-    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    estimator = algorithm.adv_estimator
-    steps = any(term.step_separator is not None for term in config.reward_model.scorers.values())
-    within = algorithm.use_kl_in_reward or algorithm.gamma < 1 or steps
-    to_go = estimator in REWARDS_TO_GO and within
-    if loss in ONE_ADVANTAGE and (to_go or estimator in PER_TOKEN):
-        why = ", with the KL in the reward, a discount or scores of steps," if to_go else ""
-        yield ConfigError(
-            f"it has one advantage for a whole sequence; {estimator}{why} gives each token its own",
-            field=_LOSS,
-            got=f"{loss} with {_ESTIMATOR}={estimator}",
-            expected="an estimator that compares whole responses, such as grpo, rloo or "
-            "reinforce_plus_plus_baseline",
-            remedy=f"set {_ESTIMATOR}=grpo, or {_LOSS}=gspo, whose tokens may differ",
-        )
 
 
 def updates_of_a_batch(config: TrainConfig) -> Iterator[str]:
@@ -77,144 +58,34 @@ def updates_of_a_batch(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def aggregation(config: TrainConfig) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    if loss not in BY_SEQUENCE:
-        return
-    if mode not in (None, "seq-mean-token-mean"):
-        yield (
-            f"{ACTOR}.loss_agg_mode={mode}: {loss} as published has seq-mean-token-mean, where each sequence "
-            "counts the same."
-        )
-    if mode is None and loss not in DEAF and config.trainer.defaults == "verl":
-        yield (
-            f"{ACTOR}.loss_agg_mode: {loss} has seq-mean-token-mean, as published, where verl has token-mean "
-            "unless it is set; set token-mean for verl's."
-        )
-
-
-def weighted_once(config: TrainConfig) -> Iterator[ConfigError]:
-    correction = config.algorithm.rollout_correction
-    if config.algorithm.adv_estimator == "vtrace" and correction.rollout_is is not None:
-        yield ConfigError(
-            "the advantages of vtrace hold the importance weights already",
-            field=f"{AT}.rollout_is",
-            expected="null",
-            remedy=f"remove it, or set {_ESTIMATOR}=gae",
-        )
-
-
-_MEANINGLESS_ALONE = {
-    "rloo": "rloo leaves one sample of a prompt out, and there is only one",
-    "grpo_passk": "grpo_passk compares the two best samples of a prompt, and there is only one",
-}
-
-
-def group_size(config: TrainConfig) -> Iterator[ConfigError | str]:
-    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    known = needs(estimator)
-    if known is None or not known.group or n > 1:
-        return
-    if estimator in _MEANINGLESS_ALONE:
-        yield ConfigError(
-            _MEANINGLESS_ALONE[estimator],
-            field=_N,
-            expected=">= 2",
-            remedy=f"set {_N}=4, or another algorithm.adv_estimator",
-        )
-    else:
-        yield f"{_N}=1: {estimator} compares the samples of a prompt, and there is only one."
-
-
-_NO_KL_IN_REWARD = {
-    "gdpo": "gdpo reads the reward's components, and the KL is subtracted from their sum",
-    "maxrl": "maxrl reads the mean reward as a rate of success, and with the KL it is none",
-}
-
-
-def kl_in_reward(config: TrainConfig) -> Iterator[ConfigError]:
-    reason = _NO_KL_IN_REWARD.get(config.algorithm.adv_estimator)
-    if reason is not None and config.algorithm.use_kl_in_reward:
-        yield ConfigError(
-            reason,
-            field="algorithm.use_kl_in_reward",
-            expected="false",
-            remedy="set actor_rollout_ref.actor.use_kl_loss=true instead",
-        )
-
-
 def options(config: TrainConfig) -> Iterator[ConfigError]:
     """Options by name, for the estimator and the policy loss."""
     loss, known = config.actor_rollout_ref.actor.policy_loss, needs(config.algorithm.adv_estimator)
-    own = {f"algorithm.{name}" for name in ADVANTAGE_KEYS}
-    own |= {f"{ACTOR}.{name}" for name in LOSS_KEYS}
-    for field, kwargs, options in (
-        ("algorithm.adv_kwargs", config.algorithm.adv_kwargs, known and known.options),
-        (f"{ACTOR}.policy_loss.kwargs", loss.kwargs, loss_options(loss.loss_mode)),
+    of_losses = {name: f"{ACTOR}.{key}" for name, key in LOSS_KEYS.items()}
+    if loss.loss_mode == BYPASS:
+        of_losses["loss_type"] = f"{AT}.loss_type"
+    of_estimators = {name: f"algorithm.{name}" for name in ADVANTAGE_KEYS}
+    for field, kwargs, options, own in (
+        ("algorithm.adv_kwargs", config.algorithm.adv_kwargs, known and known.options, of_estimators),
+        (f"{ACTOR}.policy_loss.kwargs", loss.kwargs, loss_options(loss.loss_mode), of_losses),
     ):
-        section = "algorithm" if field.startswith("algorithm") else ACTOR
-        free = [name for name in options or () if f"{section}.{name}" not in own]
-        for name in kwargs:
-            if f"{section}.{name}" in own:
-                remedy = f"set {section}.{LOSS_KEYS.get(name, name)} instead"
-                yield ConfigError(
-                    "has a key of its own", field=f"{field}.{name}", got=kwargs[name], remedy=remedy
-                )
+        free = [name for name in options or () if name not in own]
+        for name, given in kwargs.items():
+            at = f"{field}.{name}"
+            if name in own:
+                instead = f"set {own[name]} instead"
+                yield ConfigError("has a key of its own", field=at, got=given, remedy=instead)
             elif options is not None and name not in free:
-                yield ConfigError(
-                    "unknown option",
-                    field=f"{field}.{name}",
-                    got=kwargs[name],
-                    expected="one of " + ", ".join(free) if free else "no options",
-                    remedy=nearest_remedy(name, free),
-                )
-
-
-def bypass_loss(config: TrainConfig) -> Iterator[ConfigError]:
-    """Bypass mode and its loss come together; the loss's type has one key."""
-    bypasses = config.algorithm.rollout_correction.bypass_mode
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if bypasses and loss.loss_mode not in (BYPASS, "vanilla"):
-        yield ConfigError(
-            f"another policy loss than that of {AT}.bypass_mode",
-            field=f"{_OWN_LOSS}.loss_mode",
-            expected=BYPASS,
-            remedy=f"remove one of the two; {AT}.loss_type chooses between ppo_clip and reinforce",
-        )
-    if loss.loss_mode == BYPASS and not bypasses:
-        yield ConfigError(
-            "compares with the policy that sampled, and the old log-probs are those of training",
-            field=f"{_OWN_LOSS}.loss_mode",
-            remedy=f"set {AT}.bypass_mode=true, or another loss",
-        )
-    if loss.loss_mode == BYPASS and "loss_type" in loss.kwargs:
-        yield ConfigError(
-            "has a key of its own",
-            field=f"{_OWN_LOSS}.kwargs.loss_type",
-            got=loss.kwargs["loss_type"],
-            remedy=f"set {AT}.loss_type instead",
-        )
-
-
-def bypassed_forward(config: TrainConfig) -> Iterator[ConfigError]:
-    estimator = config.algorithm.adv_estimator
-    if config.algorithm.rollout_correction.bypass_mode and estimator in READS_SQUARES:
-        yield ConfigError(
-            "reads what the policy's forward before its updates gives, and bypass mode leaves that out",
-            field="algorithm.adv_estimator",
-            got=f"{estimator} with {AT}.bypass_mode=true",
-            remedy=f"set {AT}.bypass_mode=false, or algorithm.adv_estimator=grpo",
-        )
+                expected = "one of " + ", ".join(free) if free else "no options"
+                near = nearest_remedy(name, free)
+                yield ConfigError("unknown option", field=at, got=given, expected=expected, remedy=near)
 
 
 def exact_kl(config: TrainConfig) -> Iterator[ConfigError]:
     """The last hidden states and the output head are one stage's alone."""
-    if not config.exact_kl:
-        return
-    in_loss = config.actor_rollout_ref.actor.use_kl_loss and value_at(config, _KL_LOSS) == FULL_KL
-    field = _KL_LOSS if in_loss else _KL_REWARD
-    for stages in _STAGES:
+    field = f"{ACTOR}.kl_loss_type" if "loss" in config.exact_kl_terms else "algorithm.kl_penalty"
+    for role in ("actor", "ref") if config.exact_kl else ():
+        stages = f"actor_rollout_ref.{role}.fsdp_config.pipeline_parallel_size"
         if value_at(config, stages) > 1:
             yield ConfigError(
                 "the exact KL needs hidden states and output head of both policies on every rank, which a "
@@ -224,3 +95,120 @@ def exact_kl(config: TrainConfig) -> Iterator[ConfigError]:
                 expected="1",
                 remedy=f"set {stages}=1, or an estimator such as {field}=k3+",
             )
+
+
+def _rewarded_within(config: TrainConfig) -> bool:
+    """Whether a sequence is rewarded not at its end alone, or its rewards are discounted."""
+    steps = any(term.step_separator is not None for term in config.reward_model.scorers.values())
+    return config.algorithm.use_kl_in_reward or config.algorithm.gamma < 1 or steps
+
+
+def _one_advantage(tokens_differ: Callable[[TrainConfig], bool], why: str = "") -> Check:
+    return Check(
+        lambda config, loss: loss in ONE_ADVANTAGE and tokens_differ(config),
+        f"it has one advantage for a whole sequence; {{={_ESTIMATOR}}}{why} gives each token its own",
+        field=_LOSS,
+        got=f"{{=}} with {{{_ESTIMATOR}=}}",
+        expected="an estimator that compares whole responses, such as grpo, rloo or "
+        "reinforce_plus_plus_baseline",
+        remedy=f"set {_ESTIMATOR}=grpo, or {{}}=gspo, whose tokens may differ",
+    )
+
+
+def _compares_one(config: TrainConfig, n: int) -> bool:
+    estimator = config.algorithm.adv_estimator
+    known = needs(estimator)
+    return n == 1 and known is not None and known.group and estimator not in ("rloo", "grpo_passk")
+
+
+def _alone(estimator: str, why: str) -> Check:
+    return Check(
+        lambda config, n: n == 1 and config.algorithm.adv_estimator == estimator,
+        f"{why}, and there is only one",
+        field=_N,
+        expected=">= 2",
+        remedy=f"set {{}}=4, or another {_ESTIMATOR}",
+    )
+
+
+def _without_kl(estimator: str, why: str) -> Check:
+    return Check(
+        lambda config, used: used and config.algorithm.adv_estimator == estimator,
+        why,
+        field="algorithm.use_kl_in_reward",
+        expected="false",
+        remedy="set actor_rollout_ref.actor.use_kl_loss=true instead",
+    )
+
+
+PAIRS = (
+    _one_advantage(lambda config: config.algorithm.adv_estimator in PER_TOKEN),
+    _one_advantage(
+        lambda config: config.algorithm.adv_estimator in REWARDS_TO_GO and _rewarded_within(config),
+        ", with the KL in the reward, a discount or scores of steps,",
+    ),
+    _alone("rloo", "rloo leaves one sample of a prompt out"),
+    _alone("grpo_passk", "grpo_passk compares the two best samples of a prompt"),
+    Check(
+        _compares_one,
+        f"{{}}=1: {{={_ESTIMATOR}}} compares the samples of a prompt, and there is only one.",
+        field=_N,
+        notice=True,
+    ),
+    _without_kl("gdpo", "gdpo reads the reward's components, and the KL is subtracted from their sum"),
+    _without_kl("maxrl", "maxrl reads the mean reward as a rate of success, and with the KL it is none"),
+    Check(
+        lambda config, weights: weights is not None and config.algorithm.adv_estimator == "vtrace",
+        "the advantages of vtrace hold the importance weights already",
+        field=f"{AT}.rollout_is",
+        expected="null",
+        remedy=f"remove it, or set {_ESTIMATOR}=gae",
+    ),
+    Check(
+        lambda config, loss: (
+            loss in BY_SEQUENCE
+            and config.actor_rollout_ref.actor.loss_agg_mode not in (None, "seq-mean-token-mean")
+        ),
+        f"{{{ACTOR}.loss_agg_mode=}}: {{=}} as published has seq-mean-token-mean, where each sequence counts "
+        "the same.",
+        field=_LOSS,
+        notice=True,
+    ),
+    Check(
+        lambda config, loss: (
+            loss in BY_SEQUENCE
+            and loss not in DEAF
+            and config.actor_rollout_ref.actor.loss_agg_mode is None
+            and config.trainer.defaults == "verl"
+        ),
+        f"{{{ACTOR}.loss_agg_mode}}: {{=}} has seq-mean-token-mean, as published, where verl has token-mean "
+        "unless it is set; set token-mean for verl's.",
+        field=_LOSS,
+        notice=True,
+    ),
+    Check(
+        lambda config, loss: (
+            config.algorithm.rollout_correction.bypass_mode and loss not in (BYPASS, "vanilla")
+        ),
+        f"another policy loss than that of {AT}.bypass_mode",
+        field=_LOSS,
+        expected=BYPASS,
+        remedy=f"remove one of the two; {AT}.loss_type chooses between ppo_clip and reinforce",
+    ),
+    Check(
+        lambda config, loss: loss == BYPASS and not config.algorithm.rollout_correction.bypass_mode,
+        "compares with the policy that sampled, and the old log-probs are those of training",
+        field=_LOSS,
+        remedy=f"set {AT}.bypass_mode=true, or another loss",
+    ),
+    Check(
+        lambda config, estimator: (
+            config.algorithm.rollout_correction.bypass_mode and estimator in READS_SQUARES
+        ),
+        "reads what the policy's forward before its updates gives, and bypass mode leaves that out",
+        field=_ESTIMATOR,
+        got=f"{{=}} with {AT}.bypass_mode=true",
+        remedy=f"set {AT}.bypass_mode=false, or {{}}=grpo",
+    ),
+)
+"""What does not go together, as rows."""

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tandem.config.facts import engines
 from tandem.config.fsdp import FSDPConfig
+from tandem.config.fusers import HEADS, LAYERS
 from tandem.config.model import BackboneConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import SupervisedConfig
 from tandem.errors import ConfigError
 
-_POLICY = "actor_rollout_ref"
 
-
-def train_engines(config: TrainConfig) -> Iterator[ConfigError]:
-    """`conflicts` of all models of `tandem train`."""
-    policy, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
-    for at, model_at, fsdp, model, trains in (
-        (f"{_POLICY}.actor", f"{_POLICY}.model", policy.actor.fsdp_config, policy.model, True),
-        (f"{_POLICY}.ref", f"{_POLICY}.model", policy.ref.fsdp_config, policy.model, False),
-        ("critic", "critic.model", critic.fsdp_config, critic.model, True),
-        ("reward_model", "reward_model.model", scorer.fsdp_config, scorer.model, False),
-    ):
-        yield from conflicts(fsdp, model, trains=trains, fsdp_at=f"{at}.fsdp_config", model_at=model_at)
-
-
-def supervised_engine(config: SupervisedConfig) -> Iterator[ConfigError]:
-    """`conflicts` of the only model of a supervised run."""
-    return conflicts(config.fsdp_config, config.model, trains=True)
+def of_all_engines(config: TrainConfig | SupervisedConfig) -> Iterator[ConfigError]:
+    """`conflicts` of all engines of a config."""
+    for at, section, model_at, model in engines(config).values():
+        fsdp_at = f"{at}.fsdp_config".removeprefix(".")
+        trains = hasattr(section, "optim")
+        yield from conflicts(section.fsdp_config, model, trains=trains, fsdp_at=fsdp_at, model_at=model_at)
 
 
 def conflicts(
@@ -44,39 +35,23 @@ def conflicts(
         trains: whether the model is trained; else it has no gradients to wait for, and no adapters.
         fsdp_at, model_at: where the sections lie, for the messages.
     """
-    compiles, repeats = f"{fsdp_at}.use_torch_compile", f"{fsdp_at}.full_determinism"
-    splits, liger = f"{fsdp_at}.tensor_parallel_size", f"{model_at}.use_liger"
-    if fsdp.use_torch_compile and fsdp.tensor_parallel_size > 1:
-        yield ConfigError(
-            "layers that are split over devices exchange sums within, which torch.compile cannot follow",
-            field=compiles,
-            got=f"true with {splits}={fsdp.tensor_parallel_size}",
-            remedy=f"set {compiles}=false, or {splits}=1",
-        )
-    if fsdp.use_torch_compile and model.use_liger:
-        yield ConfigError(
-            "torch.compile and Liger's kernels would fuse the same operations",
-            field=compiles,
-            got=f"true with {liger}=true",
-            remedy="set one of the two to false",
-        )
-    if model.use_liger or model.head == "liger":
-        at = liger if model.use_liger else f"{model_at}.fused_kernel_options.impl_backend"
-        asked, other = ("true", "false") if model.use_liger else ("liger", "auto")
-        if fsdp.full_determinism:
+    asked = []
+    if fsdp.use_torch_compile:
+        asked.append((LAYERS["compiled"], f"{fsdp_at}.use_torch_compile", "true", "false"))
+    if model.use_liger:
+        asked.append((LAYERS["liger"], f"{model_at}.use_liger", "true", "false"))
+    elif model.head == "liger":
+        asked.append((HEADS["liger"], f"{model_at}.fused_kernel_options.impl_backend", "liger", "auto"))
+    for fuser, at, value, plain in asked:
+        for rule in fuser.excluded(fsdp):
+            words = {"fuser": at, "asked": value, "plain": plain, "key": f"{fsdp_at}.{rule.key}"}
+            words["value"] = str(getattr(fsdp, rule.key)).lower()
             yield ConfigError(
-                "Liger's kernels do not promise the same bits in every run",
-                field=repeats,
-                got=f"true with {at}={asked}",
-                remedy=f"set {at}={other}, or {repeats}=false",
-            )
-        if fsdp.dtype == "fp64":
-            yield ConfigError(
-                "Liger's kernels do not compute in double precision",
-                field=f"{fsdp_at}.dtype",
-                got=f"fp64 with {at}={asked}",
-                expected="auto, bf16 or fp32",
-                remedy=f"set {at}={other}, or {fsdp_at}.dtype=fp32",
+                rule.problem,
+                field=rule.field.format_map(words),
+                got=rule.got.format_map(words),
+                expected=rule.expected,
+                remedy=rule.remedy.format_map(words),
             )
     if trains and fsdp.pipeline_parallel_size > 1:
         yield from _stages(model, f"{fsdp_at}.pipeline_parallel_size={fsdp.pipeline_parallel_size}", model_at)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
-from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES
-from tandem.config.model import stored_config
+from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES, kind_of
+from tandem.config.facts import Model, models, size_of, uneven
 from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.rules.rollout import splitting
@@ -25,7 +24,20 @@ def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
     trainer = config.trainer
     switched_off = (f"reward_model.{name}" for name in config.reward_model.models)
     known = tuple(dict.fromkeys((*PLACED_ROLES, *config.roles, *switched_off)))
-    errors = [*_reserved(trainer), *_roles(PLACEMENT, trainer.placement, known), *_pools(trainer)]
+    errors = [
+        ConfigError(
+            "the name of a pool that every run has",
+            field=f"{POOLS}.{name}",
+            remedy="give the pool another name",
+        )
+        for name in HELPER_POOLS
+        if name in trainer.resource_pools
+    ]
+    errors += _roles(PLACEMENT, trainer.placement, known)
+    for role, name in trainer.placement.items():
+        if name not in trainer.pools:
+            add = f"add it: {POOLS}.{name}=[…]"
+            errors.append(_unknown("resource pool", f"{PLACEMENT}.{role}", name, trainer.pools, add))
     errors += [*_twice(PLACEMENT, trainer.placement), *_half(trainer)]
     yield from errors or _empty_pools(trainer)
     yield from _absent(config, PLACEMENT, trainer.placement)
@@ -76,70 +88,57 @@ def rollout_split(config: TrainConfig) -> Iterator[Finding]:
     policy, field = config.actor_rollout_ref, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if config.trainer.placed("rollout") not in config.trainer.pools:  # `placement` says so
         return
-    rollout, devices = policy.rollout, config.trainer.devices_of("rollout")
-    size = rollout.tensor_model_parallel_size
-    refused = list(splitting(rollout, "actor_rollout_ref.rollout", engines=("native", "vllm")))
-    uneven = _uneven(policy.model.path, size, copies_heads=rollout.name == "vllm")
-    refused = refused or list(_divides(field, size, devices, remedy=f"set {field}=1", whose="rollout"))
+    rollout, folder = policy.rollout, policy.model.path
+    size, key_heads = rollout.tensor_model_parallel_size, "num_key_value_heads"
+    refused = list(splitting(rollout, engines=("native", "vllm"))) or list(
+        _divides(field, size, config.trainer.devices_of("rollout"), remedy=f"set {field}=1", whose="rollout")
+    )
     yield from refused
-    if uneven and not refused:
-        yield _unsplit(field, size, uneven, policy.model.path, "further devices take further samples")
+    copied = rollout.name == "vllm" and not size % (size_of(folder, key_heads) or 1)
+    parts = uneven(folder, size, leave_out=(key_heads,) if copied else ())
+    if parts and not refused:
+        yield _unsplit(field, size, parts, folder, "further devices take further samples")
 
 
 def model_split(config: TrainConfig) -> Iterator[ConfigError]:
     """The devices that share a model's sequences and weights against its pool and its attention heads."""
-    for role, at, section, path in _models(config):
-        if config.trainer.placed(role) in config.trainer.pools:  # else `placement` says so
-            yield from _model_split(f"{at}.", section, path, config.trainer.devices_of(role))
-
-
-def _models(config: TrainConfig) -> Iterator[tuple[str, str, Any, str]]:
-    """Role, path, section and folder of each model with an engine of its own."""
-    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    yield "actor", "actor_rollout_ref.actor", policy.actor, policy.model.path
-    if config.needs_critic:
-        yield "critic", "critic", critic, critic.model.path
-    for role, scorer in reward.scorers.items():
-        yield role, "reward_model", reward, scorer.path
-    ref = policy.ref
+    trainer, ref = config.trainer, config.actor_rollout_ref.ref
     own = changed(ref, "ulysses_sequence_parallel_size") or any(
         changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
     )
-    for role, term in ref.references.items() if config.needs_reference else ():
-        apart = config.trainer.placed(role) != config.trainer.placed("actor")
-        if apart or own or term.path:  # else the actor's are its own
-            yield role, "actor_rollout_ref.ref", ref, term.path or policy.model.path
+    for model in models(config):
+        pool = trainer.placed(model.role)
+        actors = pool == trainer.placed("actor") and model.path == config.actor_rollout_ref.model.path
+        if pool in trainer.pools and not (kind_of(model.role) == "ref" and actors and not own):
+            yield from _model_split(model, trainer.devices_of(model.role))
 
 
 def supervised_split(config: SupervisedConfig) -> Iterator[ConfigError]:
     """The same of the only model of a supervised run."""
-    trainer = config.trainer
-    yield from _model_split("", config, config.model.path, trainer.n_gpus_per_node * trainer.nnodes)
+    for model in models(config):
+        yield from _model_split(model, config.trainer.n_gpus_per_node * config.trainer.nnodes)
 
 
-def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[ConfigError]:
-    """
-    Args:
-        at: what stands before the section's keys.
-    """
-    fsdp, sequence = section.fsdp_config, section.ulysses_sequence_parallel_size
-    tensor, copies = fsdp.tensor_parallel_size, fsdp.fsdp_size
-    by_layer, by_token = f"{at}fsdp_config.tensor_parallel_size", f"{at}ulysses_sequence_parallel_size"
-    stages = fsdp.pipeline_parallel_size
-    unstaged = list(_stages(f"{at}fsdp_config.pipeline_parallel_size", stages, path, devices))
+def _model_split(model: Model, devices: int) -> Iterator[ConfigError]:
+    engine, path = model.engine, model.path
+    fsdp, sequence = engine.section.fsdp_config, engine.section.ulysses_sequence_parallel_size
+    tensor, copies, stages = fsdp.tensor_parallel_size, fsdp.fsdp_size, fsdp.pipeline_parallel_size
+    by_layer, by_stage, by_copy = (
+        engine.key(f"fsdp_config.{name}_size") for name in ("tensor_parallel", "pipeline_parallel", "fsdp")
+    )
+    by_token = engine.key("ulysses_sequence_parallel_size")
+    unstaged = list(_stages(by_stage, stages, path, devices))
     yield from unstaged
     devices = devices if unstaged else devices // stages
     wrong = list(_divides(by_layer, tensor, devices, remedy=f"set {by_layer}=1"))
     yield from wrong
     parts = devices if wrong else devices // tensor
     yield from _divides(by_token, sequence, parts, remedy=f"set {by_token}=1")
-    field = f"{at}fsdp_config.fsdp_size"
-    yield from _divides(field, parts if copies == -1 else copies, parts, remedy=f"set {field}=-1")
-    heads = "num_attention_heads"
-    uneven = _uneven(path, tensor)
-    if uneven and not wrong:
-        yield _unsplit(by_layer, tensor, uneven, path, "FSDP shards over all devices")
-    count = _number(path, heads) or 0
+    yield from _divides(by_copy, parts if copies == -1 else copies, parts, remedy=f"set {by_copy}=-1")
+    shared = uneven(path, tensor)
+    if shared and not wrong:
+        yield _unsplit(by_layer, tensor, shared, path, "FSDP shards over all devices")
+    count = size_of(path, "num_attention_heads") or 0
     each = count // tensor
     if not count % tensor and each % sequence:
         yield ConfigError(
@@ -149,19 +148,6 @@ def _model_split(at: str, section: Any, path: str, devices: int) -> Iterator[Con
             + (f" for each of {tensor}" if tensor > 1 else ""),
             expected=f"a divisor of {each}",
         )
-
-
-def _uneven(path: str, parts: int, *, copies_heads: bool = False) -> str:
-    """The counts in a model's config that so many devices cannot share, in words; empty if there are none.
-
-    Args:
-        copies_heads: whether several devices may hold the same head of keys and values.
-    """
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {name: count for name in names if (count := _number(path, name)) is not None}
-    if copies_heads and not parts % sizes.get("num_key_value_heads", 1):
-        sizes.pop("num_key_value_heads", None)
-    return ", ".join(f"{name} {count}" for name, count in sizes.items() if count % parts)
 
 
 def _unsplit(field: str, size: int, uneven: str, path: str, else_: str) -> ConfigError:
@@ -175,10 +161,10 @@ def _unsplit(field: str, size: int, uneven: str, path: str, else_: str) -> Confi
 
 
 def _stages(field: str, stages: int, path: str, devices: int) -> Iterator[ConfigError]:
-    uneven = list(_divides(field, stages, devices, remedy=f"set {field}=1"))
-    yield from uneven
-    layers = _number(path, "num_hidden_layers")
-    if not uneven and layers is not None and stages > layers:
+    refused = list(_divides(field, stages, devices, remedy=f"set {field}=1"))
+    yield from refused
+    layers = size_of(path, "num_hidden_layers")
+    if not refused and layers is not None and stages > layers:
         yield ConfigError(
             "more stages than the model has layers",
             field=field,
@@ -201,22 +187,8 @@ def _divides(
         )
 
 
-def _number(path: str, name: str) -> int | None:
-    """What the model folder's config says; None where it cannot be read, which other rules report."""
-    found = stored_config(path)
-    count = found.get("text_config", found).get(name)
-    return count if isinstance(count, int) else None
-
-
 def _roles(field: str, names: Iterable[str], known: tuple[str, ...]) -> Iterator[ConfigError]:
     yield from (_unknown("role", f"{field}.{name}", name, known) for name in names if name not in known)
-
-
-def _pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
-    for role, name in trainer.placement.items():
-        if name not in trainer.pools:
-            add = f"add it: {POOLS}.{name}=[…]"
-            yield _unknown("resource pool", f"{PLACEMENT}.{role}", name, trainer.pools, add)
 
 
 def _unknown(
@@ -229,16 +201,6 @@ def _unknown(
         expected="one of " + ", ".join(known),
         remedy=nearest_remedy(name, known) or remedy,
     )
-
-
-def _reserved(trainer: TrainerConfig) -> Iterator[ConfigError]:
-    for name in trainer.resource_pools:
-        if name in HELPER_POOLS:
-            yield ConfigError(
-                "the name of a pool that every run has",
-                field=f"{POOLS}.{name}",
-                remedy="give the pool another name",
-            )
 
 
 def _twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
@@ -279,7 +241,7 @@ def _empty_pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
 def _absent(config: TrainConfig, field: str, names: Iterable[str]) -> Iterator[str]:
     """Sentences for roles that exist but that this run does not have."""
     for name in names:
-        if name in ROLES and name not in {role.partition(".")[0] for role in config.roles}:
+        if name in ROLES and name not in map(kind_of, config.roles):
             yield f"{field}.{name}: no effect; this run has no {_WORDS[name]}."
 
 

@@ -15,22 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource
 from tandem.engines.rollout.borrowed import borrowed
-from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
-from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.checks import check_fits_model, check_idle
 from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
-from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
+from tandem.engines.rollout.own_weights import ModuleEngine, OwnWeights
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
@@ -39,17 +38,14 @@ from tandem.protocol.rollout import LogprobsMode
 _ATTENTION = "sdpa"
 
 
-class HFEngine:
+class HFEngine(ModuleEngine):
     """A `RolloutEngine` in this process.
 
     Args:
-        max_length: tokens of prompt and response together, at most.
         max_num_seqs: sequences of one batch.
         max_num_batched_tokens: prompt tokens of one batch, padding included; a longer prompt runs alone.
         logprobs_mode: what samples carry as `log_probs`.
-        own: a model of its own, for weights that come as a stream; None: it takes none.
-        decode: token ids to text, for stop strings.
-        log: receives a line about every two seconds of work, between batches; None for none.
+        max_length, own, decode, log: see `ModuleEngine`.
     """
 
     def __init__(
@@ -64,24 +60,15 @@ class HFEngine:
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self.takes = kinds_taken(own)
-        self._own = own
+        super().__init__(max_length, own, decode, log)
         self._device = device
-        self._max_length = max_length
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._logprobs_mode: LogprobsMode = logprobs_mode
-        self._decode = decode
-        self._counters = Counters(log)
         self._waiting: deque[Request] = deque()
-        self._source: SharedModule | None = None
-        self._version = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known = {request.id for request in self._waiting}
-        check_new(requests, known, self._max_length, self._decode is not None)
-        if self._source is not None:
-            check_fits_model(requests, self._source.module.config)
+        self._check(requests, {request.id for request in self._waiting})
         self._waiting.extend(requests)
 
     def pending(self) -> int:
@@ -95,32 +82,15 @@ class HFEngine:
         return [Written(request).sample("abort") for request in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """After a stream that fails the engine has no weights."""
-        if self._own is not None and isinstance(source, WeightStream):
-            self._source = None
-        source = taken(source, self._own)
+        source = self._taken(source)
         check_fits_model(list(self._waiting), source.module.config)
         self._source, self._version = source, version
         return digest(source.module.named_parameters())
 
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """`generate` makes its cache anew for each batch."""
-
-    def close(self) -> None:
-        """It lives in this process and has nothing to end."""
-
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(len(self._waiting))
         if "weights" in tags:
-            self._source = None
-            if self._own is not None:
-                self._own.free()
-
-    def stats(self) -> dict[str, float]:
-        return self._counters.take()
-
-    def progress(self) -> int:
-        return self._counters.written
+            self._let_go()
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """Runs one batch to its end."""
@@ -148,12 +118,11 @@ class HFEngine:
     def _generate(self, batch: Sequence[Request]) -> list[Sample]:
         if self._source is None:
             raise EngineError("the engine has no weights", remedy="call update_weights before poll")
-        lengths = np.array([len(request.prompt_ids) for request in batch])
-        width = int(lengths.max())
-        ids, mask = (np.zeros((len(batch), width), dtype=np.int64) for _ in range(2))
-        for row, request in enumerate(batch):
-            ids[row, width - lengths[row] :] = request.prompt_ids
-            mask[row, width - lengths[row] :] = 1
+        prompts = [torch.tensor(request.prompt_ids, dtype=torch.int64) for request in batch]
+        ids, mask = (
+            pad_sequence(each, batch_first=True, padding_side="left").to(self._device)
+            for each in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+        )
         rows = Rows(len(batch), self._logprobs_mode)
         rows.add(batch)
         writer = _Writer(rows, self._version, self._decode)
@@ -165,16 +134,16 @@ class HFEngine:
             module.register_forward_hook(writer.read),
         ):
             module.generate(
-                input_ids=torch.from_numpy(ids).to(self._device),
-                attention_mask=torch.from_numpy(mask).to(self._device),
+                input_ids=ids,
+                attention_mask=mask,
                 do_sample=False,
                 synced_gpus=False,  # weights are whole here; other ranks have other prompts
                 max_new_tokens=int(writer.rows.max_tokens.max()),
                 pad_token_id=0,
                 logits_processor=LogitsProcessorList([writer]),
-                stopping_criteria=StoppingCriteriaList([_Finished(writer)]),
+                stopping_criteria=StoppingCriteriaList([writer.finished]),
             )
-        self._counters.prefill_tokens += int(lengths.sum())
+        self._counters.prefill_tokens += sum(map(len, prompts))
         self._counters.decode_steps += writer.steps - 1
         self._counters.wrote(int(writer.rows.produced.sum()))
         self._counters.running(len(batch))
@@ -222,12 +191,6 @@ class _Writer(LogitsProcessor):
         tokens_R = torch.from_numpy(self.rows.last_token).to(scores.device)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_R[:, None], 0.0)
 
-
-class _Finished(StoppingCriteria):
-    """Ends the rows that the writer has finished."""
-
-    def __init__(self, writer: _Writer) -> None:
-        self._writer = writer
-
-    def __call__(self, input_ids: Tensor, scores: object, **options: object) -> Tensor:
-        return torch.from_numpy(self._writer.done.copy()).to(input_ids.device)
+    def finished(self, input_ids: Tensor, scores: object, **options: object) -> Tensor:
+        """A stopping criterion: the rows that are done."""
+        return torch.from_numpy(self.done.copy()).to(input_ids.device)

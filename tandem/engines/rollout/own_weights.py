@@ -1,9 +1,10 @@
-"""Weights of an engine's own, filled by streams: for a trainer whose module is split over ranks, carries
-adapters, or lives in another process."""
+"""Engines in this process that sample from a transformers module: the trainer's own, or a model of theirs
+that streams fill, for a trainer whose module is split over ranks, carries adapters, or lives in another
+process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from tandem.engines.rollout.base import SharedModule, WeightSource, WeightStream
+from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.checks import check_fits_model, check_new
+from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.draws.stops import Decode
 from tandem.errors import EngineError
 from tandem.models.linear import speed_up_linears
 from tandem.models.loading import load_config
+from tandem.protocol import Request
 
 _SHOWN = 3
 
@@ -135,31 +140,80 @@ class OwnWeights:
         return held
 
 
-def taken(source: WeightSource, own: OwnWeights | None) -> SharedModule:
-    """The module to sample from: the one that is shared, or the engine's own with the stream's weights.
+class ModuleEngine:
+    """What the engines in this process have in common that sample from a transformers module.
 
     Args:
-        own: of an engine that takes streams.
-
-    Raises:
-        EngineError: a stream for an engine that takes none; see `OwnWeights.load`.
+        max_length: tokens of prompt and response together, at most.
+        own: a model of its own, for a stream of weights; None: it takes none.
+        decode: token ids to text, for stop strings.
+        log: receives a line about every two seconds of work; None for none.
     """
-    if isinstance(source, SharedModule):
-        if own is not None:
-            own.free()
-        return source
-    if own is None:
-        raise EngineError(
-            "this engine samples from the module that is trained",
-            got=type(source).__name__,
-            expected="a SharedModule",
-            remedy="make the engine with a model folder, for a model of its own",
-        )
-    return own.load(source)
+
+    def __init__(
+        self,
+        max_length: int,
+        own: OwnWeights | None,
+        decode: Decode | None,
+        log: Callable[[str], None] | None,
+    ) -> None:
+        self.takes = kinds_taken(own)
+        self._max_length = max_length
+        self._own = own
+        self._decode = decode
+        self._counters = Counters(log)
+        self._source: SharedModule | None = None
+        self._version = 0
+
+    def _check(self, requests: Sequence[Request], known: Collection[tuple[str, int]]) -> None:
+        """Refuse requests that can never run; see `check_new` and `check_fits_model`."""
+        check_new(requests, known, self._max_length, self._decode is not None)
+        if self._source is not None:
+            check_fits_model(requests, self._source.module.config)
+
+    def _taken(self, source: WeightSource) -> SharedModule:
+        """Return the module to sample from: the one that is shared, or the engine's own with the stream's
+        weights. After a stream that fails the engine has no weights.
+
+        Raises:
+            EngineError: a stream for an engine that takes none; see `OwnWeights.load`.
+        """
+        own = self._own
+        if isinstance(source, SharedModule):
+            if own is not None:
+                own.free()
+            return source
+        if own is None:
+            raise EngineError(
+                "this engine samples from the module that is trained",
+                got=type(source).__name__,
+                expected="a SharedModule",
+                remedy="make the engine with a model folder, for a model of its own",
+            )
+        self._source = None
+        return own.load(source)
+
+    def _let_go(self) -> None:
+        """Give up the weights."""
+        self._source = None
+        if self._own is not None:
+            self._own.free()
+
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        """The cache is made when it is needed, which is when its size is known."""
+
+    def close(self) -> None:
+        """It lives in this process and has nothing to end."""
+
+    def stats(self) -> dict[str, float]:
+        return self._counters.take()
+
+    def progress(self) -> int:
+        return self._counters.written
 
 
 def kinds_taken(own: OwnWeights | None) -> frozenset[type[SharedModule] | type[WeightStream]]:
-    """The kinds of source that `taken` takes."""
+    """Return the kinds of source that an engine takes."""
     return frozenset({SharedModule}) if own is None else frozenset({SharedModule, WeightStream})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.rollout import EngineConfig, RolloutConfig
 from tandem.engines.rollout.base import RolloutEngine
-from tandem.engines.rollout.draws.stops import decoder
 from tandem.engines.rollout.hf import HFEngine
-from tandem.engines.rollout.http.make import HTTP_ENGINES, make_http_engine
+from tandem.engines.rollout.http.make import HTTP_ENGINES, http_options, on_servers
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.own_weights import OwnWeights
@@ -63,8 +63,9 @@ def make_rollout_engine(
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
     if name in HTTP_ENGINES:
-        return make_http_engine(name, rollout, common, tokenizer=tokenizer, log=log, share=share)
-    common["decode"] = None if tokenizer is None else decoder(tokenizer)
+        make = partial(HTTP_ENGINES[name], **http_options(name, rollout.server, tokenizer), **common)
+        return on_servers(rollout, make, log=log, share=share)
+    common["decode"] = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
     if name == "vllm":
         assert model_path is not None and dtype is not None
         return make_vllm_engine(
@@ -84,16 +85,14 @@ def make_rollout_engine(
     options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
-    common["logprobs_mode"] = rollout.logprobs_mode
-    return _ENGINES[name](device=device, own=own, **common, **options)
+    return _ENGINES[name](device=device, own=own, logprobs_mode=rollout.logprobs_mode, **common, **options)
 
 
 def stall_timeout_s(rollout: EngineConfig) -> float:
     """The seconds for which an engine may write no token before it is given up. On servers, a request that
     hangs has its whole time first, and then its time on another server, which may tell of its tokens only
     when the answer is whole."""
-    on_servers = rollout.name in HTTP_ENGINES or (rollout.name == "vllm" and rollout.mode == "server")
-    return _STALL_S + (2 * rollout.server.request_timeout if on_servers else 0.0)
+    return _STALL_S + (2 * rollout.server.request_timeout if rollout.on_servers else 0.0)
 
 
 def _native_options(rollout: EngineConfig) -> dict[str, Any]:

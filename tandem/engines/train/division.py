@@ -69,16 +69,6 @@ class Division:
             pipeline = Pipeline.of(grid.work, meter)
         return cls(grid, split, group, pipeline)
 
-    @property
-    def stages(self) -> int:
-        """The number of stages of the pipeline."""
-        return 1 if self.pipeline is None else self.pipeline.size
-
-    @property
-    def whole(self) -> bool:
-        """Whether each rank can have the whole model, and not only its part of every layer or some layers."""
-        return self.tensor is None and self.pipeline is None
-
     def check_whole(self) -> None:
         """
         Raises:

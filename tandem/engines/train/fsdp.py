@@ -89,13 +89,14 @@ class FSDPEngine:
         settings = Settings(model, fsdp, optim, device)
         check_options(settings)
         self.device, self.version = device, 0
+        self.compute_dtype, self.output_dtype = settings.compute, settings.output
         self._settings, self._fsdp, self._optim = settings, fsdp, optim
         self._total_steps, self._updates_per_step = total_steps, updates_per_step
         self._interrupted = False
         self._meter = CollectiveMeter()
         division = Division.of(model_path, settings, sequence_parallel, self._meter)
         self.grid, self.share, self._division = division.grid, division.grid.share, division
-        self.unshards = division.whole and not model.lora_rank
+        self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
         self._others = self.grid.work["data"].get_group()  # with other rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         self.kernels = self.module.kernels
@@ -125,9 +126,8 @@ class FSDPEngine:
         if fsdp.use_torch_compile:
             compile_model(self.module)
         layers: Any = self.module.decoder.layers
-        managed = Managed()
-        if self._optim is not None:
-            managed = manage_activations(layers, settings.model, self.device)
+        trains = self._optim is not None
+        managed = manage_activations(layers, settings.model, self.device) if trains else Managed()
         self.activation_offload = managed.offload
         sharded = shard(
             self.module,
@@ -171,7 +171,7 @@ class FSDPEngine:
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
-        stages, ranks, fill = self._division.stages, self.grid.work["sequence"].size(), 0
+        stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
         parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
         padded = not self._settings.model.use_remove_padding
         laid = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
@@ -241,7 +241,7 @@ class FSDPEngine:
                 check_finite(total, grad_norm)
                 self._state.step(lr, grad_norm, self._optim.clip_grad)
         finally:
-            self._state.zero_grad()
+            self.module.zero_grad(set_to_none=True)
             self._reshard()
         self.version += 1
         metrics.add_mean("grad_norm", grad_norm, 1.0)
@@ -323,16 +323,6 @@ class FSDPEngine:
         """See `TrainEngine.take_collectives`. The few numbers that the gradient's norm and checkpoints
         exchange are not counted."""
         return self._meter.take()
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """See `TrainEngine.compute_dtype`."""
-        return self._settings.compute
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """See `TrainEngine.output_dtype`."""
-        return self._settings.output
 
     def save(self, path: Path) -> None:
         """Writes model, optimizer and version into the folder `path`, each rank its own shards."""

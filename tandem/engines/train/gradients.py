@@ -31,23 +31,18 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
             by_layout.setdefault(_layout(parameter.grad), []).append(local(parameter.grad))
     squares = []
     for (mesh, dimensions), gradients in by_layout.items():
-        square = _square(gradients)
+        if gradients[0].device.type == "cpu":  # in fp32 it loses digits over long tensors, in fp64 it is slow
+            pieces = [piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE)]
+            norms = torch._foreach_norm(pieces, 2)
+        else:
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+        square = torch.stack(norms).double().square().sum()
         for dimension in dimensions:
             assert mesh is not None
             if mesh.size(dimension) > 1:
                 dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
-    """The sum of squares of these tensors, fp64."""
-    if gradients[0].device.type == "cpu":  # in fp32 it loses digits over long tensors, in fp64 it is slow
-        pieces = [piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE)]
-        norms = torch._foreach_norm(pieces, 2)
-    else:
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
-    return torch.stack(norms).double().square().sum()
 
 
 def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
@@ -61,15 +56,17 @@ def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 
 def clip(parameters: Iterable[Tensor], norm: Tensor, longest: float) -> None:
     """Scales the gradients in place to norm `longest` if `norm`, theirs, is larger."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    factor = (longest / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    scale(parameters, (longest / (norm + 1e-6)).clamp(max=1.0))
 
 
-def scale(parameters: Iterable[Tensor], factor: float) -> None:
+def scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiplies the gradients in place."""
-    if factor != 1.0:
-        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+    if not isinstance(factor, Tensor) and factor == 1:
+        return
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if isinstance(factor, Tensor):
+        factor = factor.to(gradients[0].dtype)
+    torch._foreach_mul_(gradients, factor)
 
 
 def check_finite(loss: Tensor, norm: Tensor) -> None:

@@ -8,7 +8,6 @@ waits for them by events.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
+from tandem.engines.weight_sync import Packing
+from tandem.models.activation_offload import SameStream, SideStream
 from tandem.models.collectives import Meter
+from tandem.models.tensor_group import joined
 
 _BUFFER_BYTES = 1 << 30  # of a buffer, unless one tensor needs more: one whole would be hard to find room for
 _ALIGNMENT = 256  # bytes; of a tensor within its buffer
@@ -36,8 +38,7 @@ def leaves(value: Any) -> list[Tensor]:
 def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
     """The same tensor made of the next of other plain tensors, as many as `leaves` gives of it."""
     if isinstance(value, DTensor):
-        local = remade(value._local_tensor, parts)
-        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return joined(remade(value._local_tensor, parts), value._spec)
     if not is_traceable_wrapper_subclass(value):
         return next(parts)
     made: Any = transform_subclass
@@ -63,17 +64,17 @@ class _Layout:
     def of(cls, tensors: Sequence[Tensor], limit: int) -> _Layout:
         places: list[tuple[int, int]] = []
         buffers: list[tuple[torch.dtype, int]] = []
+        packings: dict[torch.dtype, Packing] = {}
         last: dict[torch.dtype, int] = {}  # the buffer that fills up
         for tensor in tensors:
-            dtype, step = tensor.dtype, max(1, _ALIGNMENT // tensor.itemsize)
-            size = -(-tensor.numel() // step) * step
-            number = last.get(dtype)
-            if number is None or (buffers[number][1] + size) * tensor.itemsize > limit:
-                number = last[dtype] = len(buffers)
+            dtype = tensor.dtype
+            size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            begins, start = packings.setdefault(dtype, Packing(limit)).place(size)
+            if begins:
+                last[dtype] = len(buffers)
                 buffers.append((dtype, 0))
-            start = buffers[number][1]
-            places.append((number, start))
-            buffers[number] = dtype, start + size
+            places.append((last[dtype], start // tensor.itemsize))
+            buffers[last[dtype]] = dtype, (start + size) // tensor.itemsize
         return cls([(tensor.dtype, tensor.shape) for tensor in tensors], places, buffers)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -125,7 +126,7 @@ class HostStore:
         self._device, self._limit = device, limit
         self._layout: _Layout | None = None
         self._cuda = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._lane = SideStream(device) if self._cuda else SameStream()
         self._taken = {"offload": Meter(), "onload": Meter()}
 
     def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -143,16 +144,11 @@ class HostStore:
         if not there:
             buffers = [torch.empty(size, dtype=dtype, device=self._device) for dtype, size in layout.buffers]
         pairs, taken = layout.pairs(buffers, tensors), self._taken["offload" if there else "onload"]
-        if self._cuda:  # after what was issued so far, and before what comes next
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
-        with stream, taken.measure(self._device, sum(source.nbytes for _, source in pairs)):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        nbytes = sum(source.nbytes for _, source in pairs)
+        mark = self._lane.start(pairs, taken.measure(self._device, nbytes))
+        self._lane.wait(mark)
         if there and self._cuda:
-            self._stream.synchronize()  # the host may read them
+            mark.synchronize()  # the host may read them
         self.holds = there
         parts = iter(layout.views(buffers))
         return [remade(value, parts) for value in values]

@@ -17,14 +17,12 @@ from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.lora import adapted_layers, factors, is_adapter, merged, scaling_of
 from tandem.models.parallel import Grid
-from tandem.models.tensor_group import local, place
+from tandem.models.tensor_group import joined, local, place
 
 BASE, SCALING = "base", "lora_scaling"
 """Keys of a checkpoint: checksums of the frozen weights in `BASE_TYPE`, by name; lora_alpha / lora_rank."""
 BASE_TYPE = torch.bfloat16  # the coarsest in which an engine may hold them
 _SHOWN = 3
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Adapters:
@@ -56,7 +54,7 @@ class Adapters:
         rows, columns = place(weight)
         part = merged(local(weight.detach()).to(a.dtype), a[:, columns], b[rows], scaling_of(layer))
         assert isinstance(weight, DTensor), "no shard: the model is unsharded"
-        return DTensor(part, weight._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return joined(part, weight._spec)
 
     def check_whole(self) -> None:
         """
@@ -107,7 +105,19 @@ class Adapters:
             }
             want = {name: tuple(value.shape) for name, value in state[section].items()}
             if have != want:
-                raise _of_others(path, have, want)
+                lacks, more = want.keys() - have.keys(), have.keys() - want.keys()
+                shaped = {name for name in have.keys() & want.keys() if have[name] != want[name]}
+                first = min(lacks | more | shaped)
+                whose = "of other adapters or of another model" if have else "of a model without adapters"
+                raise CheckpointError(
+                    f"the checkpoint is {whose}",
+                    field="model.target_modules" if have else "model.lora_rank",
+                    got=f"{path}: lacks {len(lacks)} tensors, has {len(more)} others and {len(shaped)} of "
+                    f"another shape, such as {first} {have.get(first, '')}".rstrip(),
+                    expected=f"{len(want)} tensors, such as {first} {want.get(first, '')}".rstrip(),
+                    remedy="resume with the lora_rank, target_modules and model.path of the run that saved "
+                    "it",
+                )
         base, scaling = {name: value.clone() for name, value in state[BASE].items()}, state[SCALING].clone()
         load_shards({BASE: base, SCALING: scaling}, reader)
         changed = [name for name, value in state[BASE].items() if not torch.equal(base[name], value)]
@@ -133,19 +143,3 @@ class Adapters:
 def trained(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of a model with adapters that are trained."""
     return {name: p for name, p in named.items() if p.requires_grad or is_adapter(name)}
-
-
-def _of_others(path: Path, have: Shapes, want: Shapes) -> CheckpointError:
-    lacks, more = want.keys() - have.keys(), have.keys() - want.keys()
-    shaped = {name for name in have.keys() & want.keys() if have[name] != want[name]}
-    first = min(lacks | more | shaped)
-    return CheckpointError(
-        "the checkpoint is of other adapters or of another model"
-        if have
-        else "the checkpoint is of a model without adapters",
-        field="model.target_modules" if have else "model.lora_rank",
-        got=f"{path}: lacks {len(lacks)} tensors, has {len(more)} others and {len(shaped)} of another shape, "
-        f"such as {first} {have.get(first, '')}".rstrip(),
-        expected=f"{len(want)} tensors, such as {first} {want.get(first, '')}".rstrip(),
-        remedy="resume with the lora_rank, target_modules and model.path of the run that saved it",
-    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.balance import within_budget
 from tandem.device import to_device
 from tandem.engines.train.base import JUDGED, REFERENCE, Counts, MicroBatching
+from tandem.engines.weight_sync import buckets
 from tandem.errors import NoTokensError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
@@ -110,19 +111,8 @@ def cut(
         parts = [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
     if block_tokens is None:
         return parts
-    return [block for rows in parts for block in _blocks(rows, lengths, block_tokens)]
-
-
-def _blocks(rows: list[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    tokens = 0
-    for row in rows:
-        if not blocks or tokens + lengths[row] > limit:
-            blocks.append([])
-            tokens = 0
-        blocks[-1].append(row)
-        tokens += lengths[row]
-    return blocks
+    sizes = ({row: lengths[row] for row in rows} for rows in parts)
+    return [list(block) for each in sizes for block in buckets(each, block_tokens)]
 
 
 def _spread(parts: list[list[int]], lengths: Sequence[int], least: int) -> list[list[int]]:

@@ -87,15 +87,19 @@ class Recomputation:
         if self._switch is None:
             return
         budget = None if self._device.type == "cpu" else micro.max_tokens  # there they are cut further
-        tokens = self._most(parts, budget)
+        tokens = most_of_ranks(max(budget or 0, *(len(part.inputs.input_ids) for part in parts)))
         if tokens <= self._tokens:
             return
         self._tokens = int(tokens * _GROWTH) if budget is None else tokens
-        reason = self._reason()
-        if reason is None:
-            self._choose(parts, micro)
-        else:
+        reason, kind = "", self._module.decoder.config.model_type
+        if kind not in PLAIN_DECODERS:
+            reason = f"what the layers of {kind} keep is not known; {_FIELD} chooses otherwise"
+        elif self._model.enable_activation_offload:
+            reason = "activations wait on the host, and the inputs of layers are the least to copy"
+        if reason:
             self._tell(f"recomputation: full, as {reason}")
+        else:
+            self._choose(parts, micro)
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
@@ -125,22 +129,6 @@ class Recomputation:
         if self._switch is not None:
             return self._switch.mode == "full"
         return self._model.enable_gradient_checkpointing and self._model.gradient_checkpointing_mode == "full"
-
-    def _reason(self) -> str | None:
-        """Why there is nothing to choose."""
-        kind = self._module.decoder.config.model_type
-        if kind not in PLAIN_DECODERS:
-            return f"what the layers of {kind} keep is not known; {_FIELD} chooses otherwise"
-        if self._model.enable_activation_offload:
-            return "activations wait on the host, and the inputs of layers are the least to copy"
-        return None
-
-    def _most(self, parts: Sequence[MicroBatch], budget: int | None) -> int:
-        """Tokens of the largest micro-batch, or that the budget allows, on the rank that has most."""
-        tokens = max(len(part.inputs.input_ids) for part in parts)
-        if budget is not None:
-            tokens = max(tokens, budget)
-        return most_of_ranks(tokens)
 
     def _choose(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
         assert self._switch is not None

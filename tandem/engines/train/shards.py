@@ -16,11 +16,6 @@ from tandem.models.collectives import CollectiveMeter
 from tandem.models.tensor_group import local, place
 
 
-def copy_in(value: Tensor, whole: Tensor) -> None:
-    """Takes this rank's part of a tensor that every rank has."""
-    local(value).copy_(whole[place(value)])
-
-
 def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The `checksum` of this rank's part in `dtype`. Those of the ranks of one copy add up to that of the
     whole: of ranks to which tensor parallelism gave the same, the first alone counts it."""

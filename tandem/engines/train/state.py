@@ -30,7 +30,7 @@ from tandem.models.collectives import CollectiveMeter
 from tandem.models.lora import is_adapter
 from tandem.models.parallel import Grid
 from tandem.models.policy import PackedModel
-from tandem.models.tensor_group import local
+from tandem.models.tensor_group import joined, local, take
 
 
 class TrainState:
@@ -86,9 +86,6 @@ class TrainState:
         for optimizer in self.optimizers:
             set_learning_rate(optimizer, lr)
             optimizer.step()
-
-    def zero_grad(self) -> None:
-        self.module.zero_grad(set_to_none=True)
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
         """Moves what is asked for to the host, if it is on the device."""
@@ -160,7 +157,7 @@ class TrainState:
                     remedy="load weights of the same model",
                 )
             if name in mine:
-                shards.copy_in(mine[name].detach(), value)
+                take(mine[name].detach(), value)
         if whole and left:
             raise EngineError(
                 f"{len(left)} weights are missing, the first is {next(iter(left))}",
@@ -291,6 +288,4 @@ def _host_copy(value: Tensor) -> Tensor:
     shard = local(value)
     host = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
     host.copy_(shard, non_blocking=True)
-    if not isinstance(value, DTensor):
-        return host
-    return DTensor(host, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return joined(host, value._spec) if isinstance(value, DTensor) else host

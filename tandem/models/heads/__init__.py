@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.config.fusers import HEADS
 from tandem.errors import ConfigError
 from tandem.models.heads.tiled import token_log_probs
 from tandem.models.tensor_group import TensorGroup
@@ -53,12 +54,6 @@ class Head(Protocol):
         """
 
 
-_INSTALL = {
-    "triton": "install PyTorch's CUDA build, which brings Triton",
-    "liger": "pip install 'liger-kernel[cutedsl]>=0.8.5'",
-}
-
-
 def head_name(asked: str, device: torch.device) -> str:
     """The name of the head that is meant for tensors on a device: "auto" is Triton's where it can run, else
     PyTorch's."""
@@ -74,15 +69,8 @@ def make_head(name: str, device: torch.device) -> Head:
         ConfigError: a head that cannot run there, or whose package is not installed.
     """
     name = head_name(name, device)
-    if name in _INSTALL:
-        _check(name, device)
-    module = "tiled" if name == "torch" else name  # loaded by name: the others are not installed everywhere
-    head: Head = import_module(f"{__name__}.{module}").token_log_probs
-    return head
-
-
-def _check(name: str, device: torch.device) -> None:
-    if device.type != "cuda":
+    needed = [*HEADS[name].packages]
+    if needed and device.type != "cuda":
         raise ConfigError(
             "these kernels run on CUDA devices alone",
             field=_FIELD,
@@ -90,10 +78,12 @@ def _check(name: str, device: torch.device) -> None:
             expected="auto or torch",
             remedy=f"set {_FIELD}=auto, which is PyTorch's here",
         )
-    needed = ["triton"] if name == "triton" else ["liger_kernel"]
     if name == "liger" and torch.cuda.get_device_capability(device) == (9, 0):
         needed.append("cutlass")
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         problem = f"not installed: {', '.join(missing)}"
-        raise ConfigError(problem, field=_FIELD, got=name, remedy=_INSTALL[name])
+        raise ConfigError(problem, field=_FIELD, got=name, remedy=HEADS[name].install)
+    module = "tiled" if name == "torch" else name  # loaded by name: the others are not installed everywhere
+    head: Head = import_module(f"{__name__}.{module}").token_log_probs
+    return head

@@ -30,7 +30,7 @@ from tandem.errors import ConfigError
 from tandem.protocol import DataProto
 from tandem.runtime.backend import Usage
 from tandem.runtime.dispatch import Call
-from tandem.runtime.failure import CallFailed, Record, Status, log_header
+from tandem.runtime.failure import CallFailed, Place, Record, Status, log_header
 from tandem.runtime.future import resolve
 from tandem.runtime.index import Index
 from tandem.runtime.ray_backend.cluster import interface_of
@@ -50,16 +50,15 @@ class Whereabouts:
     """The machine and the network in which a process found itself.
 
     Attributes:
-        node: Ray's id of the machine.
-        address, interface: the machine's, in its network.
-        pid: the process.
+        place: the process, by the machine's address.
+        machine: Ray's id of it.
+        interface: of that address.
         cores: of the machine.
     """
 
-    node: str
-    address: str
+    place: Place
+    machine: str
     interface: str | None
-    pid: int
     cores: int
 
 
@@ -253,9 +252,11 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def whereabouts(self) -> Whereabouts:
+        at = self._setup
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        node = ray.get_runtime_context().get_node_id()
-        return Whereabouts(node, address, interface_of(address), os.getpid(), os.cpu_count() or 1)
+        place = Place(at.pool, at.rank, at.world_size, address, os.getpid(), at.log)
+        machine = ray.get_runtime_context().get_node_id()
+        return Whereabouts(place, machine, interface_of(address), os.cpu_count() or 1)
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:

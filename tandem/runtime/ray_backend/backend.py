@@ -43,15 +43,18 @@ class Hosts:
     """The processes of a pool.
 
     Attributes:
-        actors, places, found: by rank.
+        actors, found: by rank.
         group: what they reserve; None for helpers beside the controller.
     """
 
     pool: ResourcePool
     actors: list[Actor]
-    places: list[Place]
     found: list[Whereabouts]
     group: PlacementGroup | None
+
+    @property
+    def places(self) -> list[Place]:
+        return [at.place for at in self.found]
 
 
 @dataclass(eq=False, repr=False)
@@ -131,7 +134,7 @@ class RayBackend:
         deadline = time.monotonic() + self.start_s
         for pool in new:
             group = groups.get(pool.name)
-            self._pools[pool.name] = Hosts(pool, self._spawn(pool, group), [], [], group)
+            self._pools[pool.name] = Hosts(pool, self._spawn(pool, group), [], group)
         started = [self._pools[pool.name] for pool in new]
         for step in (self._find, self._introduce):
             for hosts in started:
@@ -197,7 +200,7 @@ class RayBackend:
         path = tuple(each or cwd for each in sys.path)
         actors = []
         for rank, node in enumerate(nodes):
-            log = self._log_of(pool, rank)
+            log = self._logs / f"{pool.name}_{rank}.log"
             setup = Setup(pool.name, rank, pool.world_size, cwd, path, log, trusted)
             where = (
                 {"num_cpus": 0, "scheduling_strategy": here}
@@ -211,26 +214,23 @@ class RayBackend:
     def _find(self, hosts: Hosts, deadline: float) -> None:
         """Waits for a pool's processes, and watches them from then on."""
         asked = [actor.whereabouts.remote() for actor in hosts.actors]
-        for rank, ref in enumerate(asked):
+        for actor, ref in zip(hosts.actors, asked, strict=True):
             at = self._by(deadline, ref)
-            pool = hosts.pool
-            log = self._log_of(pool, rank)
-            hosts.places.append(Place(pool.name, rank, pool.world_size, at.address, at.pid, log))
             hosts.found.append(at)
-            self._watch.add(hosts.places[-1], hosts.actors[rank])
+            self._watch.add(at.place, actor)
 
     def _introduce(self, hosts: Hosts, deadline: float) -> None:
         """Tells a pool's processes of each other and of their share of the machine."""
         group = self._process_group(hosts, deadline)
-        busy = [at.node for known in self._pools.values() if known.pool.on_device for at in known.found]
-        nodes = [at.node for at in hosts.found]
+        busy = [at.machine for known in self._pools.values() if known.pool.on_device for at in known.found]
+        machines = [at.machine for at in hosts.found]
         joined = []
         for rank, (actor, at) in enumerate(zip(hosts.actors, hosts.found, strict=True)):
-            own = {"LOCAL_RANK": "0" if self.gpus else str(nodes[:rank].count(at.node))}
+            own = {"LOCAL_RANK": "0" if self.gpus else str(machines[:rank].count(at.machine))}
             if group:
                 own |= group | {"RANK": str(rank)}
             defaults = _interface_names(at.interface) if group else {}
-            threads = _threads(at.cores, busy.count(at.node) if hosts.pool.on_device else at.cores)
+            threads = _threads(at.cores, busy.count(at.machine) if hosts.pool.on_device else at.cores)
             joined.append(actor.join.remote(own, defaults, threads))
         for ref in joined:
             self._by(deadline, ref)
@@ -239,7 +239,7 @@ class RayBackend:
         """The environment that makes a pool's processes one group of `torch.distributed`; none for one."""
         if hosts.pool.world_size == 1:
             return {}
-        address = hosts.found[0].address
+        address = hosts.found[0].place.node
         port = 0
         if self.master_port != 0:  # the first pool's is the one asked for, the next ones' follow
             taken = {port for name, port in self._ports.items() if name in self._pools}
@@ -264,16 +264,13 @@ class RayBackend:
             restartable = True
         return WorkerFailure(
             f"resource pool '{pool.name}' could not be started: {what}\n"
-            f"  answered: {len(hosts.places)} of {pool.world_size} processes\n"
+            f"  answered: {len(hosts.found)} of {pool.world_size} processes\n"
             f"  logs:     {self._logs}, which all nodes must share",
             restartable=restartable,
         )
 
     def _actor_name(self, pool: str, rank: int) -> str:
         return f"{self._id}_{pool}_{rank}"
-
-    def _log_of(self, pool: ResourcePool, rank: int) -> Path:
-        return self._logs / f"{pool.name}_{rank}.log"
 
     def _by(self, deadline: float, ref: ray.ObjectRef[Any]) -> Any:
         return self._watch.get(ref, max(0.0, deadline - time.monotonic()))

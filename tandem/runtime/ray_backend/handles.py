@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -37,7 +37,6 @@ class RayHandle:
     _index: ray.ObjectRef[bytes] | bytes | None
     _watch: Watch | None = None
     _together: Together | None = None
-    _known: Index | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self._together is not None:
@@ -61,8 +60,6 @@ class RayHandle:
         return value
 
     def index(self, timeout_s: float | None = None) -> Index:
-        if self._known is not None:
-            return self._known
         if self._index is None:
             raise DataError("only a batch has an index", expected="a method that returns a DataProto")
         packed: bytes
@@ -73,8 +70,8 @@ class RayHandle:
         else:
             packed = self._watch.get(self._index, timeout_s, together=self._together)
             self._watch.index_bytes += len(packed)
-        self._known = pickle.loads(packed)
-        return self._known
+        index: Index = pickle.loads(packed)
+        return index
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not isinstance(self._index, bytes):

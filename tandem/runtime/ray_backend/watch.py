@@ -91,7 +91,7 @@ class Sent:
         return False
 
 
-@dataclass
+@dataclass(eq=False)
 class Watched:
     """A process, the question it has not answered yet, and its last answer."""
 
@@ -113,6 +113,9 @@ class Watched:
         return (found.role, found.method) if found else ("", "")
 
 
+Answers = Mapping[Watched, Answer]
+
+
 class Watch:
     """The controller's eye on its processes.
 
@@ -129,8 +132,8 @@ class Watch:
         self._call_s = call_s
         self._answer_s = answer_s
         self._say = say
-        self._processes: list[Watched] = []
-        self._by_actor: dict[Any, Watched] = {}
+        self._processes: dict[Any, Watched] = {}
+        """By the actor's id."""
         self._failure: WorkerFailure | None = None
         self._raised: list[tuple[float, Record]] = []
         """Calls that raised and of which the controller was not told yet, and since when they are known."""
@@ -143,23 +146,21 @@ class Watch:
     def add(self, place: Place, actor: Actor) -> None:
         """Watches one more process."""
         with self._lock:
-            known = Watched(place, actor)
-            self._processes.append(known)
-            self._by_actor[actor._actor_id] = known
+            self._processes[actor._actor_id] = Watched(place, actor)
             if not self._thread.is_alive():
                 self._thread.start()
 
     def sent(self, actor: Actor, role: str, method: str, result: Any) -> None:
         """Remembers a call of a process, and weakly its result, to say later what it was doing."""
-        self._by_actor[actor._actor_id].calls.append(Sent(role, method, weakref.ref(result)))
+        self._processes[actor._actor_id].calls.append(Sent(role, method, weakref.ref(result)))
 
     def remove(self, pool: str) -> None:
         """Watches the processes of a pool no longer, after passing on what they said last."""
         with self._lock:
             if self._failure is None:
                 self._survey()
-            self._processes = [known for known in self._processes if known.place.pool != pool]
-            self._by_actor = {known.actor._actor_id: known for known in self._processes}
+            staying = {key: known for key, known in self._processes.items() if known.place.pool != pool}
+            self._processes = staying
 
     def close(self) -> None:
         """Ends, after passing on what was said last."""
@@ -258,12 +259,12 @@ class Watch:
                 return failure
             return self._report(fault, answers)
 
-    def _survey(self) -> dict[Place, Answer]:
+    def _survey(self) -> Answers:
         """Asks everybody, and passes on what they say to the user."""
-        open_questions = [known.ask() for known in self._processes]
+        open_questions = [known.ask() for known in self._processes.values()]
         if open_questions:
             ray.wait(open_questions, num_returns=len(open_questions), timeout=SURVEY_S)
-        return {known.place: self._answer(known) for known in self._processes}
+        return {known: self._answer(known) for known in self._processes.values()}
 
     def _answer(self, known: Watched) -> Answer:
         assert known.question is not None
@@ -284,7 +285,7 @@ class Watch:
         return known.seen
 
     def _fault(
-        self, answers: Mapping[Place, Answer], record: Record | None = None, *, patient: bool = False
+        self, answers: Answers, record: Record | None = None, *, patient: bool = False
     ) -> Fault | None:
         """Finds what is wrong, if anything: a death comes before what it made others raise, and that before
         silence and overruns.
@@ -293,19 +294,17 @@ class Watch:
             record: a call that is known to have raised.
             patient: leave the controller GRACE_S to notice by itself that a call raised.
         """
-        for known in self._processes:
-            answer = answers[known.place]
+        for known, answer in answers.items():
             if isinstance(answer, Dead):
                 return Fault(known.place, f"its process died ({answer.why})", *known.at())
         known_since = time.monotonic() - (GRACE_S if patient else 0)
         raised = [each for since, each in self._raised if since <= known_since]
         first = first_failure([*raised, *([record] if record else [])])
         if first is not None:
-            places = {(known.place.pool, known.place.rank): known.place for known in self._processes}
+            places = {(known.place.pool, known.place.rank): known.place for known in answers}
             place = places[first.pool, first.rank]
             return Fault(place, first.error, first.role, first.method, first.trace, first.cause)
-        for known in self._processes:
-            answer = answers[known.place]
+        for known, answer in answers.items():
             if isinstance(answer, Silent) and answer.since_s > self._answer_s:
                 _ask_for_stacks(known.place)
                 what = (
@@ -317,12 +316,12 @@ class Watch:
             return None  # whoever has run for too long may be waiting for that one
         return self._overrun(answers)
 
-    def _overrun(self, answers: Mapping[Place, Answer]) -> Fault | None:
+    def _overrun(self, answers: Answers) -> Fault | None:
         """All that have run for too long are shown: which of them the others wait for is for the reader."""
         busy = [
             (known, answer)
-            for known in self._processes
-            if isinstance(answer := answers[known.place], Status) and answer.state != "idle"
+            for known, answer in answers.items()
+            if isinstance(answer, Status) and answer.state != "idle"
         ]
         running = [item for item in busy if item[1].state == "running"]
         # Who waits for an input waits for somebody's run, unless nobody runs.
@@ -335,10 +334,11 @@ class Watch:
         what = f"it has been {doing} for {status.since_s:.0f} s; the limit is {self._call_s:g} s"
         return Fault(first.place, what, status.role, status.method, stacks)
 
-    def _report(self, fault: Fault, answers: Mapping[Place, Answer]) -> WorkerFailure:
+    def _report(self, fault: Fault, answers: Answers) -> WorkerFailure:
         """The report; everything that raised until now is told with it."""
         self._raised.clear()
-        return fault.report({place: str(answer) for place, answer in answers.items() if place != fault.place})
+        others = {known.place: str(answer) for known, answer in answers.items() if known.place != fault.place}
+        return fault.report(others)
 
 
 def _left(deadline: float) -> float:

@@ -43,19 +43,12 @@ class RayWorkers:
         for actor, call in zip(self._actors, _sent_once(calls), strict=True):
             if call is None:
                 handles.append(None)
-            else:
-                handles.append(self._called(actor, method, call, keeps, together))
+                continue
+            packed = packed_call(self._role, method, call)
+            index, value = actor.run_kept.remote(packed) if keeps else (None, actor.run.remote(packed))
+            handles.append(RayHandle(value, index, self._watch, together))
+            self._watch.sent(actor, self._role, method, handles[-1])
         return handles
-
-    def _called(self, actor: Actor, method: str, call: Call, keeps: bool, together: Together) -> RayHandle:
-        packed = packed_call(self._role, method, call)
-        if keeps:
-            index, value = actor.run_kept.remote(packed)
-        else:
-            index, value = None, actor.run.remote(packed)
-        handle = RayHandle(value, index, self._watch, together)
-        self._watch.sent(actor, self._role, method, handle)
-        return handle
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
         ranks, ends = {}, []

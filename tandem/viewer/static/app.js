@@ -5,8 +5,8 @@ import { Samples } from "./samples.js";
 import { Time } from "./time.js";
 import { Trust } from "./trust.js";
 import {
-  Empty, Failure, Guarded, Pairs, address, ask, changed, go, html, ofRuns, parsed, render, runInk, text, useEffect,
-  useKeys, useState,
+  Empty, Failure, Guarded, Pairs, address, ask, changed, go, html, ofRuns, parsed, render, runInk, text, toggled, useEffect,
+  useKeys, useListener, useState,
 } from "./ui.js";
 
 const PAGES = new Map([
@@ -29,15 +29,7 @@ const KEYS = [
 
 function useRoute() {
   const [hash, setHash] = useState(location.hash);
-  useEffect(() => {
-    const update = () => setHash(location.hash);
-    window.addEventListener("hashchange", update);
-    window.addEventListener("popstate", update);
-    return () => {
-      window.removeEventListener("hashchange", update);
-      window.removeEventListener("popstate", update);
-    };
-  }, []);
+  useListener(["hashchange", "popstate"], () => setHash(location.hash));
   return parsed(hash);
 }
 
@@ -69,31 +61,18 @@ function useTheme() {
   const [theme, change] = useState(localStorage.getItem("theme") || system);
   document.documentElement.dataset.theme = theme;
   const toggle = () => {
-    const next = { dark: "light", light: "dark" }[theme];
+    const next = theme === "dark" ? "light" : "dark";
     localStorage.setItem("theme", next);
     change(next);
   };
   return [theme, toggle];
 }
 
-function useEscape(close) {
-  useEffect(() => {
-    const press = (event) => {
-      if (event.key !== "Escape") return;
-      close();
-      event.target.blur?.();
-    };
-    window.addEventListener("keydown", press);
-    return () => window.removeEventListener("keydown", press);
-  }, []);
-}
-
-function RunList({ runs, chosen, route }) {
-  const { page, params } = route;
+function RunList({ runs, chosen, page, params }) {
   const names = chosen.map((run) => run.run);
   const show = (run) => go(page === "sample" ? "samples" : page, changed(params, { run, id: null }));
   const toggle = (name) => {
-    const next = names.includes(name) ? names.filter((each) => each !== name) : [...names, name];
+    const next = toggled(names, name);
     show(next.length ? next : name);
   };
   return html`<nav class="runs" aria-label="Runs">
@@ -106,7 +85,7 @@ function RunList({ runs, chosen, route }) {
         return html`<li class=${place >= 0 ? "chosen" : ""} key=${run.run}>
           <input type="checkbox" aria-label=${`Show ${run.run} too`} checked=${place >= 0} style=${{ accentColor }}
             onChange=${() => toggle(run.run)} />
-          <button type="button" onClick=${() => show(run.run)} title=${run.run}>
+          <button type="button" class="bare" onClick=${() => show(run.run)} title=${run.run}>
             <span class="run-name">${text(run.run.split("/").slice(-2).join("/"))}</span>
             <span class="run-facts"><i class=${`state ${run.state}`}></i>${run.state}${done}</span>
           </button>
@@ -124,18 +103,18 @@ function Help({ close }) {
   </div>`;
 }
 
-function Bar({ route, live, theme, toggleTheme, help }) {
-  const here = route.page === "sample" ? "samples" : route.page;
+function Bar({ page, params, live, theme, toggleTheme, help }) {
+  const here = page === "sample" ? "samples" : page;
   return html`<header class="bar">
     <a class="brand" href="#/">tandem</a>
     <nav aria-label="Pages">
       ${[...PAGES].map(
-        ([page, [title]]) => html`<a href=${address(page, ofRuns(route.params))}
-          aria-current=${page === here ? "page" : undefined}>${title}</a>`,
+        ([name, [title]]) => html`<a href=${address(name, ofRuns(params))}
+          aria-current=${name === here ? "page" : undefined}>${title}</a>`,
       )}
     </nav>
     <span class="spring"></span>
-    ${live && html`<span class="live" role="status">live</span>`}
+    ${live && html`<span class="note live" role="status">live</span>`}
     <button type="button" class="quiet" onClick=${help} aria-label="Keys">?</button>
     <button type="button" class="quiet" onClick=${toggleTheme} aria-label=${theme === "dark" ? "Light colours" : "Dark colours"}>
       ${theme === "dark" ? "☀" : "☾"}
@@ -144,12 +123,15 @@ function Bar({ route, live, theme, toggleTheme, help }) {
 }
 
 function App() {
-  const route = useRoute();
+  const { page, params } = useRoute();
   const { runs, error } = useRuns();
   const [theme, toggleTheme] = useTheme();
   const [help, setHelp] = useState(false);
-  const { page, params } = route;
-  useEscape(() => setHelp(false));
+  useListener(["keydown"], (event) => {
+    if (event.key !== "Escape") return;
+    setHelp(false);
+    event.target.blur?.();
+  });
   useKeys((key, event) => {
     const target = [...PAGES.keys()][Number(key) - 1];
     if (target) go(target, ofRuns(params));
@@ -160,27 +142,31 @@ function App() {
     else return;
     event.preventDefault();
   });
-  const wanted = params.getAll("run");
-  const found = wanted.flatMap((name) => (runs || []).filter((run) => run.run === name));
+  const found = params.getAll("run").flatMap((name) => (runs || []).filter((run) => run.run === name));
   const chosen = found.length ? found : (runs || []).slice(0, 1);
+  const [run] = chosen;
   const [title, shown] = page === "sample" ? ["Sample", Sample] : PAGES.get(page) || ["", null];
-  const names = chosen.map((run) => run.run.split("/").pop()).join(", ");
+  const names = chosen.map((each) => each.run.split("/").pop()).join(", ");
   useEffect(() => {
     document.title = `${title} · ${names} · Tandem`;
   }, [title, names]);
+  const set = (changes) => go(page, changed(parsed(location.hash).params, changes), { replace: true });
   const none = "No run has begun in these folders yet; it shows here as soon as one does.";
-  return html`<${Bar} route=${route} live=${chosen[0]?.state === "running"} theme=${theme} toggleTheme=${toggleTheme}
+  return html`<${Bar} page=${page} params=${params} live=${run?.state === "running"} theme=${theme} toggleTheme=${toggleTheme}
       help=${() => setHelp(true)} />
     <div class="frame">
-      ${runs && html`<${RunList} runs=${runs} chosen=${chosen} route=${route} />`}
+      ${runs && html`<${RunList} runs=${runs} chosen=${chosen} page=${page} params=${params} />`}
       <main>
         <${Failure} error=${error} />
-        ${runs && !runs.length && html`<${Empty}>${none}</${Empty}>`}
-        ${chosen.map((run) => html`<${Failure} error=${run.error} />`)}
+        ${runs && !run && html`<${Empty}>${none}</${Empty}>`}
+        ${chosen.map((each) => html`<${Failure} error=${each.error} />`)}
         ${!shown && html`<${Empty}>There is no page of this name.</${Empty}>`}
         ${shown &&
-        chosen[0] &&
-        html`<${Guarded} key=${`${page} ${names}`}><${shown} runs=${chosen} route=${route} theme=${theme} /></${Guarded}>`}
+        run &&
+        html`<${Guarded} key=${`${page} ${names}`}>
+          ${shown !== Sample && html`<h1 class="unseen">${title}</h1>`}
+          <${shown} run=${run} runs=${chosen} params=${params} set=${set} theme=${theme} />
+        </${Guarded}>`}
       </main>
     </div>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;

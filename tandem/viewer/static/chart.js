@@ -15,12 +15,16 @@ export function smoothed(values, weight) {
   });
 }
 
-// Curves of several runs over one axis. uPlot tells "no step of this run" (undefined) from "no value" (null).
-function aligned(curves) {
-  return uPlot.join(curves.map(([steps, values]) => [steps, values]));
+// The lines of a curve: where it is smoothed, its own values lie faint behind it.
+function linesOf({ name, steps, values, raw, place = 0, ink: own = runInk(place), dash }, log) {
+  const shown = (all) => (log ? all.map((value) => (value > 0 ? value : null)) : all);
+  const behind = { stroke: ink(runInk(place)), width: 1, alpha: 0.25, points: { show: false } };
+  const points = { show: steps.length < 3, size: 5, fill: ink(runInk(place)) };
+  const series = { stroke: ink(own), width: 1.5, dash, spanGaps: true, points };
+  return [...(raw ? [{ steps, values: shown(raw), series: behind }] : []), { name, steps, values: shown(values), series }];
 }
 
-function axis(theme, formatted, size) {
+function axis(digits, size) {
   return {
     stroke: ink("faint"),
     grid: { stroke: ink("grid"), width: 1 },
@@ -28,7 +32,7 @@ function axis(theme, formatted, size) {
     font: "11px system-ui, sans-serif",
     size,
     gap: 4,
-    values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatted(tick))),
+    values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, digits))),
     space: 42,
   };
 }
@@ -41,7 +45,7 @@ function drawn(marks) {
     for (const mark of marks) {
       const at = Math.round(plot.valToPos(mark.step, "x", true)) + 0.5;
       if (at < bbox.left || at > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = ctx.fillStyle = ink(mark.ink);
+      ctx.strokeStyle = ink(mark.ink);
       ctx.setLineDash(mark.kind === "restart" ? [4, 3] : []);
       ctx.globalAlpha = mark.kind === "checkpoint" ? 0.9 : 0.7;
       ctx.beginPath();
@@ -53,49 +57,6 @@ function drawn(marks) {
   };
 }
 
-function options(box, { log, marks, theme, curves, onZoom, points, zoom }, legend) {
-  const series = curves.flatMap((curve, place) => [
-    ...(curve.raw
-      ? [{ stroke: ink(runInk(curve.place ?? place)), width: 1, alpha: 0.25, points: { show: false } }]
-      : []),
-    {
-      label: curve.name,
-      stroke: ink(curve.ink || runInk(curve.place ?? place)),
-      width: points ? 0 : 1.5,
-      dash: curve.dash,
-      spanGaps: true,
-      paths: points ? () => null : undefined,
-      points: { show: points || curve.steps.length < 3, size: 5, fill: ink(runInk(curve.place ?? place)) },
-    },
-  ]);
-  return {
-    width: Math.max(box.clientWidth, 80),
-    height: box.clientHeight,
-    legend: { show: false },
-    cursor: {
-      sync: { key: SYNC.key, setSeries: false },
-      drag: { x: true, y: false, setScale: false },
-      points: { size: 6 },
-    },
-    scales: { x: { time: false, range: zoom ? () => zoom : undefined }, y: log ? { distr: 3 } : { range: around } },
-    axes: [{ ...axis(theme, (tick) => number(tick), 24), incrs: WHOLE }, axis(theme, (tick) => number(tick, 3), 48)],
-    series: [{}, ...series],
-    hooks: {
-      drawAxes: [drawn(marks)],
-      setCursor: [(plot) => legend(plot)],
-      setSelect: [
-        (plot) => {
-          const [from, to] = [plot.select.left, plot.select.left + plot.select.width].map((at) =>
-            plot.posToVal(at, "x"),
-          );
-          if (plot.select.width > 4) onZoom?.(Math.ceil(from), Math.floor(to));
-          plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        },
-      ],
-    },
-  };
-}
-
 // Room above and below; a curve that never moves lies in the middle.
 function around(_, low, high) {
   if (low === null) return [0, 1];
@@ -103,77 +64,59 @@ function around(_, low, high) {
   return [low - pad, high + pad];
 }
 
+// What the pointer is at, in words: the step, each curve's value, what happened then.
+function told(plot, lines, marks) {
+  const at = plot.cursor.idx ?? null;
+  if (at === null) return "";
+  const step = plot.data[0][at];
+  const named = lines.map(({ name }, i) => [name, number(plot.data[i + 1][at])]).filter(([name]) => name);
+  const values = named.map(([name, value]) => (named.length > 1 ? `${name} ${value}` : value));
+  return [`step ${step}`, ...values, ...marks.filter((mark) => mark.step === step).map((mark) => mark.text)].join(" · ");
+}
+
+function brushed(plot, onZoom) {
+  const { left, width } = plot.select;
+  const [from, to] = [left, left + width].map((at) => plot.posToVal(at, "x"));
+  if (width > 4) onZoom?.(Math.ceil(from), Math.floor(to));
+  plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+}
+
 // One chart. A curve: {name, steps, values, raw (unsmoothed values), place (its run's), ink, dash}.
-export function Chart({
-  title,
-  curves,
-  marks = [],
-  log = false,
-  theme,
-  onZoom,
-  zoom,
-  height = 150,
-  points = false,
-  label,
-}) {
+export function Chart({ title, curves, marks = [], log = false, theme, onZoom, zoom, height }) {
   const box = useRef(null);
   const read = useRef(null);
-  const key = JSON.stringify([
-    title,
-    curves.map((c) => [c.name, c.steps.length, c.steps.at(-1), c.values.at(-1), c.values[0]]),
-    marks.length,
-    log,
-    theme,
-    zoom,
-    points,
-  ]);
+  const ends = curves.map(({ name, steps, values }) => [name, steps.length, steps.at(-1), values[0], values.at(-1)]);
   useEffect(() => {
-    const usable = curves.map((curve) => ({
-      ...curve,
-      values: log ? curve.values.map((v) => (v > 0 ? v : null)) : curve.values,
-    }));
-    const data = aligned(
-      usable.flatMap((c) => [
-        ...(c.raw ? [[c.steps, log ? c.raw.map((v) => (v > 0 ? v : null)) : c.raw]] : []),
-        [c.steps, c.values],
-      ]),
-    );
-    const near = marks.reduce((all, mark) => all.set(mark.step, [...(all.get(mark.step) || []), mark.text]), new Map());
-    const legend = (plot) => {
-      const at = plot.cursor.idx;
-      if (!read.current) return;
-      if (at === null || at === undefined) {
-        read.current.textContent = "";
-        return;
-      }
-      const named = plot.series
-        .slice(1)
-        .map((series, index) => [series.label, plot.data[index + 1][at]])
-        .filter(([name]) => name && name !== "Value");
-      const values = named.map(([name, value]) => `${curves.length > 1 ? `${name} ` : ""}${number(value)}`);
-      read.current.textContent = [`step ${plot.data[0][at]}`, ...values, ...(near.get(plot.data[0][at]) || [])].join(
-        " · ",
-      );
+    const [held, said] = [box.current, read.current]; // uPlot and the observer may speak once more when the chart is gone
+    const size = () => ({ width: Math.max(held.clientWidth, 80), height: held.clientHeight });
+    const lines = curves.flatMap((curve) => linesOf(curve, log));
+    const options = {
+      ...size(),
+      legend: { show: false },
+      cursor: {
+        sync: { key: SYNC.key, setSeries: false },
+        drag: { x: true, y: false, setScale: false },
+        points: { size: 6 },
+      },
+      scales: { x: { time: false, range: zoom ? () => zoom : undefined }, y: log ? { distr: 3 } : { range: around } },
+      axes: [{ ...axis(4, 24), incrs: WHOLE }, axis(3, 48)],
+      series: [{}, ...lines.map(({ series }) => series)],
+      hooks: {
+        drawAxes: [drawn(marks)],
+        setCursor: [(plot) => (said.textContent = told(plot, lines, marks))],
+        setSelect: [(plot) => brushed(plot, onZoom)],
+      },
     };
-    const plot = new uPlot(
-      options(box.current, { log, marks, theme, curves: usable, onZoom, points, zoom }, legend),
-      data,
-      box.current,
-    );
-    const held = box.current; // the observer may speak once more when the chart is gone
-    const resized = new ResizeObserver(() =>
-      plot.setSize({ width: Math.max(held.clientWidth, 80), height: held.clientHeight }),
-    );
+    const plot = new uPlot(options, uPlot.join(lines.map(({ steps, values }) => [steps, values])), held);
+    const resized = new ResizeObserver(() => plot.setSize(size()));
     resized.observe(held);
     return () => {
       resized.disconnect();
       plot.destroy();
     };
-  }, [key]);
-  const ends = curves
-    .map((curve) => `${curve.name}: ${number(curve.values[0])} to ${number(curve.values.at(-1))}`)
-    .join("; ");
-  return html`<figure class="chart" role="img" aria-label=${`${label || title}. ${ends}`}>
+  }, [JSON.stringify([title, ends, marks.length, log, theme, zoom])]);
+  const label = ends.map(([name, , , first, last]) => `${name}: ${number(first)} to ${number(last)}`).join("; ");
+  return html`<figure class="chart" role="img" aria-label=${`${title}. ${label}`}>
     <div class="canvas" ref=${box} style=${{ height: `${height}px` }}></div>
     <figcaption ref=${read}></figcaption>
   </figure>`;

@@ -3,19 +3,13 @@ import { html, number, useRef, useState } from "./ui.js";
 
 const LEAST = 0.04; // height of a bar that stands for anything, so that it is seen
 
-function bounds(range, edges) {
-  if (!range) return [edges[0], edges.at(-1)];
-  const [low, high] = range.includes("..") ? range.split("..") : [range, range];
-  return [low === "" ? edges[0] : Number(low), high === "" ? edges.at(-1) : Number(high)];
-}
-
 export function Histogram({ name, data, range, onChange, title = name }) {
   const { edges, counts } = data;
   const box = useRef(null);
-  const [brush, setBrush] = useState(null);
+  const [brush, setBrush] = useState(null); // the bins where the pointer went down and where it is
+  const [from, to] = brush ? [Math.min(...brush), Math.max(...brush)] : [];
   const most = Math.max(1, ...counts);
-  const whole = name !== "score";
-  const [low, high] = bounds(range, edges);
+  const one = name === "score" ? 0 : 1; // whole numbers: a bin ends one before the next begins
   const bin = (event) => {
     const { left, width } = box.current.getBoundingClientRect();
     return Math.max(0, Math.min(counts.length - 1, Math.floor(((event.clientX - left) / width) * counts.length)));
@@ -27,16 +21,19 @@ export function Histogram({ name, data, range, onChange, title = name }) {
   const move = (event) => brush && setBrush([brush[0], bin(event)]);
   const end = () => {
     if (!brush) return;
-    const [from, to] = [Math.min(...brush), Math.max(...brush)];
     setBrush(null);
-    onChange(`${edges[from]}..${whole ? edges[to + 1] - 1 : edges[to + 1]}`);
+    onChange(`${edges[from]}..${edges[to + 1] - one}`);
   };
-  const lit = (i) =>
-    brush ? i >= Math.min(...brush) && i <= Math.max(...brush) : edges[i + 1] > low && edges[i] <= high;
-  const [least, greatest] = range.includes("..") ? range.split("..") : [range, range];
-  const typed = (ends) => onChange(ends.every((end) => end === "") ? "" : ends.join(".."));
-  const shown = whole ? edges.at(-1) - 1 : edges.at(-1);
-  const label = `${title} from ${number(edges[0])} to ${number(shown)}, ${counts.length} bins, at most ${most} samples in one`;
+  const ends = range.includes("..") ? range.split("..") : [range, range];
+  const lasts = [edges[0], edges.at(-1)];
+  const [low, high] = ends.map((typed, i) => (typed === "" ? lasts[i] : Number(typed)));
+  const lit = (i) => (brush ? i >= from && i <= to : edges[i + 1] > low && edges[i] <= high);
+  const shown = [number(edges[0]), number(edges.at(-1) - one)];
+  const typed = (place, value) => {
+    const next = ends.with(place, value.trim());
+    onChange(next.every((each) => each === "") ? "" : next.join(".."));
+  };
+  const label = `${title} from ${shown.join(" to ")}, ${counts.length} bins, at most ${most} samples in one`;
   const bar = (count, i) => {
     const height = `${count ? Math.max(count / most, LEAST) * 100 : 0}%`;
     return html`<i class=${lit(i) ? "lit" : ""} style=${{ height }} title=${`${number(edges[i])}: ${count}`}></i>`;
@@ -44,15 +41,16 @@ export function Histogram({ name, data, range, onChange, title = name }) {
   return html`<div class="histogram" data-column=${name}>
     <div class="head">
       <span>${title}</span>
-      ${range && html`<button type="button" aria-label=${`All of ${title}`} onClick=${() => onChange("")}>×</button>`}
+      ${range &&
+      html`<button type="button" class="bare" aria-label=${`All of ${title}`} onClick=${() => onChange("")}>×</button>`}
     </div>
     <div class="bars" ref=${box} role="img" aria-label=${label} onPointerDown=${start} onPointerMove=${move}
       onPointerUp=${end} onPointerCancel=${() => setBrush(null)}>${counts.map(bar)}</div>
     <div class="ends">
-      <input inputmode="decimal" aria-label=${`Least ${title}`} placeholder=${number(edges[0])} value=${least}
-        onChange=${(event) => typed([event.target.value.trim(), greatest])} />
-      <input inputmode="decimal" aria-label=${`Greatest ${title}`} placeholder=${number(shown)} value=${greatest}
-        onChange=${(event) => typed([least, event.target.value.trim()])} />
+      ${["Least", "Greatest"].map(
+        (which, i) => html`<input inputmode="decimal" aria-label=${`${which} ${title}`} placeholder=${shown[i]} value=${ends[i]}
+          onChange=${(event) => typed(i, event.target.value)} />`,
+      )}
     </div>
   </div>`;
 }

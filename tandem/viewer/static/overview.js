@@ -1,8 +1,7 @@
 // Overview: curves of one run or several, what differs between their configs, what happened on the way.
 import { Chart, smoothed } from "./chart.js";
 import {
-  Choice, Empty, Failure, Pairs, Section, Table, ask, changed, go, html, number, runInk, text, useAnswer, useEffect,
-  useMemo, useState,
+  Choice, Empty, Failure, Pairs, Search, Section, Table, html, number, runInk, text, useAnswer, useAnswers, useMemo, useState,
 } from "./ui.js";
 
 // What the charts of a group are of: whole names, or beginnings that end in "/".
@@ -34,26 +33,13 @@ export function marksOf(found) {
   ].filter(({ step }) => Number.isFinite(step));
 }
 
-// Answers of several runs in their order, without those that fail: `error` says why the first of these does.
+// Answers of several runs in their order, without those that fail.
 function useEach(name, runs, more = {}) {
-  const [state, setState] = useState({ found: [], error: "" });
-  const key = JSON.stringify([name, more, runs.map((run) => [run.run, run.stamp])]);
-  useEffect(() => {
-    const control = new AbortController();
-    const asked = runs.map((run, place) =>
-      ask(name, { run: run.run, ...more }, control.signal).then(
-        (answer) => ({ run, place, answer }),
-        (error) => ({ error: error.message }),
-      ),
-    );
-    Promise.all(asked).then((all) => {
-      const failed = all.find(({ error }) => error);
-      if (!control.signal.aborted) setState({ found: all.filter(({ error }) => !error), error: failed?.error || "" });
-    });
-    return () => control.abort();
-  }, [key]);
-  const shown = new Set(runs.map((run) => run.run));
-  return { found: state.found.filter(({ run }) => shown.has(run.run)), error: state.error };
+  const questions = runs.map(({ run }) => ({ run, ...more }));
+  const { found, error } = useAnswers(name, questions, runs.map((run) => run.stamp));
+  const answersOf = (run, place) =>
+    found.filter(({ params }) => params.run === run.run).map(({ answer }) => ({ run, place, answer }));
+  return { found: runs.flatMap(answersOf), error };
 }
 
 function Facts({ run, place }) {
@@ -73,8 +59,8 @@ function Facts({ run, place }) {
 function Controls({ params, set }) {
   const smooth = params.get("smooth") || "0";
   return html`<div class="controls" role="toolbar" aria-label="Charts">
-    <input type="search" data-search placeholder="Any metric, such as timing/" aria-label="Metrics whose name contains"
-      value=${params.get("metric") || ""} onInput=${(event) => set({ metric: event.target.value })} />
+    <${Search} data-search name="Metrics whose name contains" hint="Any metric, such as timing/"
+      value=${params.get("metric") || ""} onType=${(metric) => set({ metric })} />
     <label>Smoothing
       <input type="range" min="0" max="0.98" step="0.02" value=${smooth}
         onInput=${(event) => set({ smooth: Number(event.target.value) || null })} />
@@ -90,6 +76,7 @@ function Controls({ params, set }) {
 
 function Card({ name, curves, params, set, ...shared }) {
   const big = params.get("big") === name;
+  const enlarge = () => set({ big: big ? null : name });
   const several = curves.length > 1;
   const last = curves.map(({ place, values }) => {
     const color = several ? `var(--${runInk(place)})` : undefined;
@@ -97,7 +84,7 @@ function Card({ name, curves, params, set, ...shared }) {
   });
   return html`<article class=${`card ${big ? "big" : ""}`}>
     <header>
-      <h3><button type="button" aria-expanded=${big} onClick=${() => set({ big: big ? null : name })}>${text(name)}</button></h3>
+      <h3><button type="button" class="bare" aria-expanded=${big} onClick=${enlarge}>${text(name)}</button></h3>
       <span class="last">${last}</span>
     </header>
     <${Chart} key=${big} title=${name} curves=${curves} height=${big ? 380 : 130} ...${shared} />
@@ -132,8 +119,7 @@ function Config({ runs }) {
   const rows = shown.map((key) => [text(key), ...found.map(({ answer }) => text(said(answer, key)))]);
   const note = several ? `${differing.length} of ${keys.length} keys` : `${keys.length} keys`;
   return html`<${Section} id="config" title=${title} note=${note}>
-    <input type="search" placeholder="Keys that contain …" aria-label="Keys of the config" value=${wanted}
-      onInput=${(event) => setWanted(event.target.value)} />
+    <${Search} name="Keys of the config" hint="Keys that contain …" value=${wanted} onType=${setWanted} />
     ${(several || wanted) &&
     html`<div class="scroll" tabindex="0" role="region" aria-label="Config">
       <${Table} kind="config" head=${head} rows=${rows} />
@@ -167,9 +153,7 @@ function grouped(known, wanted) {
     .map(([title, names]) => [title === "Reward" && !names.some((name) => name.includes("reward")) ? "Loss" : title, names]);
 }
 
-export function Overview({ runs, route, theme }) {
-  const { params } = route;
-  const set = (changes) => go("overview", changed(params, changes), { replace: true });
+export function Overview({ runs, params, set, theme }) {
   const wanted = (params.get("metric") || "").trim();
   const readable = runs.filter((run) => run.state !== "unreadable");
   const listing = useAnswer("metrics", readable[0] ? { run: readable[0].run } : null, readable[0]?.stamp);
@@ -181,8 +165,8 @@ export function Overview({ runs, route, theme }) {
   const zoom = params.get("from") ? [Number(params.get("from")), Number(params.get("to"))] : null;
   const onZoom = (from, to) => set({ from, to });
   const shared = { found, params, set, marks, theme, zoom, onZoom, log: params.get("log") === "1" };
-  return html`<h1 class="unseen">Overview</h1>
-    <div class="facts-row">${runs.map((run, place) => html`<${Facts} key=${run.run} run=${run} place=${place} />`)}</div>
+  const facts = runs.map((run, place) => html`<${Facts} key=${run.run} run=${run} place=${place} />`);
+  return html`<div class="facts-row">${facts}</div>
     <${Controls} params=${params} set=${set} />
     <${Happened} marks=${marks} />
     <${Failure} error=${listing.error} />

@@ -1,15 +1,12 @@
 // One sample: what was asked and answered, why it was scored so, its tokens, its group, the same prompt over the run.
 import { Chart } from "./chart.js";
 import { Tokens } from "./tokens.js";
-import { Failure, Pairs, Section, address, changed, go, html, number, text, useAnswer, useKeys } from "./ui.js";
+import { Failure, Pager, Pairs, Section, address, changed, html, number, text, useAnswer, useKeys } from "./ui.js";
 
 const SAID_ELSEWHERE = ["reward_why", "ground_truth", "reward_extra"];
-// Parameters that other samples do not share.
-export const OF_ONE = { id: null, token: null, colour: null, start: null, group: null };
-
-function to(params, id) {
-  return changed(params, { id, token: null, start: null, group: null });
-}
+// Parameters that end with a sample, and those that end with this page.
+const OWN = { token: null, start: null, group: null };
+export const OF_ONE = { id: null, colour: null, ...OWN };
 
 function Turn({ role, text: said, more }) {
   return html`<li class=${`turn ${role}`}>
@@ -50,17 +47,15 @@ function Group({ data, params, set }) {
   const scores = data.group.map((row) => row.score);
   const [low, high] = [Math.min(...scores), Math.max(...scores)];
   const rank = (score) => (high === low ? "" : score === high ? "best" : score === low ? "worst" : "");
-  const [first, size] = [data.group_start, data.group.length];
-  const turnTo = (place) => set({ group: String(Math.max(0, place)) });
-  const pages = html`<nav class="pager" aria-label="Pages of the group">
-    <button type="button" disabled=${first === 0} onClick=${() => turnTo(first - size)}>← Earlier</button>
-    <span>${`answers ${first + 1} – ${first + size} of ${data.group_total.toLocaleString("en")}`}</span>
-    <button type="button" disabled=${first + size >= data.group_total} onClick=${() => turnTo(first + size)}>Later →</button>
-  </nav>`;
-  return html`${data.group_total > size && pages}
+  const { group_start: first, group_total: total } = data;
+  const size = data.group.length;
+  const last = first + size;
+  return html`${total > size &&
+  html`<${Pager} label="Pages of the group" titles=${["← Earlier", "Later →"]} step=${size} ...${{ first, last, total }}
+    onTurn=${(group) => set({ group })}>${`answers ${first + 1} – ${last} of ${total.toLocaleString("en")}`}</${Pager}>`}
   <div class="side-by-side" tabindex="0" role="region" aria-label="The group's answers">
     ${data.group.map(
-      (row, i) => html`<a class="card answer" key=${row.id} href=${address("sample", to(params, row.id))}
+      (row, i) => html`<a class="card answer" key=${row.id} href=${address("sample", changed(params, { ...OWN, id: row.id }))}
         aria-current=${row.id === data.id ? "true" : undefined}>
         <header>
           <span>#${first + i}</span><b class=${rank(row.score)}>${number(row.score, 3)}</b>
@@ -88,24 +83,20 @@ function History({ run, data, params, theme }) {
         (row) => html`<li key=${row.id} class=${row.id === data.id ? "this" : ""}>
           <span class="n">step ${row.step}${row.val ? " val" : ""}</span>
           <b class="n">${number(row.score, 3)}</b>
-          <a href=${address("sample", to(params, row.id))}>${text(row.response || "(empty)")}</a>
+          <a href=${address("sample", changed(params, { ...OWN, id: row.id }))}>${text(row.response || "(empty)")}</a>
         </li>`,
       )}
     </ol>`;
 }
 
-export function Sample({ runs, route, theme }) {
-  const { params } = route;
-  const run = runs[0];
+export function Sample({ run, params, set, theme }) {
   const [id, start, group] = [params.get("id") || "", Number(params.get("start") || 0), params.get("group") || ""];
-  const question = { run: run.run, id, start, group };
-  const { data, error } = useAnswer("sample", question, run.indexed);
-  const set = (changes) => go("sample", changed(params, changes), { replace: true });
+  const { data, error } = useAnswer("sample", { run: run.run, id, start, group }, run.indexed);
   useKeys((key) => {
     const move = { j: 1, k: -1 }[key];
     const at = data?.group.findIndex((row) => row.id === data.id) ?? -1;
     const next = move && at >= 0 && data.group[at + move];
-    if (next) go("sample", to(params, next.id), { replace: true });
+    if (next) set({ ...OWN, id: next.id });
   });
   if (!data) return html`<h1 class="unseen">Sample</h1><${Failure} error=${error} />`;
   const answered = data.answered.length ? data.answered : [{ role: "assistant", text: data.response, more: "" }];

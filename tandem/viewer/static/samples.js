@@ -1,50 +1,40 @@
 // Samples: which of them are wanted, in the address; how they are distributed; a page of them.
 import { Histogram } from "./histogram.js";
 import {
-  Choice, Empty, Failure, address, apiAddress, changed, go, html, number, text, useAnswer, useEffect, useKeys,
-  useRef, useState,
+  Choice, Empty, Failure, Pager, Search, address, apiAddress, changed, html, number, text, toggled, useAnswer, useEffect,
+  useKeys, useRef, useState,
 } from "./ui.js";
 
 const FILTERS = ["text", "step", "score", "length", "source", "finish", "kind", "prompt"];
 const SORTS = [["order", "step"], ["score", "score"], ["length", "length"]];
 const KINDS = [["", "all"], ["train", "training"], ["val", "validation"]];
 const PAGE = 50;
-const SETTLE_MS = 150; // not every key asks the server
+const SETTLE_MS = 150;
 
 // The samples wanted, as the server is asked for them: names and values.
 function selection(params, run) {
   return [["run", run], ...FILTERS.flatMap((name) => params.getAll(name).map((value) => [name, value]))];
 }
 
-function useSettled(value) {
-  const [settled, setSettled] = useState(value);
-  useEffect(() => {
-    const timer = setTimeout(() => setSettled(value), SETTLE_MS);
-    return () => clearTimeout(timer);
-  }, [value]);
-  return settled;
-}
-
-function Search({ value, set }) {
+// Asks when no key has followed for a while; what is typed is shown at once.
+function Words({ value, set }) {
   const [typed, setTyped] = useState(value);
-  const settled = useSettled(typed);
   useEffect(() => setTyped(value), [value]);
   useEffect(() => {
-    if (settled !== value) set({ text: settled });
-  }, [settled]);
-  const name = "Text in prompt or response";
-  return html`<input type="search" data-search placeholder=${name} aria-label=${name} value=${typed}
-    onInput=${(event) => setTyped(event.target.value)} />`;
+    if (typed === value) return undefined;
+    const timer = setTimeout(() => set({ text: typed }), SETTLE_MS);
+    return () => clearTimeout(timer);
+  });
+  return html`<${Search} data-search name="Text in prompt or response" value=${typed} onType=${setTyped} />`;
 }
 
 function Several({ title, all, chosen, onChange }) {
   if (all.length < 2 && !chosen.length) return null;
-  const toggled = (name) => (chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name]);
   return html`<fieldset>
     <legend>${title}</legend>
     ${all.map(
       (name) => html`<label class="tick" key=${name}>
-        <input type="checkbox" checked=${chosen.includes(name)} onChange=${() => onChange(toggled(name))} />
+        <input type="checkbox" checked=${chosen.includes(name)} onChange=${() => onChange(toggled(chosen, name))} />
         ${text(name || "(none)")}
       </label>`,
     )}
@@ -56,7 +46,7 @@ function Filters({ params, data, set }) {
   const several = (name) => ({ chosen: params.getAll(name), onChange: (chosen) => set({ [name]: chosen }) });
   const clear = () => set(Object.fromEntries(FILTERS.map((name) => [name, null])));
   return html`<form class="filters" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
-    <${Search} value=${params.get("text") || ""} set=${set} />
+    <${Words} value=${params.get("text") || ""} set=${set} />
     <details open=${matchMedia("(min-width: 761px)").matches}>
       <summary>Filters</summary>
       <div class="more">
@@ -88,7 +78,7 @@ function Row({ row, params, edges, at, focus }) {
     <td class="n">${row.step}${row.val ? html` <small>val</small>` : ""}</td>
     <td><${Score} value=${row.score} low=${edges[0]} high=${edges.at(-1)} /></td>
     <td class="n">${row.length}</td>
-    <td><span class=${`finish ${row.finish === "length" ? "length" : ""}`}>${text(row.finish)}</span></td>
+    <td><span class=${`finish ${row.finish === "length" ? "cut" : ""}`}>${text(row.finish)}</span></td>
     <td class="words">
       <a ref=${own} href=${address("sample", changed(params, { id: row.id }))} data-row=${at}>
         <span class="asked">${text(row.asked)}</span><span class="answer">${text(row.response)}</span>
@@ -104,7 +94,7 @@ function Sorter({ params, set }) {
     const next = { sort: key === "order" ? null : key, direction: sorted === "descending" ? "up" : null };
     const arrow = { descending: " ↓", ascending: " ↑" }[sorted];
     return html`<th scope="col" aria-sort=${sorted || "none"}>
-      <button type="button" onClick=${() => set(next)}>${title}<i aria-hidden="true">${arrow}</i></button>
+      <button type="button" class="bare" onClick=${() => set(next)}>${title}<i aria-hidden="true">${arrow}</i></button>
     </th>`;
   });
 }
@@ -124,10 +114,10 @@ function Summary({ data, run, chosen }) {
   </div>`;
 }
 
-function List({ data, params, set, offset, at }) {
+function List({ data, params, set, first, at }) {
   const edges = data.histograms.score.edges;
-  const [first, last] = [offset + 1, offset + data.rows.length].map((place) => place.toLocaleString("en"));
-  const to = (place) => set({ offset: Math.max(0, place) || null });
+  const last = first + data.rows.length;
+  const [from, to] = [first + 1, last].map((place) => place.toLocaleString("en"));
   return html`<table class="samples">
       <thead>
         <tr>
@@ -138,22 +128,17 @@ function List({ data, params, set, offset, at }) {
       </thead>
       <tbody>
         ${data.rows.map(
-          (row, i) => html`<${Row} key=${row.id} ...${{ row, params, edges, at: offset + i, focus: i === at }} />`,
+          (row, i) => html`<${Row} key=${row.id} ...${{ row, params, edges, at: first + i, focus: i === at }} />`,
         )}
       </tbody>
     </table>
-    <nav class="pager" aria-label="Pages of samples">
-      <button type="button" disabled=${offset === 0} onClick=${() => to(offset - PAGE)}>Previous</button>
-      <span>${first}–${last}</span>
-      <button type="button" disabled=${offset + PAGE >= data.matched} onClick=${() => to(offset + PAGE)}>Next</button>
-    </nav>`;
+    <${Pager} label="Pages of samples" step=${PAGE} ...${{ first, last, total: data.matched }}
+      onTurn=${(offset) => set({ offset: offset || null })}>${from}–${to}</${Pager}>`;
 }
 
-export function Samples({ runs, route }) {
-  const { params } = route;
-  const run = runs[0];
+export function Samples({ run, params, set }) {
   const offset = Number(params.get("offset") || 0);
-  const set = (changes) => go("samples", changed(params, { offset: null, ...changes }), { replace: true });
+  const choose = (changes) => set({ offset: null, ...changes });
   const chosen = selection(params, run.run);
   const order = { sort: params.get("sort") || "order", direction: params.get("direction") || "down" };
   const question = [...chosen, ...Object.entries({ ...order, offset, limit: PAGE })];
@@ -164,18 +149,17 @@ export function Samples({ runs, route }) {
     if (move) setAt((now) => Math.max(0, Math.min((data?.rows.length || 1) - 1, now + move)));
   });
   const unwritten = `This run has written no samples${run.state === "running" ? " yet" : ""}: `;
-  return html`<h1 class="unseen">Samples</h1>
-    <div class="columns">
-      <${Filters} params=${params} data=${data} set=${set} />
-      <div class="listed" aria-busy=${stale}>
-        <${Failure} error=${error} />
-        ${data &&
-        html`<${Summary} data=${data} run=${run} chosen=${chosen} />
-          ${data.total === 0 &&
-          data.indexed === data.files &&
-          html`<${Empty}>${unwritten}<code>trainer.samples_freq</code> says at which steps it does.</${Empty}>`}
-          ${data.total > 0 && !data.matched && html`<${Empty}>No sample meets all of this.</${Empty}>`}
-          ${data.rows.length > 0 && html`<${List} data=${data} params=${params} set=${set} offset=${offset} at=${at} />`}`}
-      </div>
-    </div>`;
+  return html`<div class="columns">
+    <${Filters} params=${params} data=${data} set=${choose} />
+    <div class="listed" aria-busy=${stale}>
+      <${Failure} error=${error} />
+      ${data &&
+      html`<${Summary} data=${data} run=${run} chosen=${chosen} />
+        ${data.total === 0 &&
+        data.indexed === data.files &&
+        html`<${Empty}>${unwritten}<code>trainer.samples_freq</code> says at which steps it does.</${Empty}>`}
+        ${data.total > 0 && !data.matched && html`<${Empty}>No sample meets all of this.</${Empty}>`}
+        ${data.rows.length > 0 && html`<${List} data=${data} params=${params} set=${choose} first=${offset} at=${at} />`}`}
+    </div>
+  </div>`;
 }

@@ -1,8 +1,8 @@
 // Time: a step as a Gantt chart of roles and phases, what waited for what, the tail of generation, bytes moved.
 import { Histogram } from "./histogram.js";
 import {
-  Empty, Failure, Section, Table, bytes, changed, escaped, go, html, number, seconds, text, useAnswer, useEffect, useKeys,
-  useMemo, useRef, useState,
+  Empty, Failure, Section, Table, bytes, changed, escaped, go, html, number, ofRuns, seconds, text, useAnswer, useEffect,
+  useKeys, useMemo, useRef, useState,
 } from "./ui.js";
 
 const INKS = 12;
@@ -23,19 +23,20 @@ export function inkOf(phase) {
   return `phase-${[...phase].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) % 997, 7) % INKS}`;
 }
 
-// Rows of the chart: one for each track, as high as its phases are nested.
+// Rows of the chart, by track: where each begins; it is as high as its phases are nested. And where the last one ends.
 export function lanes(spans) {
-  const tracks = new Map();
-  for (const [track, , , , depth] of spans) tracks.set(track, Math.max(tracks.get(track) ?? 0, depth));
-  const ordered = [...tracks.keys()].sort(
-    (a, b) => (b === "controller") - (a === "controller") || a.localeCompare(b, "en", { numeric: true }),
+  const depths = new Map();
+  for (const [track, , , , depth] of spans) depths.set(track, Math.max(depths.get(track) ?? 0, depth));
+  const ordered = [...depths].sort(
+    ([a], [b]) => (b === "controller") - (a === "controller") || a.localeCompare(b, "en", { numeric: true }),
   );
-  let top = 0;
-  return ordered.map((track) => {
-    const lane = { track, top, height: (tracks.get(track) + 1) * LANE };
-    top += lane.height + 8;
-    return lane;
-  });
+  const tops = new Map();
+  let end = 0;
+  for (const [track, depth] of ordered) {
+    tops.set(track, end);
+    end += (depth + 1) * LANE + 8;
+  }
+  return { tops, end };
 }
 
 function useWidth() {
@@ -67,14 +68,13 @@ function told([track, name, start, end]) {
 function Gantt({ data }) {
   const [box, width] = useWidth();
   const [over, setOver] = useState(null);
-  const rows = useMemo(() => lanes(data.spans), [data]);
-  const tops = new Map(rows.map((row) => [row.track, row.top]));
+  const { tops, end } = useMemo(() => lanes(data.spans), [data]);
   const room = Math.max(width - NAMES, 60);
   const x = (at) => NAMES + (Math.max(0, Math.min(at, data.seconds)) / data.seconds) * room;
-  const high = (rows.at(-1)?.top ?? 0) + (rows.at(-1)?.height ?? 0) + 24;
+  const high = end + 16;
   const parts = room > 500 ? 5 : 2;
   const ticks = Array.from({ length: parts + 1 }, (_, i) => (data.seconds * i) / parts);
-  const label = `Step ${data.step}: ${data.spans.length} phases of ${rows.length} workers in ${seconds(data.seconds)}`;
+  const label = `Step ${data.step}: ${data.spans.length} phases of ${tops.size} workers in ${seconds(data.seconds)}`;
   return html`<div class="gantt" ref=${box}>
     <svg width=${width} height=${high} role="img" aria-label=${label} onPointerLeave=${() => setOver(null)}>
       ${ticks.map(
@@ -83,8 +83,8 @@ function Gantt({ data }) {
           <text class="tick-name" x=${x(tick)} y=${high - 6} text-anchor=${tick ? "end" : "start"}>${seconds(tick)}</text>
         </g>`,
       )}
-      ${rows.map(
-        ({ track, top }) => html`<text class="track" x="0" y=${top + 15}>
+      ${[...tops].map(
+        ([track, top]) => html`<text class="track" x="0" y=${top + 15}>
           ${escaped(track.slice(0, 18))}<title>${escaped(track)}</title>
         </text>`,
       )}
@@ -197,26 +197,18 @@ function Steps({ data, move, set }) {
   </div>`;
 }
 
-export function Time({ runs, route }) {
-  const { params } = route;
-  const run = runs[0];
-  const wanted = params.get("step");
-  const question = { run: run.run, ...(wanted ? { step: wanted } : {}) };
-  const { data, error } = useAnswer("time", question, wanted ? "" : run.stamp);
-  const set = (changes) => go("time", changed(params, changes), { replace: true });
+export function Time({ run, params, set }) {
+  const step = params.get("step");
+  const { data, error } = useAnswer("time", step ? { run: run.run, step } : { run: run.run }, step ? "" : run.stamp);
   const move = (by) => {
     const next = data?.steps[data.steps.indexOf(data.step) + by];
     if (next !== undefined) set({ step: next });
   };
   useKeys((key) => key in { j: 1, k: 1 } && move(key === "j" ? 1 : -1));
-  if (!data) return html`<h1 class="unseen">Time</h1><${Failure} error=${error} />`;
-  if (!data.steps.length) return html`<h1 class="unseen">Time</h1><${Empty}>The timeline has no finished step.</${Empty}>`;
-  const ranged = (length) => {
-    const selected = { run: params.getAll("run"), step: String(data.step), length, kind: "train" };
-    go("samples", changed(new URLSearchParams(), selected));
-  };
-  return html`<h1 class="unseen">Time</h1>
-    <${Steps} data=${data} move=${move} set=${set} />
+  if (!data) return html`<${Failure} error=${error} />`;
+  if (!data.steps.length) return html`<${Empty}>The timeline has no finished step.</${Empty}>`;
+  const ranged = (length) => go("samples", changed(ofRuns(params), { step: data.step, length, kind: "train" }));
+  return html`<${Steps} data=${data} move=${move} set=${set} />
     <${Section} id="gantt" title="Who did what"><${Gantt} data=${data} /></${Section}>
     <div class="halves">
       <${Section} id="phases" title="Where the time went" note="less the phases within">

@@ -1,5 +1,5 @@
 // A sample's tokens, coloured by what is known of each; exact values of the one under the pointer or chosen by key.
-import { Pairs, html, number, text, useEffect, useMemo, useRef, useState, visible } from "./ui.js";
+import { Pager, Pairs, html, number, text, useEffect, useMemo, useRef, useState, visible } from "./ui.js";
 
 const WINDOW = 4000; // tokens that the server gives at a time
 
@@ -20,19 +20,23 @@ export function colourings(columns) {
   return [...known, ...others.map((column) => [column.replaceAll("_", " "), column, "two"])];
 }
 
-// The strength of each value's colour, from -1 to 1, over the tokens that the policy wrote.
+// The least and the greatest value over the tokens that the policy wrote; both are infinite where there is none.
+function extremes(values, mask) {
+  const own = values.filter((value, i) => value !== null && (!mask || mask[i])).map(Number);
+  return [own.reduce((a, b) => Math.min(a, b), Infinity), own.reduce((a, b) => Math.max(a, b), -Infinity)];
+}
+
+// The strength of each value's colour, from -1 to 1.
 export function strengths(values, mask, kind) {
-  const moved = values.map((value) =>
-    value === null ? null : kind === "ratio" ? Math.log(Math.max(Number(value), 1e-12)) : Number(value),
-  );
-  const own = moved.filter((value, i) => value !== null && (!mask || mask[i]));
-  if (!own.length) return values.map(() => 0);
-  const low = own.reduce((a, b) => Math.min(a, b));
-  const high = own.reduce((a, b) => Math.max(a, b));
-  if (kind === "one")
-    return moved.map((v) => (v === null || high === low ? (v && high === low ? 1 : 0) : (v - low) / (high - low)));
+  const logarithm = (value) => (value === null ? null : Math.log(Math.max(value, 1e-12)));
+  const moved = kind === "ratio" ? values.map(logarithm) : values;
+  const [low, high] = extremes(moved, mask);
   const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
-  return moved.map((value) => (value === null ? 0 : Math.max(-1, Math.min(1, value / most))));
+  return moved.map((value) => {
+    if (value === null || low > high) return 0;
+    if (kind !== "one") return Math.max(-1, Math.min(1, value / most));
+    return high === low ? Number(Boolean(value)) : (value - low) / (high - low);
+  });
 }
 
 function tint(strength) {
@@ -42,13 +46,12 @@ function tint(strength) {
 }
 
 function Scale({ values, mask, kind }) {
-  const own = values.filter((value, i) => value !== null && (!mask || mask[i])).map(Number);
-  if (!own.length) return null;
-  const [low, high] = [own.reduce((a, b) => Math.min(a, b)), own.reduce((a, b) => Math.max(a, b))];
+  const [low, high] = extremes(values, mask);
+  if (low > high) return null;
   const middle = kind === "ratio" ? 1 : 0;
   const most = Math.max(Math.abs(low - middle), Math.abs(high - middle));
   const [from, to] = kind === "one" ? [low, high] : [middle - most, middle + most];
-  return html`<span class=${`scale ${kind === "one" ? "one" : "two"}`}>
+  return html`<span class=${`scale ${kind === "one" ? "" : "two"}`}>
     <span>${number(from, 3)}</span><i></i><span>${number(to, 3)}</span>
   </span>`;
 }
@@ -73,15 +76,6 @@ function Details({ data, at }) {
     ]),
   ];
   return html`<${Pairs} kind="values" pairs=${pairs} />`;
-}
-
-function Window({ tokens, set }) {
-  const end = tokens.start + tokens.ids.length;
-  const to = (start) => set({ start: Math.max(0, start) || null, token: null });
-  return html`<span>tokens ${tokens.start}–${end - 1} of ${tokens.total} ${" "}
-    <button type="button" disabled=${tokens.start === 0} onClick=${() => to(tokens.start - WINDOW)}>Earlier</button> ${" "}
-    <button type="button" disabled=${end >= tokens.total} onClick=${() => to(end)}>Later</button>
-  </span>`;
 }
 
 // The tokens in a row. `at` is the one whose values are shown; `over` and `choose` hear which is pointed at.
@@ -111,11 +105,13 @@ function Row({ data, strong, at, tinted, over, choose, press }) {
 
 export function Tokens({ data, params, set }) {
   const { tokens, columns, lacking } = data;
+  const { start: first, total } = tokens;
+  const last = first + tokens.ids.length;
   const options = colourings(columns);
   const wanted = params.get("colour");
   const [label, column, kind] = options.find(([name]) => name === wanted) || options[0] || ["", "", "one"];
   const [over, setOver] = useState(null);
-  const chosen = params.has("token") ? Number(params.get("token")) - tokens.start : null;
+  const chosen = params.has("token") ? Number(params.get("token")) - first : null;
   const at = over ?? chosen;
   const values = columns[column] || [];
   const ofMask = column === "response_mask";
@@ -123,7 +119,7 @@ export function Tokens({ data, params, set }) {
   const strong = useMemo(() => strengths(values, mask, kind), [data, column]);
   const choose = (place) => {
     setOver(null);
-    set({ token: tokens.start + Math.max(0, Math.min(tokens.ids.length - 1, place)) });
+    set({ token: first + Math.max(0, Math.min(tokens.ids.length - 1, place)) });
   };
   const press = (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -140,7 +136,9 @@ export function Tokens({ data, params, set }) {
       </label>
       ${values.length > 0 && html`<${Scale} values=${values} mask=${mask} kind=${kind} />`}
       <span class="spring"></span>
-      ${tokens.total > tokens.ids.length && html`<${Window} tokens=${tokens} set=${set} />`}
+      ${total > tokens.ids.length &&
+      html`<${Pager} label="Pages of tokens" titles=${["Earlier", "Later"]} step=${WINDOW} ...${{ first, last, total }}
+        onTurn=${(start) => set({ start: start || null, token: null })}>tokens ${first}–${last - 1} of ${total}</${Pager}>`}
     </div>
     <div class="token-view">
       <${Row} data=${data} strong=${strong} at=${at} tinted=${ofMask} over=${setOver} choose=${choose} press=${press} />

@@ -1,15 +1,13 @@
 // Trust: whether rollout and training agree, with which weights samples were written, what went wrong and when.
 import { Chart } from "./chart.js";
 import { marksOf } from "./overview.js";
-import {
-  Empty, Failure, Pairs, Section, Table, address, changed, html, number, text, useAnswer, useState,
-} from "./ui.js";
+import { Empty, Failure, Pairs, Section, Table, address, html, number, text, useAnswer, useState } from "./ui.js";
 
 const CURVES = [
   "rollout/log_prob_diff_max", "rollout/prob_pearson", "rollout/version_lag", "rollout/changed_samples", "reward/failed",
 ];
 const NAMES = ["rollout/log_prob_diff_mean", "rollout/log_prob_diff_limit", ...CURVES];
-// Of warnings that name why rollout and training differ: those of tandem.trainer.trust.Cause.
+// Of warnings that name why rollout and training differ: those of tandem.watch.trust.Cause.
 const CAUSES = [
   "retokenised", "stale", "reshaped", "unrepeatable", "leaked", "unadapted", "unscaled", "headless", "early", "late",
   "leftover", "numerics",
@@ -65,7 +63,7 @@ function Told({ events }) {
   };
   return html`<ol class="events">
     ${events.map(
-      (event) => html`<li class=${`event ${event.event} ${event.how || ""}`}>
+      (event) => html`<li class=${`event ${event.how === "failed" ? "failed" : event.event}`}>
         <time>${text(String(event.time ?? "").replace("T", " "))}</time>
         <span class="kind">${text(event.event)}</span>
         <span>${(said[event.event] || (() => text(JSON.stringify(event))))(event)}</span>
@@ -120,15 +118,13 @@ function Checkpoints({ checkpoints }) {
   </${Section}>`;
 }
 
-export function Trust({ runs, theme }) {
-  const run = runs[0];
+export function Trust({ run, theme }) {
   const { data: found, error } = useAnswer("events", { run: run.run }, [run.stamp, run.state]);
   const { data: measured, error: unmeasured } = useAnswer("metrics", { run: run.run, names: NAMES.join() }, run.stamp);
   const curves = Object.fromEntries(Object.entries(measured?.curves || {}).filter(([, [steps]]) => steps.length));
   const damage = Object.entries(found?.damage || {}).map((pair) => pair.map((each) => text(each)));
-  const lowest = changed(new URLSearchParams(), { run: run.run, sort: "score", direction: "up" });
-  return html`<h1 class="unseen">Trust</h1>
-    <${Failure} error=${error} /><${Failure} error=${error === unmeasured ? "" : unmeasured} />
+  const lowest = new URLSearchParams({ run: run.run, sort: "score", direction: "up" });
+  return html`<${Failure} error=${error} /><${Failure} error=${error === unmeasured ? "" : unmeasured} />
     ${found &&
     html`<div class="verdicts">
         ${verdicts(curves, found).map(

@@ -18,6 +18,9 @@ export function address(page, params) {
   return `#/${page}${query ? `?${query}` : ""}`;
 }
 
+// A list with one more in it, or one less.
+export const toggled = (all, one) => (all.includes(one) ? all.filter((each) => each !== one) : [...all, one]);
+
 // The parameters with some changed: null or "" removes one, a list sets it several times.
 export function changed(params, changes) {
   const next = new URLSearchParams(params);
@@ -55,36 +58,47 @@ export async function ask(name, params, signal) {
   return found;
 }
 
-// The answer to a question, asked again whenever the question or `stamp` changes; what was there stays meanwhile.
-export function useAnswer(name, params, stamp = "") {
-  const question = params && apiAddress(name, params);
-  const [state, setState] = useState({ data: null, error: "", asked: "" });
+// Answers to some questions of one kind, each with its parameters: asked again whenever a question or `stamp` changes; what
+// was there stays meanwhile. Those that fail are left out, and `error` says why the first of these does.
+export function useAnswers(name, questions, stamp = "") {
+  const [state, setState] = useState({ found: [], error: "", asked: "" });
+  const wanted = questions.map((params) => apiAddress(name, params)).join();
   useEffect(() => {
-    if (!question) return undefined;
+    if (!questions.length) return undefined;
     const control = new AbortController();
-    ask(name, params, control.signal).then(
-      (data) => setState({ data, error: "", asked: question }),
-      (error) => {
-        if (error.name !== "AbortError") setState({ data: null, error: error.message, asked: question });
-      },
-    );
+    Promise.allSettled(questions.map((params) => ask(name, params, control.signal))).then((all) => {
+      const found = all.flatMap(({ value }, i) => (value ? [{ params: questions[i], answer: value }] : []));
+      const failed = all.find(({ reason }) => reason);
+      if (!control.signal.aborted) setState({ found, error: failed?.reason.message || "", asked: wanted });
+    });
     return () => control.abort();
-  }, [question, JSON.stringify(stamp)]);
-  return { ...state, stale: state.asked !== question };
+  }, [wanted, JSON.stringify(stamp)]);
+  return { ...state, stale: state.asked !== wanted };
 }
 
-// What keys do while nothing is typed. A key acts on what is drawn, even before the effects of that drawing have run.
-export function useKeys(act) {
-  const drawn = useRef(act);
-  drawn.current = act;
+// The answer to one question; without `params` nothing is asked.
+export function useAnswer(name, params, stamp) {
+  const { found, error, stale } = useAnswers(name, params ? [params] : [], stamp);
+  return { data: found[0]?.answer ?? null, error, stale };
+}
+
+// Hears events of the window. What hears is that of the last drawing, even before the effects of that drawing have run.
+export function useListener(kinds, hear) {
+  const drawn = useRef(hear);
+  drawn.current = hear;
   useEffect(() => {
-    const press = (event) => {
-      const typed = event.target.closest?.("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
-      if (!typed) drawn.current(event.key, event);
-    };
-    window.addEventListener("keydown", press);
-    return () => window.removeEventListener("keydown", press);
+    const listen = (event) => drawn.current(event);
+    for (const kind of kinds) window.addEventListener(kind, listen);
+    return () => kinds.forEach((kind) => window.removeEventListener(kind, listen));
   }, []);
+}
+
+// What keys do while nothing is typed.
+export function useKeys(act) {
+  useListener(["keydown"], (event) => {
+    const typed = event.target.closest?.("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
+    if (!typed) act(event.key, event);
+  });
 }
 
 // ---- numbers
@@ -115,15 +129,8 @@ export function bytes(value) {
 
 // ---- texts of a run may hold anything. Markup is never made of them; what cannot be seen is shown by its name.
 
-const HIDDEN = new RegExp(
-  [
-    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f]", // C0 but tab and line feed, C1
-    "[\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f]", // directions, no width
-    "[\\ufe00-\\ufe0f\\ufeff\\ufff9-\\ufffb]|\\udb40[\\udc00-\\udc7f]", // variants, annotations, tags
-    "[\\ud800-\\udbff](?![\\udc00-\\udfff])|(?<![\\ud800-\\udbff])[\\udc00-\\udfff]", // halves of characters
-  ].join("|"),
-  "g",
-);
+// Controls but tab and line feed, halves of characters, separators of lines, and what Unicode lets a font draw as nothing.
+const HIDDEN = /[[\p{Cc}\p{Cs}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\ufff9-\ufffb]--[\t\n]]/gv;
 
 function named(character) {
   const code = character.codePointAt(0);
@@ -147,15 +154,16 @@ export function visible(text) {
   return found;
 }
 
-export function Text({ children, block = false }) {
-  const text = String(children ?? "");
-  return block ? html`<pre class="text" dir="ltr">${visible(text)}</pre>` : html`<bdi dir="ltr">${visible(text)}</bdi>`;
-}
+// The one way of a run's text into the page.
+export const text = (value, block = false) => {
+  const shown = visible(String(value ?? ""));
+  return block ? html`<pre class="text" dir="ltr">${shown}</pre>` : html`<bdi dir="ltr">${shown}</bdi>`;
+};
 
 // ---- small parts
 
 export function Failure({ error }) {
-  return error ? html`<p class="failure" role="alert"><${Text} block>${error}</${Text}></p>` : null;
+  return error ? html`<p class="failure" role="alert">${text(error, true)}</p>` : null;
 }
 
 // What is below, or why it cannot be shown: a run folder may hold what nobody thought of.
@@ -176,9 +184,9 @@ export function Section({ title, note, children, id }) {
 }
 
 // A table. Titles may be [title, class of the column]; the first cell of a row is its head.
-export function Table({ head, rows, kind = "", label }) {
+export function Table({ head, rows, kind = "" }) {
   const titles = head.map((title) => (Array.isArray(title) ? title : [title, ""]));
-  return html`<table class=${kind} aria-label=${label}>
+  return html`<table class=${kind}>
     <thead><tr>${titles.map(([title, column]) => html`<th scope="col" class=${column}>${title}</th>`)}</tr></thead>
     <tbody>
       ${rows.map(
@@ -196,7 +204,20 @@ export function Pairs({ pairs, kind = "plain" }) {
   return html`<dl class=${kind}>${pairs.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
-export const text = (value, block = false) => html`<${Text} block=${block}>${value}</${Text}>`;
+// A field that finds: hears every letter that is typed.
+export function Search({ name, hint = name, value, onType, ...more }) {
+  return html`<input type="search" placeholder=${hint} aria-label=${name} value=${value}
+    onInput=${(event) => onType(event.target.value)} ...${more} />`;
+}
+
+// Buttons to what comes before and after, and between them what is shown of how much.
+export function Pager({ label, titles = ["Previous", "Next"], first, last, total, step, onTurn, children }) {
+  return html`<nav class="pager" aria-label=${label}>
+    <button type="button" disabled=${first === 0} onClick=${() => onTurn(Math.max(0, first - step))}>${titles[0]}</button>
+    <span>${children}</span>
+    <button type="button" disabled=${last >= total} onClick=${() => onTurn(last)}>${titles[1]}</button>
+  </nav>`;
+}
 
 // Buttons of which one is pressed.
 export function Choice({ label, options, value, onChange }) {
@@ -219,5 +240,4 @@ export function ink(name) {
   return colour;
 }
 
-export const RUN_INKS = ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-6", "run-7"];
-export const runInk = (position) => RUN_INKS[position % RUN_INKS.length];
+export const runInk = (position) => `run-${position % 8}`;

@@ -31,7 +31,7 @@ def corrected(ratios: Tensor, **options: Any) -> tuple[Tensor | None, Tensor, di
     samples, tokens = ratios.shape
     old = torch.randn(samples * tokens)
     metrics = Metrics()
-    weights, kept = Correction.from_config(RolloutCorrectionConfig(**options))(
+    weights, kept = Correction(RolloutCorrectionConfig(**options))(
         old,
         old - ratios.log().flatten(),
         torch.ones(samples * tokens, dtype=torch.bool),

@@ -71,7 +71,7 @@ def ours(
     mask = columns["response_mask"]
     config = RolloutCorrectionConfig(**options)
     metrics = Metrics()
-    weights, kept = Correction.from_config(config)(
+    weights, kept = Correction(config)(
         columns["old_log_prob"].flatten(),
         columns["rollout_log_prob"].flatten(),
         mask.flatten(),

@@ -34,7 +34,7 @@ def before(batch, name):
     """The batch with the columns of a correction made of all of it, and its measures."""
     config = RolloutCorrectionConfig(**corrected.SETTINGS[name])
     metrics = Metrics()
-    columns = correction_columns(config, Correction.from_config(config), batch, metrics)
+    columns = correction_columns(Correction(config), batch, metrics)
     return batch.union(DataProto(columns)), metrics.to_floats()
 
 

@@ -88,7 +88,7 @@ def actor_loss(mode):
 
 def critic_loss(mode):
     config = CriticConfig(model=CriticModelConfig(path=""), loss_agg_mode=mode)
-    return CriticLoss.from_config(config, norm_length=20.0)
+    return CriticLoss(config.cliprange_value, config.aggregation, 20.0)
 
 
 def one_micro_batch(engine, loss, batch):

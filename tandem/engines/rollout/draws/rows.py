@@ -19,7 +19,7 @@ from tandem.engines.rollout.draws.edits import Biases, Edits, History, Penalties
 from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
 from tandem.engines.rollout.draws.sampler import Drawn, RowParams, sample
 from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
-from tandem.protocol import Request, Sample, SamplingParams
+from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
 
 # What grows with the requests, (capacity, widest): type, and what stands where nothing was written.
@@ -111,20 +111,18 @@ class Rows:
             self.request[row] = request
             self.key[row] = row_key(request)
             self.first_position[row] = first_position(request)
-            self._set(row, request.params)
+            params = request.params
+            self.min_tokens[row], self.max_tokens[row] = params.min_tokens, params.max_tokens
+            self.temperature[row], self.min_p[row] = params.temperature, params.min_p
+            self.top_k[row], self.top_p[row] = params.top_k, params.top_p
+            self.edited[row] = params.penalised or bool(params.logit_bias)
+            self.has_stop_text[row] = bool(params.stop)
+            self.stop_ids[row] = -1
+            self.stop_ids[row, : len(params.stop_token_ids)] = params.stop_token_ids
         self.produced[rows] = 0
         self.slot[rows] = -1
         self.count += len(requests)
         return rows
-
-    def _set(self, row: int, params: SamplingParams) -> None:
-        self.min_tokens[row], self.max_tokens[row] = params.min_tokens, params.max_tokens
-        self.temperature[row], self.min_p[row] = params.temperature, params.min_p
-        self.top_k[row], self.top_p[row] = params.top_k, params.top_p
-        self.edited[row] = params.penalised or bool(params.logit_bias)
-        self.has_stop_text[row] = bool(params.stop)
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(params.stop_token_ids)] = params.stop_token_ids
 
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
         """Return the parameters on the device by which the next token of each of `rows` is sampled; those of

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 Decode = Callable[[Sequence[int]], str]
 
 _MARGIN = 8  # tokens before the window, for those that decode to nothing or to part of a character
-
-
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Token ids to text as the tokenizer has it, without its special tokens."""
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    return decode
 
 
 def ends_with_stop(tokens: np.ndarray, stop: Sequence[str], decode: Decode, min_tokens: int = 0) -> bool:

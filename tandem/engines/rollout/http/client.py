@@ -29,7 +29,7 @@ STREAM_INTERVAL = 16
 
 class HTTPEngine(ABC):
     """A `RolloutEngine` on a server. An engine that can give its server new weights overrides `takes`,
-    `update_weights`, `sleep` and `wake`.
+    `update_weights`, `give_back` and `take_again`.
 
     A failed request is reported by `poll`, once, after the samples that were finished before it; it is no
     longer pending then, and the others go on.
@@ -46,9 +46,13 @@ class HTTPEngine(ABC):
         route, streams: where requests are posted, and whether the answer comes as a stream of events.
         version: of the weights; stamped on each token as it arrives.
         takes: as in the protocol.
+        finds_stops: whether stop strings are found, by the server or here.
+        has_weights: whether it can be asked for responses.
     """
 
     takes: frozenset[type[SharedModule] | type[WeightStream]] = frozenset()
+    finds_stops = True
+    has_weights = True
     route: ClassVar[str]
     streams: ClassVar[bool]
 
@@ -71,6 +75,7 @@ class HTTPEngine(ABC):
         self._ended: queue.SimpleQueue[tuple[Answer, Sample | BaseException]] = queue.SimpleQueue()
         self._failure: tuple[Answer, BaseException] | None = None
         self._counters = Counters(log)
+        self._asleep: set[SleepTag] = set()
         # The connection's thread alone writes these; but `_count` sets what was prefilled to 0.
         self._tasks: dict[Answer, asyncio.Task[Sample]] = {}
         self._slots = asyncio.Semaphore(max_num_seqs)
@@ -110,7 +115,14 @@ class HTTPEngine(ABC):
     def submit(self, requests: Sequence[Request]) -> None:
         if self._connection.closed:
             raise EngineError("the engine is closed", got=self.server.url, remedy="make a new one")
-        check_new(requests, self._answers, self.max_length, can_decode=True)
+        if not self.has_weights:
+            raise EngineError(
+                "the server has no weights: none were sent, or sleep has dropped them",
+                got=self.server.url,
+                remedy="call update_weights before submit",
+            )
+        self.wake()
+        check_new(requests, self._answers, self.max_length, self.finds_stops)
         check_vocabulary(requests, self.vocabulary)
         if not self._connected:
             self._connection.wait(self.connect())
@@ -178,11 +190,27 @@ class HTTPEngine(ABC):
         return source
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Leaves the server's memory alone."""
         check_idle(self.pending())
+        awake = [tag for tag in SLEEP_TAGS if tag in tags and tag not in self._asleep]
+        if awake:
+            self._asleep.update(self.give_back(awake))
 
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:  # noqa: B027
-        """Leaves the server's memory alone."""
+    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
+        asleep = [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]
+        if asleep:
+            self.take_again(asleep)
+            self._asleep.difference_update(asleep)
+
+    def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
+        """Let the server give memory back.
+
+        Returns:
+            what it has given back, which may be more than was asked for; nothing here.
+        """
+        return ()
+
+    def take_again(self, tags: Sequence[SleepTag]) -> None:  # noqa: B027
+        """Let the server take memory again that it has given back."""
 
     def close(self) -> None:
         if not self._connection.closed:

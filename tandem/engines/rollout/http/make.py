@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +28,16 @@ HTTP_ENGINES: dict[str, Callable[..., HTTPEngine]] = {
 _AHEAD = 1.25  # requests at a server, in those it answers at once: the next wait there
 
 
-def make_http_engine(
-    name: str,
-    rollout: EngineConfig,
-    common: dict[str, Any],
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    log: Callable[[str], None] | None,
-    share: tuple[int, int],
-) -> RolloutEngine:
-    """Make the engine of that name on the servers of `rollout.server.urls`.
-
-    Args:
-        log, share: see `on_servers`.
-        common: max_length, max_num_seqs and log, the same for all engines.
-
-    Raises:
-        ConfigError: see `on_servers`.
-    """
+def http_options(
+    name: str, server: ServerConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """Return what the engine of that name takes beside what all engines take."""
     options: dict[str, Any] = {"vocabulary": None if tokenizer is None else len(tokenizer)}
     if name == "tgi":
         options["tokenizer"] = tokenizer
-    if name == "sglang" and rollout.server.weights_folder is not None:
-        options["weights_folder"] = WeightsFolder(Path(rollout.server.weights_folder))
-    return on_servers(rollout, partial(HTTP_ENGINES[name], **options, **common), log=log, share=share)
+    if name == "sglang" and server.weights_folder is not None:
+        options["weights_folder"] = WeightsFolder(Path(server.weights_folder))
+    return options
 
 
 def on_servers(
@@ -73,16 +58,26 @@ def on_servers(
         ConfigError: fewer servers than workers, an API key that is not in the environment.
     """
     number, count = share
-    urls = rollout.server.urls[number::count]
+    config = rollout.server
+    urls = config.urls[number::count]
     if not urls:
         raise ConfigError(
             "each worker that generates needs a server of its own",
             field="rollout.server.urls",
-            got=f"{len(rollout.server.urls)} servers",
+            got=f"{len(config.urls)} servers",
             expected=f"at least {count}",
             remedy="start more servers, or place the rollout on fewer devices",
         )
-    engines = [make(_server(url, rollout.server)) for url in urls]
+    api_key = None if config.api_key_env is None else os.environ.get(config.api_key_env)
+    if config.api_key_env is not None and not api_key:
+        raise ConfigError(
+            "the environment variable with the servers' key is not set",
+            field="rollout.server.api_key_env",
+            got=config.api_key_env,
+            remedy=f"export {config.api_key_env}=…, or remove this key",
+        )
+    limits = (config.connect_timeout, config.request_timeout)
+    engines = [make(Server(url.rstrip("/"), *limits, config.model, api_key)) for url in urls]
     if len(engines) == 1:
         return engines[0]
     return Router(
@@ -92,24 +87,4 @@ def on_servers(
         vocabulary=engines[0].vocabulary,
         names=urls,
         log=log,
-    )
-
-
-def _server(url: str, config: ServerConfig) -> Server:
-    api_key = None
-    if config.api_key_env is not None:
-        api_key = os.environ.get(config.api_key_env)
-        if not api_key:
-            raise ConfigError(
-                "the environment variable with the servers' key is not set",
-                field="rollout.server.api_key_env",
-                got=config.api_key_env,
-                remedy=f"export {config.api_key_env}=…, or remove this key",
-            )
-    return Server(
-        url=url.rstrip("/"),
-        connect_timeout_s=config.connect_timeout,
-        request_timeout_s=config.request_timeout,
-        model=config.model,
-        api_key=api_key,
     )

@@ -41,16 +41,21 @@ class OpenAIEngine(HTTPEngine):
     _processed = False
 
     async def connect(self) -> None:
-        self._model = self.server.model or await self._only_model()
-        self._fields = await self._published()
-        self._processed = await self._gives_processed()
-
-    async def _only_model(self) -> str:
-        names = [entry["id"] for entry in (await self.ask("GET", "/v1/models"))["data"]]
+        names = [self.server.model] if self.server.model else []
+        if not names:
+            names = [str(entry["id"]) for entry in (await self.ask("GET", "/v1/models"))["data"]]
         if len(names) != 1:
             remedy = "say which with actor_rollout_ref.rollout.server.model"
             raise self.failure("the server has not one model", "/v1/models", names, remedy=remedy)
-        return str(names[0])
+        [self._model] = names
+        self._fields = await self._published()
+        if "top_k" in self._fields:
+            body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logprobs": 0}
+            said = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
+            log_probs = said["choices"][0].get("logprobs")
+            if not log_probs:
+                raise self._without("log-probs")
+            self._processed = log_probs["token_logprobs"][0] > -1e-6
 
     async def _published(self) -> frozenset[str]:
         """The fields of a completion request."""
@@ -63,16 +68,6 @@ class OpenAIEngine(HTTPEngine):
             raise
         except (EngineError, KeyError, TypeError):  # no schema, or one that says nothing
             return _STANDARD
-
-    async def _gives_processed(self) -> bool:
-        if "top_k" not in self._fields:
-            return False
-        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logprobs": 0}
-        said = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
-        log_probs = said["choices"][0].get("logprobs")
-        if not log_probs:
-            raise self._without("log-probs")
-        return bool(log_probs["token_logprobs"][0] > -1e-6)
 
     def check(self, request: Request) -> None:
         wanted = asked(request.params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 
 from torch import Tensor
 
@@ -27,23 +28,24 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
         EngineError: the source or a reader took more than 30 minutes for one tensor, or a reader for what it
             does after the last.
     """
-    steps = _Steps(len(readers))
+    step = threading.Barrier(len(readers) + 1, timeout=_LIMIT_S)
+    shown: list[tuple[str, Tensor]] = []  # one at a time; none at the end
     outcomes: list[Digest | Exception] = [{} for _ in readers]
 
     def run(index: int) -> None:
-        stream = steps.items()
+        stream = _items(shown, step)
         try:
             outcomes[index] = readers[index](WeightStream(stream))
         except Exception as error:  # returned, or raised, in the caller's thread
             outcomes[index] = error
-        with suppress(threading.BrokenBarrierError):  # the stream has ended, and feed says why
+        with suppress(threading.BrokenBarrierError):  # the stream has ended, and `_feed` says why
             for _ in stream:  # what a reader leaves, so that the others get on
                 pass
 
     threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(readers))]
     for thread in threads:
         thread.start()
-    steps.feed(source.tensors)
+    _feed(iter(source.tensors), shown, step)
     for thread in threads:
         thread.join(_LIMIT_S)
         if thread.is_alive():
@@ -56,40 +58,34 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
     return found
 
 
-class _Steps:
-    """Each item is shown to all readers before the next is asked for."""
-
-    def __init__(self, readers: int) -> None:
-        self._step = threading.Barrier(readers + 1, timeout=_LIMIT_S)
-        self._item: tuple[str, Tensor] | None = None
-
-    def feed(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        try:
-            for self._item in tensors:
-                self._check_in_time()
-                self._step.wait()  # it is there
-                self._step.wait()  # all are done with it
-            self._item = None
-            self._check_in_time()
-            self._step.wait()
-        except threading.BrokenBarrierError:
-            raise _too_slow("a reader", "one tensor") from None
-        except BaseException:
-            self._step.abort()  # the readers stop
-            raise
-
-    def _check_in_time(self) -> None:
-        """Checks that the source was in time; its readers wait for no longer than the limit."""
-        if self._step.broken:
-            raise _too_slow("the source", "one tensor")
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
+def _feed(
+    tensors: Iterator[tuple[str, Tensor]], shown: list[tuple[str, Tensor]], step: threading.Barrier
+) -> None:
+    """Show each tensor to all readers before the next is asked for."""
+    try:
         while True:
-            self._step.wait()
-            if self._item is None:
+            shown[:] = islice(tensors, 1)
+            if step.broken:  # the readers wait for no longer than the limit
+                raise _too_slow("the source", "one tensor")
+            step.wait()  # it is there
+            if not shown:
                 return
-            yield self._item
-            self._step.wait()
+            step.wait()  # all are done with it
+    except threading.BrokenBarrierError:
+        raise _too_slow("a reader", "one tensor") from None
+    except BaseException:
+        step.abort()  # the readers stop
+        raise
+
+
+def _items(shown: list[tuple[str, Tensor]], step: threading.Barrier) -> Iterator[tuple[str, Tensor]]:
+    """Give a reader what `_feed` shows."""
+    while True:
+        step.wait()
+        if not shown:
+            return
+        yield shown[0]
+        step.wait()
 
 
 def _too_slow(who: str, what: str) -> EngineError:

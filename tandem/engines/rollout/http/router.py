@@ -157,11 +157,12 @@ class Router:
             outcomes = relay(source, updates)
         else:
             outcomes = [self._updated(replica, source, version) for replica in alive]
+        digests: dict[str, Digest] = {}
         for replica, outcome in zip(alive, outcomes, strict=True):
             if isinstance(outcome, EngineError):
                 self._lose(replica, outcome)
-        pairs = zip(alive, outcomes, strict=True)
-        digests = {replica.name: out for replica, out in pairs if not isinstance(out, EngineError)}
+            else:
+                digests[replica.name] = outcome
         _check_equal(digests)
         return next(iter(digests.values()))
 

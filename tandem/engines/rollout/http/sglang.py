@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_idle
 from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http.answer import Answer, asked
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
@@ -60,8 +59,6 @@ class SGLangEngine(HTTPEngine):
     ) -> None:
         super().__init__(server, log=log, **options)
         self._folder = weights_folder
-        self._asleep: set[SleepTag] = set()
-        self._weights_gone = False
         self._shows_weights = True
         self._log = log
         if weights_folder is not None:
@@ -80,16 +77,6 @@ class SGLangEngine(HTTPEngine):
                 got=f"{request.params.min_tokens}, with stop={request.params.stop}",
                 remedy="use stop_token_ids, or min_tokens=0",
             )
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        if self._weights_gone:
-            raise EngineError(
-                "the server's weights were dropped",
-                got=self.server.url,
-                remedy="call update_weights after sleep",
-            )
-        self.wake()
-        super().submit(requests)
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
@@ -188,7 +175,7 @@ class SGLangEngine(HTTPEngine):
                 f"{said['message']}, version {holds}",
                 expected=f"version {version}",
             )
-        self._weights_gone = False
+        self.has_weights = True
 
     def _shown(self, name: str, count: int) -> list[list[float]]:
         """The numbers of a weight, from each data-parallel copy; none where the server shows none."""
@@ -203,16 +190,12 @@ class SGLangEngine(HTTPEngine):
             return []
         return shown if isinstance(shown[0], list) else [shown]
 
-    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        check_idle(self.pending())
-        awake = [tag for tag in SLEEP_TAGS if tag in tags and tag not in self._asleep]
-        if awake:
-            self.call("POST", "/release_memory_occupation", json={"tags": awake})
-            self._asleep.update(awake)
-            self._weights_gone |= "weights" in awake
+    def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
+        """Release memory by SGLang's memory saver."""
+        self.call("POST", "/release_memory_occupation", json={"tags": tags})
+        self.has_weights = self.has_weights and "weights" not in tags
+        return tags
 
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        asleep = [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]
-        if asleep:
-            self.call("POST", "/resume_memory_occupation", json={"tags": asleep})
-            self._asleep.difference_update(asleep)
+    def take_again(self, tags: Sequence[SleepTag]) -> None:
+        """Take it again, of whatever content."""
+        self.call("POST", "/resume_memory_occupation", json={"tags": tags})

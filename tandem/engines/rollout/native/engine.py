@@ -19,8 +19,7 @@ from torch import Tensor
 
 from tandem.device import upload
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_fits_model, check_idle, check_new
-from tandem.engines.rollout.counters import Counters
+from tandem.engines.rollout.checks import check_fits_model, check_idle
 from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.sampler import Drawn
 from tandem.engines.rollout.draws.stops import Decode
@@ -35,18 +34,17 @@ from tandem.engines.rollout.native.scheduler import Scheduler
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.steps import Steps
 from tandem.engines.rollout.native.store import Store
-from tandem.engines.rollout.own_weights import OwnWeights, kinds_taken, taken
+from tandem.engines.rollout.own_weights import ModuleEngine, OwnWeights
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
 
 
-class NativeEngine:
+class NativeEngine(ModuleEngine):
     """A `RolloutEngine` in this process.
 
     Args:
-        max_length: tokens of prompt and response together, at most.
         max_num_seqs: sequences that run at the same time, at most; fewer if the cache's memory binds.
         max_num_batched_tokens: tokens of one step; sequences that decode come first.
         gpu_memory_utilization: share of the device's memory; None: see `CacheRoom`.
@@ -58,9 +56,7 @@ class NativeEngine:
         run_ahead: whether a step is launched before the last one's tokens are fetched; None: on CUDA.
         logprobs_mode: what samples carry as `log_probs`.
         split: this rank's share of each layer; all ranks of its group get the same requests and polls.
-        own: a model of its own, for a stream of weights; None: it takes none.
-        decode: token ids to text, for stop strings.
-        log: receives a line about every two seconds of work; None for none.
+        max_length, own, decode, log: see `ModuleEngine`.
         say: receives, on CUDA, a sentence about the weights and one about the cache when they are first made.
     """
 
@@ -87,8 +83,7 @@ class NativeEngine:
         log: Callable[[str], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.takes = kinds_taken(own)
-        self._own = own
+        super().__init__(max_length, own, decode, log)
         self._device = device
         cuda = device.type == "cuda"
         graphs = cuda and not enforce_eager
@@ -96,8 +91,6 @@ class NativeEngine:
         self._store = Store(room, attention, graphs, max_num_seqs, max_length)
         self._apart = cuda  # whether rows that decode run apart from prompts
         self._run_ahead = cuda if run_ahead is None else run_ahead
-        self._decode = decode
-        self._counters = Counters(log)
         self._rows = Rows(max_num_seqs, logprobs_mode)
         self._scheduler = Scheduler(
             self._rows,
@@ -115,20 +108,16 @@ class NativeEngine:
         self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
         self._demand = 1  # blocks that the pending requests can fill together
-        self._source: SharedModule | None = None
-        self._version = 0
         self._flight: Flight | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_new(requests, self._known, self._store.longest, self._decode is not None)
-        if self._source is not None:
-            check_fits_model(requests, self._source.module.config)
+        self._check(requests, self._known)
         lengths = {request.id: len(request.prompt_ids) + request.params.max_tokens for request in requests}
         blocks = {id: self._scheduler.blocks_for(length) for id, length in lengths.items()}
-        if blocks:
-            runner = self._steps.runner
-            per_block = None if runner is None else self._store.per_block(runner)
-            self._store.room.check_longest(max(blocks.values()), per_block)
+        store, runner = self._store, self._steps.runner
+        if blocks and (runner is not None or store.room.fixed is not None):
+            per_block = 0 if runner is None else store.per_block(runner)
+            store.room.check_longest(max(blocks.values()), per_block)
         self._scheduler.waiting.extend(requests)
         self._known |= blocks
         self._demand_changed = True
@@ -142,8 +131,7 @@ class NativeEngine:
         self._settle()
         if self._own is not None and isinstance(source, WeightStream):
             self._steps.rest()  # what it refers to is overwritten
-            self._source = None
-        source = taken(source, self._own)
+        source = self._taken(source)
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module.config)
         runner = self._steps.runner_of(source.module, partial(self._copies, source))
@@ -179,21 +167,7 @@ class NativeEngine:
             self._scheduler.use_cache(0)
         if "weights" in tags:
             self._steps.rest()
-            self._source = None
-            if self._own is not None:
-                self._own.free()
-
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """The cache is made by the first step, which knows how much of it is needed."""
-
-    def close(self) -> None:
-        """It lives in this process and has nothing to end."""
-
-    def stats(self) -> dict[str, float]:
-        return self._counters.take()
-
-    def progress(self) -> int:
-        return self._counters.written
+            self._let_go()
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
         self._settle()

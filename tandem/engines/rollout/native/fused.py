@@ -187,7 +187,7 @@ class FusedRunner:
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         summed = self._split.summed
         x_RE = F.embedding(self._rounded(step.ids_T), self.embedding_VE)
-        normed_RE = self._ops.norm(x_RE, self._first_norm_E)
+        x_RE, normed_RE = self._ops.norm(x_RE, None, self._first_norm_E)
         for index, layer in enumerate(self._layers):
             query_RND, keys_RHD, values_RHD = self._ops.rotate(
                 layer.qkv(normed_RE), step.positions_T, layer.qk_norm_MD
@@ -195,9 +195,9 @@ class FusedRunner:
             attention.write(index, step, keys_RHD, values_RHD)
             attended_RND = attention.attend(index, step, query_RND, window=layer.window)
             output_RE = summed(layer.output(attended_RND.flatten(1)))
-            x_RE, normed_RE = self._ops.added_norm(x_RE, output_RE, layer.mlp_norm_E)
+            x_RE, normed_RE = self._ops.norm(x_RE, output_RE, layer.mlp_norm_E)
             down_RE = summed(layer.down(self._ops.gate(layer.gate_up(normed_RE))))
-            x_RE, normed_RE = self._ops.added_norm(x_RE, down_RE, layer.next_norm_E)
+            x_RE, normed_RE = self._ops.norm(x_RE, down_RE, layer.next_norm_E)
         wanted_L = step.logits_L
         logits_LV = self._head(normed_RE.index_select(0, self._rounded(wanted_L)))[: wanted_L.shape[0]]
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV

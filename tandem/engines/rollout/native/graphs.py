@@ -65,12 +65,6 @@ def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) 
     )
 
 
-def _first_rows(step: StepInput, rows: int) -> StepInput:
-    """Return the first rows of a step that decodes."""
-    parts = {name: getattr(step, name)[:rows] for name in _BY_ROW}
-    return replace(step, starts_S1=step.starts_S1[: rows + 1], **parts)
-
-
 @dataclass(eq=False)
 class GraphedRunner:
     """The forward of a runner, which replays decode steps and runs all others as they come.
@@ -175,12 +169,14 @@ class GraphedRunner:
         return self.replays[size]
 
     def _work(self, size: int) -> Work:
-        step = _first_rows(self._buffers, size)
+        held = self._buffers
+        parts = {name: getattr(held, name)[:size] for name in _BY_ROW}
+        step = replace(held, starts_S1=held.starts_S1[: size + 1], **parts)
 
         def work() -> None:
             logits_LV = self.runner.forward(step, self.attention)
             if self._logits_LV is None:  # in the first run, which is no capture
-                self._logits_LV = logits_LV.new_empty(len(self._buffers.ids_T), logits_LV.shape[1])
+                self._logits_LV = logits_LV.new_empty(len(held.ids_T), logits_LV.shape[1])
             # Copied, for the graphs' outputs would otherwise be held side by side: gigabytes.
             self._logits_LV[:size].copy_(logits_LV)
 

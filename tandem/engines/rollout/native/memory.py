@@ -102,23 +102,21 @@ class CacheRoom:
         """The budget is measured anew when it is next asked for."""
         self._budget = None
 
-    def check_longest(self, longest: int, per_block: int | None) -> None:
+    def check_longest(self, longest: int, per_block: int) -> None:
         """
         Args:
             longest: blocks of one sequence.
-            per_block: bytes of a block; None where the model is not yet known.
+            per_block: bytes of a block; of no meaning where their number is fixed.
 
         Raises:
             EngineError: they are more than the cache can have.
         """
-        if self.fixed is None and per_block is None:
-            return
-        most = self.most(per_block or 0)
+        most = self.most(per_block)
         if longest <= most:
             return
         needed, got = f"{longest} blocks", f"{most} blocks"
         remedy = f"a sequence of {most * self.block_size} tokens would fit; or raise it"
-        if self.fixed is None and per_block is not None:
+        if self.fixed is None:
             held = held_bytes(self.device)
             beside = f" beside {_mib(held)} that this process holds already" if held else ""
             needed += f", {_mib(longest * per_block)}"

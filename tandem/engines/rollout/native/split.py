@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tandem.config.model import SHARED_OUT
 from tandem.errors import ConfigError
 
 Weights = tuple[Tensor, Tensor | None]
@@ -39,7 +40,7 @@ class LayerSplit:
         Raises:
             ConfigError: heads or MLP columns that cannot be shared out evenly.
         """
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        for name in SHARED_OUT:
             count = getattr(config, name, None)
             if count is not None and count % self.size:
                 raise ConfigError(

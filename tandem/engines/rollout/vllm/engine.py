@@ -30,11 +30,16 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.checks import check_finite, check_fits_model, check_idle, check_new
 from tandem.engines.rollout.counters import Counters
-from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.vllm.memory import DeviceMemory, HostMemory, caches
-from tandem.engines.rollout.vllm.process import Options, check_temperature, check_whole, process_state_kept
+from tandem.engines.rollout.vllm.process import (
+    Options,
+    check_temperature,
+    check_whole,
+    process_state_kept,
+    sampling,
+)
 from tandem.engines.rollout.vllm.ranks import agreed, among_ranks
 from tandem.engines.rollout.vllm.shards import held_weights, weights_digest
 from tandem.engines.rollout.vllm.worker import load_weights
@@ -111,7 +116,10 @@ class VLLMEngine:
             name = f"{request.uid}#{request.sample}"
             self._writing[name] = Written(request)
             prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
-            self._engine.add_request(name, prompt, vllm_params(request))
+            params = VLLMSamplingParams(
+                **sampling(request), flat_logprobs=True, output_kind=RequestOutputKind.DELTA
+            )
+            self._engine.add_request(name, prompt, params)
 
     def pending(self) -> int:
         return len(self._writing) + len(self._finished)
@@ -258,30 +266,6 @@ class VLLMEngine:
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()
-
-
-def vllm_params(request: Request) -> VLLMSamplingParams:
-    """How vLLM is to sample a request; end-of-sequence tokens of the model folder end nothing."""
-    params = request.params
-    return VLLMSamplingParams(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=list(params.stop_token_ids),
-        logit_bias=dict(params.logit_bias) or None,
-        seed=seed_of(request),
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
 
 
 def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:

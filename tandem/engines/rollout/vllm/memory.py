@@ -27,7 +27,9 @@ class HostMemory:
     def release(self, tags: Collection[SleepTag]) -> Collection[SleepTag]:
         """Those that sleep now."""
         for tag in tags:
-            held = caches(self._engine) if tag == "kv_cache" else self._weights()
+            held = caches(self._engine)
+            if tag == "weights":
+                held = list(self._engine.collective_rpc("get_model")[0].parameters())
             storages = [tensor.untyped_storage() for tensor in held]
             self._released[tag] = [(storage, storage.nbytes()) for storage in storages]
             for storage in storages:
@@ -39,9 +41,6 @@ class HostMemory:
             for storage, size in self._released.pop(tag):
                 storage.resize_(size)
                 storage.fill_(0)  # type: ignore[attr-defined]  # a cache must be finite where unwritten, too
-
-    def _weights(self) -> list[Tensor]:
-        return list(self._engine.collective_rpc("get_model")[0].parameters())
 
 
 class DeviceMemory:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.errors import ConfigError, EngineError
 from tandem.lifetime import start_bound
 from tandem.protocol import Request
@@ -291,6 +292,29 @@ def check_whole(missing: Collection[str]) -> None:
             got=f"{len(missing)} are missing",
             expected="each weight of the model",
         )
+
+
+def sampling(request: Request) -> dict[str, Any]:
+    """Return how vLLM is to sample a request, by the names of its `SamplingParams`. Stop strings are looked
+    for here, and end-of-sequence tokens of the model folder end nothing."""
+    params = request.params
+    biased: dict[str, Any] = {"logit_bias": dict(params.logit_bias)} if params.logit_bias else {}
+    return biased | {
+        "temperature": params.temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "seed": seed_of(request),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 @contextmanager

@@ -23,21 +23,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
-from tandem.engines.rollout.checks import check_fits_model, check_idle
-from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.checks import check_fits_model
 from tandem.engines.rollout.draws.stops import Decode
-from tandem.engines.rollout.http.answer import Answer, asked
+from tandem.engines.rollout.http.answer import Answer
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.vllm.channel import Backend, Channel, MemoryChannel, NetworkChannel, send
-from tandem.engines.rollout.vllm.process import VLLMProcess, check_temperature, check_whole
+from tandem.engines.rollout.vllm.process import VLLMProcess, check_temperature, check_whole, sampling
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
-from tandem.protocol import Request, Sample
+from tandem.protocol import Request, Sample, SamplingParams
 
 BUCKET_BYTES = 256 << 20
 _DYING_S = 5.0  # a server that loses one of its processes ends itself
@@ -99,23 +99,18 @@ class VLLMServerEngine(HTTPEngine):
         self._config = config
         self._process = process
         self._decode = decode
+        self.finds_stops = decode is not None
         self._sleeps = sleeps
-        self._has_weights = False
-        self._asleep: set[SleepTag] = set()
+        self.has_weights = False
         self._bucket_bytes = bucket_bytes
         self._before: dict[str, float] = {}
 
     async def connect(self) -> None:
         """Tries one token: the only one of a distribution cut to one has log-prob 0, and less in another. A
         bias singles it out, for a server without weights yet may give all tokens the same logit."""
-        sampling = {
-            "max_tokens": 1,
-            "logprobs": 0,
-            "top_k": 1,
-            "logit_bias": {"0": 100.0},
-            "detokenize": False,
-        }
-        said = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": sampling})
+        params = SamplingParams(max_tokens=1, top_k=1, logit_bias=((0, 100.0),))
+        trial = sampling(Request("trial", 0, np.zeros(1, dtype=np.int64), params))
+        said = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": trial})
         log_prob = said["choices"][0]["logprobs"]["content"][0]["logprob"]
         if log_prob < -1e-6:
             raise self.failure(
@@ -125,35 +120,15 @@ class VLLMServerEngine(HTTPEngine):
                 remedy="start vLLM with --logprobs-mode processed_logprobs",
             )
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        if not self._has_weights:
-            raise EngineError(
-                "the server has no weights", got=self.server.url, remedy="call update_weights before submit"
-            )
-        check_fits_model(requests, self._config)
-        self.wake()
-        super().submit(requests)
-
     def check(self, request: Request) -> None:
         check_temperature(request)
-        if request.params.stop and self._decode is None:
-            raise EngineError("stop strings need a tokenizer", field="stop", got=request.params.stop)
+        check_fits_model([request], self._config)
 
     def body(self, answer: Answer) -> dict[str, Any]:
-        params = answer.request.params
-        sampling = {name: value for name, value in asked(params).items() if name != "stop"}
         return {
             "request_id": answer.name,
             "token_ids": answer.request.prompt_ids.tolist(),
-            "sampling_params": sampling
-            | {
-                "max_tokens": params.max_tokens,
-                "seed": seed_of(answer.request),
-                "ignore_eos": True,
-                "logprobs": 0,
-                "detokenize": False,
-                "stream_interval": STREAM_INTERVAL,
-            },
+            "sampling_params": sampling(answer.request) | {"stream_interval": STREAM_INTERVAL},
             "stream": True,
             "return_token_ids": True,
         }
@@ -199,7 +174,7 @@ class VLLMServerEngine(HTTPEngine):
         """
         stream = self.stream_of(source)
         self.wake()
-        self._has_weights = False
+        self.has_weights = False
         self.call("POST", "/pause", params={"mode": "keep"})
         with self._channel.opened() as bucket:
             sent = set(send(stream.tensors, bucket, self._bucket_bytes))
@@ -208,7 +183,7 @@ class VLLMServerEngine(HTTPEngine):
         check_whole(held.keys() - sent)
         self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": True})
         self.call("POST", "/update_weight_version", json={"new_version": str(version)})
-        self.version, self._has_weights = version, True
+        self.version, self.has_weights = version, True
         self.call("POST", "/resume")
         return held
 
@@ -236,25 +211,20 @@ class VLLMServerEngine(HTTPEngine):
 
         return self._connection.begin(asked_of_workers())
 
-    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
+    def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
+        """Use vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
         memory."""
-        check_idle(self.pending())
-        tags = set(tags) - self._asleep
-        if not tags:
-            return
         if "weights" in tags:
-            self._has_weights = False
-        if self._sleeps:
-            self.wake()  # in part asleep, it would not fall asleep again
-            self.call("POST", "/sleep", params={"level": 2 if "weights" in tags else 1})
-            self._asleep.update(SLEEP_TAGS)
+            self.has_weights = False
+        if not self._sleeps:
+            return ()
+        self.wake()  # in part asleep, it would not fall asleep again
+        self.call("POST", "/sleep", params={"level": 2 if "weights" in tags else 1})
+        return SLEEP_TAGS
 
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        asleep = set(tags) & self._asleep
-        if asleep:
-            self.call("POST", "/wake_up", params={"tags": sorted(asleep)})
-            self._asleep -= asleep
+    def take_again(self, tags: Sequence[SleepTag]) -> None:
+        """Wake the server, or a part of it."""
+        self.call("POST", "/wake_up", params={"tags": sorted(tags)})
 
     def close(self) -> None:
         try:

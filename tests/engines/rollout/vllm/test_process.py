@@ -1,4 +1,4 @@
-"""A server that is started here: found whatever proxy is set, and its log kept or not."""
+"""A server that is started here: found whatever proxy is set, its log kept or not; what vLLM is asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tandem.engines.rollout.vllm.process import VLLMProcess
+from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.vllm.process import VLLMProcess, sampling
+from tandem.protocol import Request, SamplingParams
 
 
 def start(folder: Path, **options: Any) -> VLLMProcess:
@@ -49,3 +52,29 @@ def test_the_log_of_a_server_that_failed_is_kept(tmp_path: Path) -> None:
     process._process.wait(10)
     process.close()
     assert process.log.exists()
+
+
+def test_every_parameter_is_asked_for_by_the_name_that_vllm_has() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "max_tokens": 9,
+        "min_tokens": 2,
+    }
+    params = SamplingParams(**given, stop_token_ids=(7, 8), stop=("x",), logit_bias=((3, 1.5),), seed=4)
+    request = Request("u", 1, np.arange(3), params)
+    assert sampling(request) == {
+        **given,
+        "top_k": 0,  # all of them
+        "stop_token_ids": [7, 8],
+        "logit_bias": {3: 1.5},
+        "seed": seed_of(request),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    assert "logit_bias" not in sampling(Request("u", 1, np.arange(3), SamplingParams(max_tokens=9)))

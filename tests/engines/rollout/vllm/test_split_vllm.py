@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tandem.engines.rollout.base import generate
+from tandem.engines.rollout.vllm import process
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
@@ -182,8 +183,8 @@ def test_prefixes_are_found_alike_after_many_were_aborted(engines):
 
 def other_tokens(engines: dict[int, Any], rank: int, number: int) -> None:
     if rank:
-        seed_of = vllm_engine.seed_of
-        vllm_engine.seed_of = lambda request: seed_of(request) + 1
+        seed_of = process.seed_of
+        process.seed_of = lambda request: seed_of(request) + 1
 
 
 def test_ranks_that_write_different_tokens_are_told_so(ranks, tmp_path):

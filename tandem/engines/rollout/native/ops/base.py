@@ -36,11 +36,9 @@ class Heads:
 class Ops(Protocol):
     """Methods may write to their first argument."""
 
-    def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
-        """RMS norm: computed in float32, rounded, then multiplied by the weight."""
-
-    def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """x + added, and its norm."""
+    def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + added, or x where nothing is added, and its RMS norm: computed in float32, rounded, then
+        multiplied by the weight."""
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
         """From (R, (N + 2H) D); with `norm_MD`, each head goes through an RMS norm first (Qwen3)."""

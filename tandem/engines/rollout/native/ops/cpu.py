@@ -21,18 +21,12 @@ class CPUOps:
     eps: float
     kernels: ctypes.CDLL
 
-    def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
-        return self._norm(x_RE, None, weight_E)
-
-    def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        return x_RE, self._norm(x_RE, added_RE, weight_E)
-
-    def _norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> Tensor:
+    def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         out_RE = torch.empty_like(x_RE)
         self.kernels.norm(
             *addresses(out_RE, x_RE, added_RE, weight_E), *x_RE.shape, self.eps, torch.get_num_threads()
         )
-        return out_RE
+        return x_RE, out_RE
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
         heads, rows = self.heads, qkv.shape[0]

@@ -19,12 +19,9 @@ class TorchOps:
         half = heads.head_dim // 2
         self._sin_PD = torch.cat((-heads.sin_PD[:, :half], heads.sin_PD[:, half:]), -1)
 
-    def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
-        return F.rms_norm(x_RE.float(), x_RE.shape[-1:], None, self._eps).to(x_RE.dtype) * weight_E
-
-    def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        x_RE = x_RE + added_RE
-        return x_RE, self.norm(x_RE, weight_E)
+    def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
+        x_RE = x_RE if added_RE is None else x_RE + added_RE
+        return x_RE, F.rms_norm(x_RE.float(), x_RE.shape[-1:], None, self._eps).to(x_RE.dtype) * weight_E
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
         heads = self._heads
@@ -32,7 +29,7 @@ class TorchOps:
         qkv_RXD = qkv.view(len(qkv), rotated + heads.kv_heads, heads.head_dim)
         qk_RMD = qkv_RXD[:, :rotated]
         if norm_MD is not None:
-            qk_RMD = self.norm(qk_RMD, norm_MD)
+            _, qk_RMD = self.norm(qk_RMD, None, norm_MD)
         positions_R = F.pad(positions_T, (0, len(qkv) - len(positions_T)))
         cos_R1D, sin_R1D = heads.cos_PD[positions_R, None], self._sin_PD[positions_R, None]
         qk_RMD = qk_RMD * cos_R1D + qk_RMD.roll(heads.head_dim // 2, -1) * sin_R1D

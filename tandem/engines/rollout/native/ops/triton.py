@@ -27,20 +27,14 @@ class TritonOps:
     heads: Heads
     eps: float
 
-    def norm(self, x_RE: Tensor, weight_E: Tensor) -> Tensor:
-        return self._norm(x_RE, None, weight_E)
-
-    def added_norm(self, x_RE: Tensor, added_RE: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        return x_RE, self._norm(x_RE, added_RE, weight_E)
-
-    def _norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> Tensor:
+    def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         out_RE, size = torch.empty_like(x_RE), x_RE.shape[1]
         sizes = {"E": size, "E_PAD": triton.next_power_of_2(size)}
         warps = min(16, max(1, sizes["E_PAD"] // 256))  # about eight elements per thread
         tensors = (out_RE, x_RE, x_RE if added_RE is None else added_RE, weight_E)
         is_added = added_RE is not None
         norm_kernel[(len(x_RE),)](*tensors, self.eps, ADDED=is_added, **sizes, num_warps=warps)
-        return out_RE
+        return x_RE, out_RE
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
         heads = self.heads

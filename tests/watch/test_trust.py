@@ -16,9 +16,8 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.models.loading import load_policy
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged, Request, SamplingParams
-from tandem.trainer.trust import Cause, Evidence, TrustProbe, diagnose, pearson, sentence
-from tandem.workers.losses import ActorLoss
-from tandem.workers.probes import (
+from tandem.watch.checks import Facts
+from tandem.watch.gap import (
     FINGERPRINT,
     LIMITS,
     SAMPLED,
@@ -29,11 +28,19 @@ from tandem.workers.probes import (
     fingerprint,
     gap_columns,
 )
+from tandem.watch.trust import Cause, Evidence, diagnose, pearson, sentence
+from tandem.watch.watch import Watch
+from tandem.workers.losses import ActorLoss
 from tandem.workers.samples import rollout_batch
 from tests.workers import roles
 
 PLAIN = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
 CUT = SamplingParams(temperature=1.0, max_tokens=6, seed=3, top_p=0.8)
+
+
+def facts(params: SamplingParams = PLAIN) -> Facts:
+    """Those of a run that samples so, at temperature 1 in training."""
+    return Facts(params, 1.0, prompts=12, updates=1, recompute_old=False)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +76,11 @@ def read(
     said: list[str] = []
     worker.take_observed()
     worker.compute_log_prob(batch)
-    probe = TrustProbe(1.0, lambda name, sentence, step: said.append(sentence))
+    watch = Watch(12, lambda name, sentence, step: said.append(sentence))
     raw = worker.take_observed().to_floats()
-    metrics = probe.read(raw, params)
-    assert probe.read(raw, params) == metrics and said == list(probe.named.values())
-    return metrics, probe.named
+    metrics = watch.judge_samples(1, raw, facts(params))
+    assert watch.judge_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
+    return metrics, {Cause[name.upper()]: text for name, text in watch.named.items()}
 
 
 def module_of(worker: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -214,18 +221,18 @@ def test_changed_tokens_are_no_difference_of_log_probs() -> None:
 
 def test_each_cause_is_said_once(worker: Any) -> None:
     said: list[str] = []
-    probe = TrustProbe(1.0, lambda name, sentence, step: said.append(sentence))
+    watch = Watch(12, lambda name, sentence, step: said.append(sentence))
     metrics = {
         "rollout/log_prob_diff_mean": 1.0, "rollout/log_prob_diff_raised": 0.5,
         "rollout/log_prob_diff_limit": 0.1, "rollout/moment/p": 0.5, "rollout/moment/q": 0.5,
         "rollout/moment/pp": 0.3, "rollout/moment/qq": 0.3, "rollout/moment/pq": 0.275,
     }  # fmt: skip
     for extra in ({}, {}, {"rollout/version_lag": 1.0}, {}, {"rollout/version_lag": 1.0}):
-        found = probe.read(metrics | extra, PLAIN)
+        found = watch.judge_samples(1, metrics | extra, facts())
         assert found["rollout/prob_pearson"] == pytest.approx(0.5)
     assert [Cause.NUMERICS.value in said[0], Cause.STALE.value in said[1]] == [True, True]
     assert len(said) == 2
-    assert probe.read({"actor/loss": 1.0}, PLAIN) == {"actor/loss": 1.0}
+    assert watch.judge_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
 
 
 def test_the_metrics_are_their_definitions() -> None:
@@ -242,8 +249,8 @@ def test_the_metrics_are_their_definitions() -> None:
             {name: column[part] for name, column in columns.items()},
             torch.from_numpy(mask)[part],
         )
-    found = TrustProbe(1.0, lambda name, sentence, step: None).read(
-        metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, PLAIN
+    found = Watch(12, lambda name, sentence, step: None).judge_samples(
+        1, metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, facts()
     )
     compared = np.where(np.isnan(cut), log_q, cut)[mask]
     log_p = log_p[mask]

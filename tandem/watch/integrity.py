@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from tandem.watch.batches import CHECK
+from tandem.watch.checks import Check, Facts, Numbers, Row, findings
 
-from tandem.config.root import TrainConfig
-from tandem.observability.learning import Numbers, findings
-from tandem.trainer.steps import Plan, updates_per_step
-from tandem.workers.integrity import CHECK
-
-Row = Mapping[str, float]
 PROMPTS_USED = "training/prompts_used"
-_POSITIVE_KL = {"abs", "k2", "mse", "k3", "low_var_kl", "full"}
 _OPPOSED = -0.5
 _TOLERANCE = 1e-3
 
@@ -39,37 +32,6 @@ BROKEN = {
     "of the model",
 }
 """What a count of samples under this name means."""
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What must be known of a run to judge its steps.
-
-    Attributes:
-        prompts: of a step.
-        updates: of the actor in a step.
-        recompute_old: whether these compare with log-probs that were computed before the first.
-        learns: whether the learning rate that is asked for is not zero.
-        kl_is_positive: whether the KL's estimate cannot be negative.
-    """
-
-    prompts: int
-    updates: int
-    recompute_old: bool
-    learns: bool = True
-    kl_is_positive: bool = False
-
-    @classmethod
-    def of(cls, config: TrainConfig, plan: Plan) -> Facts:
-        """Those of a run."""
-        actor = config.actor_rollout_ref.actor
-        return cls(
-            prompts=config.data.train_batch_size,
-            updates=updates_per_step(plan.batch_samples, plan.actor),
-            recompute_old=plan.recompute_old and not plan.bypasses,
-            learns=actor.optim.lr > 0,
-            kl_is_positive=actor.use_kl_loss and actor.kl_loss_type.rstrip("+") in _POSITIVE_KL,
-        )
 
 
 def broken_rules(metrics: Row, before: Row, facts: Facts) -> dict[str, str]:
@@ -142,7 +104,7 @@ def lost_prompts(metrics: Row, before: Row, facts: Facts) -> Numbers:
     return None if 0 <= used - was < 2 * facts.prompts else (used, was, facts.prompts)
 
 
-RULES: dict[Callable[[Row, Row, Facts], Numbers], str] = {
+RULES: dict[Check, str] = {
     loss_scale: "the loss is {0:.3g} times as large as it should be: micro-batches, or ranks, are divided "
     "by their own number of tokens. Remedy: divide by the counts of the whole mini-batch over all ranks",
     opposed: "advantages run against rewards (correlation within groups {0:.2f}): better responses become "

@@ -1,5 +1,5 @@
 """Measures of the difference between the engine that sampled and the one that trains, and the evidence of its
-cause. The controller adds it up and names the cause; see `tandem.trainer.trust`.
+cause. The controller adds it up and names the cause; see `tandem.watch.trust`.
 
 Shapes: B samples, T their tokens, flat.
 """
@@ -22,6 +22,10 @@ SCORED = "scored_fingerprint"
 """The column of the fingerprints of the samples that a reward worker scored."""
 MOMENT = "rollout/moment/"
 """Prefix of the means from which the correlation is computed; they are no metrics of their own."""
+EXPERIMENT = "rollout/experiment/"
+"""Prefix of mean differences under a fault, nats; they are no metrics of their own."""
+AS_IT_IS = "as_it_is"
+"""The experiment without a fault."""
 
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _APART = 0.01

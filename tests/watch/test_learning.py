@@ -6,13 +6,13 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 
 import pytest
 
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, sections
-from tandem.observability.learning import CHECKS, LearningWatch
+from tandem.watch.learning import CHECKS
+from tandem.watch.watch import Watch
 
 Row = dict[str, float]
 
@@ -40,13 +40,13 @@ def warned(
     rows: Sequence[Mapping[str, float]], prompts: int = 64, before: int = 0, given: Sequence[str] = ()
 ) -> dict[str, int]:
     """The step of each warning; the first rows count as those of the run that goes on."""
-    watch = LearningWatch(rows[:before], prompts)
-    found: dict[str, int] = {}
+    found: list[tuple[str, int]] = []
+    watch = Watch(prompts, lambda name, sentence, step: found.append((name, step)))
+    watch.restore(rows[:before], dict.fromkeys(given, ""))
     for step, row in enumerate(rows[before:], before + 1):
-        names = [name for name, _ in watch.read(row)]
-        assert len(set(names)) == len(names)
-        found |= {name: step for name in names if name not in {*found, *given}}
-    return found
+        watch.judge_learning(step, row)
+    assert len(dict(found)) == len(found)
+    return dict(found)
 
 
 def run(steps: int, **changes: Callable[[int], float]) -> list[Row]:
@@ -222,10 +222,11 @@ def test_each_sentence_names_keys_that_exist() -> None:
     assert [check.__name__ for check in CHECKS] == list(sick)
     known = {*keys(TrainConfig), *sections(TrainConfig)}
     for name, rows in sick.items():
-        watch = LearningWatch((), 64)
-        sentences = dict(pair for row in rows for pair in watch.read(row))
-        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", sentences[name])
+        watch = Watch(64, lambda name, sentence, step: None)
+        for step, row in enumerate(rows, 1):
+            watch.judge_learning(step, row)
+        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", watch.named[name])
         assert named or name == "reward_constant"
         assert set(named) <= known, set(named) - known
-        assert not sentences[name].endswith(".")
-    assert len(list(islice(LearningWatch((), 64).read({}), 1))) == 0
+        assert not watch.named[name].endswith(".")
+    assert warned([{}]) == {}

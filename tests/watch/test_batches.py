@@ -9,8 +9,8 @@ import torch
 from tandem.config.rollout import RolloutConfig
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.integrity import CHECK, SpecialTokens, add_checks, certain
-from tandem.workers.probes import SAMPLED
+from tandem.watch.batches import CHECK, SpecialTokens, add_checks, certain
+from tandem.watch.gap import SAMPLED
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Checks of a batch against what must hold of it whatever the policy wrote: rows that belong together, masks
 that fit the log-probs, prompts and responses that begin and end where they should. Each counts the rows that
-break a rule; the controller names the cause, see `tandem.trainer.integrity`.
+break a rule; the controller names the cause, see `tandem.watch.integrity`.
 
 Shapes: B samples, T their tokens, flat.
 """
@@ -19,7 +19,7 @@ from tandem.algorithms.masked import segment_sum
 from tandem.config.rollout import RolloutConfig
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
-from tandem.workers.probes import SAMPLED, SCORED, fingerprint
+from tandem.watch.gap import SAMPLED, SCORED, fingerprint
 
 CHECK = "trust/"
 """Prefix of what is counted here; what is nought does not go into the run folder."""

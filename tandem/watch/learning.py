@@ -9,16 +9,14 @@ to the least score seen: that all responses agree, or that nothing is uncertain,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean, median
-from typing import Any
+
+from tandem.watch.checks import Check, Numbers
 
 History = Mapping[str, Sequence[float]]
 """For each metric of `READ` its finite values, in the order of the steps that had one."""
-Numbers = tuple[float | str, ...] | None
-"""Of the sentence that says what is wrong; None where all is well."""
 WINDOW, PROMPTS = 10, 64
 """A warning rests on at least so many steps and so many prompts."""
 ALIKE = 0.95
@@ -122,7 +120,7 @@ def updates_too_far(history: History, window: int) -> Numbers:
     return moved, clipped
 
 
-CHECKS: dict[Callable[[History, int], Numbers], str] = {
+CHECKS: dict[Check, str] = {
     reward_constant: "every response of the first {0} steps was scored {1:g}: there is nothing to learn "
     "from. Look at responses (tandem samples RUN) and at what the reward function makes of them; if they "
     "are fair, begin with easier prompts, a model that is sometimes right, or a reward that gives parts of "
@@ -154,6 +152,8 @@ CHECKS: dict[Callable[[History, int], Numbers], str] = {
     "actor_rollout_ref.actor.ppo_mini_batch_size, fewer actor_rollout_ref.actor.ppo_epochs)",
 }
 """What each check warns of, with its numbers."""
+
+
 READ = frozenset(
     {
         *("reward/mean", "reward/min", "reward/max", "reward/zero_std_share", "response_length/clip_ratio"),
@@ -162,48 +162,6 @@ READ = frozenset(
     }
 )
 """The metrics that checks look at."""
-
-
-def findings(checks: Mapping[Callable[..., Numbers], str], *seen: Any) -> Iterator[tuple[str, str]]:
-    """The names of the checks that find something wrong, each with its sentence.
-
-    Args:
-        checks: with their sentences, in which the numbers that they return have places.
-        seen: what they look at.
-    """
-    for check, sentence in checks.items():
-        numbers = check(*seen)
-        if numbers is not None:
-            yield check.__name__, sentence.format(*numbers)
-
-
-class LearningWatch:
-    """Keeps the history of a run.
-
-    Args:
-        rows: metrics of the steps before, for a run that goes on.
-        prompts: to a step.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, float]], prompts: int) -> None:
-        self._history: dict[str, list[float]] = {name: [] for name in READ}
-        self._window = max(WINDOW, -(-PROMPTS // prompts))
-        for row in rows:
-            self._add(row)
-
-    def read(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """The names and sentences of what is wrong after a further step.
-
-        Args:
-            metrics: of the step.
-        """
-        self._add(metrics)
-        return findings(CHECKS, self._history, self._window)
-
-    def _add(self, metrics: Mapping[str, float]) -> None:
-        for name in READ & metrics.keys():
-            if math.isfinite(metrics[name]):
-                self._history[name].append(metrics[name])
 
 
 def _range(history: History) -> float:

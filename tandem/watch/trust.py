@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.protocol import SamplingParams
-from tandem.trainer.integrity import Facts, broken_rules
-from tandem.workers.experiments import AS_IT_IS, EXPERIMENT, experiments_of
-from tandem.workers.integrity import CHECK
-from tandem.workers.probes import MOMENT
+from tandem.watch.checks import Facts, Row
+from tandem.watch.gap import AS_IT_IS, EXPERIMENT
 
 
 class Cause(Enum):
@@ -139,77 +136,29 @@ def _by_experiment(evidence: Evidence) -> Cause | None:
     return _BY_EXPERIMENT[least]
 
 
-@dataclass
-class TrustProbe:
-    """Reads each step's metrics, and names each cause once.
+def evidence_of(metrics: Row, facts: Facts, *, agreed: bool) -> Evidence:
+    """The evidence that the metrics of a step hold.
 
-    Attributes:
-        temperature: of training.
-        warn: tells the user a cause: its name, a sentence, the step.
-        facts: of the run, by which rules are chosen; None: only rollout and training are compared.
-        experiments: whether the actor can make them.
-        named: the causes that were named, with their sentences.
-        before: the metrics of the step before; empty at a run's first.
-        puzzled: whether only experiments on the next step's samples can tell the cause.
+    Args:
+        agreed: whether rollout and training agreed at an earlier step.
     """
+    return Evidence(
+        difference=metrics["rollout/log_prob_diff_mean"],
+        raised=metrics["rollout/log_prob_diff_raised"],
+        limit=metrics["rollout/log_prob_diff_limit"],
+        version_lag=metrics.get("rollout/version_lag", 0.0),
+        changed_samples=metrics.get("rollout/changed_samples", 0.0),
+        reshaped=metrics.get("rollout/untruncated_missing", float(facts.sampling.reshapes)) > 0,
+        sampled_temperature=facts.sampling.temperature,
+        temperature=facts.temperature,
+        experiments=below(metrics, EXPERIMENT),
+        agreed=agreed,
+    )
 
-    temperature: float
-    warn: Callable[[str, str, int], None]
-    facts: Facts | None = None
-    experiments: bool = False
-    named: dict[Cause | str, str] = field(default_factory=dict, init=False)
-    before: Mapping[str, float] = field(default_factory=dict, init=False)
-    puzzled: bool = field(default=False, init=False)
-    _agreed: bool = field(default=False, init=False)
-    _tried: bool = field(default=False, init=False)
 
-    def read(self, metrics: dict[str, float], sampling: SamplingParams, step: int = 0) -> dict[str, float]:
-        """The metrics with the correlation in place of the moments it is made of.
-
-        Args:
-            metrics: of a step.
-            sampling: how its samples were drawn.
-            step: its number.
-        """
-        moments = {name: value for name, value in metrics.items() if name.startswith(MOMENT)}
-        private = (MOMENT, EXPERIMENT, CHECK)
-        rest = {name: value for name, value in metrics.items() if not name.startswith(private)}
-        if self.facts is not None:
-            for name, sentence in broken_rules(metrics, self.before, self.facts).items():
-                self._tell(name, sentence, step)
-            self.before = metrics
-        if moments:
-            correlation = pearson(*(moments[f"{MOMENT}{part}"] for part in ("p", "q", "pp", "qq", "pq")))
-            if correlation is not None:
-                rest["rollout/prob_pearson"] = correlation
-            self._name(metrics, sampling, step)
-        return rest
-
-    def _name(self, metrics: dict[str, float], sampling: SamplingParams, step: int) -> None:
-        experiments = experiments_of(metrics)
-        evidence = Evidence(
-            difference=metrics["rollout/log_prob_diff_mean"],
-            raised=metrics["rollout/log_prob_diff_raised"],
-            limit=metrics["rollout/log_prob_diff_limit"],
-            version_lag=metrics.get("rollout/version_lag", 0.0),
-            changed_samples=metrics.get("rollout/changed_samples", 0.0),
-            reshaped=metrics.get("rollout/untruncated_missing", float(sampling.reshapes)) > 0,
-            sampled_temperature=sampling.temperature,
-            temperature=self.temperature,
-            experiments=experiments,
-            agreed=self._agreed,
-        )
-        cause = diagnose(evidence)
-        self._agreed |= evidence.difference <= evidence.limit
-        self._tried |= bool(experiments)
-        self.puzzled = cause in (Cause.NUMERICS, Cause.LEFTOVER) and self.experiments and not self._tried
-        if cause is not None and not self.puzzled:
-            self._tell(cause, sentence(cause, evidence), step)
-
-    def _tell(self, cause: Cause | str, text: str, step: int) -> None:
-        if cause not in self.named:
-            self.named[cause] = text
-            self.warn(cause.name.lower() if isinstance(cause, Cause) else cause, text, step)
+def below(metrics: Row, prefix: str) -> dict[str, float]:
+    """The metrics whose names begin with a prefix, by what follows it."""
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def sentence(cause: Cause, evidence: Evidence) -> str:

@@ -1,0 +1,46 @@
+"""One memory of a run: what it has found and seen is there again after a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.protocol import SamplingParams
+from tandem.watch.checks import Facts
+from tandem.watch.watch import Watch
+
+FACTS = Facts(SamplingParams(temperature=1.0, max_tokens=4, seed=0), 1.0, 8, updates=1, recompute_old=False)
+MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
+    ("p", "q", "pp", "qq", "pq"), (0.5, 0.5, 0.3, 0.3, 0.275), strict=True
+)}  # fmt: skip
+
+
+def step(number: int) -> dict[str, float]:
+    """Rollout and training agree in three steps and then no longer; a step is lost before the sixth."""
+    difference = 1e-6 if number <= 3 else 0.5
+    return {
+        "rollout/log_prob_diff_mean": difference,
+        "rollout/log_prob_diff_raised": difference / 2,
+        "rollout/log_prob_diff_limit": 1e-4,
+        "training/prompts_used": 8.0 * number + (16.0 if number >= 6 else 0.0),
+        "reward/min": 0.0,
+        "reward/mean": 0.0,
+        "reward/max": 0.0,
+    } | MOMENTS
+
+
+def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
+    for resumed_at in range(14):
+        told: list[tuple[str, int]] = []
+
+        def tell(name: str, sentence: str, number: int, told: Any = told) -> None:
+            told.append((name, number))
+
+        watch = Watch(8, tell)
+        rows: list[dict[str, float]] = []
+        for number in range(1, 15):
+            rows.append(watch.judge_samples(number, step(number), FACTS))
+            watch.judge_learning(number, rows[-1])
+            if number == resumed_at:
+                before, watch = watch, Watch(8, tell)
+                watch.restore(rows, before.named)
+        assert told == [("leftover", 4), ("lost_prompts", 6), ("reward_constant", 10)], resumed_at
