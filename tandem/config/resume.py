@@ -63,8 +63,8 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
             f"the run there has learnt under other settings\n{side_by_side(learnt)}",
             field="trainer.default_local_dir",
             got=file.parent,
-            remedy="choose another trainer.default_local_dir; or trainer.resume_mode=disable, which sets "
-            "that run aside; or go on from its checkpoint all the same: trainer.resume_with_changes=true",
+            remedy="set these keys as they were then; or choose another trainer.default_local_dir; or "
+            "trainer.resume_mode=disable, which sets that run aside; or go on from its checkpoint all the same: trainer.resume_with_changes=true",
         )
     if learnt:
         say(f"Changed since {checkpoint}, with effect on what is learnt:\n{side_by_side(learnt)}")
