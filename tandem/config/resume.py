@@ -64,7 +64,8 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
             field="trainer.default_local_dir",
             got=file.parent,
             remedy="set these keys as they were then; or choose another trainer.default_local_dir; or "
-            "trainer.resume_mode=disable, which sets that run aside; or go on from its checkpoint all the same: trainer.resume_with_changes=true",
+            "trainer.resume_mode=disable, which sets that run aside; or go on from its checkpoint all the "
+            "same: trainer.resume_with_changes=true",
         )
     if learnt:
         say(f"Changed since {checkpoint}, with effect on what is learnt:\n{side_by_side(learnt)}")
