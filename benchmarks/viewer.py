@@ -136,8 +136,8 @@ def in_page(server: Server, name: str) -> dict[str, float]:
         page.wait_for_selector(".summary")
         filters = []
         for _ in range(ROUNDS):
-            filters.append(listed(page, f'type("Least score", "{FILTER}")'))
-            listed(page, 'type("Least score", "")')
+            filters.append(listed(page, f'type("Lowest score", "{FILTER}")'))
+            listed(page, 'type("Lowest score", "")')
         searches = [listed(page, f'type("Text in prompt or response", "{word}")') for word in WORDS]
         browser.close()
     return {

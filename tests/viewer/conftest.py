@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the page, and runs to look at."""
+"""Fixtures for the viewer's tests: one Chromium for all tests of the page, and runs to show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Skips where there is no Chromium: CONTRIBUTING.md says how to get one."""
+    """Yield a Chromium browser. Without Chromium, skip the test (CONTRIBUTING.md says how to get it)."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright, from the extra `dev`")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
@@ -34,8 +34,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that differ in a key of the config, one with hostile texts, one with values of odd kinds, one
-    of a later version."""
+    """Write the runs that the tests show.
+
+    Two runs differ in a key of the config. One has only losses, one has hostile texts, one has values of odd
+    kinds, and one is of a later version.
+    """
     root = tmp_path_factory.mktemp("runs")
     for name in ("a", "b"):
         write_viewed(root / name)

@@ -1,4 +1,7 @@
-"""A damaged run folder says what is wrong with it; what is whole in it is shown, and other runs are."""
+"""A damaged run folder gets a message about what is damaged.
+
+Its intact parts are shown, and so are other runs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def half(name: str) -> Callable[[Path], None]:
 
 
 def column(name: str, values: pa.Array | None) -> Callable[[Path], None]:
-    """Another column in the last file of samples; None: the column is left out."""
+    """Replace a column in the last file of samples, or remove it if `values` is None."""
 
     def damage(run: Path) -> None:
         table = pq.read_table(run / LAST)
@@ -72,7 +75,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 ROW = '{"step": 7, "reward/mean": '
 
-# what is damaged: (how, where it is said, with which words); "" where it is nothing to say
+# Damage: (how it is made, where the message is, a part of the message). "" means that there is no message.
 CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "half a line of metrics": (add("metrics.jsonl", ROW), "", ""),
     "binary metrics": (write("metrics.jsonl", GARBAGE), "state", "is not what this file holds"),
@@ -98,7 +101,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "half a file of samples": (half(LAST), "damage", "ArrowInvalid"),
     "an empty file of samples": (write(LAST, b""), "damage", "ArrowInvalid"),
     "samples that are no parquet": (write(LAST, GARBAGE), "damage", "ArrowInvalid"),
-    "samples of another table": (column("scores", None), "damage", "the file has no scores"),
+    "samples of another table": (column("scores", None), "damage", "missing scores"),
     "scores that are texts": (column("scores", pa.array(["high"] * 8)), "damage", "ArrowInvalid"),
     "responses that are no text": (column("response_text", broken_text()), "damage", "UTF8"),
     "a mask that is no list": (column("response_mask", pa.array([True] * 8)), "damage", "AttributeError"),
@@ -130,7 +133,7 @@ def _no_rows(path: Path) -> None:
 
 
 def said_by(client: Client, run: Path) -> dict[str, str]:
-    """What every route says of a run: none breaks, whatever is in the folder."""
+    """Return the messages of every route about a run. No route fails, whatever the folder contains."""
     answers = {
         name: client.get(f"api/{name}?run={run}{more}")
         for name, more in {
@@ -175,7 +178,7 @@ def test_damage_is_named_and_does_no_harm(whole: Path, tmp_path: Path, case: str
         assert said_by(client, whole) == dict.fromkeys(said, "")
         assert client.ask("samples", run=whole)["total"] == 8 * STEPS
         if (run / "samples").is_dir():
-            assert client.ask("samples", run=run, step=1)["matched"] == 8  # what is whole is shown
+            assert client.ask("samples", run=run, step=1)["matched"] == 8  # intact samples are shown
     assert words in said[place] if place else not said["state"] + said["damage"] + said["time"], said
 
 

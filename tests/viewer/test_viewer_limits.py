@@ -1,5 +1,7 @@
-"""Every answer is bounded, whatever a run holds; nothing outside of a run's folder is read; and connections
-that say nothing do not keep others out."""
+"""Every answer has a limit, whatever a run holds, and nothing outside of a run's folder is read.
+
+Silent connections do not keep other readers out.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ MANY, LONG = 20_000, 300_000
 
 
 def _crowd(folder: Path) -> None:
-    """One group of many samples with long texts, and one sample of very many tokens and turns."""
+    """Write one group of many samples with long texts, and one sample with very many tokens and turns."""
     word = "ä" * 300
     lists = pa.ListArray.from_arrays(np.arange(0, 2 * MANY + 1, 2, dtype=np.int32), pa.array([1, 2] * MANY))
     pq.write_table(
@@ -155,7 +157,7 @@ OUTSIDE = {
 
 @pytest.fixture
 def linked(tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a run in which a part is a link to the same part of another folder."""
+    """Create a run in which one part is a link to the same part of another folder."""
     other = write_viewed(tmp_path / "other", steps=1)
     (other / "log" / "failure.txt").write_text(SECRET)
     (other / "log" / "run.log").write_text(SECRET)
@@ -233,7 +235,7 @@ def test_a_pipe_or_a_device_stops_nothing(tmp_path: Path, part: str, make: Calla
 
 @pytest.mark.parametrize("size", [1 << 40, 64 << 20])
 def test_a_file_without_an_end_is_refused(tmp_path: Path, size: int) -> None:
-    """A hole of a file, which takes no place on the disk."""
+    """The file is sparse, so it takes no space on the disk."""
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
         file.truncate(size)
@@ -263,7 +265,7 @@ def test_half_open_connections_keep_nobody_out(quick: Client, monkeypatch: pytes
             for each in slow:
                 try:
                     each.send(bytes([byte]))
-                except OSError:  # closed, as it should be
+                except OSError:  # the server has closed the connection, as expected
                     continue
             assert _answers(quick) < 2
             time.sleep(0.2)
@@ -280,7 +282,7 @@ def test_a_head_has_a_limit_of_time(quick: Client, monkeypatch: pytest.MonkeyPat
         connection.sendall(sent)
         began = time.monotonic()
         while True:
-            try:  # a byte now and then does not make it longer
+            try:  # single bytes do not extend the time limit
                 connection.settimeout(0.3)
                 if connection.recv(100) == b"":
                     break

@@ -36,7 +36,7 @@ def test_overview_draws_runs_over_each_other_and_tells_what_happened(viewer: Vie
     assert page.locator("article.card").count() == page.locator("article.card canvas").count()
     chart.hover()
     await_text(chart.locator("figcaption"), re.compile(r"step \d"))
-    await_text(page.locator("#config"), "What differs between the configs")
+    await_text(page.locator("#config"), "Differences between the configs")
     await_text(page.locator("table.config"), "data.seed")
     rows = page.locator("table.config tbody tr").all_text_contents()
     assert [row for row in rows if row.startswith("data.seed")] == ["data.seed–7"]
@@ -158,7 +158,7 @@ def test_trust_says_what_is_wrong(viewer: Viewer) -> None:
     page.get_by_label(re.compile("All lines")).check()
     await_text(page.locator(".log"), "saved it")
     await_text(page.locator("table.narrow"), "0123456789abcdef")
-    page.get_by_role("link", name="The lowest scored samples").click()
+    page.get_by_role("link", name="lowest scores").click()
     page.locator('th[aria-sort="ascending"]', has_text="score").wait_for()
 
 

@@ -1,4 +1,4 @@
-"""The server refuses what is not the user's, and hands on any text as it is."""
+"""The server refuses requests that are not the user's, and passes any text on unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUTES = ("runs", "metrics", "config", "events", "samples", "sample", "history",
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose step N + 1 has text N in all that its first sample has of texts."""
+    """Write a run whose step N + 1 has text N in all text fields of its first sample."""
     folder = RunFolder(write_viewed(tmp_path_factory.mktemp("hostile") / "run", steps=1))
     for step, text in enumerate(TEXTS, 1):
         short = text[:1000]
@@ -132,7 +132,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_texts(clie
 def test_a_hostile_text_arrives_as_it_is(client: Client, hostile: Path, step: int) -> None:
     text = TEXTS[step - 1]
     found = client.ask("sample", run=hostile, id=f"step_{step:06d}:0")
-    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}… [{len(text) - LONGEST:,} characters more]"
+    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}… [{len(text) - LONGEST:,} more characters]"
     assert (found["response"], found["turns"][0]["text"], found["characters"]) == (shown, shown, len(text))
     assert found["facts"]["reward_why"] == text[:1000]
     row = client.ask("samples", run=hostile, step=step, limit=1)["rows"][0]

@@ -1,4 +1,4 @@
-"""The page of `tandem view` in Chromium: samples found and sorted, one sample whole, hostile texts."""
+"""The page of `tandem view` in Chromium: filters and order of samples, one whole sample, hostile texts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_samples_are_filtered_by_text_ranges_and_ticks(viewer: Viewer) -> None:
     summary(viewer, COUNT // 2)
     page.get_by_label("stop").check()
     summary(viewer, COUNT // 4)
-    page.get_by_label("Least step").fill("3")
+    page.get_by_label("Lowest step").fill("3")
     page.keyboard.press("Tab")
     summary(viewer, 8)
-    page.get_by_label("Greatest step").fill("4")
+    page.get_by_label("Highest step").fill("4")
     page.keyboard.press("Tab")
     summary(viewer, 4)
     assert viewer.params() == {"source": "sums", "finish": "stop", "step": "3..4"}
@@ -45,7 +45,7 @@ def test_samples_are_filtered_by_text_ranges_and_ticks(viewer: Viewer) -> None:
     page.get_by_role("button", name="All of step").click()
     summary(viewer, COUNT // 4)
     page.get_by_role("button", name="validation").click()
-    await_text(page.locator(".empty"), "No sample meets all of this")
+    await_text(page.locator(".empty"), "No sample matches")
     page.get_by_role("button", name="Clear filters").click()
     summary(viewer, COUNT)
     assert viewer.params() == {}
@@ -123,7 +123,7 @@ def test_a_sample_shows_turns_score_and_exact_values_of_its_tokens(viewer: Viewe
         shown = page.locator(f'[data-value="{name}"]').text_content()
         assert float(shown) == pytest.approx(value, abs=1e-6), name
     assert page.locator('[data-value="response_mask"]').text_content() == "yes"
-    await_text(page.locator(".note"), "entropy, as it is recorded where training recomputes")
+    await_text(page.locator(".note"), re.compile("entropy.*training recomputes log-probs"))
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_a_large_group_is_turned_over_page_by_page(browser: Browser, tmp_path: P
         viewer = Viewer(page, client, tmp_path)
         viewer.open("sample", "run", id="step_000001:0")
         answers = page.locator(".side-by-side .card")
-        await_text(page.locator(".pager"), f"answers 1 – {sample.GROUP} of {count}")
+        await_text(page.locator(".pager"), f"responses 1 – {sample.GROUP} of {count}")
         assert answers.count() == sample.GROUP
         for first in (sample.GROUP + 1, count - sample.GROUP + 1):
             page.get_by_role("button", name="Later").click()
-            await_text(page.locator(".pager"), f"answers {first} – ")
+            await_text(page.locator(".pager"), f"responses {first} – ")
         assert page.get_by_role("button", name="Later").is_disabled()
         await_text(answers.last, f"answer number {count - 1}")
         answers.last.click()

@@ -1,4 +1,4 @@
-"""What is installed has the page, and names what of it is others' work."""
+"""The installed package has the page, and names the parts of the page that others wrote."""
 
 from __future__ import annotations
 
