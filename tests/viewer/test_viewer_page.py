@@ -91,7 +91,7 @@ def test_runs_are_chosen_by_a_click_and_added_by_a_tick(viewer: Viewer) -> None:
 
 def test_a_run_of_another_version_is_refused_with_the_reason(viewer: Viewer) -> None:
     page = viewer.open("overview", "later")
-    await_text(page.get_by_role("alert"), "of another version")
+    await_text(page.get_by_role("alert"), "format 2")
     assert page.locator(".chart").count() == 0
 
 

@@ -75,7 +75,7 @@ class LossFn(Protocol):
     `offsets` are those of the sequences. Dense columns arrive with one entry per row.
 
     The sum of the returned scalars over all micro-batches of all ranks is the loss, because `counts` are
-    global. In a ghost micro-batch the whole response mask is false.
+    global. A ghost micro-batch (a placeholder on a rank without rows) has a response mask that is all false.
     """
 
     @property

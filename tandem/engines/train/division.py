@@ -45,7 +45,7 @@ class Division:
             meter: counts the communication of these groups.
 
         Raises:
-            ConfigError: a size does not divide the number of ranks, or a part of the model.
+            ConfigError: a parallel size does not divide the number of ranks, or a part of the model.
             ModelError: the attention heads cannot be divided, the layers cannot be split, or the model cannot
                 be cut into pipeline stages.
         """

@@ -68,8 +68,9 @@ class FSDPEngine:
 
     Raises:
         ModelError: the folder cannot be used, or the model cannot be divided in this way.
-        ConfigError: a size does not divide the number of ranks or a part of the model, the optimizer needs a
-            package that is not installed, or kernels cannot run here. In these cases nothing has been loaded.
+        ConfigError: a parallel size does not divide the number of ranks or a part of the model, the optimizer
+            needs a package that is not installed, or kernels cannot run here. In these cases nothing has been
+            loaded.
     """
 
     def __init__(
