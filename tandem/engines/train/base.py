@@ -113,7 +113,8 @@ class RecountingLoss(Protocol):
 class TrainEngine(Protocol):
     """The interface of a training engine.
 
-    All methods are collective over the engine's ranks. Each method leaves the model sharded when it ends.
+    All methods are collective: every rank of the engine must call them. Each method leaves the model sharded
+    when it ends.
     """
 
     version: int

@@ -99,7 +99,7 @@ class FSDPEngine:
         division = Division.of(model_path, settings, sequence_parallel, self._meter)
         self.grid, self.share, self._division = division.grid, division.grid.share, division
         self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
-        self._others = self.grid.work["data"].get_group()  # the ranks with other rows
+        self._data_group = self.grid.work["data"].get_group()  # the ranks with other rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         self.kernels = self.module.kernels
         units = wrapped(self.module, fsdp.wrap_policy)
@@ -182,12 +182,12 @@ class FSDPEngine:
         stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
         parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
         padded = not self._settings.model.use_remove_padding
-        laid = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
+        layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
         if stages > 1:
-            fill = most_tokens(batch, parts, **laid)
+            fill = most_tokens(batch, parts, **layout)
         split = self._division.sequence
         for rows in parts:
-            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **laid)
+            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **layout)
 
     def forward(
         self,
@@ -236,7 +236,7 @@ class FSDPEngine:
                 "an earlier training step was interrupted and left part of its gradient behind",
                 remedy="restart from a checkpoint; the weights are intact and can be saved",
             )
-        counts = global_counts(batch, self._meter, self._others)
+        counts = global_counts(batch, self._meter, self._data_group)
         lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
         micro_batches = list(self._micro_batches(batch, loss.columns, micro))
         self._recomputation.fit(micro_batches, micro)
@@ -268,10 +268,10 @@ class FSDPEngine:
         """Compute the gradients of the whole mini-batch, and return its metrics and loss over all ranks."""
         with self._recomputation.out_of_memory():
             merged, total = self._execution.gradients(micro_batches, loss, counts)
-        self._meter.all_reduce(total, group=self._others)
+        self._meter.all_reduce(total, group=self._data_group)
         if self.share.size > 1:
             with self._meter.measure(self.device, all_reduce_bytes(merged.reduced_bytes, self.share.size)):
-                merged = merged.all_reduced(self._others, self.device)
+                merged = merged.all_reduced(self._data_group, self.device)
         return self._execution.broadcast(merged, total)
 
     @contextmanager

@@ -176,7 +176,7 @@ def assemble(
     *,
     device: torch.device,
     whole: bool = False,
-    **laid: Any,
+    **options: Any,
 ) -> MicroBatch:
     """Build one micro-batch on the model's device.
 
@@ -191,7 +191,7 @@ def assemble(
         columns: ragged or dense columns for the loss.
         device: the model's device.
         whole: option of `pack`.
-        laid: further options of `pack`.
+        options: further options of `pack`.
 
     Raises:
         DataError: a column is missing.
@@ -201,7 +201,7 @@ def assemble(
     asked = JUDGED if whole else "response_mask"
     wanted = part.ragged(asked).values.cpu() if asked in part else None
     names = sorted(columns)
-    inputs = pack(tokens.to("cpu"), wanted, device=device, whole=whole, **laid)
+    inputs = pack(tokens.to("cpu"), wanted, device=device, whole=whole, **options)
     if REFERENCE in part:
         hidden_TD = part.ragged(REFERENCE).values.to(device)
         inputs = replace(inputs, reference=hidden_TD.index_select(0, inputs.places))
@@ -227,8 +227,8 @@ def most_tokens(
         whole: see `pack`.
     """
     kept = batch.select(sorted({"tokens", "sequence_lengths"} & set(batch.batch)), ())
-    laid = {"pad_to_longest": pad_to_longest, "whole": whole}
-    inputs = (input_lengths(sequences(kept[list(rows)]).lengths, **laid) for rows in parts if rows)
+    options = {"pad_to_longest": pad_to_longest, "whole": whole}
+    inputs = (input_lengths(sequences(kept[list(rows)]).lengths, **options) for rows in parts if rows)
     return max((int(lengths_B.sum()) for lengths_B in inputs), default=1)
 
 

@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         """Yield this rank's parts of the orthogonalised updates."""
         mesh = _dealing_mesh(matrices[0])
         if mesh is not None:
-            yield from self._dealt(mesh, matrices, updates)
+            yield from self._exchanged(mesh, matrices, updates)
             return
         for matrix, update in zip(matrices, updates, strict=True):
             if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
@@ -103,10 +103,10 @@ class Muon(torch.optim.Optimizer):
             else:
                 yield orthogonalised(update)
 
-    def _dealt(
+    def _exchanged(
         self, mesh: DeviceMesh, matrices: Sequence[Tensor], updates: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield this rank's parts of updates that were orthogonalised on one rank each.
+        """Yield this rank's parts of the updates, each orthogonalised whole on one rank.
 
         The r-th matrix is sent to rank r, and its rows are sent back.
         """

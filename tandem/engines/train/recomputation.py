@@ -226,7 +226,7 @@ class Recomputation:
 
 
 def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:
-    """Count the numbers in this rank's shards."""
+    """Count the elements of this rank's shards."""
     whole: Any = module
     return sum(local(p).numel() for p in whole.parameters() if p.requires_grad or not trained)
 

@@ -61,7 +61,7 @@ class TrainState:
         self.adapters = Adapters(module, meter, grid)
         self._meter, self._stages = meter, stages
         self._writers: dist.ProcessGroup | None = None
-        self._stays = optim is not None and optim.optimizer == "adamw_cpu"
+        self._host_optimizer = optim is not None and optim.optimizer == "adamw_cpu"
         self._optim = optim
         device = local(next(module.parameters())).device
         self._parameters_host, self._optimizer_host = HostStore(device), HostStore(device)
@@ -99,7 +99,7 @@ class TrainState:
         """Move parameters and optimizer state to the host, if requested and not there yet."""
         if parameters and not self._parameters_host.holds:
             self._take_parameters(self._parameters_host.offload)
-        if optimizer and not self._stays and not self._optimizer_host.holds:
+        if optimizer and not self._host_optimizer and not self._optimizer_host.holds:
             self._take_moments(self._optimizer_host.offload)
 
     def onload(self, *, parameters: bool, optimizer: bool) -> None:
@@ -153,7 +153,7 @@ class TrainState:
                 adapters.
         """
         self.adapters.check_whole()
-        mine, left = self._mine(), self.shapes()
+        mine, left = self._base_weights(), self.shapes()
         for name, value in stream:
             shape = left.pop(name, None)
             if shape is None or shape != value.shape:
@@ -180,13 +180,13 @@ class TrainState:
         The checksums of the ranks that hold one copy add up to the checksum of the whole weight. Collective
         if the model has adapters.
         """
-        mine = self._mine().items()
+        mine = self._base_weights().items()
         sums = {name: shards.part_checksum(self.adapters.merged(value), dtype) for name, value in mine}
         return sums if self._stages is None else self._stages.completed(sums)
 
     def weights(self, dtype: torch.dtype, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights by name; see `TrainEngine.weights`."""
-        mine, stages = self._mine(), self._stages
+        mine, stages = self._base_weights(), self._stages
         device = local(next(iter(mine.values()))).device
         for name in self.shapes():
             if names is None or name in names:
@@ -211,7 +211,7 @@ class TrainState:
         """
         if self._stages is not None:
             return dict(self._stages.shapes)
-        return {name: parameter.shape for name, parameter in self._mine().items()}
+        return {name: parameter.shape for name, parameter in self._base_weights().items()}
 
     def counts(self) -> dict[str, int]:
         """Return `parameters` (of the whole model, with adapters) and `trainable_parameters`."""
@@ -224,7 +224,7 @@ class TrainState:
             learns = whole if self.optimizers else 0
         return {"parameters": whole, "trainable_parameters": learns}
 
-    def _mine(self) -> dict[str, Tensor]:
+    def _base_weights(self) -> dict[str, Tensor]:
         """Return the parameters in `named` that are not adapters."""
         return {name: p for name, p in self.named().items() if not is_adapter(name)}
 
