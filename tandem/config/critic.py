@@ -1,4 +1,4 @@
-"""`critic`: the value function; the actor's settings stand in where these are not set."""
+"""`critic`: the value function. Many defaults are the actor's values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class CriticModelConfig(BackboneConfig):
-    """The critic's backbone; its value head is always new.
+    """The critic's backbone. Its value head always starts untrained.
 
     Attributes:
-        path: Hugging Face model folder of the critic
+        path: Hugging Face folder of the critic's model.
     """
 
     path: LocalPath = key(..., inherits="actor_rollout_ref.model.path", needs=ModelFolder("config.json"))
@@ -27,19 +27,23 @@ class CriticConfig(Section):
     """Batches, loss and optimizer of the value update.
 
     Attributes:
-        strategy: training engine (fsdp means fsdp2)
-        ppo_mini_batch_size: prompts per optimizer step, over all devices
-        ppo_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
-        forward_micro_batch_size_per_gpu: samples per micro-batch and device when values are only computed;
-            null: the whole share
-        use_dynamic_bsz: cut micro-batches by tokens, not by samples
-        ppo_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
-        forward_max_token_len_per_gpu: the same when values are only computed
-        ppo_epochs: passes over each step's samples
-        shuffle: a new order of the samples in each pass
-        cliprange_value: how far a value may move from its old one before its loss is clipped
-        loss_agg_mode: how token losses become one number, over the global mini-batch; null: token-mean
-        ulysses_sequence_parallel_size: devices that share one sequence
+        strategy: Training engine. fsdp is another name for fsdp2.
+        ppo_mini_batch_size: Prompts per optimizer step, over all devices.
+        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share of
+            the mini-batch.
+        forward_micro_batch_size_per_gpu: Samples per micro-batch and device when values are computed without
+            training. null: the device's whole share.
+        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+        ppo_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
+        forward_max_token_len_per_gpu: Tokens per micro-batch and device when values are computed without
+            training, with use_dynamic_bsz=true.
+        ppo_epochs: Number of passes over the samples of each step.
+        shuffle: Shuffle the samples before each pass.
+        cliprange_value: How far a new value may differ from the old one before its loss is clipped.
+        loss_agg_mode: How the losses of all tokens are combined into one number, over the global mini-batch.
+            null: token-mean.
+        ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
+            sequence parallelism).
     """
 
     model: CriticModelConfig
@@ -64,7 +68,7 @@ class CriticConfig(Section):
 
     @property
     def aggregation(self) -> str:
-        """How token losses become one number."""
+        """How the losses of all tokens are combined into one number."""
         return self.loss_agg_mode or "token-mean"
 
     @property
