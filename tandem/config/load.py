@@ -281,7 +281,7 @@ def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
 
 
 def _build(root: type[C], given: Mapping[str, Any]) -> tuple[C, list[ConfigError]]:
-    """Return the config, and the errors of single values; defaults replace these values for further checks."""
+    """Return the config, and the errors of single values, which defaults replace for further checks."""
     known = keys(root)
     missing = [key for key in known.values() if key.required and given.get(key.name) is None]
     errors = [_missing(key) for key in missing]

@@ -60,9 +60,7 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
     learnt = [change for change in changed if change.key in refused]
     free = [f"{each.key} ({each.then}, now {each.now})" for each in changed if each.key not in refused]
     if free:
-        say(
-            f"Changed since {checkpoint}, affecting only where, how fast or how long it runs: {', '.join(free)}."
-        )
+        say(f"Changed since {checkpoint}, only in where, how fast or how long it runs: {', '.join(free)}.")
     if learnt and not allowed:
         raise ConfigError(
             f"the run in this folder used different settings for learning\n{side_by_side(learnt)}",
