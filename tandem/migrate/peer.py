@@ -71,8 +71,8 @@ class Peer:
                 self._key(name, rule, place(", ".join(rule.now)))
             elif name not in self.given:
                 continue
-            elif rule.reckoned is not None:
-                here = f"{place(', '.join(rule.now))}: {rule.reckoned}"
+            elif rule.computed is not None:
+                here = f"{place(', '.join(rule.now))}: {rule.computed}"
                 self.rows.append(Reading(name, self[name], "renamed", here))
             elif rule.nothing is not None:
                 self.rows.append(Reading(name, self[name], "ignored", rule.nothing))

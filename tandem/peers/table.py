@@ -27,7 +27,7 @@ class Rule:
     values: Mapping[Any, Any] = field(default_factory=dict)
     default: Any = None
     why: str = ""
-    reckoned: str | None = None
+    computed: str | None = None
     shared: str | None = None
     acts: str | None = None
     nothing: str | None = None
@@ -48,12 +48,12 @@ class Rule:
     @property
     def is_one_key(self) -> bool:
         """Whether the setting corresponds to exactly one key here."""
-        return (self.reckoned, self.nothing, self.refused) == (None, None, None)
+        return (self.computed, self.nothing, self.refused) == (None, None, None)
 
     @property
     def reason(self) -> str:
         """Why the rule is so, or how values are converted."""
-        return self.reckoned or self.acts or self.nothing or self.refused or self.why
+        return self.computed or self.acts or self.nothing or self.refused or self.why
 
     def value(self, given: Any) -> Any:
         """Return the name of a value here."""
