@@ -63,7 +63,7 @@ def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
     data = loaded.config.data
     assert [row for _, row in read_files(data.train_files, ["question", "answer"]).records()] == rows(0, 5)
     assert [row for _, row in read_files(data.val_files, ["question", "answer"]).records()] == rows(5, 1)
-    assert any(str(snapshot) in said for said in loaded.said)
+    assert any(str(snapshot) in said for said in loaded.messages)
 
 
 def test_several_folders_are_named(snapshot: Path, tmp_path: Path) -> None:

@@ -158,11 +158,11 @@ class ActorConfig(Section):
             sequence parallelism).
     """
 
-    strategy: Strategy = key("fsdp2", resumed="told")
+    strategy: Strategy = key("fsdp2", resumed="reported")
     ppo_mini_batch_size: int = key(1024, inherits="data.train_batch_size", needs=divides_batch, ge=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
-    use_dynamic_bsz: bool = key(False, resumed="told")
-    ppo_max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
+    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="reported")
+    use_dynamic_bsz: bool = key(False, resumed="reported")
+    ppo_max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported")
     ppo_epochs: int = key(1, ge=1)
     shuffle: bool = False
     clip_ratio: float = key(0.2, when=_LOW, needs=_LEAVES_A_RATIO, ge=0)
@@ -189,7 +189,7 @@ class ActorConfig(Section):
     use_kl_loss: bool = False
     kl_loss_coef: float = key(0.001, when=_KL, ge=0)
     kl_loss_type: KLKind = key("low_var_kl", when=_KL, needs=own_code)
-    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
@@ -288,7 +288,7 @@ class RefConfig(LogProbSection):
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         when=_OWN_ENGINE,
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
     reset_interval: int = key(0, needs=_RESETTABLE, ge=0)
     reset_optimizer: bool = key(

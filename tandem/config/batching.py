@@ -53,10 +53,10 @@ class LogProbSection(Section):
     """
 
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1, resumed="told"
+        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1, resumed="reported"
     )
     log_prob_use_dynamic_bsz: bool = key(
-        False, inherits="actor_rollout_ref.actor.use_dynamic_bsz", resumed="told"
+        False, inherits="actor_rollout_ref.actor.use_dynamic_bsz", resumed="reported"
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
@@ -64,7 +64,7 @@ class LogProbSection(Section):
         when=beside("log_prob_use_dynamic_bsz", True, notice=True),
         needs=holds_longest,
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tandem.config.schema import Condition, Key, keys, value_at
-from tandem.config.section import Finding, Section, WrongValueRead
+from tandem.config.section import Finding, Section, InvalidValueRead
 from tandem.config.view import view_of
 from tandem.errors import ConfigError
 
@@ -52,7 +52,7 @@ def check(
         everything that was found.
     """
     run = _Check(config, changed, bad, lenient, off)
-    found = [item for rule in rules for item in _until_wrong(rule, run.view)]
+    found = [item for rule in rules for item in _until_invalid(rule, run.view)]
     found += run.needs()
     return Findings(
         [run.with_value(item) for item in found if isinstance(item, ConfigError)] + list(run.errors()),
@@ -60,11 +60,11 @@ def check(
     )
 
 
-def _until_wrong(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
+def _until_invalid(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
     """Yield what a rule finds before it reads an invalid value. Only later findings could be mistaken."""
     try:
         yield from rule(*given)
-    except WrongValueRead:
+    except InvalidValueRead:
         return
 
 
@@ -89,7 +89,7 @@ class _Check:
             if item.needs and self._asked(item):
                 at, _, leaf = item.name.rpartition(".")
                 own = value_at(self.view, at) if at else self.view
-                asked = [each for need in item.needs for each in _until_wrong(need, own, leaf)]
+                asked = [each for need in item.needs for each in _until_invalid(need, own, leaf)]
                 for error in asked:
                     if isinstance(error, ConfigError) and error.field is None:
                         error.field = item.name
@@ -146,7 +146,7 @@ class _Check:
         own = value_at(self.view, condition.at.removesuffix(".")) if condition.at else self.view
         try:
             return condition.when.applies(own)
-        except WrongValueRead:
+        except InvalidValueRead:
             return None
 
     def _counts(self, item: Key) -> bool:

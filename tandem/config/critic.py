@@ -47,22 +47,22 @@ class CriticConfig(Section):
     """
 
     model: CriticModelConfig
-    strategy: Strategy = key("fsdp2", resumed="told")
+    strategy: Strategy = key("fsdp2", resumed="reported")
     ppo_mini_batch_size: int = key(1024, inherits=f"{ACTOR}.ppo_mini_batch_size", needs=divides_batch, ge=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
+    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="reported")
     forward_micro_batch_size_per_gpu: int | None = key(
-        inherits=".ppo_micro_batch_size_per_gpu", when=BY_SAMPLES, ge=1, resumed="told"
+        inherits=".ppo_micro_batch_size_per_gpu", when=BY_SAMPLES, ge=1, resumed="reported"
     )
-    use_dynamic_bsz: bool = key(False, inherits=f"{ACTOR}.use_dynamic_bsz", resumed="told")
-    ppo_max_token_len_per_gpu: int = key(32768, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
+    use_dynamic_bsz: bool = key(False, inherits=f"{ACTOR}.use_dynamic_bsz", resumed="reported")
+    ppo_max_token_len_per_gpu: int = key(32768, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported")
     forward_max_token_len_per_gpu: int = key(
-        inherits=".ppo_max_token_len_per_gpu", when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told"
+        inherits=".ppo_max_token_len_per_gpu", when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported"
     )
     ppo_epochs: int = key(1, inherits=f"{ACTOR}.ppo_epochs", ge=1)
     shuffle: bool = key(False, inherits=f"{ACTOR}.shuffle")
     cliprange_value: float = key(0.5, gt=0)
     loss_agg_mode: Aggregation = key(None, inherits=f"{ACTOR}.loss_agg_mode")
-    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 

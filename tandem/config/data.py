@@ -16,8 +16,8 @@ _WITHOUT_SAMPLER = When(
     lambda own: own.sampler.class_name is None,
     "if {sampler.class_name} is not set, because a sampler draws the prompts itself",
 )
-WORKERS = key(None, ge=1, resumed="told")
-CACHE_DIR = key("~/.cache/tandem/data", resumed="told")
+WORKERS = key(None, ge=1, resumed="reported")
+CACHE_DIR = key("~/.cache/tandem/data", resumed="reported")
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -71,7 +71,7 @@ class DataConfig(Section):
     """
 
     train_files: Paths = key(..., needs=files)
-    val_files: Paths = key((), needs=files, resumed="told")
+    val_files: Paths = key((), needs=files, resumed="reported")
     train_batch_size: int = key(1024, ge=1)
     gen_batch_size: int | None = key(
         None,
@@ -80,13 +80,13 @@ class DataConfig(Section):
         ),
         ge=1,
     )
-    val_batch_size: int | None = key(None, when=_VALIDATES, ge=1, resumed="told")
+    val_batch_size: int | None = key(None, when=_VALIDATES, ge=1, resumed="reported")
     max_prompt_length: int = key(512, ge=1)
     max_response_length: int = key(512, ge=1)
     prompt_key: str = "prompt"
-    image_key: str = key("images", resumed="told")
-    video_key: str = key("videos", resumed="told")
-    audio_key: str = key("audios", resumed="told")
+    image_key: str = key("images", resumed="reported")
+    video_key: str = key("videos", resumed="reported")
+    audio_key: str = key("audios", resumed="reported")
     reward_fn_key: str = "data_source"
     answer_key: str | None = None
     system_key: str | None = None
@@ -100,7 +100,7 @@ class DataConfig(Section):
     cache_dir: LocalPath = CACHE_DIR
     truncation: Truncation = "error"
     train_max_samples: int = key(-1, ge=-1)
-    val_max_samples: int = key(-1, when=_VALIDATES, ge=-1, resumed="told")
+    val_max_samples: int = key(-1, when=_VALIDATES, ge=-1, resumed="reported")
     apply_chat_template_kwargs: dict[str, Any] = key({})
     custom_cls: CustomClassConfig = CustomClassConfig()
     sampler: SamplerConfig = SamplerConfig()

@@ -105,7 +105,7 @@ class OverlongBufferConfig(Section):
     enable: bool = False
     len: int | None = key(None, needs=_within_longest, ge=1)
     penalty_factor: float = key(1.0, gt=0)
-    log: bool = key(False, resumed="told")
+    log: bool = key(False, resumed="reported")
 
 
 def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:

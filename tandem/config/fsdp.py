@@ -81,7 +81,7 @@ class FSDPConfig(Section):
             operation that has no deterministic kernel is an error.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
     param_offload: bool = False

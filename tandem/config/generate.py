@@ -31,7 +31,7 @@ def _ends_in(*suffixes: str) -> Check:
     )
 
 
-def _possible(own: Any, name: str) -> Iterator[ConfigError]:
+def _n_countable(own: Any, name: str) -> Iterator[ConfigError]:
     yield from countable(
         getattr(own, name), max(1, root(own).data.max_samples), "prompts", "data.max_samples"
     )
@@ -141,7 +141,7 @@ class OfflineRolloutConfig(EngineConfig):
         dtype: Data type of the weights and the computation.
     """
 
-    n: int = key(1, needs=(no_greedy_repeats(lambda own: own.temperature == 0), _possible), ge=1)
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: own.temperature == 0), _n_countable), ge=1)
     temperature: float = key(1.0, ge=0)
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
 

@@ -144,13 +144,13 @@ class Composed:
         tree: all values, with interpolations unresolved.
         overrides: the overrides that verl's own files in the list stand for.
         groups: the groups in the list; a command line may choose a file of each.
-        hydras: whether a file had a section for Hydra itself.
+        has_hydra_section: whether a file had a section for Hydra itself.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
-    hydras: bool = False
+    has_hydra_section: bool = False
 
 
 def compose(path: str, choices: Mapping[str, str]) -> Composed:
@@ -189,7 +189,7 @@ class _Composer:
             raise ConfigError("this file includes itself in its defaults", field=str(file))
         self.stack.append(file)
         entries = tree.pop("defaults", None) if isinstance(tree.get("defaults"), list) else None
-        self.composed.hydras |= "hydra" in tree and group == ""
+        self.composed.has_hydra_section |= "hydra" in tree and group == ""
         if group == "":
             tree.pop("hydra", None)
         parsed = [part for entry in entries or [] for part in self._entries(file, entry)]

@@ -57,7 +57,7 @@ class Loaded(Generic[C]):
     chosen: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         """The notices, and sentences about the defaults."""
         chosen = "; ".join(f"{name}={shown(value)} ({why})" for name, (value, why) in self.chosen.items())
         fits = (f"chosen for this run, because you did not set them: {chosen}",) if chosen else ()
@@ -176,13 +176,13 @@ def _load(
         raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
-    said = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
-    said += tuple(findings.notices)
+    lines = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
+    lines += tuple(findings.notices)
     if "oc.env" in repr(raw):
         values = {**(DEFAULTS if asked_of_verl else {}), **filled}
         origins = {name: texts[origin] for name, origin in found.origins.items() if origin in texts}
         config = with_references(config, values, origins, keys(root).values())
-    return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
+    return Loaded(config, lines, frozenset(found.given), tuple(found.readings), other)
 
 
 _PLACES = ("path", "train_files", "val_files", ".models")

@@ -170,10 +170,10 @@ class BackboneConfig(Section):
     """
 
     path: LocalPath = key(..., needs=ModelFolder("config.json"))
-    trust_remote_code: bool = key(False, resumed="told")
-    enable_gradient_checkpointing: bool = key(True, resumed="told")
+    trust_remote_code: bool = key(False, resumed="reported")
+    enable_gradient_checkpointing: bool = key(True, resumed="reported")
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
-        "auto", when=beside("enable_gradient_checkpointing", True), resumed="told"
+        "auto", when=beside("enable_gradient_checkpointing", True), resumed="reported"
     )
     gradient_checkpointing_layers: int | None = key(
         None,
@@ -184,23 +184,23 @@ class BackboneConfig(Section):
             _EVERY_LAYER,
         ),
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
     gradient_checkpointing_ops: Names = key(
         ("matmul", "attention"),
         when=beside("gradient_checkpointing_mode", "ops"),
         needs=(_NO_OPERATOR, _operators),
-        resumed="told",
+        resumed="reported",
     )
-    enable_activation_offload: bool = key(False, resumed="told")
+    enable_activation_offload: bool = key(False, resumed="reported")
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
-        "async", when=beside("enable_activation_offload", True), resumed="told"
+        "async", when=beside("enable_activation_offload", True), resumed="reported"
     )
-    use_remove_padding: bool = key(True, resumed="told")
+    use_remove_padding: bool = key(True, resumed="reported")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
-        "auto", needs=_ATTENTION_HERE, resumed="told"
+        "auto", needs=_ATTENTION_HERE, resumed="reported"
     )
-    use_liger: bool | None = key(None, needs=_LIGER_HERE, resumed="told")
+    use_liger: bool | None = key(None, needs=_LIGER_HERE, resumed="reported")
 
     lora_rank: int = key(0, ge=0)
     lora_alpha: int = key(16, when=_ADAPTED, ge=1)
@@ -247,7 +247,7 @@ class FusedKernelOptions(Section):
             otherwise torch. With liger, entropies have the model's precision.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = "auto"
 
@@ -266,7 +266,7 @@ class ModelConfig(BackboneConfig):
 
     tokenizer_path: LocalPath = key(inherits=".path", needs=ModelFolder("tokenizer_config.json"))
     custom_chat_template: str | None = None
-    use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="told")
+    use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="reported")
     fused_kernel_options: FusedKernelOptions = section(
         FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
     )

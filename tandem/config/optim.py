@@ -61,7 +61,7 @@ class OptimConfig(Section):
     fused: bool = key(
         True,
         when=When(lambda own: own.optimizer != "adamw_8bit", "if {optimizer} is not adamw_8bit", notice=True),
-        resumed="told",
+        resumed="reported",
     )
     lr: float = key(1e-6, ge=0)
     weight_decay: float = key(0.01, ge=0)
@@ -70,7 +70,7 @@ class OptimConfig(Section):
     eps: float = key(1e-8, gt=0)
     muon_momentum: Decay = key(0.95, when=beside("optimizer", "muon"))
     clip_grad: float = key(1.0, gt=0)
-    skip_non_finite_steps: int = key(0, ge=0, resumed="told")
+    skip_non_finite_steps: int = key(0, ge=0, resumed="reported")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     lr_warmup_steps: int = key(-1, ge=-1)
     lr_warmup_steps_ratio: float = key(

@@ -266,16 +266,18 @@ class RewardModelConfig(Section):
     model: RewardBackboneConfig = section(
         RewardBackboneConfig(), when=_MODEL, below=dict.fromkeys(LEARNING, NOT_TRAINED)
     )
-    use_dynamic_bsz: bool = key(False, inherits="critic.use_dynamic_bsz", when=_MODEL, resumed="told")
-    ulysses_sequence_parallel_size: int = key(1, when=_MODEL, ge=1, resumed="told")
-    forward_micro_batch_size_per_gpu: int | None = key(None, when=(_MODEL, BY_SAMPLES), ge=1, resumed="told")
+    use_dynamic_bsz: bool = key(False, inherits="critic.use_dynamic_bsz", when=_MODEL, resumed="reported")
+    ulysses_sequence_parallel_size: int = key(1, when=_MODEL, ge=1, resumed="reported")
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None, when=(_MODEL, BY_SAMPLES), ge=1, resumed="reported"
+    )
     forward_max_token_len_per_gpu: int = key(
         32768,
         inherits="critic.forward_max_token_len_per_gpu",
         when=(_MODEL, BY_TOKENS),
         needs=holds_longest,
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
     fsdp_config: FSDPConfig = section(FSDPConfig(), when=_MODEL, below=FORWARD_ALONE)
     overlong_buffer: OverlongBufferConfig = section(

@@ -57,18 +57,18 @@ _BEYOND_PROMPTS = Check(
 )
 
 
-def _possible(own: Any, name: str) -> Iterator[ConfigError]:
+def _n_countable(own: Any, name: str) -> Iterator[ConfigError]:
     """Check that the responses of one step fit into memory."""
-    yield from _held(own, getattr(own, name))
+    yield from _check_countable(own, getattr(own, name))
 
 
-def _held(own: Any, n: int) -> Iterator[ConfigError]:
+def _check_countable(own: Any, n: int) -> Iterator[ConfigError]:
     data = root(own).data
     size = "data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size"
     yield from countable(n, data.prompts_at_a_time, "prompts of a step", size)
 
 
-def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
+def _schedule_valid(own: Any, name: str) -> Iterator[ConfigError]:
     """Check that the step numbers and the numbers of responses are valid."""
     for step, n in getattr(own, name).items():
         if step < 1 or n < 1:
@@ -86,10 +86,10 @@ def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
                 remedy="raise it, or use a different algorithm.adv_estimator",
             )
         else:
-            yield from _held(own, n)
+            yield from _check_countable(own, n)
 
 
-def _possible_validation(own: Any, name: str) -> Iterator[ConfigError]:
+def _validation_countable(own: Any, name: str) -> Iterator[ConfigError]:
     prompts = root(own).data.val_batch_size or 1
     yield from countable(getattr(own, name), prompts, "validation prompts at a time", "data.val_batch_size")
 
@@ -141,10 +141,10 @@ class ValidationSampling(SamplingSection):
         do_sample: Sample validation responses. false: greedy, whatever the temperature is.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     temperature: float = key(0.0, ge=0)
-    n: int = key(1, needs=(no_greedy_repeats(lambda own: not own.do_sample), _possible_validation), ge=1)
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: not own.do_sample), _validation_countable), ge=1)
     do_sample: bool = key(False, needs=_NOT_GREEDY)
 
 
@@ -163,7 +163,7 @@ class ServerConfig(Section):
             the same path.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     urls: Names = ()
     model: str | None = None
@@ -210,8 +210,8 @@ class EngineConfig(SamplingSection):
             model as transformers implements it. auto: fused if it supports the model.
     """
 
-    name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key("native", resumed="told")
-    mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"), resumed="told")
+    name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key("native", resumed="reported")
+    mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"), resumed="reported")
     server: ServerConfig = section(
         ServerConfig(), when=_ON_SERVERS, below={"weights_backend": _NO_SERVER_ENGINE}
     )
@@ -222,17 +222,17 @@ class EngineConfig(SamplingSection):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = (
         "processed_logprobs"
     )
-    max_num_seqs: int = key(256, ge=1, resumed="told")
-    max_num_batched_tokens: int = key(8192, ge=1, resumed="told")
-    enable_chunked_prefill: bool = key(True, when=_NATIVE, resumed="told")
-    enable_prefix_caching: bool = key(True, when=_IN_PROCESS, resumed="told")
-    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1, resumed="told")
-    enforce_eager: bool = key(False, when=_IN_PROCESS, resumed="told")
-    block_size: int = key(16, when=_NATIVE, ge=1, resumed="told")
-    num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1, resumed="told")
-    tensor_model_parallel_size: int = key(1, ge=1, resumed="told")
-    disable_log_stats: bool = key(True, resumed="told")
-    runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE, resumed="told")
+    max_num_seqs: int = key(256, ge=1, resumed="reported")
+    max_num_batched_tokens: int = key(8192, ge=1, resumed="reported")
+    enable_chunked_prefill: bool = key(True, when=_NATIVE, resumed="reported")
+    enable_prefix_caching: bool = key(True, when=_IN_PROCESS, resumed="reported")
+    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1, resumed="reported")
+    enforce_eager: bool = key(False, when=_IN_PROCESS, resumed="reported")
+    block_size: int = key(16, when=_NATIVE, ge=1, resumed="reported")
+    num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1, resumed="reported")
+    tensor_model_parallel_size: int = key(1, ge=1, resumed="reported")
+    disable_log_stats: bool = key(True, resumed="reported")
+    runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE, resumed="reported")
 
     @property
     def on_servers(self) -> bool:
@@ -267,17 +267,17 @@ class RolloutConfig(EngineConfig, LogProbSection):
             bf16.
     """
 
-    n: int = key(1, needs=_possible, ge=1)
-    n_schedule: BySteps = key({}, needs=_of_steps)
+    n: int = key(1, needs=_n_countable, ge=1)
+    n_schedule: BySteps = key({}, needs=_schedule_valid)
     max_model_len: int | None = key(None, needs=_BEYOND_PROMPTS, ge=2)
-    free_cache_engine: bool = key(True, resumed="told")
+    free_cache_engine: bool = key(True, resumed="reported")
     update_weights_bucket_megabytes: int = key(
         2048,
         when=When(_apart, "if actor and rollout run in different places", notice=True),
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
-    log_prob_diff_limit: float | None = key(None, gt=0, resumed="told")
+    log_prob_diff_limit: float | None = key(None, gt=0, resumed="reported")
     val_kwargs: ValidationSampling = section(
         ValidationSampling(),
         when=_VALIDATES,

@@ -170,24 +170,26 @@ def _walk(
     """
     resumed = section.all_resumed or resumed
     for name, info in section.model_fields.items():
-        path, told = f"{at}{name}", declared(info)
+        path, declaration = f"{at}{name}", declared(info)
         is_preset = preset is not None and name in preset.model_fields_set
         default = getattr(preset, name) if is_preset else info.default
         conditions = (
             *outer,
             *((below[name],) if name in below else ()),
-            *(Condition(at, when) for when in told.when),
+            *(Condition(at, when) for when in declaration.when),
         )
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            inner = {child: Condition(at, when) for child, when in told.below.items()}
+            inner = {child: Condition(at, when) for child, when in declaration.below.items()}
             preset_of_it = None if default is REQUIRED else default
             yield from _walk(info.annotation, preset_of_it, f"{path}.", conditions, inner, resumed)
             continue
-        inherits = told.inherits
+        inherits = declaration.inherits
         if inherits is not None and inherits.startswith("."):
             inherits = at + inherits[1:]
         inherits = None if is_preset else inherits
-        yield Key(path, conditions, told.needs, default, inherits, info, told.resumed or resumed)
+        yield Key(
+            path, conditions, declaration.needs, default, inherits, info, declaration.resumed or resumed
+        )
 
 
 _SIMPLE = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}

@@ -33,15 +33,15 @@ from tandem.errors import ConfigError
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 """Matches one name and its description below `Attributes:` in a docstring."""
 
-Resumed = Literal["refused", "told", "silent"]
+Resumed = Literal["refused", "reported", "silent"]
 """What happens when a resumed run gives the key a different value.
 
-"refused": an error, because the run would learn something else, unless the user allows it. "told": a message
+"refused": an error, because the run would learn something else, unless the user allows it. "reported": a message
 names the change. "silent": nothing, because the key only says which run to resume.
 """
 
 
-class WrongValueRead(Exception):
+class InvalidValueRead(Exception):
     """Raised when a rule reads a key whose invalid value was replaced by a default.
 
     The rule cannot conclude anything from that point on.
@@ -81,7 +81,7 @@ class Section(BaseModel):
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:  # only a copy made by `view_of` can lack a field
-                raise WrongValueRead(name)
+                raise InvalidValueRead(name)
             return super().__getattr__(name)
 
     @classmethod

@@ -73,7 +73,7 @@ def read_sources(
             if in_run_folder(Path(path)):
                 require_own(Path(path), composed.tree)
             groups = composed.groups
-            read.hydras += ["the section hydra of the file"] if composed.hydras else []
+            read.hydra_keys += ["the section hydra of the file"] if composed.has_hydra_section else []
             for text in composed.overrides:
                 tree = read.merge(tree, text)
             tree = merged(tree, composed.tree)
@@ -121,9 +121,9 @@ class _Overrides:
     """Reads overrides one by one, and collects what the notices must mention."""
 
     errors: list[ConfigError]
-    hydras: list[str] = field(default_factory=list)
+    hydra_keys: list[str] = field(default_factory=list)
     prefixed: dict[str, list[str]] = field(default_factory=dict)
-    twice: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
 
     def merge(self, tree: Any, text: str) -> Any:
@@ -134,7 +134,7 @@ class _Overrides:
             name, _, value = text.partition("=")
             plain = name.lstrip("+")
             if plain.startswith(("hydra.", "hydra/")):
-                self.hydras.append(plain)
+                self.hydra_keys.append(plain)
                 return tree
             if not plain or "=" not in text:
                 raise ConfigError("this is not an override", got=text, expected="key=value")
@@ -145,25 +145,25 @@ class _Overrides:
         if plain != name:
             self.prefixed.setdefault(name[: -len(plain)], []).append(plain)
         if self.seen.get(plain, value) != value:
-            self.twice.append(plain)
+            self.repeated.append(plain)
         self.seen[plain] = value
         return new
 
     def notices(self) -> list[str]:
-        said = [
+        lines = [
             f"{prefix}{names[0]}: the prefix {prefix} is not needed; the key is read as {names[0]}."
             if len(names) == 1
             else f"the prefix {prefix} is not needed; {len(names)} keys are read without it."
             for prefix, names in self.prefixed.items()
         ]
-        if self.hydras:
-            said.append(
-                f"ignored, because Tandem does not run Hydra: {', '.join(self.hydras)}. A run writes to "
+        if self.hydra_keys:
+            lines.append(
+                f"ignored, because Tandem does not run Hydra: {', '.join(self.hydra_keys)}. A run writes to "
                 "trainer.default_local_dir."
             )
-        return said + [
+        return lines + [
             f"{name} is given more than once on the command line; the last value is used."
-            for name in self.twice
+            for name in self.repeated
         ]
 
     def _without(self, tree: Any, name: str) -> Any:

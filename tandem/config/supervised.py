@@ -36,7 +36,7 @@ class SupervisedDataConfig(Section):
     """
 
     train_files: Paths = key(..., needs=files)
-    val_files: Paths = key((), needs=files, resumed="told")
+    val_files: Paths = key((), needs=files, resumed="reported")
     train_batch_size: int = key(256, ge=1)
     max_length: int = key(1024, ge=1)
     truncation: Truncation = "error"
@@ -78,10 +78,10 @@ class SupervisedConfig(Section):
     model: ModelConfig
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
-    micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
-    use_dynamic_bsz: bool = key(True, resumed="told")
-    max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
-    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
+    micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="reported")
+    use_dynamic_bsz: bool = key(True, resumed="reported")
+    max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
     trainer: SupervisedRunConfig = SupervisedRunConfig()
 
     @property

@@ -120,7 +120,7 @@ class RunConfig(Section):
             has failed.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     project_name: str = "tandem"
     experiment_name: str = "default"

@@ -36,7 +36,7 @@ def differing(given: Collection[str]) -> str:
     return f"These defaults differ from verl's (trainer.defaults=verl selects verl's): {'; '.join(rows)}."
 
 
-DEAF = ("geo_mean", "sapo")
+IGNORES_AGGREGATION = ("geo_mean", "sapo")
 """Policy losses that verl 0.9.1 averages by sequence, whatever `loss_agg_mode` says."""
 
 _ACTOR, _CRITICS = "actor_rollout_ref.actor", "critic.loss_agg_mode"
@@ -51,7 +51,7 @@ def averaged_by_verl(found: Translation) -> Translation:
     loss = str(found.given.get(f"{_ACTOR}.policy_loss.loss_mode"))
     loss, mode = POLICY_LOSS_ALIASES.get(loss, loss), found.given.get(_MODE)
     published = published_aggregation(loss)
-    if loss not in DEAF or mode in (None, published):
+    if loss not in IGNORES_AGGREGATION or mode in (None, published):
         return found
     given = {name: value for name, value in found.given.items() if name != _MODE}
     if mode != published_aggregation(""):  # the critic keeps the given value

@@ -22,13 +22,13 @@ class Watch:
 
     Attributes:
         named: the sentences of the problems found so far, by name.
-        puzzled: whether only experiments with the samples of the next step can tell why rollout and training
+        needs_experiments: whether only experiments with the samples of the next step can tell why rollout and training
             differ.
     """
 
     def __init__(self, prompts: int, tell: Callable[[str, str, int], None]) -> None:
         self.named: dict[str, str] = {}
-        self.puzzled = False
+        self.needs_experiments = False
         self._tell = tell
         self._window = max(WINDOW, -(-PROMPTS // prompts))
         self._history: dict[str, list[float]] = {name: [] for name in READ}
@@ -46,7 +46,7 @@ class Watch:
         for row in rows:
             self._remember(row)
 
-    def judge_learning(self, step: int, metrics: Row) -> None:
+    def check_learning(self, step: int, metrics: Row) -> None:
         """Check the history of a run after one more step.
 
         Args:
@@ -56,7 +56,7 @@ class Watch:
         self._remember(metrics)
         self._name(findings(CHECKS, self._history, self._window), step)
 
-    def judge_samples(self, step: int, metrics: Row, facts: Facts) -> dict[str, float]:
+    def check_samples(self, step: int, metrics: Row, facts: Facts) -> dict[str, float]:
         """Check the samples and the updates of a step, before it is logged.
 
         Args:
@@ -83,8 +83,10 @@ class Watch:
         evidence = evidence_of(metrics, facts, agreed=self._agreed)
         cause = diagnose(evidence)
         self._tried |= bool(evidence.experiments)
-        self.puzzled = cause in (Cause.NUMERICS, Cause.LEFTOVER) and facts.experiments and not self._tried
-        if cause is not None and not self.puzzled:
+        self.needs_experiments = (
+            cause in (Cause.NUMERICS, Cause.LEFTOVER) and facts.experiments and not self._tried
+        )
+        if cause is not None and not self.needs_experiments:
             self._name([(cause.name.lower(), sentence(cause, evidence))], step)
 
     def _remember(self, row: Row) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tandem.config.check import check
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
-from tandem.config.section import WrongValueRead
+from tandem.config.section import InvalidValueRead
 from tandem.config.view import changed, path, root, view_of
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -22,7 +22,7 @@ def test_a_view_reads_as_the_config_does(load):
     assert path(config.trainer.cluster, "address") == "address"
     assert changed(view.trainer, "placement") and not changed(view.trainer, "resource_pools")
     assert root(view.actor_rollout_ref.actor.optim).data.max_prompt_length == 512
-    with pytest.raises(WrongValueRead):
+    with pytest.raises(InvalidValueRead):
         _ = view.trainer.seed
     assert view.trainer.nnodes == 1
 

@@ -13,7 +13,7 @@ from tandem.config.rules import algorithm as pairs
 from tandem.config.schema import value_at
 from tandem.config.tables import LOSS_KEYS, LOW_ABOVE_ONE
 from tandem.config.tables import POLICY_LOSSES as LOSSES
-from tandem.config.verl import DEAF
+from tandem.config.verl import IGNORES_AGGREGATION
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
@@ -115,7 +115,7 @@ def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(load, l
 VERL = (*GRPO, "trainer.defaults=verl")
 
 
-@pytest.mark.parametrize("loss", [*DEAF, "gmpo"])
+@pytest.mark.parametrize("loss", [*IGNORES_AGGREGATION, "gmpo"])
 def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(load, loss: str) -> None:
     mode = f"{A}.loss_agg_mode"
     for set_to in ("token-mean", "token-sum"):

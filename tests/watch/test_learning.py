@@ -44,7 +44,7 @@ def warned(
     watch = Watch(prompts, lambda name, sentence, step: found.append((name, step)))
     watch.restore(rows[:before], dict.fromkeys(given, ""))
     for step, row in enumerate(rows[before:], before + 1):
-        watch.judge_learning(step, row)
+        watch.check_learning(step, row)
     assert len(dict(found)) == len(found)
     return dict(found)
 
@@ -224,7 +224,7 @@ def test_each_sentence_names_keys_that_exist() -> None:
     for name, rows in sick.items():
         watch = Watch(64, lambda name, sentence, step: None)
         for step, row in enumerate(rows, 1):
-            watch.judge_learning(step, row)
+            watch.check_learning(step, row)
         named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", watch.named[name])
         assert named or name == "reward_constant"
         assert set(named) <= known, set(named) - known

@@ -78,8 +78,8 @@ def read(
     worker.compute_log_prob(batch)
     watch = Watch(12, lambda name, sentence, step: said.append(sentence))
     raw = worker.take_observed().to_floats()
-    metrics = watch.judge_samples(1, raw, facts(params))
-    assert watch.judge_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
+    metrics = watch.check_samples(1, raw, facts(params))
+    assert watch.check_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
     return metrics, {Cause[name.upper()]: text for name, text in watch.named.items()}
 
 
@@ -228,11 +228,11 @@ def test_each_cause_is_said_once(worker: Any) -> None:
         "rollout/moment/pp": 0.3, "rollout/moment/qq": 0.3, "rollout/moment/pq": 0.275,
     }  # fmt: skip
     for extra in ({}, {}, {"rollout/version_lag": 1.0}, {}, {"rollout/version_lag": 1.0}):
-        found = watch.judge_samples(1, metrics | extra, facts())
+        found = watch.check_samples(1, metrics | extra, facts())
         assert found["rollout/prob_pearson"] == pytest.approx(0.5)
     assert [Cause.NUMERICS.value in said[0], Cause.STALE.value in said[1]] == [True, True]
     assert len(said) == 2
-    assert watch.judge_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
+    assert watch.check_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
 
 
 def test_the_metrics_are_their_definitions() -> None:
@@ -249,7 +249,7 @@ def test_the_metrics_are_their_definitions() -> None:
             {name: column[part] for name, column in columns.items()},
             torch.from_numpy(mask)[part],
         )
-    found = Watch(12, lambda name, sentence, step: None).judge_samples(
+    found = Watch(12, lambda name, sentence, step: None).check_samples(
         1, metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, facts()
     )
     compared = np.where(np.isnan(cut), log_q, cut)[mask]

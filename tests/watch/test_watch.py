@@ -38,8 +38,8 @@ def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
         watch = Watch(8, tell)
         rows: list[dict[str, float]] = []
         for number in range(1, 15):
-            rows.append(watch.judge_samples(number, step(number), FACTS))
-            watch.judge_learning(number, rows[-1])
+            rows.append(watch.check_samples(number, step(number), FACTS))
+            watch.check_learning(number, rows[-1])
             if number == resumed_at:
                 before, watch = watch, Watch(8, tell)
                 watch.restore(rows, before.named)

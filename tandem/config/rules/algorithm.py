@@ -18,7 +18,7 @@ from tandem.config.tables import (
     loss_options,
     needs,
 )
-from tandem.config.verl import DEAF
+from tandem.config.verl import IGNORES_AGGREGATION
 from tandem.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -180,7 +180,7 @@ PAIRS = (
     Check(
         lambda config, loss: (
             loss in BY_SEQUENCE
-            and loss not in DEAF
+            and loss not in IGNORES_AGGREGATION
             and config.actor_rollout_ref.actor.loss_agg_mode is None
             and config.trainer.defaults == "verl"
         ),

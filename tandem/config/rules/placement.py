@@ -38,7 +38,7 @@ def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
         if name not in trainer.pools:
             add = f"add it: {POOLS}.{name}=[…]"
             errors.append(_unknown("resource pool", f"{PLACEMENT}.{role}", name, trainer.pools, add))
-    errors += [*_twice(PLACEMENT, trainer.placement), *_half(trainer)]
+    errors += [*_actor_and_rollout_twice(PLACEMENT, trainer.placement), *_half_placed(trainer)]
     yield from errors or _empty_pools(trainer)
     yield from _absent(config, PLACEMENT, trainer.placement)
 
@@ -48,7 +48,7 @@ def worker_classes(config: TrainConfig) -> Iterator[ConfigError | str]:
     trainer = config.trainer
     given = trainer.worker_classes
     yield from _roles(CLASSES, given, CLASS_ROLES)
-    yield from _twice(CLASSES, given)
+    yield from _actor_and_rollout_twice(CLASSES, given)
     if "actor_rollout" in given and trainer.placed("actor") != trainer.placed("rollout"):
         yield ConfigError(
             "actor and rollout are placed in different pools, so they are two workers",
@@ -203,7 +203,7 @@ def _unknown(
     )
 
 
-def _twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
+def _actor_and_rollout_twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
     for part in ("actor", "rollout"):
         if {"actor_rollout", part} <= set(names):
             yield ConfigError(
@@ -213,7 +213,7 @@ def _twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
             )
 
 
-def _half(trainer: TrainerConfig) -> Iterator[ConfigError]:
+def _half_placed(trainer: TrainerConfig) -> Iterator[ConfigError]:
     given = {"actor", "rollout"} & set(trainer.placement)
     if len(given) == 1 and "actor_rollout" not in trainer.placement:
         (here,) = given
