@@ -1,4 +1,4 @@
-"""The kernels of attention that a config asks for."""
+"""The attention kernels that a config requests."""
 
 from __future__ import annotations
 

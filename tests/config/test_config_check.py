@@ -1,4 +1,4 @@
-"""The check of a loaded config: declared conditions and needs, and rules that read a wrong value."""
+"""The check of a loaded config: declared conditions and needs, and rules that read an invalid value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_rule_that_reads_a_wrong_value_is_silent_from_there_on(load):
 
 
 def test_an_inherited_value_is_looked_at_where_it_was_set(errors):
-    """Once, where its source counts; where that does not, at each key that inherits it."""
+    """An inherited value is checked once at its source if the source is used, otherwise at each heir."""
     phases = [f"{R}.log_prob_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"]
     source = f"{A}.ppo_max_token_len_per_gpu"
     used = [f"{A}.use_kl_loss=true", f"{source}=1000"]

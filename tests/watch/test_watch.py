@@ -1,4 +1,4 @@
-"""One memory of a run: what it has found and seen is there again after a resume."""
+"""The memory of a run: its findings and its history are restored by a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
 
 
 def step(number: int) -> dict[str, float]:
-    """Rollout and training agree in three steps and then no longer; a step is lost before the sixth."""
+    """Return the metrics of a step.
+
+    Rollout and training only agree in the first three steps. Step 6 skips prompts.
+    """
     difference = 1e-6 if number <= 3 else 0.5
     return {
         "rollout/log_prob_diff_mean": difference,
