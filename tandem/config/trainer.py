@@ -61,7 +61,7 @@ def _one_process(own: Any, name: str) -> Iterator[ConfigError]:
 
 _FROM_CHECKPOINTS = Check(
     lambda own, restarts: restarts > 0 and own.save_freq < 1,
-    "{}: without checkpoints, a restarted run starts over from step 0; set {save_freq}.",
+    "{}: without checkpoints, a restarted run starts over from the beginning; set {save_freq}.",
     notice=True,
 )
 

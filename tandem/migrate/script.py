@@ -22,7 +22,7 @@ REPLACED = (
     *("python", "python3", *(f"python3.{minor}" for minor in range(8, 16)), "uv", "torchrun", "accelerate"),
     *("deepspeed", "srun", "mpirun", "ray"),
 )
-"""Programs with which scripts start verl. A call of one is recorded, not run."""
+"""Programs with which scripts start verl. A call of such a program is recorded, not run."""
 
 HARMLESS = (
     *("awk", "basename", "bash", "cat", "cut", "date", "dirname", "env", "expr", "getconf", "grep", "head"),

@@ -152,7 +152,7 @@ NOTICES = {
     "restarts without checkpoints": (
         ["trainer.n_gpus_per_node=2", "trainer.max_restarts=2"],
         [
-            "trainer.max_restarts: without checkpoints, a restarted run starts over from step 0; set "
+            "trainer.max_restarts: without checkpoints, a restarted run starts over from the beginning; set "
             "trainer.save_freq."
         ],
     ),

@@ -245,7 +245,7 @@ def test_without_protection_no_script_is_read(
 def test_a_later_call_is_taken(write: Write, tmp_path: Path) -> None:
     path = write(f"{MAIN} first=1\n{MAIN} second=2")
     assert called(path, call=2).words[-1] == "second=2"
-    with pytest.raises(ConfigError, match="fewer calls") as caught:
+    with pytest.raises(ConfigError, match="fewer times") as caught:
         called(path, call=3)
     assert caught.value.expected == "1 to 2"
 
