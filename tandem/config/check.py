@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tandem.config.schema import Condition, Key, keys, value_at
-from tandem.config.section import Finding, Section, InvalidValueRead
+from tandem.config.section import Finding, InvalidValueRead, Section
 from tandem.config.view import view_of
 from tandem.errors import ConfigError
 

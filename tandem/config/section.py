@@ -36,8 +36,8 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 Resumed = Literal["refused", "reported", "silent"]
 """What happens when a resumed run gives the key a different value.
 
-"refused": an error, because the run would learn something else, unless the user allows it. "reported": a message
-names the change. "silent": nothing, because the key only says which run to resume.
+"refused": an error, because the run would learn something else, unless the user allows it. "reported": a
+message names the change. "silent": nothing, because the key only says which run to resume.
 """
 
 

@@ -22,8 +22,8 @@ class Watch:
 
     Attributes:
         named: the sentences of the problems found so far, by name.
-        needs_experiments: whether only experiments with the samples of the next step can tell why rollout and training
-            differ.
+        needs_experiments: whether only experiments with the samples of the next step can tell why rollout and
+            training differ.
     """
 
     def __init__(self, prompts: int, tell: Callable[[str, str, int], None]) -> None:
