@@ -80,7 +80,7 @@ WRONG = {
         [f"{A}.optim.betas=[0.9, nan]"],
         f"{A}.optim.betas",
         "out of range",
-        "number >= 0 and < 1 as a list of 2",
+        "number >= 0 and < 1, as a list of 2",
         None,
     ),
     "nan among names": (
@@ -111,14 +111,14 @@ WRONG = {
         [f"{A}.optim.betas=[0.9, 1.0]"],
         f"{A}.optim.betas",
         "out of range",
-        "number >= 0 and < 1 as a list of 2",
+        "number >= 0 and < 1, as a list of 2",
         None,
     ),
     "one beta too few": (
         [f"{A}.optim.betas=[0.9]"],
         f"{A}.optim.betas",
         "wrong type",
-        "number >= 0 and < 1 as a list of 2",
+        "number >= 0 and < 1, as a list of 2",
         None,
     ),
     "truncation": (

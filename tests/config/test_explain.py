@@ -38,7 +38,7 @@ def test_examples():
         "  read by: tandem.workers.loss_terms"
     )
     assert "  default: 1e-05\n" in explain("critic.optim.lr")
-    assert "  type:    number >= 0 and < 1 as a list of 2\n" in explain("critic.optim.betas")
+    assert "  type:    number >= 0 and < 1, as a list of 2\n" in explain("critic.optim.betas")
     assert "  type:    integer >= 1, or null\n" in explain("trainer.max_ckpt_to_keep")
     assert "  type:    text, or null\n" in explain("trainer.resume_from_path")
     assert "  default: none (required)\n" in explain("actor_rollout_ref.model.path")
