@@ -66,12 +66,12 @@ def test_the_other_spelling_works_with_a_sentence(load):
 )
 def test_refused(errors, overrides, field, message):
     (error,) = errors(*overrides).values()
-    assert (error.field, error.message) == (field, message)
+    assert error.field == field and message in error.message
 
 
 def test_an_unset_key_is_told_where_it_counts(errors):
     (error,) = errors(f"{M}.lora_alpha=32").values()
-    assert error.expected == f"set only if {RANK} above 0"
+    assert error.expected == f"set only if {RANK} is above 0"
 
 
 def test_the_reference_is_the_actor_unless_it_is_placed_apart(load):
