@@ -87,8 +87,8 @@ def _page(title: str, command: str, members: Iterable[Key]) -> str:
 
 def _key(key: Key, read_by: list[str]) -> str:
     facts = [f"- type: {key.expected}", f"- default: {_default(key)}"]
-    facts += [f"- counts only {condition.words}" for condition in dict.fromkeys(key.conditions)]
-    modules = ", ".join(f"`{module}`" for module in read_by) or "the config alone"
+    facts += [f"- used only {condition.words}" for condition in dict.fromkeys(key.conditions)]
+    modules = ", ".join(f"`{module}`" for module in read_by) or "only the config itself"
     facts.append(f"- read by: {modules}")
     meaning = key.info.description or ""
     lines = [_plain(meaning[:1].upper() + meaning[1:]).rstrip(".") + ".", "\n".join(map(_plain, facts))]
@@ -108,4 +108,4 @@ def _plain(text: str) -> str:
 def _default(key: Key) -> str:
     if key.inherits is not None:
         return f"the value of `{key.inherits}`"
-    return "none; it must be given" if key.required else f"`{shown(key.default)}`"
+    return "none (required)" if key.required else f"`{shown(key.default)}`"

@@ -46,7 +46,7 @@ def from_openrlhf() -> str:
 def verl_environment() -> str:
     """The page of the environment variables that verl reads, in Markdown."""
     rows = (
-        (f"`{name}`", "acts" if known.acts else "nothing to act on", known.reason)
+        (f"`{name}`", "acts" if known.acts else "ignored", known.reason)
         for name, known in sorted(environment.VARIABLES.items())
     )
     return (
@@ -66,7 +66,7 @@ def _settings(table: Mapping[str, Rule], defaults: Mapping[str, object]) -> str:
     def rows() -> Iterable[tuple[str, ...]]:
         for name, rule in table.items():
             key = ", ".join(f"`{part}`" for now in rule.now for part in now.split(", "))
-            verdict = "nothing to act on: " if rule.nothing else "not offered: " if rule.refused else ""
+            verdict = "ignored: " if rule.nothing else "not supported: " if rule.refused else ""
             said = verdict + rule.reason
             here = f"{key}: {said}" if key and said else key or said
             yield f"`{name}`", f"`{defaults.get(name)}`", here.replace("|", "\\|")

@@ -63,7 +63,7 @@ def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
     data = loaded.config.data
     assert [row for _, row in read_files(data.train_files, ["question", "answer"]).records()] == rows(0, 5)
     assert [row for _, row in read_files(data.val_files, ["question", "answer"]).records()] == rows(5, 1)
-    assert any(str(snapshot) in said for said in loaded.said)
+    assert any(str(snapshot) in said for said in loaded.messages)
 
 
 def test_several_folders_are_named(snapshot: Path, tmp_path: Path) -> None:
@@ -92,6 +92,6 @@ def test_what_is_no_name_of_a_data_set_is_refused(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_there_is_no_such_file(tmp_path: Path) -> None:
     told = refusal(tmp_path, "data/train.parquet")
-    assert "data.train_files: no such file" in told and "hub" not in told.replace("hf:", "")
+    assert "data.train_files: this file does not exist" in told and "hub" not in told.replace("hf:", "")
     assert "hf:openai/gsm8k" in refusal(tmp_path, "openai/gsm8k")
     assert hub.data_files("a.parquet") == ["a.parquet"]

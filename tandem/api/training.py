@@ -324,7 +324,7 @@ def _resolved(
         **keys,
     }
     loaded = load(file, words(given, inputs))
-    for notice in loaded.said:
+    for notice in loaded.messages:
         say(f"note: {notice}")
     refuse(lacking(loaded.config))
     return loaded

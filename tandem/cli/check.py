@@ -57,7 +57,7 @@ def check(arguments: list[str]) -> int:
         command = next((name for name in ("sft", "rm") if f"--{name}" in given), "train")
         counting = {"count_rows": count_rows} if command == "train" else {}
         loaded = LOADERS[command](*split_arguments(words), **counting)
-        for notice in loaded.said:
+        for notice in loaded.messages:
             say(f"note: {notice}")
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):

@@ -37,7 +37,7 @@ def train(arguments: list[str]) -> int:
     request = from_verl.requested(words)
     if request is None:
         loaded = load_train_config(*split_arguments(words), count_rows=count_rows)
-        for notice in loaded.said:
+        for notice in loaded.messages:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
     return _train(from_verl.load(request), dry=dry)

@@ -123,7 +123,7 @@ class PPOTrainer(Loop[Gathered]):
         """
         roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
         left_out = self._left_out(samples, gathered.scores)
-        if self.session.watch.puzzled:
+        if self.session.watch.needs_experiments:
             roles.actor.explain_gap(samples.rows(slice(EXPLAINED_SAMPLES)))
         learns = step > self.config.trainer.critic_warmup
         reference = self.exact_kl.refer(roles, samples)
@@ -225,7 +225,7 @@ class PPOTrainer(Loop[Gathered]):
         learnt = [prefixed(role, future.get()) for role, future in updates]
         metrics = Metrics.merged([measured.get(), *learnt, take_observed(self.groups)]).to_floats()
         metrics[PROMPTS_USED] = float(self.prompts.used * self.prompts.batch_size)
-        metrics = self.session.watch.judge_samples(step, metrics, self.facts)
+        metrics = self.session.watch.check_samples(step, metrics, self.facts)
         if written is not None:
             written.get()
         metrics["training/epoch"] = self.prompts.epoch

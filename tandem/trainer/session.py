@@ -324,7 +324,7 @@ class Session:
         self.folder.log_metrics(step, metrics)
         assert self._sinks is not None, "restore comes before the first log"
         self._sinks.log(step, metrics)
-        self.watch.judge_learning(step, metrics)
+        self.watch.check_learning(step, metrics)
 
     def _warn(self, name: str, sentence: str, step: int) -> None:
         """Tells the user what is wrong after a step, and writes it into the run folder's events."""

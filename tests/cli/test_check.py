@@ -86,7 +86,7 @@ def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
     ("name", "cause", "probe"),
     [
         ("Changes", "tokens were changed between the engine and training", "rollout/changed_samples"),
-        ("Rounds", "the engines' numerics", "rollout/log_prob_diff_mean"),
+        ("Rounds", "numerical differences between the engines", "rollout/log_prob_diff_mean"),
     ],
 )
 def test_the_cause_is_named(

@@ -160,7 +160,7 @@ def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "the output is there already" in refused()
     assert out.read_text() == "mine\n"
     assert "did you mean rollout.temperature?" in refused("rollout.temprature=1")
-    assert "data.path: no such file" in refused(data="none.parquet")
+    assert "data.path: this file does not exist" in refused(data="none.parquet")
     assert "ends in .parquet or .jsonl" in refused(out=tmp_path / "out.csv")
     write_rows(tmp_path / "clash.parquet", [{"prompt": "1+1=", "responses": "2"}])
     fresh = tmp_path / "fresh.jsonl"

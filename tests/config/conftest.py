@@ -1,5 +1,4 @@
-"""A data file, a model folder and a tokenizer folder as far as the config looks at them, and short forms
-of loading."""
+"""Fixtures: a data file, a model folder and a tokenizer folder that suffice for the config, and loaders."""
 
 from __future__ import annotations
 
@@ -34,19 +33,22 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def required(train_file: str, model: str) -> list[str]:
-    """The two keys that have no default."""
+    """Return overrides for the two keys that have no default."""
     return [f"data.train_files={train_file}", f"actor_rollout_ref.model.path={model}"]
 
 
 @pytest.fixture
 def load(required: list[str]) -> Load:
-    """Loads a training config from the required keys and some overrides."""
+    """Return a function that loads a training config from the required keys and some overrides."""
     return lambda *overrides: load_train_config(None, [*required, *overrides])
 
 
 @pytest.fixture
 def errors(required: list[str]) -> Errors:
-    """The errors of loading such a config, by field; a field with two errors fails."""
+    """Return a function that loads such a config and returns its errors by field.
+
+    Two errors for one field fail the test.
+    """
 
     def run(*overrides: str) -> dict[str, ConfigError]:
         with pytest.raises(ConfigErrors) as caught:

@@ -1,4 +1,4 @@
-"""The keys of activation memory: what goes together, and what is refused."""
+"""The keys of activation memory: which combinations are valid and which are refused."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ M = "actor_rollout_ref.model"
 MODE, LAYERS, OPS = (f"{M}.gradient_checkpointing_{name}" for name in ("mode", "layers", "ops"))
 OFFLOAD, COPIES = f"{M}.enable_activation_offload", f"{M}.activation_offload_mode"
 
-# overrides: (field, message, got, expected, remedy)
+# overrides: (field, part of the message, got, part of expected, part of the remedy)
 WRONG = {
     (f"{LAYERS}=4",): (
         LAYERS,
         "has no effect",
         4,
-        f"set only with {MODE}=first or every",
-        "set that too, or remove this key",
+        f"set only if {MODE}=first or every",
+        "remove this key",
     ),
     (f"{MODE}=ops", f"{LAYERS}=4"): (
         LAYERS,
         "has no effect",
         4,
-        f"set only with {MODE}=first or every",
-        "set that too, or remove this key",
+        f"set only if {MODE}=first or every",
+        "remove this key",
     ),
     (f"{OPS}=[matmul]",): (
         OPS,
         "has no effect",
         ("matmul",),
-        f"set only with {MODE}=ops",
-        "set that too, or remove this key",
+        f"set only if {MODE}=ops",
+        "remove this key",
     ),
     (f"{M}.enable_gradient_checkpointing=false", f"{MODE}=ops"): (
         MODE,
         "has no effect",
         "ops",
-        f"set only with {M}.enable_gradient_checkpointing=true",
-        "set that too, or remove this key",
+        f"set only if {M}.enable_gradient_checkpointing=true",
+        "remove this key",
     ),
     (f"{COPIES}=sync",): (
         COPIES,
         "has no effect",
         "sync",
-        f"set only with {OFFLOAD}=true",
-        "set that too, or remove this key",
+        f"set only if {OFFLOAD}=true",
+        "remove this key",
     ),
     (f"{MODE}=first",): (LAYERS, "missing", None, "the number of layers", f"set {LAYERS}, or {MODE}=full"),
     (f"{MODE}=every",): (
         LAYERS,
         "missing",
         None,
-        "one layer in how many is computed again",
+        "one layer in every N",
         f"set {LAYERS}, or {MODE}=full",
     ),
     (f"{MODE}=every", f"{LAYERS}=1"): (
         LAYERS,
-        "one layer in one is every layer",
+        "every layer",
         1,
         ">= 2",
         f"set {MODE}=full and remove this key",
@@ -66,7 +66,7 @@ WRONG = {
     (f"{MODE}=first", f"{LAYERS}=0"): (LAYERS, "out of range", "0", "integer >= 1, or null", None),
     (f"{MODE}=ops", f"{OPS}=[]"): (
         OPS,
-        "no operator's output is kept",
+        "the list is empty",
         "nothing",
         "at least one operator",
         f"set {MODE}=full and remove this key",
@@ -75,7 +75,7 @@ WRONG = {
         OPS,
         "unknown operator",
         "atention",
-        "matmul, attention, or namespace.operator such as aten.mm",
+        "matmul, attention, or namespace.operator, such as aten.mm",
         "did you mean attention?",
     ),
     (f"{MODE}=some",): (MODE, "unknown value", "some", "one of auto, full, first, every, ops", None),
@@ -90,8 +90,8 @@ WRONG = {
         "reward_model.model.enable_activation_offload",
         "has no effect",
         True,
-        "set only for a model that is trained",
-        "set that too, or remove this key",
+        "set only if the model is trained",
+        "remove this key",
     ),
 }
 
@@ -100,7 +100,10 @@ WRONG = {
 def test_refused(errors, overrides):
     (error,) = errors(*overrides).values()
     field, message, got, expected, remedy = WRONG[overrides]
-    assert (error.field, error.message, error.expected, error.remedy) == (field, message, expected, remedy)
+    assert error.field == field
+    for text, given in ((message, error.message), (expected, error.expected), (remedy, error.remedy)):
+        assert (text is None) == (given is None)
+        assert text is None or text in given
     assert str(error.got).strip('"') == str(got)
 
 

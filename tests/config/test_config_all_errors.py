@@ -1,4 +1,4 @@
-"""Everything wrong is reported at once, each fault once; unreadable files."""
+"""All errors are reported at once, each fault once; also for unreadable files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_everything_wrong_is_said_at_once(tmp_path):
             ["broken", f"{A}.ppo_mini_batch_size=1000", "algorithm.adv_estimator=grop", f"{R}.name=vlm"],
         )
     assert [(error.field, error.message) for error in caught.value.errors] == [
-        (None, "not an override"),
+        (None, "this is not an override"),
         ("data.train_fils", "unknown key"),
         ("data.train_files", "missing"),
         ("data.shuffle", "wrong type"),
@@ -29,7 +29,9 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("algorithm.adv_estimator", "unknown value"),
         ("trainer.nnodes", "out of range"),
     ]
-    assert str(caught.value).startswith("9 error(s) in the config\nnot an override\n  got:      broken\n")
+    assert str(caught.value).startswith(
+        "9 error(s) in the config\nthis is not an override\n  got:      broken\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_a_budget_of_exactly_one_sequence_will_do(load):
     ("text", "message"),
     [
         ("a: [1", "cannot be read as YAML"),
-        ("- a\n- b\n", "not a mapping"),
+        ("- a\n- b\n", "the file is not a mapping"),
         ("a: 1\na: 2\n", "cannot be read as YAML"),
     ],
 )
@@ -75,4 +77,4 @@ def test_missing_file(required):
     with pytest.raises(ConfigErrors) as caught:
         load_train_config("nowhere.yaml", required)
     (error,) = caught.value.errors
-    assert (error.message, error.got) == ("no such config file", "nowhere.yaml")
+    assert (error.message, error.got) == ("this config file does not exist", "nowhere.yaml")

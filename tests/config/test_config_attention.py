@@ -1,4 +1,4 @@
-"""The kernels of attention that a config asks for."""
+"""The attention kernels that a config requests."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_names_of_others(load):
 
 
 def test_a_run_goes_on_with_other_kernels():
-    assert all(keys(TrainConfig)[name].resumed == "told" for name in AT)
+    assert all(keys(TrainConfig)[name].resumed == "reported" for name in AT)

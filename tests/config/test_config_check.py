@@ -1,4 +1,4 @@
-"""The check of a loaded config: declared conditions and needs, and rules that read a wrong value."""
+"""The check of a loaded config: declared conditions and needs, and rules that read an invalid value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tandem.config.check import check
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
-from tandem.config.section import WrongValueRead
+from tandem.config.section import InvalidValueRead
 from tandem.config.view import changed, path, root, view_of
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -22,7 +22,7 @@ def test_a_view_reads_as_the_config_does(load):
     assert path(config.trainer.cluster, "address") == "address"
     assert changed(view.trainer, "placement") and not changed(view.trainer, "resource_pools")
     assert root(view.actor_rollout_ref.actor.optim).data.max_prompt_length == 512
-    with pytest.raises(WrongValueRead):
+    with pytest.raises(InvalidValueRead):
         _ = view.trainer.seed
     assert view.trainer.nnodes == 1
 
@@ -38,7 +38,7 @@ def test_a_rule_that_reads_a_wrong_value_is_silent_from_there_on(load):
 
 
 def test_an_inherited_value_is_looked_at_where_it_was_set(errors):
-    """Once, where its source counts; where that does not, at each key that inherits it."""
+    """An inherited value is checked once at its source if the source is used, otherwise at each heir."""
     phases = [f"{R}.log_prob_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"]
     source = f"{A}.ppo_max_token_len_per_gpu"
     used = [f"{A}.use_kl_loss=true", f"{source}=1000"]

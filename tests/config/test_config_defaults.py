@@ -1,4 +1,4 @@
-"""The defaults that users of the field expect, and what stands in for keys nobody set."""
+"""The defaults that users expect, and the values of keys that nobody set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key that would change results where nothing reads it is an error; right combinations pass silently."""
+"""A key that would change results but has no effect is an error; valid combinations give no message."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
 
 
 NO_EFFECT = {
-    f"{A}.kl_loss_coef=0.01": f"set only with {A}.use_kl_loss=true",
-    f"{A}.kl_loss_type=k2": f"set only with {A}.use_kl_loss=true",
-    "algorithm.kl_penalty=k2": "set only with algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl.kl_coef=0.1": "set only with algorithm.use_kl_in_reward=true",
+    f"{A}.kl_loss_coef=0.01": f"set only if {A}.use_kl_loss=true",
+    f"{A}.kl_loss_type=k2": f"set only if {A}.use_kl_loss=true",
+    "algorithm.kl_penalty=k2": "set only if algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.kl_coef=0.1": "set only if algorithm.use_kl_in_reward=true",
     "algorithm.norm_adv_by_std_in_grpo=false": (
-        "set only with an algorithm.adv_estimator that takes norm_adv_by_std_in_grpo"
+        "set only if algorithm.adv_estimator takes norm_adv_by_std_in_grpo"
     ),
-    "algorithm.gdpo_reward_weights=[1, 2]": (
-        "set only with an algorithm.adv_estimator that takes gdpo_reward_weights"
-    ),
-    f"{A}.loss_scale_factor=100": f"set only with {A}.loss_agg_mode=seq-mean-token-sum-norm",
-    "custom_reward_function.name=mine": "set only with custom_reward_function.path",
-    f"{A}.optim.min_lr_ratio=0.1": f"set only with {A}.optim.lr_scheduler_type=linear, cosine or wsd",
-    f"{A}.optim.muon_momentum=0.9": f"set only with {A}.optim.optimizer=muon",
-    "critic.optim.lr_wsd_decay_ratio=0.2": "set only with critic.optim.lr_scheduler_type=wsd",
-    f"{A}.optim.lr_wsd_decay_style=linear": f"set only with {A}.optim.lr_scheduler_type=wsd",
+    "algorithm.gdpo_reward_weights=[1, 2]": ("set only if algorithm.adv_estimator takes gdpo_reward_weights"),
+    f"{A}.loss_scale_factor=100": f"set only if {A}.loss_agg_mode=seq-mean-token-sum-norm",
+    "custom_reward_function.name=mine": "set only if custom_reward_function.path is set",
+    f"{A}.optim.min_lr_ratio=0.1": f"set only if {A}.optim.lr_scheduler_type=linear, cosine or wsd",
+    f"{A}.optim.muon_momentum=0.9": f"set only if {A}.optim.optimizer=muon",
+    "critic.optim.lr_wsd_decay_ratio=0.2": "set only if critic.optim.lr_scheduler_type=wsd",
+    f"{A}.optim.lr_wsd_decay_style=linear": f"set only if {A}.optim.lr_scheduler_type=wsd",
     "critic.optim.total_training_steps=9": (
-        "set only with critic.optim.lr_scheduler_type=linear, cosine or wsd, "
-        "or with critic.optim.lr_warmup_steps_ratio"
+        "set only if critic.optim.lr_scheduler_type=linear, cosine or wsd, "
+        "or if critic.optim.lr_warmup_steps_ratio is above 0"
     ),
-    "trainer.keep_best_mode=min": "set only with trainer.keep_best",
-    "trainer.resume_from_path=/tmp": "set only with trainer.resume_mode=resume_path",
+    "trainer.keep_best_mode=min": "set only if trainer.keep_best is set",
+    "trainer.resume_from_path=/tmp": "set only if trainer.resume_mode=resume_path",
 }
 
 
@@ -40,7 +38,7 @@ def test_setting_a_result_where_it_has_no_effect_is_an_error(errors, override):
     (error,) = found.values()
     assert error.field == override.split("=")[0]
     assert (error.message, error.expected) == ("has no effect", NO_EFFECT[override])
-    assert error.remedy == "set that too, or remove this key"
+    assert error.remedy.endswith("remove this key")
 
 
 @pytest.mark.parametrize(
@@ -82,4 +80,4 @@ def test_adaptive_control_reads_its_target_and_horizon(load, errors):
 def test_the_best_by_a_validation_needs_one(errors):
     (error,) = errors("trainer.keep_best=val/accuracy").values()
     assert error.field == "trainer.keep_best" and error.got == "val/accuracy"
-    assert "there is none" in error.message and "trainer.test_freq" in error.remedy
+    assert "never validates" in error.message and "trainer.test_freq" in error.remedy

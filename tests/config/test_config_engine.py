@@ -1,4 +1,4 @@
-"""The options of a training engine: their defaults, and what does not go together."""
+"""The options of a training engine: their defaults, and which cannot be combined."""
 
 from __future__ import annotations
 

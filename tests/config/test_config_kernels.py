@@ -1,4 +1,4 @@
-"""Kernels that the named device cannot run are refused before it is touched."""
+"""Kernels that the configured device cannot run are refused before the device is used."""
 
 from __future__ import annotations
 

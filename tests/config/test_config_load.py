@@ -1,4 +1,4 @@
-"""YAML files, overrides, interpolation, deprecated keys, notices, and the way back to YAML."""
+"""YAML files, overrides, interpolation, deprecated keys, notices, and writing a config back to YAML."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_overrides_win_over_the_file_and_the_last_override_wins(yaml_file):
     assert loaded.config.data.train_batch_size == 128
     assert (actor.ppo_mini_batch_size, actor.optim.lr, actor.ppo_epochs) == (32, 3e-6, 4)
     assert loaded.notices == (
-        f"{A}.ppo_epochs is given more than once on the command line; the last one counts.",
+        f"{A}.ppo_epochs is given more than once on the command line; the last value is used.",
     )
 
 
@@ -92,8 +92,8 @@ def test_hydra_prefixes_are_accepted_with_a_notice(load):
     assert loaded.config.trainer.seed == 3
     assert not loaded.config.data.shuffle
     assert loaded.notices == (
-        "+trainer.seed: the prefix + is not needed here; read as trainer.seed.",
-        "++data.shuffle: the prefix ++ is not needed here; read as data.shuffle.",
+        "+trainer.seed: the prefix + is not needed; the key is read as trainer.seed.",
+        "++data.shuffle: the prefix ++ is not needed; the key is read as data.shuffle.",
     )
 
 
@@ -182,7 +182,7 @@ def test_deprecated_name(load, old, new):
 def test_deprecated_key_beside_its_replacement_is_an_error(errors):
     found = errors(f"{A}.ppo_micro_batch_size=8", f"{A}.ppo_micro_batch_size_per_gpu=4")
     assert str(found[f"{A}.ppo_micro_batch_size"]) == (
-        f"{A}.ppo_micro_batch_size: given together with {A}.ppo_micro_batch_size_per_gpu\n"
+        f"{A}.ppo_micro_batch_size: this contradicts {A}.ppo_micro_batch_size_per_gpu\n"
         f"  got:      8\n  remedy:   remove {A}.ppo_micro_batch_size"
     )
 
@@ -265,7 +265,7 @@ def test_sft_config_refuses_what_only_reinforcement_has(train_file, model):
 def test_split_arguments():
     assert split_arguments(["run.yaml", "a=1", "b=x=y"]) == ("run.yaml", ["a=1", "b=x=y"])
     assert split_arguments(["a=1"]) == (None, ["a=1"])
-    with pytest.raises(ConfigError, match="not an override"):
+    with pytest.raises(ConfigError, match="neither an override"):
         split_arguments(["run.yaml", "a=1", "other.yaml"])
     with pytest.raises(ConfigError, match="unknown option"):
         split_arguments(["--dry"])
@@ -289,7 +289,7 @@ def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
 
 
 def test_values_by_key_are_taken_as_they_are(required: list[str]) -> None:
-    """Dotted or nested, without a trip through YAML; later overrides win."""
+    """Keys may be dotted or nested, values are not parsed as YAML, and later overrides win."""
     given = {
         "trainer.experiment_name": "1e5",
         "algorithm": {"adv_kwargs": {"epsilon": 0.5}, "adv_estimator": "grpo"},

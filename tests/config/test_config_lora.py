@@ -1,4 +1,4 @@
-"""The keys of adapters: verl's two spellings, what goes together, and what is refused."""
+"""The keys of adapters: verl's two spellings, valid combinations, and what is refused."""
 
 from __future__ import annotations
 
@@ -52,22 +52,26 @@ def test_the_other_spelling_works_with_a_sentence(load):
         (
             (f"{RANK}=8", f"{TARGETS}=[all-linear,q_proj]"),
             TARGETS,
-            "all-linear stands beside names of layers",
+            "all-linear cannot be combined with names",
         ),
-        ((f"{RANK}=8", f"{TARGETS}=[]"), TARGETS, "an empty list"),
-        ((f"{M}.lora_adapter_path=/nowhere", f"{RANK}=8"), f"{M}.lora_adapter_path", "no folder of adapters"),
+        ((f"{RANK}=8", f"{TARGETS}=[]"), TARGETS, "the list is empty"),
+        (
+            (f"{M}.lora_adapter_path=/nowhere", f"{RANK}=8"),
+            f"{M}.lora_adapter_path",
+            "not a folder of adapters",
+        ),
         ((f"{RANK}=-1",), RANK, "out of range"),
         ((f"{RANK}=8", f"{M}.lora_alpha=0"), f"{M}.lora_alpha", "out of range"),
     ],
 )
 def test_refused(errors, overrides, field, message):
     (error,) = errors(*overrides).values()
-    assert (error.field, error.message) == (field, message)
+    assert error.field == field and message in error.message
 
 
 def test_an_unset_key_is_told_where_it_counts(errors):
     (error,) = errors(f"{M}.lora_alpha=32").values()
-    assert error.expected == f"set only with {RANK} above 0"
+    assert error.expected == f"set only if {RANK} is above 0"
 
 
 def test_the_reference_is_the_actor_unless_it_is_placed_apart(load):
@@ -75,10 +79,10 @@ def test_the_reference_is_the_actor_unless_it_is_placed_apart(load):
     assert load(*words).notices == ()
     (notice,) = load(*words, f"{RANK}=8").notices
     assert notice.startswith(f"{REF}.fsdp_config.param_offload: no effect;")
-    assert notice.endswith("without its adapters, is the reference.")
+    assert notice.endswith("without its adapters is the reference.")
     apart = ("trainer.resource_pools={a: [1], b: [1]}", "trainer.placement={actor_rollout: a, ref: b}")
     (notice,) = load(*words, *apart, f"{RANK}=8").notices
-    assert notice.startswith(f"{RANK}: the reference policy is placed apart")
+    assert notice.startswith(f"{RANK}: the reference policy runs in a different place")
 
 
 def test_fine_tuning_has_the_same_keys(train_file, model):

@@ -1,4 +1,4 @@
-"""Pools, the roles on them, worker classes and the cluster."""
+"""Pools, the roles placed on them, worker classes and the cluster."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ NOTICES = {
     "roles that this run has not": (
         [POOLS, f"{P}={{actor_rollout: a, critic: b, ref: c, reward_model: c}}", *GRPO],
         [
-            f"{P}.critic: no effect; this run has no critic (algorithm.adv_estimator needs none).",
-            f"{P}.ref: no effect; this run has no reference policy (no KL term asks for it).",
+            f"{P}.critic: no effect; this run has no critic (algorithm.adv_estimator does not need it).",
+            f"{P}.ref: no effect; this run has no reference policy (no KL term needs it).",
             f"{P}.reward_model: no effect; this run has no reward model (reward_model.enable=false).",
         ],
     ),
     "class of a role that this run has not": (
         [f"{W}.ref=m:Ref", f"{W}.batch=m:Batch"],
-        [f"{W}.ref: no effect; this run has no reference policy (no KL term asks for it)."],
+        [f"{W}.ref: no effect; this run has no reference policy (no KL term needs it)."],
     ),
     "reward functions beside a reward model": (
         [
@@ -129,32 +129,32 @@ NOTICES = {
     ),
     "reward model that is off": (
         ["reward_model.forward_micro_batch_size_per_gpu=4"],
-        [
-            "reward_model.forward_micro_batch_size_per_gpu: no effect; counts only with "
-            "reward_model.enable=true."
-        ],
+        ["reward_model.forward_micro_batch_size_per_gpu: no effect; used only if reward_model.enable=true."],
     ),
     "cluster of one process": (
         ["trainer.timeouts.call=60", "trainer.cluster.interface=eth0"],
         [
-            "trainer.cluster.interface, trainer.timeouts.call: no effect; counts only with more than one "
-            "process, or trainer.backend=ray."
+            "trainer.cluster.interface, trainer.timeouts.call: no effect; used only if the run has more "
+            "than one process, or trainer.backend=ray."
         ],
     ),
     "balance in one process": (
         ["trainer.balance_batch=false", "trainer.backend=ray"],
-        ["trainer.balance_batch: no effect; counts only with a pool of more than one process."],
+        ["trainer.balance_batch: no effect; used only if a pool has more than one process."],
     ),
     "store of a cluster that is there": (
         ["trainer.backend=ray", "trainer.cluster.address=10.0.0.1:6379", "trainer.cluster.object_store_gb=2"],
         [
-            "trainer.cluster.object_store_gb: no effect; counts only with trainer.cluster.address=null, "
-            "where Ray is started for the run."
+            "trainer.cluster.object_store_gb: no effect; used only if trainer.cluster.address=null, "
+            "so that Ray is started for this run."
         ],
     ),
     "restarts without checkpoints": (
         ["trainer.n_gpus_per_node=2", "trainer.max_restarts=2"],
-        ["trainer.max_restarts: without checkpoints a restart begins anew; set trainer.save_freq."],
+        [
+            "trainer.max_restarts: without checkpoints, a restarted run starts over from the beginning; set "
+            "trainer.save_freq."
+        ],
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What is wrong with pools, places, worker classes and the cluster, each named with its key and remedy."""
+"""Errors about pools, placement, worker classes and the cluster name their key and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ P, Q, W = "trainer.placement", "trainer.resource_pools", "trainer.worker_classes
 POOLS = f"{Q}={{a: [2], b: [1], c: [1]}}"
 CRITIC_APART = f"{P}={{actor_rollout: a, critic: b, reward: c}}"
 
-# name: (overrides, field, message, got, expected, remedy)
+# name: (overrides, field, part of the message, got, part of expected, part of the remedy)
 WRONG = {
     "role": (
         [POOLS, CRITIC_APART, f"{P}.refrence=b"],
@@ -37,57 +37,57 @@ WRONG = {
     "actor twice": (
         [POOLS, CRITIC_APART, f"{P}.actor=b"],
         f"{P}.actor",
-        "actor_rollout, which stands for actor and rollout, is given together with actor",
+        "cannot be combined with actor",
         None,
         None,
-        f"remove {P}.actor, or set actor and rollout in place of actor_rollout",
+        f"remove {P}.actor",
     ),
     "actor without rollout": (
         [POOLS, f"{P}={{actor: a, critic: b, reward: c}}"],
         f"{P}.actor",
-        "given without rollout",
+        "without rollout",
         "a",
         None,
-        f"set {P}.rollout too; for both on one pool set {P}.actor_rollout",
+        f"set {P}.rollout too; or set {P}.actor_rollout",
     ),
     "rollout without actor": (
         [POOLS, f"{P}={{rollout: a, critic: b, reward: c}}"],
         f"{P}.rollout",
-        "given without actor",
+        "without actor",
         "a",
         None,
-        f"set {P}.actor too; for both on one pool set {P}.actor_rollout",
+        f"set {P}.actor too; or set {P}.actor_rollout",
     ),
     "pool without a role": (
         [POOLS, f"{P}={{critic: b}}"],
         f"{Q}.c",
-        "a pool without a role",
+        "no role",
         [1],
         None,
-        f"place a role on it: {P}.<role>=c; or remove it",
+        f"{P}.<role>=c",
     ),
     "name of a helper": (
         [f"{Q}={{a: [1], reward_pool: [2]}}", f"{P}.reward=reward_pool"],
         f"{Q}.reward_pool",
-        "the name of a pool that every run has",
+        "a pool that every run already has",
         None,
         None,
-        "give the pool another name",
+        "another name",
     ),
     "no processes": (
         [f"{Q}={{a: [2, 0]}}"],
         Q,
         "out of range",
         '{"a": [2, 0]}',
-        "mapping, each value: integer >= 1, or a list of such",
+        "mapping, each value: integer >= 1, or a list of them",
         None,
     ),
     "no nodes": (
         [f"{Q}={{a: []}}"],
         Q,
-        "an empty list",
+        "the list is empty",
         '{"a": []}',
-        "mapping, each value: integer >= 1, or a list of such",
+        "mapping, each value: integer >= 1, or a list of them",
         None,
     ),
     "a number for the pools": (
@@ -95,32 +95,32 @@ WRONG = {
         Q,
         "wrong type",
         "[4]",
-        "mapping, each value: integer >= 1, or a list of such",
+        "mapping, each value: integer >= 1, or a list of them",
         None,
     ),
     "counts that disagree": (
         [POOLS, CRITIC_APART, "trainer.n_gpus_per_node=2", "trainer.nnodes=2"],
         "trainer.n_gpus_per_node",
-        "disagrees with trainer.resource_pools",
+        "contradicts trainer.resource_pools",
         "2 per node × 2 nodes = 4",
-        "3, the devices of all pools together (reward functions have none)",
-        "remove trainer.n_gpus_per_node and trainer.nnodes: trainer.resource_pools says it all",
+        "3, the devices of all pools together",
+        "remove trainer.n_gpus_per_node and trainer.nnodes",
     ),
     "pool without a role beside right counts": (
         [POOLS, f"{P}={{critic: b}}", "trainer.n_gpus_per_node=4"],
         f"{Q}.c",
-        "a pool without a role",
+        "no role",
         [1],
         None,
-        f"place a role on it: {P}.<role>=c; or remove it",
+        f"{P}.<role>=c",
     ),
     "local with two processes": (
         ["trainer.backend=local", "trainer.n_gpus_per_node=2"],
         "trainer.backend",
-        "runs everything in one process",
+        "one process",
         "local, with 2 processes",
-        "one process, of one pool",
-        "set trainer.backend=auto, or ask for one process",
+        "one process in one pool",
+        "set trainer.backend=auto",
     ),
     "class role": (
         [f"{W}.critc=mine.module:Critic"],
@@ -133,7 +133,7 @@ WRONG = {
     "class without a name": (
         [f"{W}.critic=mine.py"],
         f"{W}.critic",
-        "not the name of a class",
+        "not a reference to a class",
         "mine.py",
         "file.py:Class or package.module:Class",
         None,
@@ -141,7 +141,7 @@ WRONG = {
     "class in no file": (
         [f"{W}.critic=/nowhere/mine.py:Critic"],
         f"{W}.critic",
-        "no such file",
+        "does not exist",
         "/nowhere/mine.py",
         None,
         "check the path before the colon",
@@ -149,15 +149,15 @@ WRONG = {
     "class twice": (
         [f"{W}={{actor_rollout: 'm:A', rollout: 'm:B'}}"],
         f"{W}.rollout",
-        "actor_rollout, which stands for actor and rollout, is given together with rollout",
+        "cannot be combined with rollout",
         None,
         None,
-        f"remove {W}.rollout, or set actor and rollout in place of actor_rollout",
+        f"remove {W}.rollout",
     ),
     "one class for two places": (
         [f"{Q}={{a: 1, b: 1}}", f"{P}={{actor: a, rollout: b}}", f"{W}.actor_rollout=m:A"],
         f"{W}.actor_rollout",
-        "actor and rollout are placed apart, and are two workers",
+        "in different pools",
         "m:A",
         None,
         f"set {W}.actor or {W}.rollout, or place both on one pool",
@@ -165,18 +165,18 @@ WRONG = {
     "address without a port": (
         ["trainer.backend=ray", "trainer.cluster.address=node7"],
         "trainer.cluster.address",
-        "not an address",
+        "not a valid address",
         "node7",
         "HOST:PORT of the head node, or auto on one of the cluster's machines",
-        "the port is that of `ray start --head`, 6379 unless it was given another",
+        "`ray start --head`",
     ),
     "address of a Ray client": (
         ["trainer.backend=ray", "trainer.cluster.address=ray://node7:10001"],
         "trainer.cluster.address",
-        "not an address",
+        "not a valid address",
         "ray://node7:10001",
         "HOST:PORT of the head node, or auto on one of the cluster's machines",
-        "the port is that of `ray start --head`, 6379 unless it was given another",
+        "`ray start --head`",
     ),
     "port": (
         ["trainer.backend=ray", "trainer.cluster.master_port=70000"],
@@ -227,4 +227,7 @@ def test_wrong(errors, name):
     found = errors(*overrides)
     assert list(found) == [field]
     error = found[field]
-    assert (error.message, error.got, error.expected, error.remedy) == (message, got, expected, remedy)
+    assert error.got == got
+    for text, given in ((message, error.message), (expected, error.expected), (remedy, error.remedy)):
+        assert (text is None) == (given is None)
+        assert text is None or text in given

@@ -1,4 +1,4 @@
-"""The keys of the KL terms and of the reference policy: estimators, what an exact KL needs, resets."""
+"""The keys of the KL terms and of the reference policy: estimators, needs of an exact KL, resets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_estimator_goes_in_both_places(load, kind):
 def test_an_estimator_that_is_not_there(errors, tmp_path):
     found = errors(LOSS, IN_REWARD, f"{A}.kl_loss_type=k3++", f"algorithm.kl_penalty={tmp_path}/no.py:kl")
     assert found[f"{A}.kl_loss_type"].remedy in ("did you mean k3+?", "did you mean k3?")
-    assert found["algorithm.kl_penalty"].message == "no such file"
+    assert found["algorithm.kl_penalty"].message == "this file does not exist"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_model_in_stages_has_no_exact_kl(errors, role, words, kind):
     stages = f"{role}.fsdp_config.pipeline_parallel_size"
     found = errors(*words, f"{stages}=2", "trainer.n_gpus_per_node=2")[stages]
     assert found.got == f"2 with {kind}=full"
-    assert found.remedy == f"set {stages}=1, or an estimator such as {kind}=k3+"
+    assert found.remedy == f"set {stages}=1, or use an estimator such as {kind}=k3+"
 
 
 def test_stages_and_estimates_go_together(load):
@@ -87,4 +87,4 @@ def test_components_by_name(load, errors):
 
 def test_the_switch_of_verl_for_squared_probabilities_is_settled(load):
     loaded = load(f"{A}.calculate_sum_pi_squared=true")
-    assert "computed where the advantage estimator reads it" in loaded.notices[0]
+    assert "computed whenever the advantage estimator reads it" in loaded.notices[0]

@@ -47,7 +47,7 @@ def test_a_change_is_of_one_key_though_others_inherit_it(words: list[str]) -> No
 
 
 def test_a_folder_of_an_older_version(words: list[str]) -> None:
-    """A key that it lacks counts as unchanged; a key under its old name counts."""
+    """A missing key counts as unchanged, and a key with its old name is compared."""
     then = to_dict(_config(words))
     del then["actor_rollout_ref"]["actor"]["clip_ratio_c"]
     del then["actor_rollout_ref"]["actor"]["optim"]["clip_grad"]

@@ -1,4 +1,4 @@
-"""Keys that decide which samples are learnt from: what is refused, and with which words."""
+"""Keys that decide which samples are learned from: what is refused, and why."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ GROUPS = (f"{R}.n=4", f"{FILTER}.enable=true")
 
 REFUSED = {
     "groups of one": (
-        (f"{FILTER}.enable=true",), f"{FILTER}.enable", "one response alone", f"{R}.n=8",
+        (f"{FILTER}.enable=true",), f"{FILTER}.enable", "a single response", f"{R}.n=8",
     ),
     "groups of one later": (
-        (*GROUPS, f"{R}.n_schedule={{5: 1}}"), f"{FILTER}.enable", "one response alone", f"{R}.n=8",
+        (*GROUPS, f"{R}.n_schedule={{5: 1}}"), f"{FILTER}.enable", "a single response", f"{R}.n=8",
     ),
     "filtered by the KL": (
         (*GROUPS, f"{FILTER}.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"),
@@ -34,20 +34,20 @@ REFUSED = {
     ),
     "all are cut": (
         ("algorithm.mask_truncated_completions=true", f"{R}.ignore_eos=true"),
-        "algorithm.mask_truncated_completions", "every response is cut", f"{R}.ignore_eos=false",
+        "algorithm.mask_truncated_completions", "every response would be cut", f"{R}.ignore_eos=false",
     ),
     "step zero": ((f"{R}.n_schedule={{0: 4}}",), f"{R}.n_schedule", "out of range", "{1: 4, 100: 8}"),
     "no responses": ((f"{R}.n_schedule={{3: 0}}",), f"{R}.n_schedule", "out of range", "{1: 4, 100: 8}"),
     "rloo of one": (
         ("algorithm.adv_estimator=rloo", f"{R}.n=4", f"{R}.n_schedule={{9: 1}}"),
-        f"{R}.n_schedule", "leaves one sample", "raise it",
+        f"{R}.n_schedule", "only one", "raise it",
     ),
     "a file without a class": (
         (f"{SAMPLER}.class_path=mine.py",), f"{SAMPLER}.class_path", "no class", f"{SAMPLER}.class_name",
     ),
-    "no such file": (
+    "does not exist": (
         (f"{SAMPLER}.class_path=mine.py", f"{SAMPLER}.class_name=Mine"),
-        f"{SAMPLER}.class_path", "no such file", "check the path",
+        f"{SAMPLER}.class_path", "does not exist", "check the path",
     ),
     "bounds the wrong way round": (
         (f"{ENTROPY}.enabled=true", f"{ENTROPY}.min_ent_coef=0.01"),
@@ -55,7 +55,7 @@ REFUSED = {
     ),
     "outside the bounds": (
         (f"{ENTROPY}.enabled=true", f"{A}.entropy_coeff=0.1"),
-        f"{A}.entropy_coeff", "begins outside", f"{A}.entropy_coeff=0.0",
+        f"{A}.entropy_coeff", "outside its bounds", f"{A}.entropy_coeff=0.0",
     ),
 }  # fmt: skip
 
@@ -71,11 +71,11 @@ def test_what_cannot_be_is_refused(errors, name):
 
 
 NO_EFFECT = {
-    "data.gen_batch_size=8": f"set only with {FILTER}.enable=true",
-    f"{FILTER}.metric=score": f"set only with {FILTER}.enable=true",
-    f"{OVERLONG}.log=true": f"set only with {OVERLONG}.enable=true",
-    f"{ENTROPY}.target_entropy=0.1": f"set only with {ENTROPY}.enabled=true",
-    f"{SAMPLER}.kwargs={{floor: 0.1}}": f"set only with {SAMPLER}.class_name",
+    "data.gen_batch_size=8": f"set only if {FILTER}.enable=true",
+    f"{FILTER}.metric=score": f"set only if {FILTER}.enable=true",
+    f"{OVERLONG}.log=true": f"set only if {OVERLONG}.enable=true",
+    f"{ENTROPY}.target_entropy=0.1": f"set only if {ENTROPY}.enabled=true",
+    f"{SAMPLER}.kwargs={{floor: 0.1}}": f"set only if {SAMPLER}.class_name is set",
 }
 
 

@@ -1,4 +1,4 @@
-"""The keys that say how responses are drawn, and how they become `SamplingParams`."""
+"""The keys that determine how responses are sampled, and how they become `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_min_tokens_beyond_the_longest_response(load, errors, at):
 
 
 def test_min_tokens_without_anything_that_stops(load):
-    notice = f"{R}.min_tokens: no effect; counts only with {R}.ignore_eos=false, or with {R}.stop."
+    notice = f"{R}.min_tokens: no effect; used only if {R}.ignore_eos=false, or if {R}.stop is set."
     words = (f"{R}.min_tokens=3", f"{R}.ignore_eos=true")
     assert load(*words).notices == (notice,)
     assert load(*words, f"{R}.stop=[END]").notices == ()
@@ -78,7 +78,7 @@ def test_min_p_of_a_greedy_validation(load):
         "data.val_files=${data.train_files}", f"{V}.min_p=0.1", f"{V}.presence_penalty=0.1"
     ).notices
     assert notices == (
-        f"{V}.min_p: no effect; counts only with {V}.do_sample=true (without it validation is greedy).",
+        f"{V}.min_p: no effect; used only if {V}.do_sample=true (otherwise validation is greedy).",
     )
 
 
@@ -87,7 +87,7 @@ def test_min_p_of_a_greedy_validation(load):
     [
         (["processed_logits"], "training needs log-probs, not logits"),
         (["raw_logits"], "training needs log-probs, not logits"),
-        (["raw_logprobs", f"{R}.temperature=0.7"], "raw log-probs leave out the temperature"),
+        (["raw_logprobs", f"{R}.temperature=0.7"], "raw log-probs ignore the temperature"),
     ],
 )
 def test_modes_that_training_cannot_use(errors, words, message):
@@ -98,7 +98,7 @@ def test_modes_that_training_cannot_use(errors, words, message):
 
 
 def test_modes_that_training_can_use(load):
-    """At temperature 1 the raw log-probs are those that training computes, whatever was cut."""
+    """At temperature 1, raw log-probs equal those that training computes, whatever tokens were cut."""
     assert load(f"{R}.logprobs_mode=raw_logprobs", f"{R}.top_p=0.9").notices == ()
     assert load(f"{R}.logprobs_mode=processed_logprobs", f"{R}.temperature=0.7").notices == ()
 

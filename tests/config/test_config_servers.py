@@ -1,4 +1,4 @@
-"""Rollout engines that run on servers: what they need, and where they may be used."""
+"""Rollout engines that run on servers: what they need, and where they can be used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_sglang_needs_addresses_and_a_folder(errors):
     found = errors(f"{R}.name=sglang")
     assert set(found) == {f"{R}.server.urls", f"{R}.server.weights_folder"}
     assert found[f"{R}.server.urls"].remedy == (
-        f"set {R}.server.urls=[http://host:port], one for each server; "
-        f"or {R}.name=vllm or native, which need none"
+        f"set {R}.server.urls=[http://host:port], one per server; "
+        f"or use {R}.name=vllm or native, which need none"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sizes that follow from a config, against numbers worked out by hand."""
+"""Sizes that follow from a config, compared with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_generation_batches_and_group_sizes_are_told_where_they_differ(load):
         ).config
     )
     assert sizes["prompts per generation batch"] == 1536
-    assert sizes["responses per prompt"] == "2 from step 1, 4 from step 10; the sizes below are those of 2"
+    assert sizes["responses per prompt"] == "2 from step 1, 4 from step 10; the sizes below assume 2"
     assert set(sizes) - set(plain) == {"prompts per generation batch", "responses per prompt"}

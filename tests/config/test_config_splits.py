@@ -1,4 +1,4 @@
-"""Devices that split a model, held against the sizes in its folder."""
+"""The numbers of devices that split a model, compared with the sizes in the model's folder."""
 
 from __future__ import annotations
 
@@ -74,4 +74,4 @@ def test_a_model_in_stages_has_no_adapters(errors):
 
 def test_a_schedule_of_one_stage_is_said_to_do_nothing(load):
     notices = load(f"{SCHEDULE}=gpipe").notices
-    assert f"{SCHEDULE}: no effect; counts only with {STAGES}=2 or more." in notices
+    assert f"{SCHEDULE}: no effect; used only if {STAGES} is 2 or more." in notices

@@ -1,4 +1,4 @@
-"""The configs of `tandem sft` and `tandem rm`: defaults, where they run, and what is refused."""
+"""The configs of `tandem sft` and `tandem rm`: defaults, devices, and what is refused."""
 
 from __future__ import annotations
 

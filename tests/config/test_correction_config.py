@@ -1,4 +1,4 @@
-"""The keys of the rollout correction: their spellings, bounds, and what does not go together."""
+"""The keys of the rollout correction: spellings, bounds, and invalid combinations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_command_line_of_verls(load) -> None:
     assert (one, two) == (Bounds(math.log(0.5), math.log(2)), Bounds(None, 0.01))
     assert (three.lower, three.upper) == pytest.approx((-math.log(1.001), math.log(1.001)))
     (notice,) = loaded.notices
-    assert "calculate_log_probs: nothing to act on here" in notice
+    assert "calculate_log_probs: ignored" in notice
 
 
 def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path) -> None:
@@ -73,18 +73,22 @@ def test_one_bound_serves_all_modes() -> None:
         (["rollout_is=token", "rollout_is_threshold=-1"], "rollout_is_threshold", "above 0"),
         (["rollout_is=token", "rollout_is_threshold=high"], "rollout_is_threshold", "above 0"),
         (["rollout_is=token", "rollout_is_threshold=0.5_5"], "rollout_is_threshold", "reads 0.5_5 as 0.55"),
-        (["rollout_rs=token_k1"], "rollout_rs_threshold", "one for all, or 1"),
+        (["rollout_rs=token_k1"], "rollout_rs_threshold", "one bound, or 1"),
         (
             ["rollout_rs=token_k1,token_k2", "rollout_rs_threshold='1,2,3'"],
             "rollout_rs_threshold",
-            "or 2 with",
+            "or 2 separated",
         ),
-        (["rollout_rs=token_k2", "rollout_rs_threshold=0.5_2.0"], "rollout_rs_threshold", "upper bound only"),
+        (
+            ["rollout_rs=token_k2", "rollout_rs_threshold=0.5_2.0"],
+            "rollout_rs_threshold",
+            "only an upper bound",
+        ),
         (["rollout_rs=token_k1", "rollout_rs_threshold=0.5"], "rollout_rs_threshold", "lower <= upper"),
         (["rollout_rs=[{}]"], "rollout_rs", "wrong type"),
-        (["rollout_is_threshold=3.0"], "rollout_is_threshold", f"set only with {C}.rollout_is"),
-        (["rollout_rs_threshold=3.0"], "rollout_rs_threshold", f"set only with {C}.rollout_rs"),
-        (["loss_type=reinforce"], "loss_type", f"set only with {C}.bypass_mode=true"),
+        (["rollout_is_threshold=3.0"], "rollout_is_threshold", f"set only if {C}.rollout_is is set"),
+        (["rollout_rs_threshold=3.0"], "rollout_rs_threshold", f"set only if {C}.rollout_rs is set"),
+        (["loss_type=reinforce"], "loss_type", f"set only if {C}.bypass_mode=true"),
         (["bypass_mode=true", "rollout_is=token"], "rollout_is", f"{C}.loss_type=reinforce"),
         (
             [
@@ -94,10 +98,10 @@ def test_one_bound_serves_all_modes() -> None:
                 "rollout_is_batch_normalize=true",
             ],
             "rollout_is_batch_normalize",
-            "known before the update only with a forward",
+            "a forward pass before the update",
         ),
-        (["rollout_is=absent.py:weights"], "rollout_is", "no such file"),
-        (["rollout_rs=absent.py:far", "rollout_rs_threshold=1.0"], "rollout_rs", "no such file"),
+        (["rollout_is=absent.py:weights"], "rollout_is", "does not exist"),
+        (["rollout_rs=absent.py:far", "rollout_rs_threshold=1.0"], "rollout_rs", "does not exist"),
     ],
 )
 def test_what_is_wrong_is_said(errors, words, field, text) -> None:
@@ -113,7 +117,7 @@ def test_the_loss_of_bypass_mode_and_the_mode_come_together(load, errors) -> Non
     (error,) = errors(f"{loss}=bypass_mode").values()
     assert error.field == loss and f"{C}.bypass_mode=true" in str(error.remedy)
     (error,) = errors(f"{C}.bypass_mode=true", f"{loss}=mine.module:loss").values()
-    assert error.field == loss and "another policy loss" in error.message
+    assert error.field == loss and "its own policy loss" in error.message
     words = (f"{C}.bypass_mode=true", f"{loss}=bypass_mode")
     (error,) = errors(*words, f"{A}.policy_loss.kwargs={{loss_type: reinforce}}").values()
     assert f"set {C}.loss_type instead" in str(error)

@@ -1,4 +1,4 @@
-"""What an advantage estimator asks of other keys."""
+"""What an advantage estimator requires of other keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def test_pass_at_k_needs_two_samples(errors):
 @pytest.mark.parametrize(
     ("estimator", "reason"),
     [
-        ("gdpo", "gdpo reads the reward's components, and the KL is subtracted from their sum"),
-        ("maxrl", "maxrl reads the mean reward as a rate of success, and with the KL it is none"),
+        ("gdpo", "components of the reward"),
+        ("maxrl", "success rate"),
     ],
 )
 def test_kl_in_a_reward_that_is_not_a_plain_sum(load, errors, estimator, reason):
     words = (f"algorithm.adv_estimator={estimator}", f"{N}=4")
     found = errors(*words, f"{KL}=true")[KL]
-    assert (found.message, found.expected) == (reason, "false")
+    assert reason in found.message and found.expected == "false"
     assert found.remedy == "set actor_rollout_ref.actor.use_kl_loss=true instead"
     assert load(*words, "actor_rollout_ref.actor.use_kl_loss=true").notices == ()
 

@@ -1,4 +1,4 @@
-"""`explain` for every key, and the commands around it."""
+"""`explain` for every key, and the commands that use it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_examples():
         "actor_rollout_ref.actor.clip_ratio_high (tandem train)\n"
         "  type:    number >= 0\n"
         "  default: the value of actor_rollout_ref.actor.clip_ratio\n"
-        "  meaning: clip range above 1\n"
+        "  meaning: How far the probability ratio may rise above 1 before it is clipped.\n"
         "  read by: tandem.workers.loss_terms"
     )
     assert "  default: 1e-05\n" in explain("critic.optim.lr")
-    assert "  type:    number >= 0 and < 1, 2 of them in a list\n" in explain("critic.optim.betas")
+    assert "  type:    number >= 0 and < 1, as a list of 2\n" in explain("critic.optim.betas")
     assert "  type:    integer >= 1, or null\n" in explain("trainer.max_ckpt_to_keep")
     assert "  type:    text, or null\n" in explain("trainer.resume_from_path")
-    assert "  default: none; it must be given\n" in explain("actor_rollout_ref.model.path")
+    assert "  default: none (required)\n" in explain("actor_rollout_ref.model.path")
 
 
 def test_section_lists_its_keys():
@@ -77,7 +77,7 @@ def test_show_command(capsys, required):
     assert config_command(["show", *required, "trainer.seed=9", "+data.seed=4"]) == 0
     shown = capsys.readouterr()
     assert "  seed: 9\n" in shown.out
-    assert shown.err == "note: +data.seed: the prefix + is not needed here; read as data.seed.\n"
+    assert shown.err == "note: +data.seed: the prefix + is not needed; the key is read as data.seed.\n"
     assert config_command(["show"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{name}: " in listed for name in keys(TrainConfig))
@@ -101,5 +101,5 @@ def test_check_command(capsys, required, train_file, model):
 def test_switch_that_is_always_on_says_why():
     text = explain("actor_rollout_ref.actor.entropy_checkpointing")
     assert text.startswith(
-        "actor_rollout_ref.actor.entropy_checkpointing (tandem train)\n  nothing to act on: the backward pass"
+        "actor_rollout_ref.actor.entropy_checkpointing (tandem train)\n  ignored: the backward pass"
     )

@@ -1,4 +1,4 @@
-"""What follows from a config: engines and models of a run, and what a model's folder says of its sizes."""
+"""Facts that follow from a config: the engines and models of a run, and the sizes of a model's folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Errors about several reward models and several references: each names its key, what is wrong, what is
-expected and the remedy."""
+"""Errors about several reward models and several references.
+
+Each error names its key, what is wrong, what is expected and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,29 @@ WRONG = {
     "one reward model and several": (
         [*SCORED, "reward_model.models={a: {path: '${actor_rollout_ref.model.path}'}}"],
         "reward_model.model.path",
-        "named beside reward_model.models",
-        "one of the two, reward_model.model.path or reward_model.models",
-        "name it in reward_model.models",
+        "together with reward_model.models",
+        "either reward_model.model.path or reward_model.models",
+        "move this model to reward_model.models",
     ),
     "folder of one of several reward models": (
         ["reward_model.enable=true", "reward_model.models={a: {path: /nowhere}}"],
         "reward_model.models.a.path",
-        "no such folder",
+        "does not exist",
         "a Hugging Face folder with config.json",
-        "check the path, or name a model of the Hugging Face hub as OWNER/NAME",
+        "OWNER/NAME",
     ),
     "several reward models, not enabled": (
         ["reward_model.models={a: {path: /nowhere}}"],
         "reward_model.models",
         "has no effect",
-        "set only with reward_model.enable=true",
-        "set that too, or remove this key",
+        "set only if reward_model.enable=true",
+        "remove this key",
     ),
     "a reward model of no name": (
         ["reward_model.enable=true", "reward_model.models={a/b: {path: '${actor_rollout_ref.model.path}'}}"],
         "reward_model.models.a/b",
-        "not a name",
-        "letters, digits and _, a letter first",
+        "not a valid name",
+        "starting with a letter",
         None,
     ),
     "normalised scores of steps": (
@@ -44,7 +46,7 @@ WRONG = {
             "normalize: true}}",
         ],
         "reward_model.models.a.normalize",
-        "scores of steps are not normalised",
+        "scores of single steps",
         None,
         "remove it",
     ),
@@ -55,8 +57,8 @@ WRONG = {
         ],
         "reward_model.models.a.step_score",
         "has no effect",
-        "set only with step_separator",
-        "set that too, or remove this entry",
+        "set only if step_separator",
+        "remove this entry",
     ),
     "a reward model named as a function": (
         [
@@ -66,43 +68,43 @@ WRONG = {
             "custom_reward_function.name=right",
         ],
         "reward_model.models.right",
-        "the name of a reward function",
+        "the same name",
         None,
-        "give it another name",
+        "a different name",
     ),
     "weights beside a function that combines": (
         [*SCORED, "reward.weight=0.5", "reward.combine=my.rewards:least"],
         "reward.combine",
-        "is given each part's score, so that weights have no effect",
+        "weights have no effect",
         None,
-        "weigh the scores in the function",
+        "apply the weights in the function",
     ),
     "weight of functions without a model": (
         ["reward.weight=0.5"],
         "reward.weight",
         "has no effect",
-        "set only with reward_model.enable=true",
-        "set that too, or remove this key",
+        "set only if reward_model.enable=true",
+        "remove this key",
     ),
     "folder of one of several references": (
         [f"{A}.use_kl_loss=true", "actor_rollout_ref.ref.models={old: {path: /nowhere}}"],
         "actor_rollout_ref.ref.models.old.path",
-        "no such folder",
+        "does not exist",
         "a Hugging Face folder with config.json",
-        "check the path, or name a model of the Hugging Face hub as OWNER/NAME",
+        "OWNER/NAME",
     ),
     "several references, one of which is reset": (
         [f"{A}.use_kl_loss=true", "actor_rollout_ref.ref={models: {a: {}, b: {}}, reset_interval: 5}"],
         "actor_rollout_ref.ref.reset_interval",
-        "which of several references is to become the actor is not said",
+        "only a single reference can be reset",
         "0",
         "set it to 0, or remove actor_rollout_ref.ref.models",
     ),
     "exact KL to several references": (
         [f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full", "actor_rollout_ref.ref.models={a: {}, b: {}}"],
         "actor_rollout_ref.ref.models",
-        "the exact KL keeps one reference's output head beside the actor, and there are several",
-        "one reference, or an estimator such as k3+ in place of full",
+        "there are several references",
+        "an estimator such as k3+ instead of full",
         "remove actor_rollout_ref.ref.models, or change algorithm.kl_penalty and "
         "actor_rollout_ref.actor.kl_loss_type",
     ),
@@ -122,4 +124,6 @@ def test_wrong(errors, name):
     found = errors(*overrides)
     assert list(found) == [field]
     error = found[field]
-    assert (error.message, error.expected, error.remedy) == (message, expected, remedy)
+    for text, given in ((message, error.message), (expected, error.expected), (remedy, error.remedy)):
+        assert (text is None) == (given is None)
+        assert text is None or text in given

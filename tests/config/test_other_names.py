@@ -1,4 +1,4 @@
-"""A key that another program has under another name: which one is meant."""
+"""Suggestions for keys that another program names differently."""
 
 from __future__ import annotations
 

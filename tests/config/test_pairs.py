@@ -1,4 +1,4 @@
-"""Which policy losses go with which estimators, numbers, updates and aggregations."""
+"""Which policy losses can be combined with which estimators, numbers, updates and aggregations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.config.rules import algorithm as pairs
 from tandem.config.schema import value_at
 from tandem.config.tables import LOSS_KEYS, LOW_ABOVE_ONE
 from tandem.config.tables import POLICY_LOSSES as LOSSES
-from tandem.config.verl import DEAF
+from tandem.config.verl import IGNORES_AGGREGATION
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
@@ -22,8 +22,11 @@ SHAPES = {"N": 24, "B": 4, "B+1": 5, "K": 2}
 
 
 def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
-    """Every column that an estimator may ask for: four sequences of six tokens, two of each prompt; rewards
-    at each token, or at the last alone."""
+    """Return every column that an estimator may need.
+
+    There are four sequences of six tokens, two for each of two prompts. Rewards are at each token, or only at
+    the last one.
+    """
     generator = torch.Generator().manual_seed(0)
     columns = {}
     for name, meaning in ADVANTAGES.find("grpo").known_columns.items():
@@ -43,7 +46,7 @@ def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("at_the_end", [True, False])
 def test_the_estimators_named_are_those_whose_tokens_differ(at_the_end: bool) -> None:
-    """Of all that are registered, by what they return."""
+    """Check the list against the results of all registered estimators."""
     columns = random_columns(at_the_end=at_the_end)
     differ = set()
     for name in ADVANTAGES.names:
@@ -66,7 +69,7 @@ def test_a_loss_with_one_advantage_is_refused_where_tokens_have_their_own(load, 
     to_go = "algorithm.adv_estimator=reinforce_plus_plus"
     for word in ("algorithm.gamma=0.9", "algorithm.use_kl_in_reward=true"):
         (error,) = errors(to_go, geo_mean, word).values()
-        assert "a discount or scores of steps, gives each token its own" in error.message
+        assert "a discount or scores of single steps, gives each token its own" in error.message
     mode = f"{A}.loss_agg_mode=seq-mean-token-mean"
     assert load(to_go, geo_mean, mode).notices == ()
     assert load(*GRPO, geo_mean, mode).notices == ()
@@ -77,14 +80,14 @@ def test_a_loss_with_one_advantage_is_refused_where_tokens_have_their_own(load, 
 def test_updates_that_nothing_corrects_are_told(load, loss: str) -> None:
     word = f"{A}.policy_loss.loss_mode={loss}"
     (notice,) = load(*GRPO, word, f"{A}.ppo_mini_batch_size=256", f"{A}.ppo_epochs=2").notices
-    assert f"{loss}: it has no ratio, so 7 of 8 updates per batch take samples of an older policy" in notice
+    assert f"{loss}: this loss has no ratio, so 7 of 8 updates per batch" in notice
     assert load(*GRPO, word, *ONE_UPDATE).notices == ()
 
 
 def test_a_penalty_that_is_always_zero_is_told(load) -> None:
     word = f"{A}.policy_loss.loss_mode=kl_cov"
     (notice,) = load(*GRPO, word, *ONE_UPDATE).notices
-    assert "with one update per batch its penalty is always zero" in notice
+    assert "its penalty is always zero" in notice
     assert load(*GRPO, word, f"{A}.ppo_mini_batch_size=256").notices == ()
 
 
@@ -93,14 +96,14 @@ def test_another_mean_than_the_papers_is_told(load, loss: str) -> None:
     word = f"{A}.policy_loss.loss_mode={loss}"
     loaded = load(*GRPO, word, f"{A}.loss_agg_mode=token-mean")
     (notice,) = loaded.notices
-    assert notice.startswith(f"{A}.loss_agg_mode=token-mean: {loss} as published has seq-mean-token-mean")
+    assert notice.startswith(f"{A}.loss_agg_mode=token-mean: {loss} was published with seq-mean-token-mean")
     assert loaded.config.actor_rollout_ref.actor.aggregation == "token-mean"
     assert load(*GRPO, word, f"{A}.loss_agg_mode=seq-mean-token-mean").notices == ()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(load, loss: str) -> None:
-    """Its critic's is token-mean."""
+    """The critic's aggregation is token-mean."""
     page = inspect.getdoc(POLICY_LOSSES.find(loss).fn) or ""
     (usual,) = re.findall(r"Usual\s+aggregation:\s+([a-z-]+)", page) or ["token-mean"]
     words = [*GRPO, f"{A}.policy_loss.loss_mode={loss}", *ONE_UPDATE]
@@ -115,7 +118,7 @@ def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(load, l
 VERL = (*GRPO, "trainer.defaults=verl")
 
 
-@pytest.mark.parametrize("loss", [*DEAF, "gmpo"])
+@pytest.mark.parametrize("loss", [*IGNORES_AGGREGATION, "gmpo"])
 def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(load, loss: str) -> None:
     mode = f"{A}.loss_agg_mode"
     for set_to in ("token-mean", "token-sum"):
@@ -124,8 +127,8 @@ def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sent
         assert loaded.config.critic.aggregation == set_to
         (reading,) = [each for each in loaded.readings if each.name == mode]
         assert (reading.value, reading.verdict) == (set_to, "ignored")
-        assert "averages as published, seq-mean-token-mean" in reading.sentence
-        assert any(mode in each and "averages as published" in each for each in loaded.notices)
+        assert "uses seq-mean-token-mean" in reading.sentence
+        assert any(mode in each and "as the loss was published" in each for each in loaded.notices)
     for words in ([], [f"{mode}=seq-mean-token-mean"]):
         loaded = load(*VERL, f"{A}.policy_loss.loss_mode={loss}", *words)
         assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
@@ -136,7 +139,7 @@ def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load) -> 
     gspo = f"{A}.policy_loss.loss_mode=gspo"
     loaded = load(*VERL, gspo)
     assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
-    assert any("verl has token-mean unless it is set" in each for each in loaded.notices)
+    assert any("default is token-mean" in each for each in loaded.notices)
     actor = load(*VERL, gspo, f"{A}.loss_agg_mode=token-mean").config.actor_rollout_ref.actor
     assert actor.aggregation == "token-mean"
 
@@ -149,7 +152,7 @@ def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(load, errors) -
     for name in ("vanilla", "gspo", "clip_cov", "dppo_tv"):
         (error,) = errors(*GRPO, f"{loss}={name}", f"{low}=10").values()
         assert (error.field, error.got) == (low, 10)
-        assert "never falls below zero" in error.message and f"{low}=1," in error.remedy
+        assert "never falls below 0" in error.message and f"{low}=1," in error.remedy
 
 
 def test_numbers_that_a_loss_cannot_do_without(load, errors) -> None:
@@ -165,13 +168,13 @@ def test_numbers_that_a_loss_cannot_do_without(load, errors) -> None:
 def test_an_option_with_a_key_of_its_own_has_one_place(errors) -> None:
     at = f"{A}.policy_loss"
     (error,) = errors(*GRPO, f"{at}.loss_mode=kl_cov", f"{at}.kwargs={{ppo_kl_coef: 1.0}}").values()
-    assert (error.field, error.message) == (f"{at}.kwargs.ppo_kl_coef", "has a key of its own")
+    assert (error.field, error.message) == (f"{at}.kwargs.ppo_kl_coef", "this option has its own key")
     assert error.remedy == f"set {at}.ppo_kl_coef instead"
 
 
 @pytest.mark.parametrize("option", LOSS_KEYS)
 def test_a_key_counts_with_the_losses_that_take_it(load, errors, option: str) -> None:
-    """And is an error with the others; the keys are those that verl has."""
+    """With any other loss the key is an error. The keys are those that verl has."""
     value = {"clip_ratio_c": 2.5, "clip_cov_ub": 2.5}.get(option, 0.9)
     key = f"{A}.{LOSS_KEYS[option]}"
     for loss, options in LOSSES.items():
@@ -184,7 +187,7 @@ def test_a_key_counts_with_the_losses_that_take_it(load, errors, option: str) ->
         else:
             (error,) = errors(*words, f"{key}={value}").values()
             assert (error.field, error.message) == (key, "has no effect")
-            assert error.expected == f"set only with an {A}.policy_loss.loss_mode that takes {option}"
+            assert error.expected == f"set only if {A}.policy_loss.loss_mode takes {option}"
 
 
 def test_the_same_weights_are_not_applied_twice(load, errors) -> None:

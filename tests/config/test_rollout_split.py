@@ -1,4 +1,4 @@
-"""`rollout.tensor_model_parallel_size` against the engine, its model and its devices."""
+"""`rollout.tensor_model_parallel_size` with different engines, models and numbers of devices."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ def test_layers_that_cannot_be_split_evenly_are_refused(errors, model):
 
 def test_devices_that_make_no_whole_number_of_engines_are_refused(errors):
     error = errors(f"{ROLLOUT}.name=vllm", f"{FIELD}=4", "trainer.n_gpus_per_node=6")[FIELD]
-    assert error.got == "4, of 6 devices"
+    assert error.got == "4, with 6 devices"
 
 
 @pytest.mark.parametrize("keys", [["name=sglang"], ["name=vllm", "mode=server"]])
 def test_servers_have_the_devices_that_they_were_started_with(load, keys):
     loaded = load(*(f"{ROLLOUT}.{key}" for key in keys), f"{FIELD}=4", *SERVERS[: 3 - len(keys)])
-    assert loaded.notices == (f"{FIELD}=4: no effect; a server has the devices that it was started with.",)
+    (notice,) = loaded.notices
+    assert notice.startswith(f"{FIELD}=4: no effect")
     assert loaded.config.actor_rollout_ref.rollout.split == 1
 
 
@@ -57,7 +58,7 @@ def test_a_server_that_a_worker_starts_has_one_device(errors):
     error = errors(
         f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{FIELD}=2", "trainer.n_gpus_per_node=2"
     )[FIELD]
-    assert error.message == "a vLLM server that a worker starts keeps each layer on one device"
+    assert "started by a worker" in error.message
     assert f"{ROLLOUT}.mode=colocate" in error.remedy
 
 

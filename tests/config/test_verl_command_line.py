@@ -1,5 +1,7 @@
-"""A whole GRPO command line written for verl, with only paths, sizes, device counts, the rollout engine
-and the parallel sizes changed to what one machine has."""
+"""A complete GRPO command line written for verl.
+
+Only paths, sizes, device counts, the rollout engine and the parallel sizes are changed to fit one machine.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_every_key_takes_its_value(loaded, train_file, model, engine):
 def test_the_user_hears_only_of_superseded_sizes(loaded, engine):
     at = "actor_rollout_ref"
     expected = [
-        f"{at}.{part}_micro_batch_size_per_gpu: no effect; counts only with {at}.{switch}=false."
+        f"{at}.{part}_micro_batch_size_per_gpu: no effect; used only if {at}.{switch}=false."
         for part, switch in (
             ("actor.ppo", "actor.use_dynamic_bsz"),
             ("ref.log_prob", "ref.log_prob_use_dynamic_bsz"),
@@ -96,7 +98,7 @@ def test_the_user_hears_only_of_superseded_sizes(loaded, engine):
         )
     ]
     if engine == "hf":
-        only = f"counts only with {at}.rollout.name=native or vllm."
+        only = f"used only if {at}.rollout.name=native or vllm."
         expected.append(f"{at}.rollout.gpu_memory_utilization: no effect; {only}")
     assert sorted(loaded.notices) == sorted(expected)
 

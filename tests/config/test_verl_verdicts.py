@@ -1,4 +1,4 @@
-"""Every key of verl's `ppo_trainer` has a verdict, and what the verdict says is so."""
+"""Every key of verl's `ppo_trainer` has a verdict, and the verdict is true."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_the_counts_by_verdict():
     assert Counter(verdict(name)[0] for name in VERL) == {
         "same": 201,
         "renamed": 96,
-        "nothing to act on": 362,
-        "not offered": 170,
+        "ignored": 362,
+        "not supported": 170,
     }
 
 
@@ -64,7 +64,7 @@ def test_refusals_and_reasons_are_sentences():
 
 
 def test_all_of_verls_defaults_are_understood(load):
-    """As in a file that holds everything: a default of a feature that is not offered asks for nothing."""
+    """The defaults of unsupported features are accepted, as in a file that contains every key."""
     ours = {"trainer.n_gpus_per_node", "trainer.logger", "trainer.device"}
     words = [
         given(name, value)
@@ -89,7 +89,7 @@ LISTED = ("0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0", "0.9.0", "0.9.1")
 
 @pytest.mark.parametrize("version", LISTED)
 def test_the_defaults_of_other_versions_ask_for_nothing(load, version):
-    """But for types, sizes and limits of time, which they name."""
+    """They change nothing except data types, sizes and time limits."""
     words = [
         given(name, row["default"])
         for name, row in OF_OTHERS.items()
@@ -113,12 +113,12 @@ OTHER = {True: False, False: True}
 
 
 def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
-    """Such a key is dropped before anything reads the config, whatever its value."""
+    """Such a key is dropped before anything reads the config, whatever its value is."""
     plain = load().config
     checked = 0
     for name, default in VERL.items():
         rule = rule_of(name)
-        if verdict(name)[0] != "nothing to act on" or rule.gate is not None:
+        if verdict(name)[0] != "ignored" or rule.gate is not None:
             continue
         for value in rule.only or (default, OTHER.get(default, 7) if isinstance(default, bool) else 7):
             loaded = load(given(name, value))
@@ -283,7 +283,7 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_a_key_that_is_idle_beside_another_value_of_verls_says_so(load, errors, words, beside, field):
     loaded = load(*words)
     assert loaded.config == load().config
-    assert all("counts for nothing while" in reading.sentence for reading in loaded.readings)
+    assert all("no effect while" in reading.sentence for reading in loaded.readings)
     assert field in errors(*words, beside)
 
 
@@ -301,7 +301,7 @@ def test_two_names_of_one_key_agree_or_are_an_error(load, errors):
     found = errors("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=2")
     (error,) = found.values()
     assert error.field == "trainer.max_critic_ckpt_to_keep"
-    assert "given together with trainer.max_actor_ckpt_to_keep" in str(error)
+    assert "contradicts trainer.max_actor_ckpt_to_keep" in str(error)
 
 
 def test_what_does_nothing_is_worth_a_sentence_in_a_command_line_of_verls(load, errors):
@@ -348,7 +348,7 @@ def _plain(value):
 
 
 def test_defaults_that_are_others_in_verl_are_listed():
-    """Each key of both has one default, inherits what verl interpolates, or is in the list."""
+    """Each key that both have has the same default, inherits what verl interpolates, or is listed."""
     listed = {*DEFAULTS, *KEPT}
     for name, value in VERL.items():
         if name not in keys(TrainConfig) or "${" in str(value) or name in listed:

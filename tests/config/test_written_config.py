@@ -1,4 +1,4 @@
-"""What of a config is written: every key with its value, but for the environment's and secrets."""
+"""What is written of a config: every key with its value, except values from the environment and secrets."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _folder(tmp_path: Path, tree: dict[str, Any]) -> Path:
 
 
 def test_a_folder_that_has_the_value_goes_on_under_the_reference(words: list[str], tmp_path: Path) -> None:
-    """A run folder of an earlier version; and one whose key has changed, which no message shows."""
+    """A run folder of an earlier version contains the value; a changed value is detected but not shown."""
     then = _config(words, f"{KWARGS}.api_key={SECRET}").model_dump(mode="json")
     now = _config(words, KWARGS + ".api_key=${oc.env:SECRET}")
     assert changes(then, now) == []

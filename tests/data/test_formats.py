@@ -78,7 +78,7 @@ def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:
 
 
 def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigErrors, match="no data files there"):
+    with pytest.raises(ConfigErrors, match="no data files found"):
         load_train_config(
             None, ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}/*.parquet"]
         )

@@ -128,9 +128,10 @@ LOADERS = {
 }
 ABSENT = (
     "missing",
-    "no such file",
-    "no such folder",
-    "not a model folder",
+    "this file does not exist",
+    "this folder does not exist",
+    "this folder has no config.json",
+    "this folder has no tokenizer_config.json",
     "no pool",
     "unknown resource pool",
 )

@@ -121,7 +121,7 @@ def test_every_key_of_every_command_has_a_place(made: dict[str, Page]) -> None:
     for command, root in CONFIGS.items():
         text = train if command == "tandem train" else made[f"config/{command.split()[1]}.md"].text
         assert [name for name in keys(root) if f"{{ #{name} }}" not in text] == []
-    assert "- counts only with `actor_rollout_ref" not in train  # words, not code
+    assert "- used only if `actor_rollout_ref" not in train  # words, not code
 
 
 def test_every_error_that_is_raised_by_name_is_on_the_page(made: dict[str, Page]) -> None:

@@ -40,10 +40,10 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("trainer.placement={critic: globl_pool}", ("trainer.placement", "globl_pool", "global_pool")),
         ("trainer.nnodes=2", ("trainer.resource_pools", "1 + 1 process(es) on 2 node(s)", "trainer.nnodes")),
         ("actor_rollout_ref.model.path=/nowhere",
-         ("actor_rollout_ref.model.path: no such folder", "/nowhere", "check the path")),
+         ("actor_rollout_ref.model.path: this folder does not exist", "/nowhere", "check the path")),
         ("data.train_files=/nowhere.parquet",
-         ("data.train_files: no such file", "/nowhere.parquet", "check the path")),
-        ("custom_reward_function.path=/nowhere.py", ("custom_reward_function.path: no such file",)),
+         ("data.train_files: this file does not exist", "/nowhere.parquet", "check the path")),
+        ("custom_reward_function.path=/nowhere.py", ("custom_reward_function.path: this file does not exist",)),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be(user: User, word: str, telling: tuple[str, ...]) -> None:
@@ -78,7 +78,7 @@ def test_model_folders_that_cannot_be_used(user: User) -> None:
     empty = user.folder / "empty"
     empty.mkdir()
     user.is_refused(f"actor_rollout_ref.model.path={empty}",
-                    telling=("actor_rollout_ref.model.path: not a model folder", "config.json"))  # fmt: skip
+                    telling=("actor_rollout_ref.model.path: this folder has no config.json", "config.json"))  # fmt: skip
     for name, damage, telling in (
         ("garbled", {"config.json": "{"}, "config.json"),
         ("weightless", {"model.safetensors": None}, "holds no weights"),

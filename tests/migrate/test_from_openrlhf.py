@@ -1,4 +1,4 @@
-"""OpenRLHF's options as configs: the arithmetic holds, and what is written loads."""
+"""OpenRLHF's options become configs: the calculations are right, and the written config can be loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPED = """
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Loads the config for options, with files where it looks for them."""
+    """Return a function that loads the config for options. The files that the config names exist."""
     monkeypatch.chdir(tmp_path)
     for name in ("train.parquet", "test.parquet", "reward.py"):
         (tmp_path / name).touch()
@@ -77,7 +77,7 @@ def test_sizes_count_prompts(load) -> None:
         )
         assert config.data.train_batch_size == prompts * updates
         assert config.actor_rollout_ref.actor.ppo_mini_batch_size == prompts
-    with pytest.raises(ConfigError, match="no whole number of groups of 3"):
+    with pytest.raises(ConfigError, match="splits a group of 3"):
         migrate_openrlhf(["--n_samples_per_prompt", "3"])
 
 

@@ -1,4 +1,4 @@
-"""TRL's settings as configs: every field has a verdict, the arithmetic holds, and what is written loads."""
+"""TRL's settings become configs: every field has a verdict, and the written config can be loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A = "actor_rollout_ref.actor"
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Loads what was made, with files where it looks for them."""
+    """Return a function that loads a converted config. The files that the config names exist."""
     monkeypatch.chdir(tmp_path)
     for name in ("train.parquet", "test.parquet", "reward.py"):
         (tmp_path / name).touch()
@@ -74,7 +74,7 @@ def test_the_stored_fields_are_trls() -> None:
     assert version.startswith("1.16.")
     for name, found in json.loads(fields).items():
         assert {field: FIELDS[name][field] for field in found} == found
-        assert len(FIELDS[name]) - len(found) <= 2  # those whose default is made anew
+        assert len(FIELDS[name]) - len(found) <= 2  # fields whose default differs in each process
 
 
 @pytest.mark.parametrize("name", list(TABLES))
@@ -101,7 +101,7 @@ def test_sizes_count_prompts(load) -> None:
             },
             devices=devices,
         )
-        completions = rows * accumulated * devices  # of one optimizer step
+        completions = rows * accumulated * devices  # per optimizer step
         assert made.config["data.train_batch_size"] * n == completions * many
         assert made.config[f"{A}.ppo_mini_batch_size"] * n == completions
         assert made.config["trainer.total_training_steps"] == 12
@@ -111,7 +111,7 @@ def test_sizes_count_prompts(load) -> None:
 
 
 def test_groups_in_parts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no whole groups of 8") as caught:
+    with pytest.raises(ConfigError, match="not a multiple of the group size 8") as caught:
         migrate("GRPOConfig", {"per_device_train_batch_size": 4}, devices=1)
     assert caught.value.expected == "a multiple of num_generations=8"
     migrate("GRPOConfig", {"per_device_train_batch_size": 4}, devices=2)
@@ -298,7 +298,7 @@ def test_a_python_file_is_read_and_never_run(tmp_path: Path) -> None:
     assert given.implied == {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
     assert given.unread == {"seed": "f()", "**": "more", "train_dataset": "rows", "bias": "why"}
     path.write_text("x = 1")
-    with pytest.raises(ConfigError, match="none of TRL's configs"):
+    with pytest.raises(ConfigError, match="creates none of TRL's configs"):
         read_python(str(path))
 
 
@@ -315,7 +315,7 @@ def test_a_command_line_is_taken_apart(tmp_path: Path) -> None:
         "report_to": ["wandb", "tensorboard"],
         "top_k": 5,
     }
-    with pytest.raises(ConfigError, match="no trainer of TRL's"):
+    with pytest.raises(ConfigError, match="not a trainer of TRL"):
         read_words(["dpo"])
     with pytest.raises(ConfigError, match="belongs to no option"):
         read_words(["grpo", "astray"])

@@ -137,5 +137,5 @@ def test_a_run_does_not_go_back_to_the_first_reference_without_a_word(lab: Lab) 
 
 
 def test_the_base_of_adapters_cannot_be_reset(lab: Lab) -> None:
-    with pytest.raises(ConfigErrors, match="has no weights of its own to change"):
+    with pytest.raises(ConfigErrors, match="has no weights of its own to reset"):
         run(lab, "adapters", "actor_rollout_ref.model.lora_rank=4")

@@ -1,4 +1,4 @@
-"""Warnings about learning over made histories: at which step each comes, and that healthy ones bring none."""
+"""Warnings about learning, with made-up histories: when each comes, and that healthy runs cause none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, float]
 
 
 def healthy(step: int, steps: int, noise: random.Random) -> Row:
-    """A step of a run that goes from 10% to 97% right; the reward is 1 or 0, of 64 samples."""
+    """Return a step of a run that improves from 10% to 97% right; 64 samples have rewards of 1 or 0."""
     right = 0.1 + 0.87 * min(1.0, step / (0.7 * steps))
     certain = (right - 0.1) / 0.87
     return {
@@ -39,18 +39,18 @@ def healthy(step: int, steps: int, noise: random.Random) -> Row:
 def warned(
     rows: Sequence[Mapping[str, float]], prompts: int = 64, before: int = 0, given: Sequence[str] = ()
 ) -> dict[str, int]:
-    """The step of each warning; the first rows count as those of the run that goes on."""
+    """Return the step of each warning; the first `before` rows are those of the run that is resumed."""
     found: list[tuple[str, int]] = []
     watch = Watch(prompts, lambda name, sentence, step: found.append((name, step)))
     watch.restore(rows[:before], dict.fromkeys(given, ""))
     for step, row in enumerate(rows[before:], before + 1):
-        watch.judge_learning(step, row)
+        watch.check_learning(step, row)
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
 def run(steps: int, **changes: Callable[[int], float]) -> list[Row]:
-    """A run that stands in the middle of learning, except for the metrics given as functions of the step."""
+    """Return the steps of a run in the middle of learning; some metrics are functions of the step."""
     noise = random.Random(0)
     return [
         healthy(30, 100, noise) | {name.replace("__", "/"): f(step) for name, f in changes.items()}
@@ -224,7 +224,7 @@ def test_each_sentence_names_keys_that_exist() -> None:
     for name, rows in sick.items():
         watch = Watch(64, lambda name, sentence, step: None)
         for step, row in enumerate(rows, 1):
-            watch.judge_learning(step, row)
+            watch.check_learning(step, row)
         named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", watch.named[name])
         assert named or name == "reward_constant"
         assert set(named) <= known, set(named) - known

@@ -1,4 +1,4 @@
-"""The difference between rollout and training, and its cause, told by what real components leave behind."""
+"""The difference between rollout and training: real components produce it, and its cause is found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CUT = SamplingParams(temperature=1.0, max_tokens=6, seed=3, top_p=0.8)
 
 
 def facts(params: SamplingParams = PLAIN) -> Facts:
-    """Those of a run that samples so, at temperature 1 in training."""
+    """Return the facts of a run with this sampling and temperature 1 in training."""
     return Facts(params, 1.0, prompts=12, updates=1, recompute_old=False)
 
 
@@ -55,7 +55,7 @@ def worker(folder: Path, tmp_path: Path) -> Any:
 
 
 def sampled(module: Any, params: SamplingParams = PLAIN, version: int = 0) -> DataProto:
-    """As a rollout worker makes a batch of what an engine with these weights writes."""
+    """Return the batch that a rollout worker makes of what an engine with these weights generates."""
     engine = HFEngine(device=torch.device("cpu"), max_length=32)
     engine.update_weights(SharedModule(module), version)
     prompts = roles.make_prompts(12)
@@ -72,14 +72,14 @@ def sampled(module: Any, params: SamplingParams = PLAIN, version: int = 0) -> Da
 def read(
     worker: Any, batch: DataProto, params: SamplingParams = PLAIN
 ) -> tuple[dict[str, float], dict[Cause, str]]:
-    """A step's metrics, and the causes that were named, through the worker and the controller's probe."""
+    """Return the metrics of a step and the causes that the worker and the controller's watch find."""
     said: list[str] = []
     worker.take_observed()
     worker.compute_log_prob(batch)
     watch = Watch(12, lambda name, sentence, step: said.append(sentence))
     raw = worker.take_observed().to_floats()
-    metrics = watch.judge_samples(1, raw, facts(params))
-    assert watch.judge_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
+    metrics = watch.check_samples(1, raw, facts(params))
+    assert watch.check_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
     return metrics, {Cause[name.upper()]: text for name, text in watch.named.items()}
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_named_where_the_engines_agree(worker: Any) -> None:
 
 
 def test_stale_weights(worker: Any) -> None:
-    """Written by the first weights, trained with those after two updates."""
+    """The samples come from the first weights, and training uses the weights after two updates."""
     batch = sampled(module_of(worker))
     learnt = roles.with_targets(batch)
     old = worker.compute_log_prob(batch)
@@ -158,11 +158,11 @@ def test_rounded_weights_are_numerics(worker: Any) -> None:
     metrics, named = read(worker, sampled(module))
     assert set(named) == {Cause.NUMERICS}
     assert 1e-4 < metrics["rollout/log_prob_diff_mean"] < 0.1
-    assert "numerics" in named[Cause.NUMERICS] and "rollout.name=native" in named[Cause.NUMERICS]
+    assert "numerical" in named[Cause.NUMERICS] and "rollout.name=native" in named[Cause.NUMERICS]
 
 
 def test_the_update_measures_what_the_recomputation_does(worker: Any) -> None:
-    """With one update a step there are no old log-probs, and the loss compares its own."""
+    """With one update per step there are no old log-probs, and the loss uses its own."""
     module = copy.deepcopy(module_of(worker))
     with torch.no_grad():
         module.get_input_embeddings().weight.mul_(1.01)
@@ -214,9 +214,7 @@ def test_changed_tokens_are_no_difference_of_log_probs() -> None:
     said = sentence(Cause.RETOKENISED, evidence(difference=0.0, changed_samples=3))
     assert said.startswith("Tokens were changed between the engine and training in 3 samples. Remedy: pass")
     both = sentence(Cause.RETOKENISED, evidence(difference=0.1, changed_samples=3))
-    assert both.startswith(
-        "The rollout's log-probs differ from training's by 0.1 nats on average (limit 0.02)"
-    )
+    assert both.startswith("The log-probs of rollout and training differ by 0.1 nats on average (limit 0.02)")
 
 
 def test_each_cause_is_said_once(worker: Any) -> None:
@@ -228,11 +226,11 @@ def test_each_cause_is_said_once(worker: Any) -> None:
         "rollout/moment/pp": 0.3, "rollout/moment/qq": 0.3, "rollout/moment/pq": 0.275,
     }  # fmt: skip
     for extra in ({}, {}, {"rollout/version_lag": 1.0}, {}, {"rollout/version_lag": 1.0}):
-        found = watch.judge_samples(1, metrics | extra, facts())
+        found = watch.check_samples(1, metrics | extra, facts())
         assert found["rollout/prob_pearson"] == pytest.approx(0.5)
     assert [Cause.NUMERICS.value in said[0], Cause.STALE.value in said[1]] == [True, True]
     assert len(said) == 2
-    assert watch.judge_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
+    assert watch.check_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
 
 
 def test_the_metrics_are_their_definitions() -> None:
@@ -249,7 +247,7 @@ def test_the_metrics_are_their_definitions() -> None:
             {name: column[part] for name, column in columns.items()},
             torch.from_numpy(mask)[part],
         )
-    found = Watch(12, lambda name, sentence, step: None).judge_samples(
+    found = Watch(12, lambda name, sentence, step: None).check_samples(
         1, metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, facts()
     )
     compared = np.where(np.isnan(cut), log_q, cut)[mask]

@@ -112,7 +112,7 @@ def test_another_tokenizer_reads_the_conversation_anew_from_text(
         out.ragged("token_level_scores"), TEXTS, strict=True)]  # fmt: skip
     assert last == pytest.approx([*wanted[:2].tolist(), 0.0, wanted[3].item()], abs=1e-6)
     assert not out.dense("reward_failed").any()
-    assert "reads conversations anew from text" in capsys.readouterr().out
+    assert "conversations are always encoded again from text" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_text_gets_no_template_and_an_end(

@@ -158,6 +158,6 @@ def test_too_late_or_another_workspace_is_refused(environment, given, allocated)
 
 def test_ligers_kernels_are_refused_before_anything_is_loaded():
     model = BackboneConfig(path="nowhere", use_liger=True)
-    with pytest.raises(ConfigError, match="Liger's kernels do not promise") as caught:
+    with pytest.raises(ConfigError, match="Liger's kernels do not guarantee") as caught:
         check_options(Settings(model, FSDPConfig(**EXACT), None, torch.device("cpu")))
     assert caught.value.remedy == "set model.use_liger=false, or fsdp_config.full_determinism=false"
