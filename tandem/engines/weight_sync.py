@@ -126,8 +126,8 @@ def _check(sent: Sent, held: Digest, holder: str, before: Sent | None, remedy: s
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise WeightSyncError(
-            f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} differ from "
-            "the trainer's weights",
+            f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} differ "
+            "from the trainer's weights",
             field=wrong[0],
             got="; ".join(_difference(name, sent, held, before) for name in wrong[:_SHOWN]) + more,
             expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]) + more,

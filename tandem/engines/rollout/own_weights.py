@@ -126,10 +126,7 @@ class OwnWeights:
             first = next((first for first, names in self._names.items() if name in names), None)
             wrong, expected = "the model has no weight of this name", f"the parameters of {model}"
             if first is not None:
-                wrong, expected = (
-                    "a tied weight was sent under its second name",
-                    f"only {first}, the same weight",
-                )
+                wrong, expected = "a tied weight was sent under another name", f"only {first}"
             remedy = "send the parameters of this model, and each tied parameter once"
             raise EngineError(wrong, field=name, expected=expected, remedy=remedy)
         shape = module.get_parameter(name).shape
