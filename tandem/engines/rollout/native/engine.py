@@ -1,9 +1,9 @@
-"""The native rollout engine: continuous batching over the very module that is trained.
+"""The native rollout engine: continuous batching over the module that is trained.
 
-A step is planned by the scheduler, run by the runner over the paged cache, and sampled; what finishes
-leaves at once. Where the device computes beside the host, a step is launched before the tokens of the
-one before it have been fetched: it reads them where they are, and what it draws for a sequence that
-turns out to have ended is dropped.
+The scheduler plans a step, the runner computes it over the paged cache, and the sampler draws its tokens. A
+sequence leaves as soon as it has finished. If the device computes in parallel to the host, a step is launched
+before the tokens of the previous step have been fetched. The step reads these tokens on the device. If a
+sequence turns out to have ended, the token that was drawn for it is dropped.
 """
 
 from __future__ import annotations
@@ -42,22 +42,27 @@ from tandem.protocol.rollout import LogprobsMode
 
 
 class NativeEngine(ModuleEngine):
-    """A `RolloutEngine` in this process.
+    """A `RolloutEngine` in this process with continuous batching.
 
     Args:
-        max_num_seqs: sequences that run at the same time, at most; fewer if the cache's memory binds.
-        max_num_batched_tokens: tokens of one step; sequences that decode come first.
-        gpu_memory_utilization: share of the device's memory; None: see `CacheRoom`.
-        block_size: tokens per block of the cache; num_gpu_blocks_override: its blocks, else as many as asked.
-        enable_prefix_caching: let a prompt that begins like an earlier sequence reuse its blocks.
-        enable_chunked_prefill: let a prompt be computed in several steps.
-        runner, attention: "fused" or "module", and the kernels; "auto" for the fastest there are.
-        enforce_eager: on CUDA, launch the kernels of every step one by one instead of replaying graphs.
-        run_ahead: whether a step is launched before the last one's tokens are fetched; None: on CUDA.
-        logprobs_mode: what samples carry as `log_probs`.
-        split: this rank's share of each layer; all ranks of its group get the same requests and polls.
-        max_length, own, decode, log: see `ModuleEngine`.
-        say: receives, on CUDA, a sentence about the weights and one about the cache when they are first made.
+        device: The device of the model.
+        max_num_seqs: The most sequences that run at the same time. Fewer run if the cache has too little
+            memory.
+        max_num_batched_tokens: The most tokens of one step. Sequences that decode come first.
+        gpu_memory_utilization: The share of the device's memory for the rollout. None: see `CacheRoom`.
+        block_size: Tokens per block of the cache.
+        num_gpu_blocks_override: The number of blocks. None means as many as the memory allows.
+        enable_prefix_caching: Whether a prompt reuses the blocks of an earlier sequence with the same
+            beginning.
+        enable_chunked_prefill: Whether a prompt may be computed in several steps.
+        runner: "fused", "module", or "auto" for the fastest that can run.
+        attention: The attention kernels, or "auto" for the fastest that can run.
+        enforce_eager: On CUDA, launch the kernels of every step one by one instead of replaying graphs.
+        run_ahead: Whether a step is launched before the last step's tokens are fetched. None: on CUDA.
+        logprobs_mode: What samples carry as `log_probs`.
+        split: This rank's share of each layer. All ranks of its group get the same requests and polls.
+        max_length, own, decode, log: See `ModuleEngine`.
+        say: On CUDA, receives a sentence about the weights and one about the cache when they are first made.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class NativeEngine(ModuleEngine):
         graphs = cuda and not enforce_eager
         room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
         self._store = Store(room, attention, graphs, max_num_seqs, max_length)
-        self._apart = cuda  # whether rows that decode run apart from prompts
+        self._apart = cuda  # whether decoding rows and prompts run as separate forwards
         self._run_ahead = cuda if run_ahead is None else run_ahead
         self._rows = Rows(max_num_seqs, logprobs_mode)
         self._scheduler = Scheduler(
@@ -126,18 +131,20 @@ class NativeEngine(ModuleEngine):
         return len(self._known)
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Sequences that are running go on under the new weights, over the keys and values they have. After a
-        stream that fails the engine has no weights."""
+        """Set new weights. Running sequences continue with them and keep their keys and values.
+
+        If a weight stream fails, the engine has no weights afterwards.
+        """
         self._settle()
         if self._own is not None and isinstance(source, WeightStream):
-            self._steps.rest()  # what it refers to is overwritten
+            self._steps.rest()  # the stream overwrites the weights that the runner refers to
         source = self._taken(source)
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module.config)
         runner = self._steps.runner_of(source.module, partial(self._copies, source))
         if not self._store.is_of(runner):
             if self._rows.count:
-                raise EngineError("the new weights are of another model while sequences are running")
+                raise EngineError("the new weights belong to another model, but sequences are still running")
             self._drop_cache()
         self._steps.use(runner)
         self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
@@ -149,7 +156,7 @@ class NativeEngine(ModuleEngine):
         return found
 
     def _copies(self, source: SharedModule, runner: Runner) -> bool:
-        """Whether the runner should have copies of its weights."""
+        """Return whether the runner should have copies of its weights."""
         room = self._store.room
         wanted = None if room.fixed else self._store.meant_for(runner)
         copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
@@ -158,7 +165,7 @@ class NativeEngine(ModuleEngine):
         return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Give back the cache, and every reference to the weights."""
+        """Free the cache and all references to the weights."""
         check_idle(len(self._known))
         self._flight = None
         if "kv_cache" in tags:
@@ -174,7 +181,7 @@ class NativeEngine(ModuleEngine):
         wanted = set(ids)
         running = self._rows.request[: self._rows.count]
         gone = np.array([request.id in wanted for request in running], dtype=bool)
-        partial = [sample for sample in self._finished if sample.id in wanted]  # whole, in fact
+        partial = [sample for sample in self._finished if sample.id in wanted]  # these are complete
         partial += [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
         partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
         self._remove(gone)
@@ -184,7 +191,7 @@ class NativeEngine(ModuleEngine):
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Return as soon as at least one sequence has finished."""
+        """Work until at least one sequence has finished or the timeout is over."""
         deadline = time.monotonic() + timeout_s
         while not self._finished and (self._rows.count or self._scheduler.waiting):
             self._step()
@@ -199,7 +206,7 @@ class NativeEngine(ModuleEngine):
     def _step(self) -> None:
         runner = self._steps.runner
         if runner is None:
-            raise EngineError("the engine has no weights", remedy="call update_weights before poll")
+            raise EngineError("the engine has no weights yet", remedy="call update_weights before poll")
         if self._demand_changed or not self._store.blocks:
             self._fit_cache(runner)
         with self._taken_back_if_it_fails():
@@ -215,7 +222,7 @@ class NativeEngine(ModuleEngine):
 
     @contextmanager
     def _taken_back_if_it_fails(self) -> Iterator[None]:
-        """Take a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
+        """Undo a step that fails: nothing that it scheduled, computed or drew is used."""
         try:
             yield
         except BaseException:
@@ -224,8 +231,11 @@ class NativeEngine(ModuleEngine):
             raise
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Make the cache, or a larger one with its content. Where it cannot grow beside itself and does not
-        hold the longest sequence, it goes first, and its sequences are computed again."""
+        """Create the cache, or grow it and keep its content.
+
+        If there is no memory for the old and the new cache together, and the old cache cannot hold the
+        longest sequence, the old cache is dropped first, and its sequences are computed again.
+        """
         store, pending = self._store, self._known.values()
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
         blocks, possible = store.wanted(runner, pending)
@@ -244,7 +254,7 @@ class NativeEngine(ModuleEngine):
                 self._scheduler.blocks.grow(store.blocks)
             else:
                 self._scheduler.use_cache(store.blocks)
-            if self._say is not None and self._device.type == "cuda":  # once
+            if self._say is not None and self._device.type == "cuda":  # only once
                 self._say(store.statement(runner))
                 self._say = None
         self._demand_changed = False
@@ -254,10 +264,10 @@ class NativeEngine(ModuleEngine):
         self._steps.drop_graphs()
         self._scheduler.use_cache(0)
 
-    # One step.
+    # The methods below run one step.
 
     def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
-        """Run the step and draw its tokens; on CUDA, only ask for it."""
+        """Run the step and draw its tokens. On CUDA, this only launches the work."""
         cache, counters = self._store.cache, self._counters
         assert cache is not None
         counters.decode_steps += plan.decoding > 0
@@ -281,10 +291,12 @@ class NativeEngine(ModuleEngine):
         return Flight.of(plan.sampled, drawn, self._version)
 
     def _forward(self, plan: Plan, place: Index, earlier: Flight | None) -> tuple[Tensor, Tensor]:
-        """Return the logits of `plan.sampled`, and the uniform numbers for their draws.
+        """Return the logits of `plan.sampled` and the random numbers for their draws.
 
         Args:
-            place: of each row among the tokens in flight; -1 where none is its own.
+            plan: The step, or a part of it.
+            place: For each row, the index of its token in flight, or -1 if it has none.
+            earlier: The tokens in flight.
         """
         scheduler, store = self._scheduler, self._store
         assert store.attention is not None
@@ -301,7 +313,7 @@ class NativeEngine(ModuleEngine):
         return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
     def _accept(self, flight: Flight | None) -> None:
-        """Fetch drawn tokens and let the sequences leave that they finish."""
+        """Fetch drawn tokens, append them, and remove the sequences that have finished."""
         if flight is None:
             return
         rows, drawn = flight.rows, flight.arrived()
@@ -320,7 +332,7 @@ class NativeEngine(ModuleEngine):
 
     @torch.inference_mode()
     def _settle(self) -> None:
-        """Accept what is in flight."""
+        """Accept the tokens in flight."""
         flight, self._flight = self._flight, None
         with self._taken_back_if_it_fails():
             self._accept(flight)

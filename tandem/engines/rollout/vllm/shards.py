@@ -1,5 +1,7 @@
-"""The weights that a process of vLLM holds, under the names of the checkpoint, and their digest: of all ranks
-together, where several split the layers."""
+"""The weights that vLLM's ranks hold, under the checkpoint's names, and their digest.
+
+If several ranks split the layers, the digest is that of all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ _SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor of the checkpoint as far as this rank holds it.
+    """A tensor of the checkpoint, or the part of it that this rank holds.
 
     Attributes:
-        name: the Hugging Face name.
-        tensor: the whole of it, or consecutive rows, or consecutive columns.
-        shard: which part this is; ranks with the same part hold the same.
-        first_row, first_column: where the part begins in the whole.
-        columns: of the whole; None: as many as the part.
+        name: The Hugging Face name.
+        tensor: The whole tensor, or consecutive rows or columns of it.
+        shard: The number of the part. Ranks with the same number hold the same part.
+        first_row: The first row of the part in the whole tensor.
+        first_column: The first column of the part in the whole tensor.
+        columns: The number of columns of the whole tensor. None means as many as the part.
     """
 
     name: str
@@ -39,9 +42,11 @@ class Held:
 
 
 def held_weights(model: Any) -> Iterator[Held]:
-    """This rank's weights of a model of vLLM, in the same order on all ranks: layers that vLLM has joined
-    (`qkv_proj`, `gate_up_proj`) cut into their parts, rows that pad the vocabulary left out, tied weights
-    once."""
+    """Yield this rank's weights of a vLLM model, in the same order on all ranks.
+
+    Layers that vLLM has joined (`qkv_proj`, `gate_up_proj`) are cut into their parts. Rows that pad the
+    vocabulary are left out. Tied weights come once.
+    """
     joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     layers: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
@@ -54,14 +59,18 @@ def held_weights(model: Any) -> Iterator[Held]:
 
 
 def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[Held]:
-    """
+    """Yield the parts of a joined layer.
+
     Args:
-        name: of a part, with {} in the place of the part's own.
+        name: The name of a part, with {} in place of the part's own name.
+        names: The own names of the parts.
+        layer: The layer.
+        parameter: The layer's parameter.
     """
     rank, size = _place(layer)
     sizes = [rows // size for rows in layer.output_sizes]
     for number, (part, rows) in enumerate(zip(names, torch.split(parameter, sizes), strict=True)):
-        # Of keys and values there may be fewer heads than ranks.
+        # There may be fewer key and value heads than ranks.
         shard = rank // (getattr(layer, "num_kv_head_replicas", 1) if number else 1)
         yield Held(name.format(part), rows, shard, first_row=shard * len(rows))
 
@@ -73,20 +82,23 @@ def _held(name: str, layer: Any, parameter: Tensor) -> Held:
         return Held(name, parameter[: end - first], rank, first_row=first)
     if isinstance(layer, ColumnParallelLinear):
         return Held(name, parameter, rank, first_row=rank * len(parameter))
-    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # its bias is whole on each rank
+    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # each rank has the whole bias
         width = parameter.shape[-1]
         return Held(name, parameter, rank, first_column=rank * width, columns=size * width)
     return Held(name, parameter)
 
 
 def _place(layer: Any) -> tuple[int, int]:
-    """The rank among those that split the layer, and their number."""
+    """Return the rank among the ranks that split the layer, and their number."""
     return (layer.tp_rank, layer.tp_size) if isinstance(layer, _SPLIT) else (0, 1)
 
 
 def weights_digest(model: Any) -> Digest:
-    """Digests of the weights as vLLM's ranks hold them, by Hugging Face name; the same on all ranks, which
-    call this together. A part of which one rank holds something else than another changes the digest."""
+    """Return the digests of the weights that vLLM's ranks hold, by Hugging Face name.
+
+    All ranks call this together and get the same result. If two ranks hold the same part with different
+    content, the digest changes.
+    """
     held = list(held_weights(model))
     sums_T = torch.stack(
         [
@@ -100,7 +112,7 @@ def weights_digest(model: Any) -> Digest:
 
 
 def _of_all_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
-    """The sum over all shards, each once, plus all by which another rank's copy of one differs."""
+    """Return the sum over all shards, each once, plus the differences between copies of one shard."""
     total_T = torch.zeros_like(sums_RT[0])
     for rank, (sums_T, shards_T) in enumerate(zip(sums_RT, shards_RT, strict=True)):
         first_T = (shards_RT == shards_T).int().argmax(0)
