@@ -87,7 +87,7 @@ class HFEngine(ModuleEngine):
         return [Written(request).sample("abort") for request in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        source = self._taken(source)
+        source = self._take_source(source)
         check_fits_model(list(self._waiting), source.module.config)
         self._source, self._version = source, version
         return digest(source.module.named_parameters())
@@ -95,7 +95,7 @@ class HFEngine(ModuleEngine):
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(len(self._waiting))
         if "weights" in tags:
-            self._let_go()
+            self._drop_weights()
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """Run one batch to its end."""

@@ -66,10 +66,10 @@ class OwnWeights:
         """
         loaded: set[str] = set()
         for name, tensor in source.tensors:
-            module = self._made(tensor.dtype)
+            module = self._build(tensor.dtype)
             self._check(module, name, tensor, loaded)
             with torch.no_grad():
-                self._room(module, name, tensor.dtype).copy_(tensor)
+                self._memory_of(module, name, tensor.dtype).copy_(tensor)
             loaded.add(name)
         missing = [name for name in self._names if name not in loaded]
         if missing or self._module is None:
@@ -77,7 +77,7 @@ class OwnWeights:
                 "the weight stream ended too early",
                 field=missing[0] if missing else None,
                 got=f"{len(loaded)} weights",
-                expected=f"{len(self._names) or 'some'} weights" + _list(missing),
+                expected=f"{len(self._names) or 'some'} weights" + _some_of(missing),
                 remedy="send all parameters of the model",
             )
         return SharedModule(self._module, release=self.free)
@@ -87,7 +87,7 @@ class OwnWeights:
         for parameter in self._held.values():
             parameter.untyped_storage().resize_(0)
 
-    def _made(self, dtype: torch.dtype) -> nn.Module:
+    def _build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model, and build it if there is none.
 
         Its parameters have no memory yet. Its buffers are computed from the config.
@@ -139,7 +139,7 @@ class OwnWeights:
                 remedy=f"send the parameters of {model}",
             )
 
-    def _room(self, module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
+    def _memory_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
         """Return the weight's memory, and allocate it if there is none."""
         held = self._held.get(name)
         if held is None or held.dtype != dtype:
@@ -183,7 +183,7 @@ class ModuleEngine:
         if self._source is not None:
             check_fits_model(requests, self._source.module.config)
 
-    def _taken(self, source: WeightSource) -> SharedModule:
+    def _take_source(self, source: WeightSource) -> SharedModule:
         """Return the module to sample from.
 
         This is the shared module, or the engine's own model with the weights of the stream. If the stream
@@ -207,7 +207,7 @@ class ModuleEngine:
         self._source = None
         return own.load(source)
 
-    def _let_go(self) -> None:
+    def _drop_weights(self) -> None:
         """Drop the weights."""
         self._source = None
         if self._own is not None:
@@ -253,6 +253,6 @@ def _names(module: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _list(names: list[str]) -> str:
+def _some_of(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f", including {', '.join(names[:_SHOWN])}{more}" if names else ""

@@ -151,7 +151,7 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
             assert left.token_ids.tolist() == right.token_ids.tolist()
             np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
     assert counts[0] > 3 and counts == [counts[0]] * 3
-    assert engine._steps._resting is not None  # its copies wait, without memory
+    assert engine._steps._released is not None  # its copies wait, without memory
 
 
 def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests):
@@ -161,7 +161,7 @@ def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests)
     runs = []
     for apart in (True, False):
         engine = NativeEngine(device=CUDA, max_length=96, max_num_seqs=8)
-        engine._apart = apart
+        engine._split_steps = apart
         runs.append(written(engine, module, requests))
     for left, right in zip(*runs, strict=True):
         assert left.token_ids.tolist() == right.token_ids.tolist()

@@ -37,13 +37,13 @@ class Drawn(NamedTuple):
             under the distribution without temperature and truncation.
         untruncated_R: The log-prob, in nats, under softmax(logits / temperature) of the unedited logits. The
             temperature is 1 for greedy rows.
-        asked_R: What `logprobs_mode` requests.
+        requested_R: What `logprobs_mode` requests.
     """
 
     tokens_R: Tensor
     log_probs_R: Tensor
     untruncated_R: Tensor
-    asked_R: Tensor
+    requested_R: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def sample(
         uniforms_R: Random numbers, float64 in [0, 1).
         params: The parameters of the rows.
         edits: The edits of this step. The edits in `params` are ignored.
-        mode: What to return in `asked_R`.
+        mode: What to return in `requested_R`.
     """
     assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
     plain = edits is None and params.cuts is None and mode == "processed_logprobs"
@@ -185,10 +185,10 @@ def sample(
         untruncated_R = untruncated_R.index_copy(0, edits.rows_E, own_E)
         if edits.penalties is not None:
             edits.penalties.note(tokens_R)
-    asked_R = log_probs_R if mode == "processed_logprobs" else picked_R
+    requested_R = log_probs_R if mode == "processed_logprobs" else picked_R
     if mode.startswith("raw"):
-        asked_R = _picked(raw_RV if mode == "raw_logits" else raw_RV.log_softmax(-1), tokens_R)
-    return Drawn(tokens_R, log_probs_R, untruncated_R, asked_R)
+        requested_R = _picked(raw_RV if mode == "raw_logits" else raw_RV.log_softmax(-1), tokens_R)
+    return Drawn(tokens_R, log_probs_R, untruncated_R, requested_R)
 
 
 def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class Answer(Written):
         )
 
 
-def asked(params: SamplingParams) -> dict[str, Any]:
+def non_default(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from their default, by name, as JSON values."""
     values = {part.name: getattr(params, part.name) for part in fields(params)}
     wanted = {part.name: values[part.name] for part in fields(params) if values[part.name] != part.default}
@@ -141,13 +141,13 @@ def asked(params: SamplingParams) -> dict[str, Any]:
     return wanted
 
 
-def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], whose: str) -> None:
+def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], api: str) -> None:
     """Check that the server knows all sampling parameters that are set.
 
     Args:
         wanted: The parameters that are set.
         known: The names that the server knows.
-        whose: The server's API, for the message.
+        api: The server's API, for the message.
 
     Raises:
         EngineError: Names a parameter that the server does not know.
@@ -157,6 +157,6 @@ def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], whose: str) ->
             "the server does not support this sampling parameter",
             field=name,
             got=wanted[name],
-            expected=f"parameters of {whose}",
+            expected=f"parameters of {api}",
             remedy="leave it at its default, or use another engine",
         )

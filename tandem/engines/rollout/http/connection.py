@@ -145,7 +145,7 @@ class Connection:
                 response = await self._client.request(method, path, **options)
         except httpx2.TransportError as error:
             raise ServerLost(
-                "cannot connect to the server", got=f"{self.server.url}{path}: {_said(error)}"
+                "cannot connect to the server", got=f"{self.server.url}{path}: {_describe_error(error)}"
             ) from error
         if not response.is_success:
             raise self._refused(path, response)
@@ -188,7 +188,9 @@ class Connection:
                     what = (
                         "the connection broke during the answer" if began else "cannot connect to the server"
                     )
-                    raise ServerLost(what, got=f"{self.server.url}{path}: {_said(error)}") from error
+                    raise ServerLost(
+                        what, got=f"{self.server.url}{path}: {_describe_error(error)}"
+                    ) from error
             await asyncio.sleep(pause)
 
     async def _parts(self, response: httpx2.Response, streams: bool) -> AsyncGenerator[dict[str, Any], None]:
@@ -206,11 +208,12 @@ class Connection:
 
     def _refused(self, path: str, response: httpx2.Response) -> EngineError:
         lines = response.text.strip().splitlines()
-        said = lines[0][:300] if lines else response.reason_phrase
+        first_line = lines[0][:300] if lines else response.reason_phrase
         lost = response.is_server_error or response.status_code in (408, *_BUSY)
         kind = ServerLost if lost else Refused
         return kind(
-            "the server refused the request", got=f"{self.server.url}{path}: {response.status_code} {said}"
+            "the server refused the request",
+            got=f"{self.server.url}{path}: {response.status_code} {first_line}",
         )
 
 
@@ -223,5 +226,5 @@ def is_local(url: str) -> bool:
         return host == "localhost"
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
+from tandem.engines.rollout.http.answer import Answer, non_default, refuse_unknown
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import ServerLost
 from tandem.errors import EngineError
@@ -55,8 +55,8 @@ class OpenAIEngine(HTTPEngine):
         self._fields = await self._published()
         if "top_k" in self._fields:
             body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logprobs": 0}
-            said = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
-            log_probs = said["choices"][0].get("logprobs")
+            response = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
+            log_probs = response["choices"][0].get("logprobs")
             if not log_probs:
                 raise self._without("log-probs")
             self._processed = log_probs["token_logprobs"][0] > -1e-6
@@ -74,7 +74,7 @@ class OpenAIEngine(HTTPEngine):
             return _STANDARD
 
     def check(self, request: Request) -> None:
-        wanted = asked(request.params)
+        wanted = non_default(request.params)
         refuse_unknown(wanted, self._fields, f"the schema of {self.server.url}{self.route}")
         plain = request.params.temperature in (0.0, 1.0) and not request.params.reshapes
         if not (self._processed or plain):
@@ -100,7 +100,7 @@ class OpenAIEngine(HTTPEngine):
         }
         return {
             **{name: value for name, value in always.items() if name in self._fields},
-            **asked(params),
+            **non_default(params),
             "model": self._model,
             "prompt": answer.request.prompt_ids.tolist(),
             "max_tokens": params.max_tokens,

@@ -37,9 +37,10 @@ Id = tuple[str, int]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WIDE = 1.25  # times its share of all work; a replica beyond this limit loses its preference for its uids
-_REMEMBERED = 1 << 16  # uids
-_TURN_S = 0.02  # the time to poll every replica once
+# A replica with more than this multiple of its share of all work loses its preference for its uids.
+_MOST_SHARE = 1.25
+_MOST_UIDS = 1 << 16
+_ROUND_S = 0.02  # the time to poll every replica once
 
 
 class _Job(NamedTuple):
@@ -70,7 +71,7 @@ class _Replica:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _UidHistory:
     """The replica that has a uid, and the lengths of the uid's responses so far."""
 
     home: _Replica | None = None
@@ -111,7 +112,7 @@ class Router:
         self._vocabulary = vocabulary
         self._log = log
         self._waiting: dict[Id, _Job] = {}
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._histories: OrderedDict[str, _UidHistory] = OrderedDict()
 
     @property
     def takes(self) -> frozenset[type[SharedModule] | type[WeightStream]]:
@@ -134,7 +135,9 @@ class Router:
         while True:
             self._hand_out()
             busy = [replica for replica in self._alive() if replica.given]
-            samples = [sample for replica in busy for sample in self._polled(replica, _TURN_S / len(busy))]
+            samples = [
+                sample for replica in busy for sample in self._poll_replica(replica, _ROUND_S / len(busy))
+            ]
             if samples or not self.pending() or time.monotonic() >= until:
                 return samples
 
@@ -149,7 +152,7 @@ class Router:
             there = [replica.take(name).request for name in list(replica.given) if name in wanted]
             if there:
                 names = [request.id for request in there]
-                written = self._tried(replica, replica.engine.abort, names, keep_partial=keep_partial)
+                written = self._call(replica, replica.engine.abort, names, keep_partial=keep_partial)
                 samples += [Written(r).sample("abort") for r in there] if written is None else written
         return samples if keep_partial else []
 
@@ -159,7 +162,7 @@ class Router:
             updates = [partial(replica.engine.update_weights, version=version) for replica in alive]
             outcomes = relay(source, updates)
         else:
-            outcomes = [self._updated(replica, source, version) for replica in alive]
+            outcomes = [self._update_replica(replica, source, version) for replica in alive]
         digests: dict[str, Digest] = {}
         for replica, outcome in zip(alive, outcomes, strict=True):
             if isinstance(outcome, EngineError):
@@ -170,7 +173,7 @@ class Router:
         return next(iter(digests.values()))
 
     @staticmethod
-    def _updated(replica: _Replica, source: WeightSource, version: int) -> Outcome:
+    def _update_replica(replica: _Replica, source: WeightSource, version: int) -> Outcome:
         try:
             return replica.engine.update_weights(source, version)
         except EngineError as error:
@@ -179,16 +182,16 @@ class Router:
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(self.pending())
         for replica in self._alive():
-            self._tried(replica, replica.engine.sleep, tags)
+            self._call(replica, replica.engine.sleep, tags)
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         for replica in self._alive():
-            self._tried(replica, replica.engine.wake, tags)
+            self._call(replica, replica.engine.wake, tags)
 
     def close(self) -> None:
-        with ExitStack() as all_of_them:
+        with ExitStack() as stack:
             for replica in self._replicas:
-                all_of_them.callback(replica.engine.close)
+                stack.callback(replica.engine.close)
 
     def progress(self) -> int:
         return sum(replica.engine.progress() for replica in self._replicas)
@@ -220,8 +223,10 @@ class Router:
 
     def _work(self, request: Request) -> float:
         """Return the expected number of tokens of a request."""
-        seen = self._seen.get(request.uid)
-        new = seen.tokens / seen.responses if seen and seen.responses else request.params.max_tokens
+        history = self._histories.get(request.uid)
+        new = (
+            history.tokens / history.responses if history and history.responses else request.params.max_tokens
+        )
         return len(request.prompt_ids) + min(new, request.params.max_tokens)
 
     def _sort(self) -> None:
@@ -257,7 +262,7 @@ class Router:
                     batches.setdefault(chosen, []).append(job.request)
             for name in given:
                 del self._waiting[name]
-        refused = [self._handed(replica, batch) for replica, batch in batches.items()]
+        refused = [self._submit_to(replica, batch) for replica, batch in batches.items()]
         for error in refused:
             if error is not None:
                 raise error
@@ -274,13 +279,13 @@ class Router:
             leftover: Whether this is the second pass, after every replica was offered the requests that have
                 their home there or have none.
         """
-        seen, least = self._known(job.request.uid), min(free, key=lambda replica: replica.load)
-        if seen.home is None or seen.home.error is not None:
-            seen.home = least
-        behind = bool(seen.home.given) and seen.home.load + job.work > _WIDE * share
-        return least if behind or (leftover and least.load < seen.home.load / 2) else seen.home
+        history, least = self._history_of(job.request.uid), min(free, key=lambda replica: replica.load)
+        if history.home is None or history.home.error is not None:
+            history.home = least
+        behind = bool(history.home.given) and history.home.load + job.work > _MOST_SHARE * share
+        return least if behind or (leftover and least.load < history.home.load / 2) else history.home
 
-    def _handed(self, replica: _Replica, batch: list[Request]) -> EngineError | None:
+    def _submit_to(self, replica: _Replica, batch: list[Request]) -> EngineError | None:
         try:
             replica.engine.submit(batch)
         except ServerLost as error:
@@ -290,22 +295,22 @@ class Router:
             return error
         return None
 
-    def _known(self, uid: str) -> _Seen:
-        seen = self._seen.setdefault(uid, _Seen())
-        self._seen.move_to_end(uid)
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
-        return seen
+    def _history_of(self, uid: str) -> _UidHistory:
+        history = self._histories.setdefault(uid, _UidHistory())
+        self._histories.move_to_end(uid)
+        if len(self._histories) > _MOST_UIDS:
+            self._histories.popitem(last=False)
+        return history
 
-    def _polled(self, replica: _Replica, timeout_s: float) -> Iterator[Sample]:
-        for sample in self._tried(replica, replica.engine.poll, timeout_s) or ():
+    def _poll_replica(self, replica: _Replica, timeout_s: float) -> Iterator[Sample]:
+        for sample in self._call(replica, replica.engine.poll, timeout_s) or ():
             replica.take(sample.id)
-            seen = self._known(sample.uid)
-            seen.responses += 1
-            seen.tokens += len(sample.token_ids)
+            history = self._history_of(sample.uid)
+            history.responses += 1
+            history.tokens += len(sample.token_ids)
             yield sample
 
-    def _tried(self, replica: _Replica, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+    def _call(self, replica: _Replica, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
         """Call a replica and return its result, or None if the replica is lost.
 
         Raises:

@@ -28,7 +28,7 @@ from typing import Any
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked
+from tandem.engines.rollout.http.answer import Answer, non_default
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.shards import WeightsFolder, vectors
@@ -85,7 +85,7 @@ class SGLangEngine(HTTPEngine):
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
-        sampling = {_OTHER_NAMES.get(name, name): value for name, value in asked(params).items()} | {
+        sampling = {_OTHER_NAMES.get(name, name): value for name, value in non_default(params).items()} | {
             "temperature": params.temperature,
             "max_new_tokens": params.max_tokens,
             "sampling_seed": seed_of(answer.request),
@@ -178,15 +178,15 @@ class SGLangEngine(HTTPEngine):
         self.call("POST", "/pause_generation", json={"mode": "retract"})
         try:
             asked_for = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version)}
-            said = self.call("POST", "/update_weights_from_disk", json=asked_for | {"flush_cache": True})
+            result = self.call("POST", "/update_weights_from_disk", json=asked_for | {"flush_cache": True})
         finally:
             self.call("POST", "/continue_generation", json={})
         holds = self.call("GET", "/model_info")["weight_version"]
-        if not said["success"] or holds != str(version):
+        if not result["success"] or holds != str(version):
             raise self.failure(
                 "the server did not load the weights",
                 "/update_weights_from_disk",
-                f"{said['message']}, version {holds}",
+                f"{result['message']}, version {holds}",
                 expected=f"version {version}",
             )
         self.has_weights = True

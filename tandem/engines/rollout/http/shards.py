@@ -54,7 +54,7 @@ class WeightsFolder:
         self._versions: dict[int, _Version] = {}
         for folder in path.glob(f"version_*_{socket.gethostname()}_*"):
             number = folder.name.split("_")[-2]
-            if number.isdigit() and not _lives(int(number)):
+            if number.isdigit() and not _is_running(int(number)):
                 shutil.rmtree(folder, ignore_errors=True)  # another process may remove it too
 
     @contextmanager
@@ -98,7 +98,7 @@ class WeightsFolder:
                     shutil.rmtree(shared.path, ignore_errors=True)
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
+from tandem.engines.rollout.http.answer import Answer, non_default, refuse_unknown
 from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.protocol import Request
@@ -47,7 +47,7 @@ class TGIEngine(HTTPEngine):
             raise self.failure("this is not a TGI server", "/info", about)
 
     def check(self, request: Request) -> None:
-        refuse_unknown(asked(request.params), _KNOWN, "TGI")
+        refuse_unknown(non_default(request.params), _KNOWN, "TGI")
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params, prompt = answer.request.params, answer.request.prompt_ids.tolist()

@@ -10,7 +10,7 @@ _OFFLOADS = "fsdp_config.optimizer_offload=true and .param_offload=true of actor
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CacheDemand:
     """The sequences that a cache must hold.
 
     Attributes:
@@ -33,7 +33,7 @@ class Wanted:
         return self.sequences * self.blocks * self.block_bytes
 
 
-def statement(wanted: Wanted, blocks: int, memory: DeviceMemory | None, utilization: float) -> str:
+def cache_message(wanted: CacheDemand, blocks: int, memory: DeviceMemory | None, utilization: float) -> str:
     """Return a sentence about the cache that an engine can have.
 
     Args:
@@ -44,18 +44,18 @@ def statement(wanted: Wanted, blocks: int, memory: DeviceMemory | None, utilizat
     """
     most = min(blocks, wanted.sequences * wanted.blocks)
     at_once = most // wanted.blocks
-    told = (
+    text = (
         f"cache: {most * wanted.block_size:,} tokens ({gib(most * wanted.block_bytes)}), "
         f"enough for {at_once:,} sequences of {wanted.tokens:,} tokens at a time"
     )
     if at_once >= wanted.sequences:
-        return f"{told}, which is max_num_seqs"
-    told += f"; max_num_seqs is {wanted.sequences:,}"
+        return f"{text}, which is max_num_seqs"
+    text += f"; max_num_seqs is {wanted.sequences:,}"
     remedy = "raise num_gpu_blocks_override" if memory is None else _remedy(wanted, memory, utilization)
-    return f"{told}; {remedy}"
+    return f"{text}; {remedy}"
 
 
-def _remedy(wanted: Wanted, memory: DeviceMemory, utilization: float) -> str:
+def _remedy(wanted: CacheDemand, memory: DeviceMemory, utilization: float) -> str:
     needed = memory.utilization_for(wanted.bytes)
     lacking = wanted.bytes - memory.beside
     if lacking <= 0:
@@ -67,15 +67,15 @@ def _remedy(wanted: Wanted, memory: DeviceMemory, utilization: float) -> str:
             f"this device can hold at most {most:,}: lower max_num_seqs or the lengths, or spread the model "
             "over more devices"
         )
-    told = f"free {gib(lacking)} of the {gib(others)} that this process also holds (set {_OFFLOADS})"
-    return f"{told} and raise gpu_memory_utilization to {needed}" if needed > utilization else told
+    text = f"free {gib(lacking)} of the {gib(others)} that this process also holds (set {_OFFLOADS})"
+    return f"{text} and raise gpu_memory_utilization to {needed}" if needed > utilization else text
 
 
 def gib(count: int) -> str:
     return f"{count / 2**30:,.1f} GiB"
 
 
-def weights_statement(size: int, *, copies: bool) -> str:
+def weights_message(size: int, *, copies: bool) -> str:
     """Return a sentence about the weights that an engine samples from.
 
     Args:

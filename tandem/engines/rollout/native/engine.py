@@ -25,7 +25,7 @@ from tandem.engines.rollout.draws.sampler import Drawn
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.native.attention import AttentionName
-from tandem.engines.rollout.native.budget import weights_statement
+from tandem.engines.rollout.native.budget import weights_message
 from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
@@ -94,7 +94,7 @@ class NativeEngine(ModuleEngine):
         graphs = cuda and not enforce_eager
         room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
         self._store = Store(room, attention, graphs, max_num_seqs, max_length)
-        self._apart = cuda  # whether decoding rows and prompts run as separate forwards
+        self._split_steps = cuda  # whether decoding rows and prompts run as separate forwards
         self._run_ahead = cuda if run_ahead is None else run_ahead
         self._rows = Rows(max_num_seqs, logprobs_mode)
         self._scheduler = Scheduler(
@@ -110,13 +110,13 @@ class NativeEngine(ModuleEngine):
         self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.tables.shape[1])
         self._say = say
         self._finished: list[Sample] = []
-        self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
+        self._pending_blocks: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
         self._demand = 1  # blocks that the pending requests can fill together
         self._flight: Flight | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._check(requests, self._known)
+        self._check(requests, self._pending_blocks)
         lengths = {request.id: len(request.prompt_ids) + request.params.max_tokens for request in requests}
         blocks = {id: self._scheduler.blocks_for(length) for id, length in lengths.items()}
         store, runner = self._store, self._steps.runner
@@ -124,21 +124,21 @@ class NativeEngine(ModuleEngine):
             per_block = 0 if runner is None else store.per_block(runner)
             store.room.check_longest(max(blocks.values()), per_block)
         self._scheduler.waiting.extend(requests)
-        self._known |= blocks
+        self._pending_blocks |= blocks
         self._demand_changed = True
 
     def pending(self) -> int:
-        return len(self._known)
+        return len(self._pending_blocks)
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Set new weights. Running sequences continue with them and keep their keys and values.
 
         If a weight stream fails, the engine has no weights afterwards.
         """
-        self._settle()
+        self._accept_in_flight()
         if self._own is not None and isinstance(source, WeightStream):
-            self._steps.rest()  # the stream overwrites the weights that the runner refers to
-        source = self._taken(source)
+            self._steps.release_weights()  # the stream overwrites the weights that the runner refers to
+        source = self._take_source(source)
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module.config)
         runner = self._steps.runner_of(source.module, partial(self._copies, source))
@@ -158,26 +158,26 @@ class NativeEngine(ModuleEngine):
     def _copies(self, source: SharedModule, runner: Runner) -> bool:
         """Return whether the runner should have copies of its weights."""
         room = self._store.room
-        wanted = None if room.fixed else self._store.meant_for(runner)
+        wanted = None if room.fixed else self._store.demand(runner)
         copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
         if self._say is not None and self._device.type == "cuda":
-            self._say(weights_statement(runner.weight_bytes, copies=copies))
+            self._say(weights_message(runner.weight_bytes, copies=copies))
         return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Free the cache and all references to the weights."""
-        check_idle(len(self._known))
+        check_idle(len(self._pending_blocks))
         self._flight = None
         if "kv_cache" in tags:
             if not self._store.sleep():
                 self._steps.drop_graphs()
             self._scheduler.use_cache(0)
         if "weights" in tags:
-            self._steps.rest()
-            self._let_go()
+            self._steps.release_weights()
+            self._drop_weights()
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        self._settle()
+        self._accept_in_flight()
         wanted = set(ids)
         running = self._rows.request[: self._rows.count]
         gone = np.array([request.id in wanted for request in running], dtype=bool)
@@ -186,8 +186,8 @@ class NativeEngine(ModuleEngine):
         partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
         self._remove(gone)
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
-        for id in wanted & self._known.keys():
-            del self._known[id]
+        for id in wanted & self._pending_blocks.keys():
+            del self._pending_blocks[id]
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
@@ -199,7 +199,7 @@ class NativeEngine(ModuleEngine):
                 break
         finished, self._finished = self._finished, []
         for sample in finished:
-            del self._known[sample.id]
+            del self._pending_blocks[sample.id]
         return finished
 
     @torch.inference_mode()
@@ -209,19 +209,19 @@ class NativeEngine(ModuleEngine):
             raise EngineError("the engine has no weights yet", remedy="call update_weights before poll")
         if self._demand_changed or not self._store.blocks:
             self._fit_cache(runner)
-        with self._taken_back_if_it_fails():
+        with self._restart_on_failure():
             plan = self._scheduler.schedule()
             assert plan is not None or self._flight is not None, "nothing can run"
             earlier = self._flight
             self._flight = None if plan is None else self._launch(plan, earlier)
             self._accept(earlier)
         if not self._run_ahead:
-            self._settle()
+            self._accept_in_flight()
         running, use = self._scheduler.running, self._scheduler.use
         self._counters.line(running, self._rows.count - running + len(self._scheduler.waiting), use)
 
     @contextmanager
-    def _taken_back_if_it_fails(self) -> Iterator[None]:
+    def _restart_on_failure(self) -> Iterator[None]:
         """Undo a step that fails: nothing that it scheduled, computed or drew is used."""
         try:
             yield
@@ -236,11 +236,11 @@ class NativeEngine(ModuleEngine):
         If there is no memory for the old and the new cache together, and the old cache cannot hold the
         longest sequence, the old cache is dropped first, and its sequences are computed again.
         """
-        store, pending = self._store, self._known.values()
+        store, pending = self._store, self._pending_blocks.values()
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
         blocks, possible = store.wanted(runner, pending)
         if not possible:
-            self._settle()
+            self._accept_in_flight()
             self._scheduler.restart()
             self._drop_cache()
         if blocks > store.blocks:
@@ -255,7 +255,7 @@ class NativeEngine(ModuleEngine):
             else:
                 self._scheduler.use_cache(store.blocks)
             if self._say is not None and self._device.type == "cuda":  # only once
-                self._say(store.statement(runner))
+                self._say(store.cache_message(runner))
                 self._say = None
         self._demand_changed = False
 
@@ -275,7 +275,7 @@ class NativeEngine(ModuleEngine):
         counters.running(self._scheduler.running)
         counters.cache(cache.bytes // cache.blocks * self._demand, self._scheduler.held / self._demand)
         place = in_flight(earlier, self._rows.capacity)
-        runs = plan.apart() if self._apart else (plan,)
+        runs = plan.apart() if self._split_steps else (plan,)
         parts = [self._forward(run, place, earlier) for run in runs]
         if plan.copies[0]:
             source, target = (upload(np.array(part), self._device) for part in plan.copies)
@@ -331,10 +331,10 @@ class NativeEngine(ModuleEngine):
             self._remove(gone)
 
     @torch.inference_mode()
-    def _settle(self) -> None:
+    def _accept_in_flight(self) -> None:
         """Accept the tokens in flight."""
         flight, self._flight = self._flight, None
-        with self._taken_back_if_it_fails():
+        with self._restart_on_failure():
             self._accept(flight)
 
     def _remove(self, gone: np.ndarray) -> None:

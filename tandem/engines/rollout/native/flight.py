@@ -39,9 +39,9 @@ class Flight:
         if device.type != "cuda":
             return cls(rows, drawn.tokens_R, version, drawn, None)
         distinct = list({id(part): part for part in drawn}.values())
-        joined = _together(distinct).to("cpu", non_blocking=True)
+        joined = _join_bytes(distinct).to("cpu", non_blocking=True)
         arrival = torch.cuda.current_stream(device).record_event()
-        fetched = dict(zip(map(id, distinct), _apart(joined, distinct), strict=True))
+        fetched = dict(zip(map(id, distinct), _split_bytes(joined, distinct), strict=True))
         return cls(rows, drawn.tokens_R, version, Drawn(*(fetched[id(part)] for part in drawn)), arrival)
 
     def arrived(self) -> Drawn:
@@ -85,7 +85,7 @@ def in_flight(flight: Flight | None, capacity: int) -> Index:
     return place
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def _join_bytes(parts: Sequence[Tensor]) -> Tensor:
     """Return the bytes (uint8) of tensors with the same number of elements.
 
     The tensor with the widest dtype comes first.
@@ -93,7 +93,7 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 
-def _apart(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the bytes of `_together`, with the dtypes of its parts."""
+def _split_bytes(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the bytes of `_join_bytes`, with the dtypes of its parts."""
     pieces = torch.split(joined, [part.nbytes for part in parts])
     return [piece.view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]

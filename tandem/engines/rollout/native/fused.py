@@ -187,7 +187,7 @@ class FusedRunner:
             torch.cat([part.tensor for part in parts[name]], out=joined)
         return True
 
-    def rest(self) -> bool:
+    def release_weights(self) -> bool:
         """Free the memory of the copies (see `Runner`)."""
         return self._copies is not None and self._copies.memory.give_back()
 

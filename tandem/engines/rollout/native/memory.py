@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandem.engines.rollout.native.budget import Wanted
+from tandem.engines.rollout.native.budget import CacheDemand
 from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
@@ -68,7 +68,7 @@ class CacheRoom:
         slack = 0 if self.memory is None or self.fixed is not None else self.memory.reserved // 2
         return size <= most + slack and self.is_free(size)
 
-    def copies_pay(self, size: int, wanted: Wanted | None, *, returned: bool) -> bool:
+    def copies_pay(self, size: int, wanted: CacheDemand | None, *, returned: bool) -> bool:
         """Return whether the rollout should have copies of a module's weights.
 
         This is only so on CUDA, if there is memory for both now, and if the copies leave enough memory for

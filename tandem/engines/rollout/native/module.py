@@ -56,14 +56,16 @@ class ModuleRunner:
         self.weight_bytes = weight_bytes(module.parameters())
         found: dict[int, LayerShape] = {}
 
-        def noted(layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any) -> Tensor:
+        def record_shape(
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any
+        ) -> Tensor:
             """Record the layer's shape and return the attention of one token, which is its value."""
             found[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
             return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
 
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            self._forward(zero, zero, zero, noted)
+            self._forward(zero, zero, zero, record_shape)
         layers = range(config.num_hidden_layers)
         if set(found) != set(layers):
             raise _refusal(
@@ -77,7 +79,7 @@ class ModuleRunner:
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         return module is self._module and embedding.dtype == self.dtype
 
-    def rest(self) -> bool:
+    def release_weights(self) -> bool:
         """Do nothing: this runner has no copies (see `Runner`)."""
         return False
 

@@ -44,7 +44,7 @@ class Runner(Protocol):
             Whether the runner has switched. If not, a new runner must be created.
         """
 
-    def rest(self) -> bool:
+    def release_weights(self) -> bool:
         """Free the memory of the runner's copies if it can be allocated again at the same addresses.
 
         Returns:

@@ -37,7 +37,7 @@ class Steps:
     max_blocks: int
     runner: Runner | None = None
     moved: bool = False
-    _resting: Runner | None = None  # its weights are freed, and it waits for new ones
+    _released: Runner | None = None  # its weights are freed, and it waits for new ones
     _graphed: GraphedRunner | None = None
     _captured: set[int] = field(default_factory=set)
 
@@ -55,7 +55,7 @@ class Steps:
             EngineError: See `make_runner`.
             ConfigError: See `make_runner`.
         """
-        for runner in (self.runner, self._resting):
+        for runner in (self.runner, self._released):
             if runner is not None and runner.renew(module):
                 return runner
         made = self.make(module, copies=False)
@@ -63,14 +63,14 @@ class Steps:
 
     def use(self, runner: Runner) -> None:
         """Compute with this runner, which `runner_of` returned, from now on."""
-        if runner not in (self.runner, self._resting):
+        if runner not in (self.runner, self._released):
             self.drop_graphs()
-        self.runner, self._resting, self.moved = runner, None, True
+        self.runner, self._released, self.moved = runner, None, True
 
-    def rest(self) -> None:
+    def release_weights(self) -> None:
         """Drop the weights. Graphs stay if the memory of the weights will keep its addresses."""
-        if self.runner is not None and self.runner.rest():
-            self._resting = self.runner
+        if self.runner is not None and self.runner.release_weights():
+            self._released = self.runner
         elif self.runner is not None:
             self.drop_graphs()
         self.runner = None

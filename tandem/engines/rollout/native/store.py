@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
-from tandem.engines.rollout.native.budget import Wanted, statement
+from tandem.engines.rollout.native.budget import CacheDemand, cache_message
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner
@@ -120,14 +120,16 @@ class Store:
         self.blocks = 0
         self.room.forget()
 
-    def meant_for(self, runner: Runner) -> Wanted:
+    def demand(self, runner: Runner) -> CacheDemand:
         """Return what the cache must hold: as many sequences as may run, at their full length."""
         size = self.room.block_size
-        return Wanted(self.sequences, self.longest, -(-self.longest // size), self.per_block(runner), size)
+        return CacheDemand(
+            self.sequences, self.longest, -(-self.longest // size), self.per_block(runner), size
+        )
 
-    def statement(self, runner: Runner) -> str:
-        """Return a sentence about the cache (see `budget.statement`)."""
-        wanted = self.meant_for(runner)
+    def cache_message(self, runner: Runner) -> str:
+        """Return a sentence about the cache (see `budget.cache_message`)."""
+        wanted = self.demand(runner)
         most = self.room.most(wanted.block_bytes)  # this call measures the memory
         memory = None if self.room.fixed else self.room.memory
-        return statement(wanted, most, memory, self.room.utilization)
+        return cache_message(wanted, most, memory, self.room.utilization)

@@ -250,9 +250,9 @@ Channel = MemoryChannel | NetworkChannel
 
 
 def _lost(url: str, error: BaseException) -> ServerLost:
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     return ServerLost(
         "the weights did not reach the server",
-        got=f"{url}: {said[0] if said else type(error).__name__}",
+        got=f"{url}: {lines[0] if lines else type(error).__name__}",
         remedy="check the server's log; each of the two machines must be able to connect to the other",
     )

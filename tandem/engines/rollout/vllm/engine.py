@@ -41,7 +41,7 @@ from tandem.engines.rollout.vllm.process import (
     process_state_kept,
     sampling,
 )
-from tandem.engines.rollout.vllm.ranks import agreed, among_ranks
+from tandem.engines.rollout.vllm.ranks import check_same_tokens, rank_arguments
 from tandem.engines.rollout.vllm.shards import held_weights, weights_digest
 from tandem.engines.rollout.vllm.worker import load_weights
 from tandem.engines.weight_sync import Digest
@@ -97,13 +97,13 @@ class VLLMEngine:
         self._asleep: set[SleepTag] = set()
         arguments = EngineArgs(
             **made.arguments(),
-            **among_ranks(made.tensor_parallel_size),
+            **rank_arguments(made.tensor_parallel_size),
             logprobs_mode=logprobs_mode,
             async_scheduling=False,  # otherwise a step in flight would count for the next weights
         )
         self._owns_group = not dist.is_initialized()
         with process_state_kept():
-            self._engine = _made(arguments, self._load)
+            self._engine = _make_engine(arguments, self._load)
         self._model = self._engine.collective_rpc("get_model")[0]
         self._memory = (HostMemory if made.on_host else DeviceMemory)(self._engine)
 
@@ -135,11 +135,11 @@ class VLLMEngine:
             self._step()
             over = time.monotonic() >= deadline
             if self._shared:  # ranks that share the engine must stop together
-                over = step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
+                over = step % _STEPS_ALONE == 0 and check_same_tokens(self._tokens_sum, over)
             if timeout_s <= 0 or over:
                 break
         if self._shared and self._finished and not self._writing:
-            agreed(self._tokens_sum)
+            check_same_tokens(self._tokens_sum)
         finished, self._finished = self._finished, []
         return finished
 
@@ -231,12 +231,12 @@ class VLLMEngine:
         self.wake({"weights"})
         missing = {held.name for held in held_weights(self._model)}
 
-        def ticked() -> Iterator[tuple[str, Tensor]]:
+        def tracked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in source.tensors:
                 missing.discard(name)
                 yield name, tensor
 
-        load_weights(self._model, ticked())
+        load_weights(self._model, tracked())
         check_whole(missing)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = version
@@ -282,14 +282,14 @@ class VLLMEngine:
         return self._counters.take()
 
 
-def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
+def _make_engine(arguments: EngineArgs, load: _Load) -> LLMEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         engine = LLMEngine.from_engine_args(arguments, stat_loggers=[lambda *_, **__: load])
-        engine.input_processor.generation_config_fields = {}  # otherwise min_tokens would bar its stop tokens too
+        engine.input_processor.generation_config_fields = {}  # min_tokens would bar its stop tokens
         return engine
     except Exception as error:  # vLLM may raise anything
         raise EngineError(

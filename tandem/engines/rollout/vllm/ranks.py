@@ -48,7 +48,7 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
         return f"tandem:{self.meeting}", rank, local_rank
 
 
-def among_ranks(tensor_parallel_size: int) -> dict[str, Any]:
+def rank_arguments(tensor_parallel_size: int) -> dict[str, Any]:
     """Return vLLM's arguments for one of several ranks.
 
     They are empty in a process that runs alone.
@@ -68,7 +68,7 @@ def among_ranks(tensor_parallel_size: int) -> dict[str, Any]:
     }
 
 
-def gathered(mine: torch.Tensor) -> torch.Tensor:
+def gather(mine: torch.Tensor) -> torch.Tensor:
     """Gather a tensor from each rank that shares the engine. The rank is the new first dimension.
 
     Args:
@@ -82,7 +82,7 @@ def gathered(mine: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def agreed(written: int, over: bool = False) -> bool:
+def check_same_tokens(written: int, over: bool = False) -> bool:
     """Check that all ranks generated the same tokens, and return whether the time is over on the first rank.
 
     The ranks' clocks differ, but all ranks must stop after the same step.
@@ -94,7 +94,7 @@ def agreed(written: int, over: bool = False) -> bool:
     Raises:
         EngineError: A rank has generated other tokens. It is raised on all ranks.
     """
-    of_ranks = gathered(torch.tensor([written, over])).tolist()
+    of_ranks = gather(torch.tensor([written, over])).tolist()
     if len({number for number, _ in of_ranks}) > 1:
         raise EngineError(
             "the ranks that share one vLLM engine have generated different tokens",

@@ -117,8 +117,8 @@ class VLLMServerEngine(HTTPEngine):
         """
         params = SamplingParams(max_tokens=1, top_k=1, logit_bias=((0, 100.0),))
         trial = sampling(Request("trial", 0, np.zeros(1, dtype=np.int64), params))
-        said = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": trial})
-        log_prob = said["choices"][0]["logprobs"]["content"][0]["logprob"]
+        response = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": trial})
+        log_prob = response["choices"][0]["logprobs"]["content"][0]["logprob"]
         if log_prob < -1e-6:
             raise self.failure(
                 "the server returns log-probs of another distribution than it samples from",
@@ -201,13 +201,13 @@ class VLLMServerEngine(HTTPEngine):
         all its clients. `cache_bytes` and `cache_use` are 0.
         """
         lines = [line for line in self.call("GET", "/metrics").splitlines() if not line.startswith("#")]
-        said = {  # totals since the server was started
+        totals = {  # totals since the server was started
             ours: sum(float(line.split()[-1]) for line in lines if line.startswith(theirs + "{"))
             for ours, theirs in _METRICS.items()
         }
-        for name, total in said.items():
+        for name, total in totals.items():
             setattr(self._counters, name, int(total - self._before.get(name, 0.0)))
-        self._before = said
+        self._before = totals
         return super().stats()
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
@@ -216,8 +216,8 @@ class VLLMServerEngine(HTTPEngine):
 
     def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:
         async def asked_of_workers() -> Any:
-            said = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
-            return said["results"]
+            response = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
+            return response["results"]
 
         return self._connection.begin(asked_of_workers())
 

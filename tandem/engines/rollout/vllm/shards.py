@@ -14,14 +14,14 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from tandem.engines.rollout.vllm.ranks import gathered
+from tandem.engines.rollout.vllm.ranks import gather
 from tandem.engines.weight_sync import Digest, checksum
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldWeight:
     """A tensor of the checkpoint, or the part of it that this rank holds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Held:
     columns: int | None = None
 
 
-def held_weights(model: Any) -> Iterator[Held]:
+def held_weights(model: Any) -> Iterator[HeldWeight]:
     """Yield this rank's weights of a vLLM model, in the same order on all ranks.
 
     Layers that vLLM has joined (`qkv_proj`, `gate_up_proj`) are cut into their parts. Rows that pad the
@@ -55,10 +55,10 @@ def held_weights(model: Any) -> Iterator[Held]:
         if last in joined:
             yield from _parts(f"{parent}.{{}}.{leaf}", joined[last], layers[path], parameter)
         else:
-            yield _held(name, layers[path], parameter)
+            yield _held_weight(name, layers[path], parameter)
 
 
-def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[Held]:
+def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[HeldWeight]:
     """Yield the parts of a joined layer.
 
     Args:
@@ -72,20 +72,20 @@ def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterat
     for number, (part, rows) in enumerate(zip(names, torch.split(parameter, sizes), strict=True)):
         # There may be fewer key and value heads than ranks.
         shard = rank // (getattr(layer, "num_kv_head_replicas", 1) if number else 1)
-        yield Held(name.format(part), rows, shard, first_row=shard * len(rows))
+        yield HeldWeight(name.format(part), rows, shard, first_row=shard * len(rows))
 
 
-def _held(name: str, layer: Any, parameter: Tensor) -> Held:
+def _held_weight(name: str, layer: Any, parameter: Tensor) -> HeldWeight:
     rank, size = _place(layer)
     if isinstance(layer, VocabParallelEmbedding):
         first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        return Held(name, parameter[: end - first], rank, first_row=first)
+        return HeldWeight(name, parameter[: end - first], rank, first_row=first)
     if isinstance(layer, ColumnParallelLinear):
-        return Held(name, parameter, rank, first_row=rank * len(parameter))
+        return HeldWeight(name, parameter, rank, first_row=rank * len(parameter))
     if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # each rank has the whole bias
         width = parameter.shape[-1]
-        return Held(name, parameter, rank, first_column=rank * width, columns=size * width)
-    return Held(name, parameter)
+        return HeldWeight(name, parameter, rank, first_column=rank * width, columns=size * width)
+    return HeldWeight(name, parameter)
 
 
 def _place(layer: Any) -> tuple[int, int]:
@@ -107,11 +107,11 @@ def weights_digest(model: Any) -> Digest:
         ]
     )
     shards_T = torch.tensor([part.shard for part in held])
-    total_T = _of_all_ranks(*gathered(torch.stack((sums_T.cpu(), shards_T))).unbind(1))
+    total_T = _combine_ranks(*gather(torch.stack((sums_T.cpu(), shards_T))).unbind(1))
     return {part.name: total for part, total in zip(held, total_T.tolist(), strict=True)}
 
 
-def _of_all_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
+def _combine_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
     """Return the sum over all shards, each once, plus the differences between copies of one shard."""
     total_T = torch.zeros_like(sums_RT[0])
     for rank, (sums_T, shards_T) in enumerate(zip(sums_RT, shards_RT, strict=True)):

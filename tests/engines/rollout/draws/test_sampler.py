@@ -156,7 +156,7 @@ def test_other_modes_only_change_what_is_given(mode):
         "processed_logits": logits.gather(1, tokens)[:, 0] / 0.5,
         "raw_logits": logits.gather(1, tokens)[:, 0],
     }
-    torch.testing.assert_close(drawn.asked_R, expected[mode])
+    torch.testing.assert_close(drawn.requested_R, expected[mode])
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])

@@ -14,7 +14,7 @@ import pytest
 from tandem.engines.rollout.base import RolloutEngine, finished, generate
 from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http import connection
-from tandem.engines.rollout.http.answer import asked
+from tandem.engines.rollout.http.answer import non_default
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.errors import EngineError
@@ -133,8 +133,8 @@ def test_the_whole_request_on_the_wire(server, make):
 
 
 def test_every_parameter_is_asked_for_unless_it_changes_nothing():
-    assert asked(SamplingParams(top_k=0)) == {}
-    assert asked(SamplingParams(temperature=0.5, min_tokens=3)) == {"temperature": 0.5, "min_tokens": 3}
+    assert non_default(SamplingParams(top_k=0)) == {}
+    assert non_default(SamplingParams(temperature=0.5, min_tokens=3)) == {"temperature": 0.5, "min_tokens": 3}
 
 
 def test_seeds_differ_by_key_and_fit():

@@ -152,7 +152,7 @@ def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeE
         run_ahead=run_ahead,
         decode=decode,
     )
-    engine._steps.graphs = engine._apart = graphs
+    engine._steps.graphs = engine._split_steps = graphs
     return engine
 
 

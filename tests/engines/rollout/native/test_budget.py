@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.engines.rollout.native.budget import Wanted, statement, weights_statement
+from tandem.engines.rollout.native.budget import CacheDemand, cache_message, weights_message
 from tandem.memory.cache import DeviceMemory
 
 GIB = 2**30
@@ -17,8 +17,8 @@ def trained(parameter_bytes: int, total: int = H100) -> DeviceMemory:
     return DeviceMemory(total, parameter_bytes * PARAMETERS + weights, weights)
 
 
-def wanted(sequences: int = 256, tokens: int = 7680) -> Wanted:
-    return Wanted(sequences, tokens, -(-tokens // 16), 16 * PER_TOKEN, 16)
+def wanted(sequences: int = 256, tokens: int = 7680) -> CacheDemand:
+    return CacheDemand(sequences, tokens, -(-tokens // 16), 16 * PER_TOKEN, 16)
 
 
 def blocks(memory: DeviceMemory, utilization: float) -> int:
@@ -29,7 +29,7 @@ def test_256_sequences_fit_by_default_beside_fp32_weights_and_adam():
     memory, need = trained(12), wanted()
     assert need.bytes == 256 * 7680 * 28 * 1024 == 52.5 * GIB
     assert memory.cache(0.9) >= need.bytes
-    assert statement(need, blocks(memory, 0.9), memory, 0.9) == (
+    assert cache_message(need, blocks(memory, 0.9), memory, 0.9) == (
         "cache: 1,966,080 tokens (52.5 GiB), 256 sequences of 7,680 at a time, as many as max_num_seqs"
     )
 
@@ -48,7 +48,7 @@ def test_no_more_than_is_there_beside_training():
 
 def test_a_share_that_is_too_small_is_told_with_the_one_that_is_not():
     memory = trained(12)
-    told = statement(wanted(), blocks(memory, 0.5), memory, 0.5)
+    told = cache_message(wanted(), blocks(memory, 0.5), memory, 0.5)
     assert told.startswith("cache: 1,2") and "159 sequences of 7,680 at a time, 256 wanted" in told
     remedy = float(told.rsplit(" ", 1)[1])
     assert told.endswith(f"; raise gpu_memory_utilization to {remedy}")
@@ -57,12 +57,12 @@ def test_a_share_that_is_too_small_is_told_with_the_one_that_is_not():
 
 def test_what_training_holds_is_named_where_it_is_in_the_way():
     memory = trained(16)  # and a reference beside it
-    told = statement(wanted(), blocks(memory, 0.9), memory, 0.9)
+    told = cache_message(wanted(), blocks(memory, 0.9), memory, 0.9)
     lacking = wanted().bytes - memory.beside
     assert 0 < lacking < 16 * PARAMETERS
     assert f"free {lacking / GIB:.1f} GiB of the {16 * PARAMETERS / GIB:.1f} GiB" in told
     assert "optimizer_offload" in told and "256 wanted" in told and "raise" not in told
-    low = statement(wanted(), blocks(memory, 0.6), memory, 0.6)
+    low = cache_message(wanted(), blocks(memory, 0.6), memory, 0.6)
     assert f"free {lacking / GIB:.1f} GiB" in low and low.endswith(
         ", and raise gpu_memory_utilization to 0.75"
     )
@@ -72,16 +72,16 @@ def test_what_training_holds_is_named_where_it_is_in_the_way():
 
 def test_what_no_share_can_hold_is_told():
     memory = trained(0, 24 * GIB)
-    told = statement(wanted(), blocks(memory, 0.9), memory, 0.9)
+    told = cache_message(wanted(), blocks(memory, 0.9), memory, 0.9)
     most = (24 * GIB - 2 * PARAMETERS - 2 * GIB) // (480 * 16 * PER_TOKEN)
     assert f"this device can hold {most} at most" in told and "more devices" in told
 
 
 def test_a_number_of_blocks_set_by_hand():
-    told = statement(wanted(8, 100), 20, None, 0.9)
+    told = cache_message(wanted(8, 100), 20, None, 0.9)
     assert told.endswith("2 sequences of 100 at a time, 8 wanted; raise num_gpu_blocks_override")
 
 
 @pytest.mark.parametrize(("copies", "found"), [(True, "packed copies, 2.9 GiB"), (False, "unpacked")])
 def test_the_weights_are_told(copies, found):
-    assert found in weights_statement(2 * PARAMETERS, copies=copies)
+    assert found in weights_message(2 * PARAMETERS, copies=copies)

@@ -63,9 +63,9 @@ def test_what_was_drawn_comes_back_as_it_went(dtype):
     tokens, one, two = torch.tensor([3, 1 << 40, 0]), torch.randn(3, dtype=dtype), torch.randn(3, dtype=dtype)
     for drawn in (Drawn(tokens, one, one, one), Drawn(tokens, one, two, two)):
         parts = list({id(part): part for part in drawn}.values())
-        joined = flight_module._together(parts)
+        joined = flight_module._join_bytes(parts)
         assert joined.dtype == torch.uint8 and len(joined) == 3 * (8 + (len(parts) - 1) * dtype.itemsize)
-        for part, back in zip(parts, flight_module._apart(joined, parts), strict=True):
+        for part, back in zip(parts, flight_module._split_bytes(joined, parts), strict=True):
             assert back.dtype == part.dtype and torch.equal(back, part)
 
 
@@ -93,7 +93,7 @@ def test_prompts_apart_from_rows_that_decode_give_the_same(tiny, make_requests, 
     runs, shapes = [], []
     for apart in (False, True):
         engine = NativeEngine(**options)
-        engine._apart = apart
+        engine._split_steps = apart
         engine.update_weights(SharedModule(model), 0)
         forward, seen = engine._steps.forward, []
 

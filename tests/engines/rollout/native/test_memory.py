@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.engines.rollout.native import memory
-from tandem.engines.rollout.native.budget import Wanted
+from tandem.engines.rollout.native.budget import CacheDemand
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.split import LayerSplit
 from tandem.errors import EngineError
@@ -124,7 +124,7 @@ def test_copies_of_weights_are_made_where_they_leave_the_cache_its_need(monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held[0])
-    room, wanted = CacheRoom(torch.device("cuda", 0), None, 16), Wanted(52, 160, 10, GIB // 10, 16)
+    room, wanted = CacheRoom(torch.device("cuda", 0), None, 16), CacheDemand(52, 160, 10, GIB // 10, 16)
     assert wanted.bytes <= 52 * GIB < wanted.bytes + GIB
     assert room.copies_pay(4 * GIB, wanted, returned=False)  # 80 - 20 - 4 - 4 = 52
     assert not room.copies_pay(5 * GIB, wanted, returned=False)

@@ -203,7 +203,7 @@ def test_graphs_go_where_memory_cannot_stay(tiny, make_requests, captures, monke
     shown(engine, tiny("qwen2", torch.float64), 0)
     generate(engine, make_requests(4))
     engine.sleep()
-    assert engine._steps._graphed is None and engine._steps._resting is None
+    assert engine._steps._graphed is None and engine._steps._released is None
     assert engine._store.cache is None
 
 

@@ -112,4 +112,4 @@ def test_the_modules_own_weights_are_read_where_they_are(model, tiny, monkeypatc
     assert runner.renew(module)
     torch.testing.assert_close(logits_of(runner), logits_of(FusedRunner(module, 64)), atol=0, rtol=0)
     assert not runner.renew(tiny(model, torch.float64))  # equal weights, elsewhere
-    assert not FusedRunner(module, 64).rest()
+    assert not FusedRunner(module, 64).release_weights()
