@@ -142,7 +142,7 @@ def _difference(name: str, sent: Sent, held: Digest, before: Sent | None) -> str
         return f"{name} was never sent"
     found = held[name]
     if before is not None and before.digest.get(name) == found:
-        return f"{name} {_hex(found)} is still the weight of version {before.version}"
+        return f"{name} {_hex(found)} is still that of version {before.version}"
     twin = next((other for other, value in sent.digest.items() if value == found), None)
     return f"{name} {_hex(found)}" + (f" is the weight {twin}" if twin else " is damaged")
 
