@@ -290,7 +290,9 @@ class HTTPEngine(ABC):
             except EngineError as error:
                 if isinstance(error, Refused):
                     error.request = answer.request.id
-                error.field = error.field or f"request {answer.request.id}, {len(answer.token_ids)} tokens in"
+                error.field = (
+                    error.field or f"request {answer.request.id}, after {len(answer.token_ids)} tokens"
+                )
                 raise
             finally:
                 self._running -= 1

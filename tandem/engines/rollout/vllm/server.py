@@ -149,7 +149,9 @@ class VLLMServerEngine(HTTPEngine):
             if answer.cut_at_stop(len(choice["token_ids"]), self._decode):
                 return "stop"
             if choice["finish_reason"]:
-                answer.stamp(choice["weight_versions"] or (), other=0)  # "default" before the first
+                answer.stamp(
+                    choice["weight_versions"] or (), other=0
+                )  # it is "default" before the first update
                 return str(choice["finish_reason"])
         return None
 
