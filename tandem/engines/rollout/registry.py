@@ -45,7 +45,7 @@ def make_rollout_engine(
     """Return the engine of this name. It has no weights yet.
 
     Args:
-        name: The engine's name, as in `actor_rollout_ref.rollout.name`.
+        name: The engine's name. A ConfigError is raised if it does not exist or its package is missing.
         rollout: Batching, memory and runner. Sampling parameters come with each request.
         tokenizer: For stop strings. None if no request has any.
         device: The device of the engine.
@@ -54,14 +54,10 @@ def make_rollout_engine(
         say: Receives what the user should know about the engine's memory (native).
         share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
         split: This worker's share of each layer (native, vllm).
-        model_path: The model folder, for an engine with its own weights: vllm, or native and hf with a weight
-            stream.
+        model_path: The model folder, for an engine with its own weights (vllm, or native and hf by stream).
         trust_remote_code: Whether native and hf run the model class that the folder contains.
         dtype: The dtype of the weights that the engine will get (vllm).
         log_file: Receives what a server that is started here prints. None means a temporary file.
-
-    Raises:
-        ConfigError: The engine does not exist, or its package is not installed.
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log

@@ -58,9 +58,7 @@ def make_vllm_engine(
     share: tuple[int, int] = (0, 1),
     tensor_parallel_size: int = 1,
 ) -> RolloutEngine:
-    """Create the engine of `rollout.mode`. It has no weights yet.
-
-    If the config names no servers, a server is started for the engine and ends with it.
+    """Create vLLM's engine without weights, and a server that ends with it if the config names none.
 
     Args:
         rollout: The config of the engine.

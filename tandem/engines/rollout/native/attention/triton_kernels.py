@@ -14,6 +14,9 @@ value_dim, H key heads, and D_PAD, E_PAD, H_PAD the next powers of two. And:
     BLOCK   tokens per cache block
     RUN     neighboring columns that are side by side in memory
     SPLITS  programs that share a sequence's columns
+    DECODE  whether each sequence has one token
+    WINDOW  number of columns that a token sees, 0 for all
+    SOFTCAP the softcap of the scores, 0 for none
 """
 
 from __future__ import annotations
@@ -144,6 +147,8 @@ def _tiles(
     return begin, full_begin, full_end, end
 
 
+# With one split, `out` is the result (T, N, E). With several splits, `out` is float32 (T, N, SPLITS, E) and
+# must still be divided by the totals (T, N, SPLITS), which `combine_kernel` does.
 @triton.jit(do_not_specialize=["sequences", "table_stride"])
 def attend_kernel(
     out: tl.tensor, totals: tl.tensor, peaks: tl.tensor, queries: tl.tensor, keys: tl.tensor,
@@ -153,12 +158,7 @@ def attend_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ) -> None:
-    """Compute the attention of one chunk, key head and split. The grid is (chunk, key head, split).
-
-    With one split, `out` is the result (T, N, E). With several splits, `out` is float32 (T, N, SPLITS, E) and
-    must still be divided by the totals (T, N, SPLITS), which `combine_kernel` does. DECODE means one token
-    per sequence. WINDOW and SOFTCAP are 0 if they are not used.
-    """
+    """Compute the attention of one chunk, key head and split, which are the axes of the grid."""
     TOKENS: tl.constexpr = 1 if DECODE else ROWS // GROUP
     chunk, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = chunk
