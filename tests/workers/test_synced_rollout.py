@@ -138,7 +138,7 @@ def test_a_bucket_of_old_weights_is_refused(config: Any, monkeypatch: pytest.Mon
     assert list(old.tensors) == names[:5] and old.sent is None
     learn(actor, generate(actor))
     apart.load_weights(old)
-    with pytest.raises(WeightSyncError, match="do not follow each other"):
+    with pytest.raises(WeightSyncError, match="out of order"):
         apart.load_weights(actor.export_weights(1))
 
 
@@ -171,7 +171,11 @@ def test_a_fault_in_the_shared_module_is_named(
     monkeypatch.setattr(worker.actor, "unsharded", faulty)
     with pytest.raises(WeightSyncError) as caught:
         generate(worker)
-    told = {"stale": "is still that of version 0", "swapped": f"is {TWIN}", "damaged": "is damaged"}
+    told = {
+        "stale": "is still that of version 0",
+        "swapped": f"is the weight {TWIN}",
+        "damaged": "is damaged",
+    }
     assert f"{NAME} " in str(caught.value.got) and told[fault] in str(caught.value.got)
     monkeypatch.setattr(worker.actor, "unsharded", original)
     generate(worker)

@@ -1,4 +1,4 @@
-"""Tiny random models and requests shared by the rollout tests."""
+"""Small random models and requests for the rollout tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # large enough for a peaked distribution
+    "initializer_range": 0.2,  # large enough for peaked distributions
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -83,8 +83,11 @@ def _build(name: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., PreTrainedModel]:
-    """Builds a tiny model by name; the weights of one name are always the same. All parameters, biases
-    and norms too, are random, so that none can be left out unnoticed."""
+    """Return a function that builds a small model by name.
+
+    The weights of one name are always the same. All parameters are random, biases and norms too, so that a
+    test notices when one is ignored.
+    """
 
     def build(name: str = "qwen2", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         torch.manual_seed(11)
@@ -100,14 +103,17 @@ def tiny() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def prompts() -> list[np.ndarray]:
-    """50 prompts of 1 to 40 tokens."""
+    """Return 50 prompts of 1 to 40 tokens."""
     rng = np.random.default_rng(3)
     return [rng.integers(1, VOCABULARY, size=length) for length in rng.integers(1, 41, size=50)]
 
 
 @pytest.fixture
 def make_requests(prompts: list[np.ndarray]) -> Callable[..., list[Request]]:
-    """n samples of each of the first `count` prompts, of 1 to 30 new tokens."""
+    """Return a function that makes n samples of each of the first `count` prompts.
+
+    They have 1 to 30 new tokens.
+    """
 
     def make(count: int = 50, n: int = 1, **params: Any) -> list[Request]:
         lengths = np.random.default_rng(5).integers(1, 31, size=count * n).tolist()

@@ -1,4 +1,4 @@
-"""Weights that come as a stream, in the engines of this process."""
+"""Tests of weight streams in the engines of this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ NAMES = ("native-fused", "native-module", "hf")
 
 
 def stream(model, change=lambda name, tensor: tensor):
-    """Each tensor is overwritten when the next is asked for; those changed to None are left out."""
+    """Return a stream in which each tensor is overwritten when the next one is requested.
+
+    Tensors that `change` turns into None are left out.
+    """
 
     def tensors():
         for name, parameter in model.named_parameters():
@@ -34,7 +37,10 @@ def stream(model, change=lambda name, tensor: tensor):
 
 
 def trained(model, dtype):
-    """As mixed precision has it while it computes: the buffers stay those of the master weights."""
+    """Return a model as mixed precision has it while it computes.
+
+    Its buffers are those of the master weights.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -46,7 +52,7 @@ def bytes_held(own):
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    """Of a model's config alone, by the model's name."""
+    """Return a function that makes a folder with only a model's config, by the model's name."""
 
     def make(name="qwen2"):
         path = tmp_path / name
@@ -66,10 +72,10 @@ def make_engine(name, folder, **options):
 @pytest.mark.parametrize(
     ("name", "model", "dtype"),
     [
-        *((name, "qwen2", torch.float32) for name in NAMES),  # with tied weights
+        *((name, "qwen2", torch.float32) for name in NAMES),  # the model has tied weights
         ("native-fused", "llama3_rope", torch.float64),
         ("native-fused", "qwen3", torch.bfloat16),
-        ("native-module", "gemma3_text", torch.float32),  # two kinds of rotary tables, a scale of embeddings
+        ("native-module", "gemma3_text", torch.float32),  # two kinds of rotary tables, and scaled embeddings
         ("hf", "gemma2", torch.bfloat16),
     ],
 )
@@ -166,7 +172,7 @@ FAULTS = {
     "shape": (
         lambda module: stream(module, lambda n, t: t[:3] if n == Q_PROJ else t),
         Q_PROJ,
-        r"another shape(.|\n)*\(3, 32\)(.|\n)*\(32, 32\)",
+        r"shape(.|\n)*\(3, 32\)(.|\n)*\(32, 32\)",
     ),
     "twice": (
         lambda module: WeightStream(iter([*module.named_parameters(), (Q_PROJ, torch.zeros(32, 32))])),
@@ -181,7 +187,7 @@ FAULTS = {
     "tied": (
         lambda module: WeightStream(iter([*module.state_dict().items()])),
         "lm_head.weight",
-        r"model\.embed_tokens\.weight alone",
+        r"only model\.embed_tokens\.weight",
     ),
 }
 
@@ -225,7 +231,7 @@ def test_without_a_model_of_its_own_a_stream_is_refused_and_the_weights_stay(nam
 
 
 def test_a_model_with_buffers_that_nobody_sends_is_refused(tmp_path):
-    """The experts' biases of DeepSeek-V3 are no parameters, and no trainer sends them."""
+    """The experts' biases of DeepSeek-V3 are not parameters, and no trainer sends them."""
     config = DeepseekV3Config(
         vocab_size=97,
         hidden_size=32,
@@ -246,6 +252,6 @@ def test_a_model_with_buffers_that_nobody_sends_is_refused(tmp_path):
         v_head_dim=8,
     )
     config.save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="buffer that its config does not determine") as caught:
+    with pytest.raises(EngineError, match="buffer") as caught:
         OwnWeights(tmp_path, CPU).load(stream(DeepseekV3ForCausalLM(config)))
     assert caught.value.field == "model.layers.0.mlp.gate.e_score_correction_bias"

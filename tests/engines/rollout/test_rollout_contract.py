@@ -1,5 +1,8 @@
-"""The engines of this process, native with either runner and hf, over the trainer's module and over weights
-of their own: the contract, and what they do beyond it because they share the trainer's module."""
+"""Tests of the engines of this process: native with either runner, and hf.
+
+They run the engine contract over the trainer's module and over the engines' own weights. They also test what
+these engines do because they share the trainer's module.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def name(request):
 
 
 def reference_log_probs(model, request, sample, temperature=1.0):
-    """Of the sample's tokens, by one full forward."""
+    """Compute the log-probs of the sample's tokens by one full forward."""
     ids = torch.from_numpy(np.concatenate((request.prompt_ids, sample.token_ids)))[None]
     with torch.no_grad():
         logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double() / temperature
@@ -99,7 +102,7 @@ def test_samples_of_all_engines_agree(tiny, make_requests):
 
 
 def test_continued_response_draws_the_same_numbers(name, tiny, make_requests):
-    """A response cut in two and continued as a longer prompt is the uncut response."""
+    """A response that is cut in two and continued as a longer prompt equals the uncut response."""
     model = tiny(dtype=torch.float64)
     [request] = make_requests(1, max_tokens=20)
     engine = make_engine(name)
@@ -200,14 +203,14 @@ def test_log_probs_are_as_precise_as_the_model(name, tiny, make_requests, dtype,
     for request, sample in zip(requests, generate(engine, requests), strict=True):
         wanted = np.float64 if dtype == torch.float64 else np.float32
         assert sample.log_probs.dtype == sample.untruncated_log_probs.dtype == wanted
-        # transformers' norms round to float32 whatever the model's type, both here and there
+        # transformers' norms round to float32 for every model dtype, in both forwards
         np.testing.assert_allclose(
             sample.log_probs, reference_log_probs(model, request, sample, 0.8), atol=max(precision, 1e-7)
         )
 
 
 def test_the_company_changes_float64_log_probs_by_rounding_only(name, tiny, make_requests):
-    """As on ranks that divide the prompts among them."""
+    """As on ranks that divide the prompts among themselves."""
     model = tiny(dtype=torch.float64)
     requests = make_requests(12, 2, temperature=1.0)
     runs = []

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the engines there, CUDA graphs, and the kernels in bfloat16 at real sizes."""
+"""Tests that need a GPU: the engines, CUDA graphs, and the kernels in bfloat16 at real sizes."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_running_ahead_changes_nothing(tiny, make_requests):
 
 
 def decode_step(lengths, vocabulary, generator):
-    """One token each of sequences that will have these lengths, every block taken by one of them."""
+    """Return a step with one token each, of sequences that will have these lengths and use every block."""
     rows, width = len(lengths), -(-max(lengths) // BLOCK)
     tables_SB = torch.randperm(rows * width, generator=generator).view(rows, width)
     positions_T = torch.tensor(lengths) - 1
@@ -107,7 +107,7 @@ def test_replayed_graphs_compute_what_plain_steps_do(name, tiny):
 
 @pytest.mark.filterwarnings("error")
 def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
-    """A graph that was captured over it replays on what stands there then."""
+    """A graph that was captured over the memory replays on its new content."""
     size = 2**30
     held = Lasting([((size,), torch.uint8), ((1000,), torch.float32)], CUDA)
     assert held.stays and lasting_bytes(CUDA) >= size
@@ -121,7 +121,7 @@ def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
         taken = torch.cuda.mem_get_info(CUDA)[0]
         held.give_back()
         assert torch.cuda.mem_get_info(CUDA)[0] - taken >= size and lasting_bytes(CUDA) == 0
-        torch.full((size // 4,), 7.0, device=CUDA)  # others may have it meanwhile
+        torch.full((size // 4,), 7.0, device=CUDA)  # other tensors may use the memory meanwhile
         held.take()
         assert numbers.data_ptr() == place
     held.give_back()
@@ -140,7 +140,7 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
     engine, counts = NativeEngine(**options), []
     for version in range(3):
         torch.manual_seed(version)
-        module = tiny(model).to(CUDA)  # elsewhere each time
+        module = tiny(model).to(CUDA)  # at other addresses each time
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)
@@ -151,17 +151,17 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
             assert left.token_ids.tolist() == right.token_ids.tolist()
             np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
     assert counts[0] > 3 and counts == [counts[0]] * 3
-    assert engine._steps._resting is not None  # its copies wait, without memory
+    assert engine._steps._released is not None  # its copies have no memory and wait for weights
 
 
 def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests):
-    """More requests than rows, so that prompts come in while others decode."""
+    """There are more requests than rows, so prompts arrive while others decode."""
     requests = make_requests(30, 2, temperature=0.0)
     module = tiny().to(CUDA)
     runs = []
     for apart in (True, False):
         engine = NativeEngine(device=CUDA, max_length=96, max_num_seqs=8)
-        engine._apart = apart
+        engine._split_steps = apart
         runs.append(written(engine, module, requests))
     for left, right in zip(*runs, strict=True):
         assert left.token_ids.tolist() == right.token_ids.tolist()
@@ -185,7 +185,7 @@ def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("group", "dim"), [(1, 16), (1, 32), (7, 32), (7, 64), (4, 80), (7, 128), (2, 256)])
 def test_prompts_at_every_head_size(group, dim, kind):
-    """Chunks of prompts of many lengths, some after a beginning that is in the cache already."""
+    """Chunks of prompts of many lengths, some after a prefix that is already in the cache."""
     generator = torch.Generator().manual_seed(dim + group)
     counts = torch.tensor([1, 300, 17, 64, 6, 6, 129, 2])
     lengths = counts + torch.tensor([0, 0, 250, 16, 0, 3, 1, 700])

@@ -1,8 +1,10 @@
-"""All Triton kernels compile for GPUs that are not here, in a process that does not interpret them, and at
-the sizes in use threads do not run out of registers, nor a multiprocessor of shared memory.
+"""Tests that all Triton kernels compile for GPUs that are not present.
 
-The interpreter takes Python that the compiler does not; this is what can be known of it without a GPU. Run
-with `pytest -s` it prints what each kernel takes.
+They compile in a process without Triton's interpreter. At the sizes in use, threads must not run out of
+registers, nor a multiprocessor out of shared memory.
+
+The interpreter accepts Python that the compiler rejects. These tests show what can be known of that without a
+GPU. With `pytest -s` they print the resources of each kernel.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Rows on logits made up for the purpose, without an engine."""
+"""Tests of rows on artificial logits, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY = 37
 
 
 def logits_at(request, step):
-    """The made-up model: logits that depend on the request and the step, and like low tokens."""
+    """Return logits that depend on the request and the step and prefer low tokens."""
     rng = np.random.default_rng([row_key(request) % 2**32, step])
     return rng.normal(size=VOCABULARY) * 2 - 0.1 * np.arange(VOCABULARY)
 
@@ -33,14 +33,14 @@ def request(index, params, prompt=(1, 2, 3)):
 
 
 def step(rows, at, ahead=0):
-    """Draws for rows `at`."""
+    """Draw for the rows `at`."""
     logits = [logits_at(rows.request[row], int(rows.produced[row]) + ahead) for row in at]
     params = rows.params(at, VOCABULARY, CPU)
     return rows.draw(at, torch.tensor(np.array(logits)), params, ahead)
 
 
 def run(requests, capacity=None):
-    """Everything to its end, finished rows leaving at once; request id → sample."""
+    """Run all requests to their end and return their samples by id. Finished rows leave at once."""
     rows, waiting, out = Rows(capacity or len(requests)), list(requests), {}
     while waiting or rows.count:
         free = rows.capacity - rows.count
@@ -57,7 +57,7 @@ def run(requests, capacity=None):
 
 
 def check(asked, sample):
-    """Each token and both its log-probs follow from the definition."""
+    """Check that each token and both of its log-probs follow from the definition."""
     params, tokens = asked.params, sample.token_ids.tolist()
     numbers = uniforms(
         np.full(len(tokens), row_key(asked), dtype=np.uint64), first_position(asked) + np.arange(len(tokens))
@@ -103,7 +103,7 @@ PARAMS = st.builds(
     ),
 )
 def test_mixed_rows_that_come_and_go_follow_the_reference(params, capacity, prompts):
-    """In whatever company, at whatever row: rows are moved as others leave."""
+    """The result depends neither on the other rows nor on the row number. Rows move when others leave."""
     requests = [request(i, p, prompts[i]) for i, p in enumerate(params)]
     samples = run(requests, capacity)
     for asked in requests:
@@ -114,8 +114,10 @@ PENALISED = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.8, max_to
 
 
 def test_tokens_drawn_ahead_are_those_drawn_one_by_one():
-    """A step is launched before the tokens of the last are fetched: penalties, min_tokens and random
-    numbers count the token on its way."""
+    """A step is launched before the tokens of the last step are fetched.
+
+    Penalties, min_tokens and random numbers count the token in flight.
+    """
     late = SamplingParams(min_tokens=4, stop_token_ids=(0, 1, 2, 3), max_tokens=12)
     requests = [request(0, PENALISED), request(1, late), request(2, SamplingParams(max_tokens=12))]
     expected = run(requests)
@@ -178,7 +180,7 @@ def test_histories_are_given_back_with_the_last_penalised_row():
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy from the host to the device goes on without waiting."""
+    """A mode that records whether each copy from the host to the device is non-blocking."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +194,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_no_copy_to_the_device_is_waited_for():
-    """Of parameters, of a step with all that edits logits, and of one ahead of its tokens."""
+    """This covers the copies of parameters, of a step with all edits, and of a step that runs ahead."""
     meta = torch.device("meta")
     with Copies() as copies:
         torch.ones(2).to(meta)
@@ -211,7 +213,7 @@ def test_no_copy_to_the_device_is_waited_for():
 
 
 def test_only_the_edits_of_a_step_change_its_logits():
-    """Those of the parameters are what a step's are made from, and not whole without it."""
+    """The edits in the parameters are only the base of a step's edits. Without a step they are incomplete."""
     rows = Rows(2)
     at = rows.add([request(0, PENALISED), request(1, SamplingParams(logit_bias=((3, 50.0),)))])
     params = rows.params(at, VOCABULARY, CPU)

@@ -18,7 +18,7 @@ ALMOST_ONE = 1 - 2.0**-53
 
 
 def reference(logits, params):
-    """Probabilities of one row, float64, sampled from and before anything is cut."""
+    """Return the float64 probabilities of one row: those sampled from, and those before truncation."""
     expected = distribution(np.asarray(logits, dtype=np.float64), params)
     return expected.probabilities, expected.whole
 
@@ -29,7 +29,7 @@ def row_params(params, vocabulary):
 
 
 def draw(logits, params, numbers):
-    """One draw per number, all from the same logits."""
+    """Draw once per number, always from the same logits."""
     rows = torch.as_tensor(logits).expand(len(numbers), -1)
     return sample(
         rows,
@@ -39,7 +39,7 @@ def draw(logits, params, numbers):
 
 
 def count_draws(logits, params, draws, rows=20_000):
-    """How often each token is drawn."""
+    """Count how often each token is drawn."""
     counts = np.zeros(len(logits), dtype=np.int64)
     keys = np.arange(rows, dtype=np.uint64) * np.uint64(0x5851F42D4C957F2D)
     for position in range(draws // rows):
@@ -79,7 +79,9 @@ def test_draws_follow_the_distribution_and_four_percent_bias_is_seen(case):
 
 LOGITS = st.one_of(
     st.floats(-12, 12, width=32),
-    st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5, 2.0]),  # ties, and tokens that cannot be drawn
+    st.sampled_from(
+        [-torch.inf, -1.0, 0.0, 0.5, 0.5, 2.0]
+    ),  # with ties, and with tokens that cannot be drawn
 )
 
 
@@ -156,7 +158,7 @@ def test_other_modes_only_change_what_is_given(mode):
         "processed_logits": logits.gather(1, tokens)[:, 0] / 0.5,
         "raw_logits": logits.gather(1, tokens)[:, 0],
     }
-    torch.testing.assert_close(drawn.asked_R, expected[mode])
+    torch.testing.assert_close(drawn.requested_R, expected[mode])
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])
@@ -194,7 +196,7 @@ def test_top_p_keeps_the_token_that_reaches_it():
 
 
 def test_top_p_beyond_the_first_candidates():
-    """A flat distribution over 5,000 tokens: top-p keeps about 4,500, more than are sorted at first."""
+    """The distribution is flat over 5,000 tokens. top-p keeps about 4,500, more than are sorted at first."""
     rng = np.random.default_rng(4)
     logits = (rng.normal(size=5000) * 0.05).astype(np.float32)
     params = SamplingParams(top_p=0.9)
@@ -207,7 +209,7 @@ def test_top_p_beyond_the_first_candidates():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
-    """With ties, with tokens that cannot be drawn, and with both zeros, which are equal."""
+    """The scores have ties, tokens that cannot be drawn, and both zeros, which are equal."""
     scores = (torch.randn(60, 700, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4).round() / 2
     scores[:, ::7] = -torch.inf
     scores[3] = 0.0
@@ -228,7 +230,7 @@ def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
 
 @pytest.mark.parametrize("params", [*CASES.values(), SamplingParams(top_p=0.9, min_p=0.1)], ids=str)
 def test_no_step_waits_for_the_device(params):
-    """Tensors of the meta device have no content: what asks for some, as one that waits does, fails."""
+    """Tensors on the meta device have no content. A step that waits for content fails on them."""
     meta = torch.device("meta")
     columns = ((params.temperature, params.top_k, params.top_p, params.min_p),) * 3
     rows = RowParams.of(*(np.array(column) for column in zip(*columns, strict=True)), 5000, meta)

@@ -1,4 +1,7 @@
-"""The Triton sampler against `sampler.sample`; see `test_attention_triton` for where this runs."""
+"""Tests of the Triton sampler against `sampler.sample`.
+
+`test_attention_triton` says where they run.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def both(logits, uniforms, temperature):
-    """(tokens, log-probs) of the kernels and of the plain sampler in float64."""
+    """Return (tokens, log-probs) of the kernels, and of the PyTorch sampler in float64."""
     rows = len(logits)
     plain = RowParams.of(
         np.asarray(temperature, np.float64),
@@ -44,7 +47,7 @@ def test_draws_what_the_plain_sampler_draws(vocabulary, dtype):
 
 
 def test_a_token_is_drawn_as_often_as_its_probability_says():
-    """Uniform numbers at equal distances: each token comes up within one of its share."""
+    """With evenly spaced uniform numbers, each token's count is within one of its share."""
     logits = torch.linspace(-1, 1, 7)
     count = 60
     (tokens, _), _ = both(

@@ -1,4 +1,4 @@
-"""Stop strings, with a byte-level tokenizer whose tokens may end inside a character."""
+"""Tests of stop strings, with a byte-level tokenizer whose tokens may end inside a character."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ IDS = {piece: i for i, piece in enumerate(PIECES)}
 
 
 def decode(token_ids):
-    """Bytes that are no character, or none yet, decode to U+FFFD; one token decodes to nothing."""
+    """Decode bytes to text.
+
+    Bytes that are not a character, or not yet, decode to U+FFFD. One token decodes to nothing.
+    """
     return b"".join(PIECES[token] for token in token_ids).decode(errors="replace")
 
 
@@ -23,7 +26,7 @@ def tokens_of(*pieces):
 
 
 def ends(tokens, stop, min_tokens=0):
-    """The number of tokens after which the response ends; None: it does not."""
+    """Return the number of tokens after which the response ends, or None if it does not end."""
     for size in range(min_tokens + 1, len(tokens) + 1):
         if ends_with_stop(tokens[:size], stop, decode, min_tokens):
             return size
@@ -31,8 +34,7 @@ def ends(tokens, stop, min_tokens=0):
 
 
 def ends_by_definition(tokens, stop, min_tokens=0):
-    """The first token after the first `min_tokens` with which a stop string stands in the whole text that
-    did not, as often, before."""
+    """Return the first token, after the first `min_tokens`, that adds a stop string to the whole text."""
     for size in range(min_tokens + 1, len(tokens) + 1):
         now, before = decode(tokens[:size]), decode(tokens[: size - 1])
         if any(count(now, text) > count(before, text) for text in stop):

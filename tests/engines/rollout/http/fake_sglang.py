@@ -1,4 +1,7 @@
-"""SGLang 0.5.23's server with a real, tiny model: `/generate`, and new weights from a folder."""
+"""A fake of SGLang 0.5.23's server with a real, small model.
+
+It has `/generate`, and new weights from a folder.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,14 @@ _FIELDS = frozenset(
 
 
 class FakeSGLang(FakeServer):
-    """Attributes:
-    cumulative: whether each event repeats what came before (the server's default).
-    memory: the tags that are occupied.
-    shows: whether it has `get_weights_by_name` for its model.
-    held: changes what it then shows.
-    refusal: why new weights are refused; None: they are not.
+    """A fake SGLang server.
+
+    Attributes:
+        cumulative: Whether each event repeats the earlier ones (the server's default).
+        memory: The tags whose memory is allocated.
+        shows: Whether the model supports `get_weights_by_name`.
+        held: A change to the weights that it then returns.
+        refusal: The reason to refuse new weights. None means that they are accepted.
     """
 
     generates = "/generate"

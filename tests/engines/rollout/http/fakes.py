@@ -1,5 +1,8 @@
-"""Servers on this machine that speak the documented wire formats, strictly: they break off at a field that
-the real server does not know. Run as a program, this is an OpenAI-compatible server that can be killed."""
+"""Fake servers on this machine that implement the documented wire formats strictly.
+
+They break off when a request has a field that the real server does not know. Run as a program, this file is
+an OpenAI-compatible server that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,18 @@ from typing import Any
 
 Decode = Callable[[Sequence[int]], str]
 Written = tuple[int, float, float]
-"""A token, its log-prob under the distribution sampled from, and under softmax(logits / temperature)."""
+"""A token and two log-probs.
+
+They are under the distribution sampled from, and under softmax(logits / temperature).
+"""
 Writer = Callable[[Sequence[int], dict[str, Any]], Iterator[Written]]
-"""(prompt, sampling parameters by OpenAI's names) to what follows, without stopping."""
+"""Takes (prompt, sampling parameters by OpenAI's names) and yields the next tokens without end."""
 
 VOCABULARY = 97
 
 
 def scripted(prompt: Sequence[int], params: dict[str, Any]) -> Iterator[Written]:
-    """Tokens that follow from prompt and seed, with log-probs that say which position they have."""
+    """Yield tokens that follow from prompt and seed, with log-probs that encode their position."""
     for at in range(10_000):
         yield (
             (sum(prompt) + 31 * (params["seed"] % 1009) + 7 * at) % VOCABULARY,
@@ -44,17 +50,18 @@ class Reply:
 
 
 class FakeServer(ABC):
-    """A server in a thread of this process. A subclass answers requests.
+    """A server in a thread of this process. A subclass answers the requests.
 
     Args:
-        pause_s: before each token.
-        decode: token ids to text, for stop strings.
+        pause_s: The pause before each token.
+        decode: Decodes token ids to text, for stop strings.
 
     Attributes:
         seen: (path, body) of the requests, in the order of their arrival.
-        faults: what goes wrong with the next requests for a response, one each; "" for nothing.
-        cut_off: paths of the answers whose reader went away.
-        most: requests that were answered at the same time, at most.
+        faults: What goes wrong with the next requests for a response, one entry per request. "" means
+            nothing.
+        cut_off: The paths of answers whose reader disconnected.
+        most: The most requests that were answered at the same time.
     """
 
     generates: str
@@ -128,7 +135,7 @@ class FakeServer(ABC):
         handler.send_chunk(None)
 
     def tokens(self, prompt: Sequence[int], params: dict[str, Any]) -> Iterator[tuple[Written, str | None]]:
-        """What is written, with the finish reason beside the last token."""
+        """Yield what is generated. The last token comes with its finish reason."""
         so_far: list[int] = []
         for at, written in enumerate(self.writer(prompt, params)):
             if self.pause_s and self._closing.wait(self.pause_s):
@@ -189,7 +196,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class FakeOpenAI(FakeServer):
-    """vLLM's /v1/completions. `mode` is its --logprobs-mode; `published` whether it shows its schema."""
+    """A fake of vLLM's /v1/completions.
+
+    `mode` is its --logprobs-mode. `published` says whether it publishes its schema.
+    """
 
     generates = "/v1/completions"
     mode = "processed_logprobs"
@@ -263,8 +273,10 @@ class FakeOpenAI(FakeServer):
 
 
 class FakeTGI(FakeServer):
-    """TGI's /generate. Its tokenizer knows the texts "t0" to "t96", apart by spaces; `prefix` comes before
-    each prompt."""
+    """A fake of TGI's /generate.
+
+    Its tokenizer knows the texts "t0" to "t96", separated by spaces. `prefix` comes before each prompt.
+    """
 
     generates = "/generate"
     prefix: tuple[int, ...] = ()

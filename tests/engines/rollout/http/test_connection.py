@@ -1,4 +1,4 @@
-"""What lies between an engine and its server: proxies, answers of a bad moment, failures nobody asked for."""
+"""Tests of the connection to a server: proxies, temporary errors, and failures that no call asked for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_schema_that_cannot_be_read_now_is_not_taken_for_none(server, make):
 
 
 def test_a_connection_is_not_used_when_the_server_may_be_closing_it(server, monkeypatch):
-    assert connection._IDLE_S < 5.0  # uvicorn's, and so vLLM's and SGLang's
+    assert connection._IDLE_S < 5.0  # uvicorn's timeout, which vLLM and SGLang use too
     monkeypatch.setattr(connection, "_IDLE_S", 0.3)
     ports, respond = [], server.respond
 
@@ -73,7 +73,7 @@ def test_what_was_asked_on_a_connection_that_was_cut_is_asked_again(server):
     server.respond = once
     assert made.wait(made.ask("GET", "/v1/models"))["data"]
     server.respond = lambda path, body, handler: handler.hang_up()
-    with pytest.raises(ServerLost, match="no connection"):
+    with pytest.raises(ServerLost, match="cannot connect"):
         made.wait(made.ask("GET", "/v1/models"))
     made.close()
     assert cut == ["/v1/models"]

@@ -1,4 +1,4 @@
-"""From the config to engines on servers."""
+"""Tests of the factory that creates engines on servers from the config."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_several_servers_are_divided_among_the_workers():
     with closing(make("openai", server, share=(1, 2))) as engine:
         assert isinstance(engine, OpenAIEngine)
         assert engine.server.url == URLS[1]
-    with pytest.raises(ConfigError, match="a server of its own"):
+    with pytest.raises(ConfigError, match="its own server"):
         make("openai", server, share=(3, 4))
 
 

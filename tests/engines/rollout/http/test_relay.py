@@ -1,4 +1,4 @@
-"""One stream of weights, read by several engines at once."""
+"""Tests of one weight stream that several engines read at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSORS = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
 
 
 def reused():
-    """Each tensor is overwritten when the next is asked for."""
+    """Yield tensors. Each is overwritten when the next one is requested."""
     room = torch.empty(4)
     for name, tensor in TENSORS.items():
         yield name, room.copy_(tensor)
@@ -74,7 +74,7 @@ def test_a_reader_that_hangs(monkeypatch):
         held.wait(10)
         return {}
 
-    with pytest.raises(EngineError, match="a reader of the weights took more than 0 s for one tensor"):
+    with pytest.raises(EngineError, match=r"a reader .* 0 s for one tensor"):
         relay(WeightStream(reused()), [reads, hangs])
     held.set()
 
@@ -92,5 +92,5 @@ def test_a_source_that_hangs_is_not_its_readers_fault(monkeypatch):
         time.sleep(0.5)
 
     for tensors in (slow(), late_end()):
-        with pytest.raises(EngineError, match="the source of the weights took more than 0 s for one tensor"):
+        with pytest.raises(EngineError, match=r"the source .* 0 s for one tensor"):
             relay(WeightStream(tensors), [reads, reads])

@@ -1,4 +1,4 @@
-"""A router with more than it can hand out, and with a request that nobody takes."""
+"""Tests of a router with more requests than it can assign, and with a request that every replica refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.engines.rollout.http.test_router import Recorder, request, router_of
 
 
 def test_many_waiting_requests_cost_a_poll_nothing():
-    """Of 100,000 that wait none is looked at while the replicas are full, and few when one has room."""
+    """While the replicas are full, none of 100,000 waiting requests is examined.
+
+    When a replica has free capacity, only a few are examined.
+    """
     first, second = Recorder(), Recorder()
     router = router_of([first, second], window=4)
     router.submit([request(f"u{i}") for i in range(100_000)])
@@ -26,7 +29,7 @@ def test_many_waiting_requests_cost_a_poll_nothing():
     began = time.process_time()
     for _ in range(10):
         first.finish(next(iter(first.held)))
-        assert len(router.poll(0)) == 1  # then its place is filled
+        assert len(router.poll(0)) == 1  # then the next request takes its place
     assert time.process_time() - began < 2
 
 
@@ -43,5 +46,5 @@ def test_one_refused_request_costs_no_replica():
         assert "400 as planned" in str(caught.value.got)
         assert router.pending() == 0
         assert len(generate(router, requests)) == 4
-        assert len(one.bodies("/v1/completions")) > 3  # it still has its share
+        assert len(one.bodies("/v1/completions")) > 3  # it still gets its share
         router.close()

@@ -1,4 +1,4 @@
-"""The engine on TGI's server, whose prompts are texts."""
+"""Tests of the engine on TGI's server, whose prompts are texts."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_the_models_end_token_stops(server, make):
     right = request(max_tokens=30, stop_token_ids=(server.end_token,))
     (sample,) = generate(make(server), [right])
     assert (len(sample.token_ids), sample.finish_reason) == (9, "stop")
-    with pytest.raises(EngineError, match="stops at other tokens than asked for"):
+    with pytest.raises(EngineError, match="stop tokens"):
         generate(make(server), [wanted])
 
 
 def test_a_stop_token_that_the_server_does_not_know(server, make):
     wanted = request(max_tokens=30)
     other = script(wanted, 9)[8][0]
-    with pytest.raises(EngineError, match="stops at other tokens"):
+    with pytest.raises(EngineError, match="stop tokens"):
         generate(make(server), [request(max_tokens=30, stop_token_ids=(1, other))])
 
 
@@ -136,7 +136,7 @@ def test_another_tokenizer_on_the_server(server, make):
 )
 def test_parameters_it_does_not_have(server, make, params):
     engine = make(server)
-    with pytest.raises(EngineError, match="does not know that sampling parameter") as caught:
+    with pytest.raises(EngineError, match="does not support") as caught:
         engine.submit([request(**params)])
     assert caught.value.field == next(iter(params))
     assert server.bodies("/generate") == []
@@ -148,7 +148,7 @@ def test_failures(server, make):
     for fault, kind, message in (
         ("422", EngineError, "refused"),
         ("500", ServerLost, "refused"),
-        ("hang", ServerLost, "no whole answer"),
+        ("hang", ServerLost, "did not complete"),
     ):
         server.faults.append(fault)
         with pytest.raises(kind, match=message):

@@ -1,4 +1,4 @@
-"""A step over a paged cache, and its attention computed one query head of one token at a time."""
+"""A step over a paged cache, and a reference that computes one query head of one token at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
 
 CPU = torch.device("cpu")
-# Lengths after the step, and how many of these tokens it brings: decode, chunks and whole prompts mixed.
+# Lengths after the step, and how many of these tokens the step brings: decode, chunks and whole prompts
+# mixed.
 MIXED = [(130, 1), (33, 17), (1, 1), (9, 9), (517, 3), (300, 1)]
 DECODE = [(1, 1), (16, 1), (17, 1), (255, 1), (256, 1), (257, 1), (600, 1)]
 
@@ -51,7 +52,7 @@ class Case:
         self.counts = [count for _, count in sequences]
         positions = [torch.arange(length - count, length) for length, count in sequences]
         for keys, values, table, count in zip(self.keys, self.values, tables, self.counts, strict=True):
-            for place in range(len(keys) - count):  # what earlier steps wrote
+            for place in range(len(keys) - count):  # tokens of earlier steps
                 block, offset = table[place // block_size], place % block_size
                 self.cache.keys[0][block, :, :, offset] = keys[place]
                 self.cache.values[0][block, :, offset] = values[place]
@@ -77,7 +78,7 @@ class Case:
         self.new_values = torch.cat([v[-c:] for v, c in zip(self.values, self.counts, strict=True)])
 
     def expected(self, window: int, softcap: float) -> Tensor:
-        """One query head of one token at a time, in float64."""
+        """Compute the attention of one query head of one token at a time, in float64."""
         out = []
         starts = self.step.starts_S1.tolist()
         for number, (start, stop) in enumerate(pairwise(starts)):

@@ -1,4 +1,7 @@
-"""Run on ranks: CASES (models, requests, options), RESULTS to write. Every rank writes its samples."""
+"""A job that runs on ranks. It reads CASES (models, requests, options) and writes RESULTS.
+
+Every rank writes its samples.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ from tandem.protocol import Request, SamplingParams
 
 
 def short_of_memory(split):
-    """What a rank says when the last one has no memory for the cache."""
+    """Return the message of a rank when the last rank has no memory for the cache."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4

@@ -1,11 +1,11 @@
-"""Random requests that arrive and are aborted at random, on an engine whose cache is far too small for them.
+"""A stress test: random requests arrive and are aborted, on an engine with a far too small cache.
 
     python -m tests.engines.rollout.native.stress --requests 10000 --dtype float64      (make stress)
 
 Every request is answered once, no block of the cache is lost, and every response is the one that the request
-gets alone. In float64 that is exact. In float32 the rows beside it change a logit's last bits, so that a
-response may differ from the first token on whose random number lies within rounding of the border between two
-tokens; that it does is shown for each.
+gets when it runs alone. In float64 this is exact. In float32 the other rows change the last bits of a logit.
+So a response may differ, starting at a token whose random number is within rounding of the border between two
+tokens. For each such response the test shows that this is the reason.
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ from tandem.protocol import Request, Sample, SamplingParams
 VOCABULARY = 97
 LONGEST_PROMPT, LONGEST_RESPONSE = 40, 56
 BLOCK_SIZES = {torch.float64: 4, torch.float32: 16}
-"""Small ones run short in the middle of responses; the CPU kernels, not made for float64, want large ones."""
+"""Tokens per block.
+
+Small blocks run out in the middle of responses. The CPU kernels, which do not support float64, need large
+blocks.
+"""
 ROOM = 2 * (LONGEST_PROMPT + LONGEST_RESPONSE)
-"""Tokens of the cache: two of the longest sequences."""
+"""Tokens of the cache: enough for two of the longest sequences."""
 
 ROUNDING = 1e-5
-"""More than what float32 logits of this model differ by, from batch to batch."""
+"""More than the difference of this model's float32 logits between batches."""
 
 Id = tuple[str, int]
 
 
 def build_model(dtype: torch.dtype) -> PreTrainedModel:
-    """Two layers, peaked distributions."""
+    """Build a model with two layers and peaked distributions."""
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -63,8 +67,11 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def random_requests(count: int, seed: int) -> list[Request]:
-    """One to four samples of each prompt; half of the prompts begin like an earlier one. Most responses are
-    short; the few long ones need blocks that are not there."""
+    """Return one to four samples of each prompt.
+
+    Half of the prompts begin like an earlier one. Most responses are short. The few long responses need more
+    blocks than there are.
+    """
     rng = np.random.default_rng(seed)
     requests: list[Request] = []
     prompts: list[np.ndarray] = []
@@ -105,7 +112,7 @@ def _random_params(rng: np.random.Generator) -> SamplingParams:
 
 
 def one_by_one(module: PreTrainedModel, requests: Sequence[Request]) -> dict[Id, Sample]:
-    """Each request alone, with nothing in the cache but its own."""
+    """Run each request alone, with a cache that holds only this request."""
     engine = NativeEngine(
         device=torch.device("cpu"),
         max_length=LONGEST_PROMPT + LONGEST_RESPONSE,
@@ -119,13 +126,13 @@ def one_by_one(module: PreTrainedModel, requests: Sequence[Request]) -> dict[Id,
 
 @dataclass
 class Outcome:
-    """What became of the requests.
+    """The results of the requests.
 
     Attributes:
-        finished: by id.
-        partial: aborted ones whose beginning was asked for.
-        dropped: aborted ones whose beginning was not.
-        stats: the engine's counters.
+        finished: Samples by id.
+        partial: Aborted samples whose partial response was requested.
+        dropped: Aborted requests whose partial response was not requested.
+        stats: The engine's counters.
     """
 
     finished: dict[Id, Sample] = field(default_factory=dict)
@@ -135,13 +142,13 @@ class Outcome:
 
 
 def _again(work: Callable[[], None]) -> Callable[[], None]:
-    """In place of a CUDA graph: the work, done again on the same buffers."""
+    """Return the work itself. It replaces a CUDA graph and runs again on the same buffers."""
     work()
     return work
 
 
 def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeEngine:
-    """With room for two of the longest sequences."""
+    """Make an engine with a cache for two of the longest sequences."""
     engine = NativeEngine(
         device=torch.device("cpu"),
         max_length=LONGEST_PROMPT + LONGEST_RESPONSE,
@@ -152,7 +159,7 @@ def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeE
         run_ahead=run_ahead,
         decode=decode,
     )
-    engine._steps.graphs = engine._apart = graphs
+    engine._steps.graphs = engine._split_steps = graphs
     return engine
 
 
@@ -164,14 +171,19 @@ def stressed(
     run_ahead: bool = False,
     graphs: bool = False,
 ) -> Outcome:
-    """All requests, arriving in bursts, one in twenty aborted, the weights handed over anew now and then.
+    """Run all requests.
+
+    They arrive in bursts, one in twenty is aborted, and the weights are set again at times.
 
     Args:
-        run_ahead: whether steps are launched before the last one's tokens are fetched, as on CUDA.
-        graphs: whether decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
+        module: The model.
+        requests: The requests.
+        seed: The seed of arrivals and aborts.
+        run_ahead: Whether steps are launched before the last step's tokens are fetched, as on CUDA.
+        graphs: Whether decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
 
     Raises:
-        AssertionError: a request is answered twice or never, or a block is lost.
+        AssertionError: A request is answered twice or never, or a block is lost.
     """
     with mock.patch.object(native, "GraphedRunner", partial(GraphedRunner, capture=_again)):
         return _run(make_engine(module.dtype, run_ahead=run_ahead, graphs=graphs), module, requests, seed)
@@ -204,7 +216,7 @@ def _run(engine: NativeEngine, module: PreTrainedModel, requests: Sequence[Reque
             engine._scheduler.check()
     engine._scheduler.check()
     blocks = engine._scheduler.blocks
-    assert blocks.free == blocks.blocks > 0, "blocks are held and no sequence runs"
+    assert blocks.free == blocks.blocks > 0, "blocks are held although no sequence runs"
     out.stats = engine.stats()
     return out
 
@@ -215,7 +227,9 @@ def _abort(
     partial = engine.abort(ids, keep_partial=keep)
     assert sorted(sample.id for sample in partial) == (list(ids) if keep else [])
     for sample in partial:
-        found = out.partial if sample.finish_reason == "abort" else out.finished  # by the step that ran ahead
+        found = (
+            out.partial if sample.finish_reason == "abort" else out.finished
+        )  # finished by the step that ran ahead
         found[sample.id] = sample
     out.dropped |= set() if keep else set(ids)
     for id in ids:
@@ -225,13 +239,13 @@ def _abort(
 def check_outcome(
     requests: Sequence[Request], out: Outcome, alone: dict[Id, Sample], dtype: torch.dtype
 ) -> int:
-    """Compares with the same requests run one by one.
+    """Compare the outcome with the same requests run one by one.
 
     Returns:
-        responses that differ from a token on whose draw was a tie within rounding.
+        The number of responses that differ, starting at a token whose draw was a tie within rounding.
 
     Raises:
-        AssertionError: a request without an answer, or a difference that has no such excuse.
+        AssertionError: A request has no answer, or a response differs for another reason.
     """
     ids = [request.id for request in requests]
     assert sorted([*out.finished, *out.partial, *out.dropped]) == sorted(ids)
@@ -259,19 +273,20 @@ def check_outcome(
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common beginning."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
 def is_tie(exact: PreTrainedModel, request: Request, written: np.ndarray, tokens: tuple[int, int]) -> bool:
-    """Whether logits that are the float64 model's up to rounding give either token.
+    """Return whether the float64 model's logits, up to rounding, give either token.
 
     Args:
-        exact: the model in float64.
+        exact: The model in float64.
+        request: The request.
         written: (R) the response so far.
-        tokens: the two that were drawn next.
+        tokens: The two tokens that were drawn next.
     """
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, written]))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The compiled kernels: attention over shapes, and what runs beside it, against PyTorch."""
+"""Tests of the compiled kernels against PyTorch: attention over shapes, and the other operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.engines.rollout.native.ops.cpu import CPUOps
 from tandem.engines.rollout.native.ops.torch import TorchOps
 from tests.engines.rollout.native.paged_case import DECODE, MIXED, OPTIONS, Case
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # bf16: the result's own rounding
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # bf16: the rounding of the result
 DTYPES = list(TOLERANCE)
 
 
@@ -47,7 +47,7 @@ def test_attention(sequences, window, softcap, dtype):
         (2, 1, 80, 80, 32),
         (9, 1, 128, 128, 16),
         (4, 1, 256, 256, 16),
-        (3, 3, 24, 40, 16),  # neither a multiple of a vector
+        (3, 3, 24, 40, 16),  # neither is a multiple of a vector
         (5, 1, 7, 9, 48),
     ],
 )
@@ -67,7 +67,7 @@ def test_scores_of_any_size():
     """No maximum is assumed: scores of thousands neither overflow nor vanish."""
     case = Case(DECODE, torch.float32, key_dim=64)
     case.query *= 300
-    case.check("cpu", 2e-3)  # float32's error in scores of thousands, exponentiated
+    case.check("cpu", 2e-3)  # the error of float32 scores of thousands, after exponentiation
 
 
 def test_nan_is_not_hidden():
@@ -89,7 +89,7 @@ def test_what_lies_beyond_a_sequence_does_not_matter():
 
 
 def cpu_and_torch(dtype: torch.dtype) -> tuple[CPUOps, TorchOps]:
-    """For 6 query and 2 key heads of 24 numbers."""
+    """Return both implementations for 6 query heads and 2 key heads of 24 numbers."""
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(50, 12, generator=generator).repeat(1, 2) * 6
     heads = Heads(6, 2, 24, angles.cos().to(dtype), angles.sin().to(dtype), 24**-0.5)
@@ -101,8 +101,11 @@ def cpu_and_torch(dtype: torch.dtype) -> tuple[CPUOps, TorchOps]:
 def assert_equal_up_to_one_rounding(
     got: Tensor, expected: Tensor, dtype: torch.dtype, size: Tensor | None = None
 ) -> None:
-    """bf16 results are those of PyTorch, but for a few where a float32 value on the way lies at a tie: they
-    move by the last place of that value and by their own, by 2^-6 of its `size` (unless given, their own)."""
+    """Assert that bf16 results equal PyTorch's, with a few exceptions.
+
+    Where an intermediate float32 value is close to a tie, the result moves by the last place of that value
+    and by its own last place: by 2^-6 of `size` (by default, of the result).
+    """
     if dtype != torch.bfloat16:
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-6)
         return
@@ -112,7 +115,7 @@ def assert_equal_up_to_one_rounding(
 
 
 def rotated_pairs(heads: Tensor) -> Tensor:
-    """The length of each pair of numbers that is rotated together; the rotation leaves it as it is."""
+    """Return the length of each pair of numbers that is rotated together. A rotation does not change it."""
     pairs = torch.hypot(*heads.float().chunk(2, dim=-1))
     return torch.cat([pairs, pairs], dim=-1)
 
@@ -142,7 +145,7 @@ class TestOps:
         cpu, reference = cpu_and_torch(dtype)
         expected = reference.rotate(qkv.clone(), positions, norm)
         query, keys, values = cpu.rotate(qkv.clone(), positions, norm)
-        assert query.dtype == torch.float32  # scaled, but not rounded again
+        assert query.dtype == torch.float32  # scaled and not rounded again
         for got, wanted in ((query.to(dtype), expected[0]), (keys, expected[1])):
             assert_equal_up_to_one_rounding(got, wanted, dtype, rotated_pairs(wanted))
         assert torch.equal(values, expected[2])
@@ -175,7 +178,7 @@ print(kind, *(warning.message for warning in caught), sep="|")
 
 
 def use(folder: object, **environment: str) -> list[str]:
-    """The attention that a fresh process chooses, and its warnings."""
+    """Return the attention that a fresh process chooses, and its warnings."""
     variables = {**os.environ, "TANDEM_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
         [sys.executable, "-c", USE], env=variables, check=False, capture_output=True, text=True, timeout=120

@@ -1,6 +1,8 @@
-"""The Triton attention against a plain float64 reference. Without a CUDA device the kernels run under
-Triton's interpreter; where Triton is not installed (a CPU build of PyTorch does not bring it) these
-tests are skipped. `tests/conftest.py` turns the interpreter on."""
+"""Tests of the Triton attention against a plain float64 reference.
+
+Without a CUDA device the kernels run under Triton's interpreter, which `tests/conftest.py` turns on. If
+Triton is not installed (a CPU build of PyTorch does not include it), these tests are skipped.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ not_interpreted = pytest.mark.skipif(
 
 
 class Case:
-    """Sequences of given lengths, of which each runs its last tokens; everything else in the cache is NaN."""
+    """Sequences of given lengths, each of which runs its last tokens. All other cache content is NaN."""
 
     def __init__(
         self, lengths, queries, *, group=2, heads=2, key_dim=32, value_dim=None, block_size=16, seed=0
@@ -39,7 +41,7 @@ class Case:
         self.keys, self.values = [], []
         self.shape, self.lengths, self.queries, self.block_size = shape, lengths, queries, block_size
         self.blocks = len(numbers)
-        # Entries beyond a sequence's length name some block; here one that nobody fills.
+        # Entries beyond a sequence's length are any block. Here it is a block without content.
         tables = torch.full((len(lengths), max(blocks) + 2), int(numbers[-1]), dtype=torch.int32)
         slots, positions, taken = [], [], 0
         for row, (length, count) in enumerate(zip(lengths, queries, strict=True)):
@@ -83,7 +85,7 @@ class Case:
         return cache
 
     def reference(self, dtype, window=None, softcap=None):
-        """Softmax attention token by token, on numbers rounded as the cache rounds them."""
+        """Compute softmax attention token by token, on numbers rounded as in the cache."""
         query = self.query.to(dtype).double()
         group = query.shape[1] // self.shape.kv_heads
         out, token = [], 0
@@ -191,7 +193,7 @@ def test_writes_every_token_into_its_slot_and_nothing_else(dtype):
     expected.keys[0][block, :, :, offset] = torch.nan
     expected.values[0][block, :, offset] = torch.nan
     keys, values = torch.cat(case.keys).to(DEVICE, dtype), torch.cat(case.values).to(DEVICE, dtype)
-    joined = torch.cat((keys, values), -1)  # as views of a wider projection
+    joined = torch.cat((keys, values), -1)  # views of a wider projection
     TritonAttention(cache).write(0, case.step, joined[..., :24], joined[..., 24:])
     for part, wanted in ((cache.keys[0], expected.keys[0]), (cache.values[0], expected.values[0])):
         torch.testing.assert_close(part, wanted, rtol=0, atol=0, equal_nan=True)
@@ -218,7 +220,7 @@ def test_float64_is_refused():
 
 
 def test_the_engine_writes_the_same_over_it(tiny, prompts):
-    """Chunked prompts, shared prefixes, steps that mix prompts and decoding, and decoding alone."""
+    """Covers chunked prompts, shared prefixes, steps that mix prompts and decoding, and pure decoding."""
     requests = [
         Request(f"p{index}", 0, prompts[index % 4], SamplingParams(max_tokens=3 + index, temperature=0.0))
         for index in range(6)

@@ -30,7 +30,7 @@ def test_a_leak_is_noticed():
 
 
 def test_released_blocks_are_found_until_they_are_needed():
-    """The block released longest ago goes first, and of a sequence its end."""
+    """Blocks that were released first are reused first, and of one sequence the last blocks."""
     manager = BlockManager(5)
     old, young = manager.allocate(2), manager.allocate(2)
     manager.remember(old, digests("a", "ab"))
@@ -38,7 +38,7 @@ def test_released_blocks_are_found_until_they_are_needed():
     manager.release(old)
     manager.release(young)
     assert manager.find(digests("a", "ab", "abc")).tolist() == old.tolist()
-    assert manager.allocate(1).tolist() == [4]  # never used, so nothing is lost
+    assert manager.allocate(1).tolist() == [4]  # a block that was never used, so nothing is lost
     assert manager.allocate(1).tolist() == [old[1]]
     assert manager.find(digests("a", "ab")).tolist() == [old[0]]
     manager.share(old[:1])
@@ -86,10 +86,10 @@ def test_growth_adds_free_blocks():
 
 
 def test_any_order_of_operations_keeps_the_books():
-    """Against a plain model: lists of who holds what, and the content of every block."""
+    """Compare with a simple model: the holders of each block, and the content of every block."""
     rng = np.random.default_rng(0)
     manager = BlockManager(24)
-    tables, content = [], {}  # sequences; block -> what was last written there
+    tables, content = [], {}  # the sequences; block → its last content
     for step in range(2000):
         action = rng.integers(4)
         if action == 0 and manager.free >= 4:
@@ -121,7 +121,7 @@ def test_a_digest_stands_for_the_whole_prefix():
     chain(b"root", known, ids, 4)
     assert len(known) == 2
     before = list(known)
-    chain(b"root", known, np.arange(13), 4)  # goes on where it ended
+    chain(b"root", known, np.arange(13), 4)  # continues where it ended
     assert known[:2] == before and len(known) == 3
     for root, other in ((b"other", ids), (b"root", np.concatenate(([9], ids[1:])))):
         changed = []

@@ -1,4 +1,4 @@
-"""What only the native engine does: sharing, batching, memory."""
+"""Tests of what only the native engine does: sharing, batching, memory."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def drain(engine):
 
 
 def mixed_load(rng):
-    """30 requests with common beginnings, 1 to 4 samples each, of all ways to sample and to end."""
+    """Return 30 requests with common prefixes, 1 to 4 samples each, and all ways to sample and to end."""
     roots = [rng.integers(1, 97, size=40) for _ in range(3)]
     requests = []
     while len(requests) < 30:
@@ -56,7 +56,7 @@ def decode(token_ids):
 
 @pytest.fixture(scope="module")
 def crowd(tiny):
-    """A model, requests, and what each writes alone, by id."""
+    """Return a model, requests, and what each request generates alone, by id."""
     model = tiny(dtype=torch.float64)
     requests = mixed_load(np.random.default_rng(7))
     alone = make(model, decode=decode)
@@ -77,7 +77,7 @@ def crowd(tiny):
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
 def test_no_company_changes_a_sample(crowd, options):
-    """Each request in a crowd, with arrivals and aborts in between, writes what it writes alone."""
+    """Each request generates in a crowd, with arrivals and aborts, what it generates alone."""
     model, requests, expected = crowd
     engine = make(model, decode=decode, **options)
     written, aborted = {}, {}
@@ -100,7 +100,7 @@ def test_no_company_changes_a_sample(crowd, options):
 
 @pytest.mark.parametrize(("n", "max_num_seqs"), [(16, 256), (8, 3)])
 def test_samples_share_their_prompts_prefill(tiny, n, max_num_seqs):
-    """Those admitted later find the prompt's full blocks, and compute the rest again."""
+    """Samples admitted later find the prompt's full blocks and compute the rest again."""
     prompts = [np.full(length, length) for length in (32, 35, 41, 48)]
     requests = [
         Request(str(p), sample, prompt, SamplingParams(max_tokens=9))
@@ -147,7 +147,7 @@ def test_without_prefix_caching_nothing_is_found(tiny):
 
 
 def test_finished_sequences_make_room_at_once(tiny):
-    """Two rows, one long sequence and many short ones: the short ones pass by the long one."""
+    """Two rows, one long sequence and many short ones: the short sequences pass the long one."""
     engine = make(tiny(), max_num_seqs=2)
     lengths = [45] + [4] * 10
     requests = [
@@ -188,7 +188,7 @@ def test_weights_updated_in_flight_are_marked_token_by_token(tiny):
 
 
 def test_a_prompt_is_computed_anew_under_new_weights(tiny):
-    """A prompt half of whose samples wait, and one that is half computed."""
+    """One prompt has waiting samples, and one is half computed."""
     engine = make(tiny(), max_num_seqs=2)
     requests = [Request("a", s, np.arange(1, 41), SamplingParams(max_tokens=3)) for s in range(4)]
     engine.submit(requests)
@@ -229,7 +229,7 @@ def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
     engine.poll(0.0)
     assert engine._store.cache.blocks == 2 * 2
     long = [Request(f"b{i}", 0, np.arange(1, 60), SamplingParams(max_tokens=9)) for i in range(9)]
-    engine.submit(long)  # in the middle of the first two, which go on in the larger cache
+    engine.submit(long)  # the first two are still running, and continue in the larger cache
     samples = drain(engine)
     assert engine._store.cache.blocks == 3 * 5
     for request, sample in zip(short, generate(make(tiny()), short), strict=True):
@@ -261,19 +261,19 @@ def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
         ({"num_gpu_blocks_override": 6}, "num_gpu_blocks_override"),
     ):
         engine = make(tiny(), **options)
-        with pytest.raises(EngineError, match=f"(?s){key}.*8 blocks.*96 tokens would fit"):
+        with pytest.raises(EngineError, match=f"(?s){key}.*8 blocks.*96 tokens"):
             engine.submit([request])
-    engine = NativeEngine(device=CPU, max_length=128)  # of a model that it does not know yet
+    engine = NativeEngine(device=CPU, max_length=128)  # it does not know the model yet
     engine.submit([request])
     engine.update_weights(SharedModule(tiny()), 0)
-    with pytest.raises(EngineError, match=r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens would fit"):
+    with pytest.raises(EngineError, match=r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens"):
         engine.poll(1.0)
     engine.abort([request.id])
     engine.sleep()
 
 
 def test_a_request_that_no_block_override_can_hold_harms_no_other(tiny):
-    """Nothing of its call is queued, with weights or without."""
+    """No request of this call is queued, with weights or without."""
     good, bad = (
         Request(name, 0, np.arange(n), SamplingParams(max_tokens=8)) for name, n in (("a", 9), ("b", 90))
     )
@@ -281,7 +281,7 @@ def test_a_request_that_no_block_override_can_hold_harms_no_other(tiny):
         make(tiny(), num_gpu_blocks_override=2),
         NativeEngine(device=CPU, max_length=128, num_gpu_blocks_override=2),
     ):
-        with pytest.raises(EngineError, match="32 tokens would fit"):
+        with pytest.raises(EngineError, match="32 tokens"):
             engine.submit([good, bad])
         assert engine.pending() == 0
         engine.submit([good])
@@ -292,8 +292,11 @@ def test_a_request_that_no_block_override_can_hold_harms_no_other(tiny):
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize(("prompt", "blocks"), [(60, 8), (110, 16)], ids=["stays", "is replaced"])
 def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, blocks, run_ahead):
-    """There is room for 8 blocks and 8 more, never for 8 and 16. A cache that holds the longest sequence goes
-    on; else its running sequences are computed again in a larger one."""
+    """There is memory for 8 blocks and 8 more, never for 8 and 16.
+
+    A cache that holds the longest sequence stays in use. Otherwise its running sequences are computed again
+    in a larger cache.
+    """
     block = 16 * PER_TOKEN
     first, *others = (
         Request(name, 0, np.arange(n) % 97, SamplingParams(max_tokens=60, repetition_penalty=1.1))
@@ -318,7 +321,7 @@ def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, block
 
 @pytest.mark.parametrize("attention", ["torch", "cpu"])
 def test_what_bad_weights_left_in_the_cache_harms_no_good_ones(tiny, attention):
-    """The blocks that a second sequence gets hold NaN beyond its end."""
+    """The blocks that a second sequence gets contain NaN beyond its end."""
     bad = tiny()
     with torch.no_grad():
         bad.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
@@ -352,7 +355,7 @@ def test_abort_of_a_running_sequence_keeps_its_tokens(tiny):
 
 
 def test_abort_loses_nothing_that_has_finished_meanwhile(tiny):
-    """The last token is drawn and not yet accepted when the abort comes."""
+    """The last token is drawn but not accepted yet when the request is aborted."""
     engine = make(tiny(), run_ahead=True)
     request = Request("a", 0, np.array([3, 4]), SamplingParams(max_tokens=1))
     engine.submit([request])
@@ -364,7 +367,7 @@ def test_abort_loses_nothing_that_has_finished_meanwhile(tiny):
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_step_that_failed_is_taken_back(tiny, make_requests, run_ahead):
-    """Penalties count tokens on the device, where those of the lost step must not stay counted."""
+    """Penalties count tokens on the device. Tokens of the lost step must not stay counted there."""
     model = tiny(dtype=torch.float64)
     requests = make_requests(12, 2, max_tokens=12, repetition_penalty=1.2)
     engine = make(model, run_ahead=run_ahead)

@@ -1,4 +1,4 @@
-"""What goes to the device and comes back in a step."""
+"""Tests of the data that a step sends to the device and fetches from it."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def requests_of(count, tokens):
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_step_that_decodes_takes_one_copy(tiny, monkeypatch, run_ahead):
-    """And no more where sequences have ended, but for the parameters of the rows that are left."""
+    """When sequences have ended, the parameters of the remaining rows are the only further copy."""
     sent, uploads = [], []
     send, upload = devices.to_device, devices.upload
     monkeypatch.setattr(
@@ -63,9 +63,9 @@ def test_what_was_drawn_comes_back_as_it_went(dtype):
     tokens, one, two = torch.tensor([3, 1 << 40, 0]), torch.randn(3, dtype=dtype), torch.randn(3, dtype=dtype)
     for drawn in (Drawn(tokens, one, one, one), Drawn(tokens, one, two, two)):
         parts = list({id(part): part for part in drawn}.values())
-        joined = flight_module._together(parts)
+        joined = flight_module._join_bytes(parts)
         assert joined.dtype == torch.uint8 and len(joined) == 3 * (8 + (len(parts) - 1) * dtype.itemsize)
-        for part, back in zip(parts, flight_module._apart(joined, parts), strict=True):
+        for part, back in zip(parts, flight_module._split_bytes(joined, parts), strict=True):
             assert back.dtype == part.dtype and torch.equal(back, part)
 
 
@@ -86,14 +86,14 @@ def test_tokens_in_flight_are_put_where_they_are_read():
 
 
 def test_prompts_apart_from_rows_that_decode_give_the_same(tiny, make_requests, monkeypatch):
-    """Prompts that come in while others decode, in chunks, with samples that share them."""
+    """Prompts arrive in chunks while others decode, and samples share them."""
     model = tiny(dtype=torch.float64)
     requests = make_requests(30, 3)
     options = {"device": CPU, "max_length": 128, "max_num_seqs": 12, "max_num_batched_tokens": 32}
     runs, shapes = [], []
     for apart in (False, True):
         engine = NativeEngine(**options)
-        engine._apart = apart
+        engine._split_steps = apart
         engine.update_weights(SharedModule(model), 0)
         forward, seen = engine._steps.forward, []
 
@@ -128,6 +128,6 @@ def test_a_plan_taken_apart_is_whole():
     assert decoding.source.tolist() == [0, 1] and prompts.source.tolist() == [0, 0, 1]
     assert prompts.rows[prompts.source].tolist() == plan.rows[plan.source[2:]].tolist()
     ones = replace(plan, counts=np.ones(4, dtype=np.int64))
-    for whole in (prompts, decoding, ones):  # a step of one token each is one of decoding
+    for whole in (prompts, decoding, ones):  # a step with one token per row is a decode step
         [same] = whole.apart()
         assert same is whole

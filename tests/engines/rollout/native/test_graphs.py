@@ -1,4 +1,7 @@
-"""`GraphedRunner` with a capture that runs the work on the fixed buffers each time, as a graph does."""
+"""Tests of `GraphedRunner`.
+
+The capture runs the work on the fixed buffers each time, as a graph does.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +18,7 @@ BLOCK, BLOCKS, MAX_BLOCKS = 4, 64, 6
 
 
 class Captures:
-    """Records the captured work and how often it ran."""
+    """A capture that records the work and how often it ran."""
 
     def __init__(self):
         self.captured = 0
@@ -33,7 +36,7 @@ class Captures:
 
 
 def filled(runner):
-    """A cache with content everywhere."""
+    """Return a cache with content everywhere."""
     cache = PagedCache(runner.layers, BLOCKS, BLOCK, runner.dtype, CPU)
     generator = torch.Generator().manual_seed(1)
     for part in (*cache.keys, *cache.values):
@@ -42,7 +45,7 @@ def filled(runner):
 
 
 def decode_step(lengths, seed=0):
-    """One token each of sequences that will have these lengths, in blocks of their own."""
+    """Return a step with one token each, of sequences that will have these lengths, in their own blocks."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(lengths)
     lengths_S = torch.tensor(lengths, dtype=torch.int32)
@@ -65,7 +68,7 @@ def decode_step(lengths, seed=0):
 
 @pytest.fixture(params=["fused", "module"])
 def made(request, tiny):
-    """(runner, graphed runner, its attention, its captures, an equal attention for the plain runner)."""
+    """Return the runner, the graphed runner, its attention and captures, and the plain runner's attention."""
     runner = make_runner(request.param, tiny("qwen3", torch.float64), MAX_BLOCKS * BLOCK)
     attention, plain = (make_attention(filled(runner), "torch") for _ in range(2))
     captures = Captures()
@@ -80,7 +83,7 @@ def same_caches(one, other):
 
 def test_padding_changes_neither_logits_nor_cache(made):
     runner, graphed, attention, captures, plain = made
-    # From large to small and back: the buffers then hold an earlier step's longer tables and other slots.
+    # From large to small and back: the buffers then hold longer tables and other slots of an earlier step.
     for seed, lengths in enumerate([[7] * 9, [3, 24, 1], [5], [2, 9], [4] * 5, [6, 23, 2, 17, 3, 11]]):
         step = decode_step(lengths, seed)
         logits = graphed.forward(step, attention)
@@ -131,13 +134,13 @@ def test_a_capture_that_fails_leaves_a_plain_runner(made):
     step = decode_step([3, 8])
     with torch.inference_mode():
         expected = runner.forward(step, plain)
-    with pytest.warns(
-        RuntimeWarning, match="cannot be captured: operation not permitted when stream is capt"
-    ):
+    with pytest.warns(RuntimeWarning, match="operation not permitted when stream is capt"):
         logits = graphed.forward(step, attention)
     torch.testing.assert_close(logits, expected, rtol=0, atol=0)
     same_caches(attention, plain)
-    torch.testing.assert_close(graphed.forward(step, attention), expected, rtol=0, atol=0)  # no other warning
+    torch.testing.assert_close(
+        graphed.forward(step, attention), expected, rtol=0, atol=0
+    )  # there is no second warning
 
 
 def test_sizes():

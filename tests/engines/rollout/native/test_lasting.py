@@ -1,5 +1,7 @@
-"""Memory that keeps its addresses: the layout of tensors in it, and the calls of the driver, on one that only
-keeps account."""
+"""Tests of memory that keeps its addresses: the layout of tensors, and the calls of the driver.
+
+The driver is a fake that only keeps records.
+"""
 
 import ctypes
 import gc
@@ -19,18 +21,18 @@ POINTER, SIZE, FLAGS = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_ulonglong
 
 
 class Library:
-    """Of the driver's functions what can go wrong: who has reserved, created and mapped what.
+    """A fake of the driver functions that can fail. It records what is reserved, created and mapped.
 
     Attributes:
-        room: bytes of physical memory.
-        reserved, handles, mapped: by address or handle, bytes.
-        readable: addresses with access.
+        room: The bytes of physical memory.
+        reserved, handles, mapped: Bytes by address or handle.
+        readable: The addresses with access.
     """
 
     def __init__(self, room):
         self.room = room
         self.reserved, self.handles, self.mapped, self.readable = {}, {}, {}, set()
-        self._released = {}  # by handle, whether no one but its mapping holds it
+        self._released = {}  # by handle, whether only its mapping holds it
         self._of = {}  # the handle of each mapping
 
     def __getattr__(self, name):
@@ -119,7 +121,10 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
-    """Memory for eight chunks of two grains each; a mapping that goes away waits for no device."""
+    """Return a driver with memory for eight chunks of two grains each.
+
+    A mapping that is deleted waits for no device.
+    """
     monkeypatch.setattr(module, "CHUNK", 2 * GRAIN)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return Library(16 * GRAIN)
@@ -176,7 +181,7 @@ def test_a_library_without_these_functions_is_no_driver():
 
 
 def test_structures_are_laid_out_as_the_drivers():
-    """By its header: sizes, and where the location and the flags are."""
+    """Compare with the driver's header: sizes, and the offsets of the location and the flags."""
     assert ctypes.sizeof(module._Properties) == 32 and ctypes.sizeof(module._Access) == 12
     assert (module._Properties.location.offset, module._Properties.flags.offset) == (8, 24)
 
@@ -184,7 +189,7 @@ def test_structures_are_laid_out_as_the_drivers():
 def test_tensors_side_by_side_in_one_memory():
     specs = [((3, 5), torch.bfloat16), ((7,), torch.float32), ((2, 2, 2), torch.float64), ((0,), torch.int32)]
     held = Lasting(specs, CPU)
-    assert not held.stays  # a host has no such memory
+    assert not held.stays  # a CPU has no such memory
     for (shape, dtype), tensor in zip(specs, held.tensors, strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype) and tensor.is_contiguous()
         assert (tensor.data_ptr() - held.tensors[0].data_ptr()) % 256 == 0 or not tensor.numel()
@@ -198,7 +203,7 @@ def test_a_device_that_cannot_is_told_once(monkeypatch):
     lasting._driver.cache_clear()
     monkeypatch.setattr(lasting.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no libcuda")))
     try:
-        with pytest.warns(RuntimeWarning, match="captured anew after each sleep.*no libcuda"):
+        with pytest.warns(RuntimeWarning, match="after each sleep.*no libcuda"):
             assert lasting.reserve(8, torch.device("cuda", 5)) is None
         assert lasting.reserve(8, torch.device("cuda", 5)) is None
     finally:

@@ -1,5 +1,7 @@
-"""Graphs from one version of the weights to the next, with work that is run again in place of captured
-graphs, and memory that stays in place as it does on CUDA."""
+"""Tests of graphs across weight versions.
+
+Work that runs again replaces captured graphs, and the memory keeps its addresses as on CUDA.
+"""
 
 import gc
 import weakref
@@ -20,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Lent:
-    """A `Region` on the host: what stood there is lost when it is given back."""
+    """A `Region` on the host. Its content is lost when it is freed."""
 
     def __init__(self, size, device):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -38,7 +40,7 @@ class Lent:
 
 
 class Captures:
-    """The sizes captured, in order; a replay asserts that all is where it was when it was captured."""
+    """The captured sizes, in order. A replay asserts that all tensors are at their addresses."""
 
     def __init__(self):
         self.sizes = []
@@ -82,7 +84,7 @@ def regions(monkeypatch):
 
 
 def make(*, copies=True, **options):
-    """As on CUDA."""
+    """Make an engine as on CUDA."""
     engine = NativeEngine(**{"device": CPU, "max_length": 128, "run_ahead": True, **options})
     engine._steps.graphs = engine._store.lasting = True
     engine._copies = lambda source, runner: copies
@@ -98,7 +100,7 @@ def changed(module, seed):
 
 
 def alone(module, requests):
-    """What a fresh engine without graphs or copies writes."""
+    """Return what a fresh engine without graphs or copies generates."""
     engine = NativeEngine(device=CPU, max_length=128)
     engine.update_weights(SharedModule(module), 0)
     return tokens(generate(engine, requests))
@@ -117,7 +119,7 @@ def shown(engine, module, version, release=None):
 def test_nothing_is_captured_again_through_sleep_and_new_weights(
     model, tiny, make_requests, captures, regions
 ):
-    """The module's own memory goes once it is copied, and comes back elsewhere with other weights."""
+    """The module's own memory is freed after copying, and comes back elsewhere with other weights."""
     requests, engine = make_requests(20, 2), make(max_num_seqs=8)
     module, written = tiny(model, torch.float64), []
     for version in range(3):
@@ -156,7 +158,7 @@ def keeps_graphs_as_weights_change(engine, module, requests, captures):
 
 
 def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, captures, regions, monkeypatch):
-    """Without copies, the module's own: norms per head are side by side in memory of the runner's."""
+    """Without copies the module's own weights are read. Norms per head are joined in the runner's memory."""
     monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
     module, requests, engine = tiny("qwen3", torch.float64), make_requests(12, 2), make(copies=False)
     keeps_graphs_as_weights_change(engine, module, requests, captures)
@@ -165,7 +167,7 @@ def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, capture
 def test_the_module_runner_keeps_graphs_too(tiny, make_requests, captures, regions):
     module, requests, engine = tiny("qwen2", torch.float64), make_requests(12, 2), make(runner="module")
     sizes = keeps_graphs_as_weights_change(engine, module, requests, captures)
-    for parameter in module.parameters():  # as when FSDP gathers them anew
+    for parameter in module.parameters():  # as when FSDP gathers them again
         parameter.data = parameter.data.clone()
     shown(engine, module, 3)
     assert tokens(generate(engine, requests)) == alone(module, requests)
@@ -193,17 +195,17 @@ def test_what_moves_is_captured_before_the_first_step(
     done = {}
     while engine.pending():
         done |= {sample.id: sample for sample in engine.poll(1.0)}
-    assert len(captures.sizes) == len(sizes)  # none in the middle
+    assert len(captures.sizes) == len(sizes)  # none is captured later
     assert tokens(done[request.id] for request in requests) == alone(second, requests)
 
 
 def test_graphs_go_where_memory_cannot_stay(tiny, make_requests, captures, monkeypatch):
-    """A device without such memory: what an engine gives back while it sleeps holds no graph's memory."""
+    """On a device without such memory, the freed memory of a sleeping engine includes that of the graphs."""
     engine = make()
     shown(engine, tiny("qwen2", torch.float64), 0)
     generate(engine, make_requests(4))
     engine.sleep()
-    assert engine._steps._graphed is None and engine._steps._resting is None
+    assert engine._steps._graphed is None and engine._steps._released is None
     assert engine._store.cache is None
 
 
@@ -233,7 +235,7 @@ def test_a_cache_that_grows_or_cannot_be_taken_again_is_another(
 
 
 def test_a_cache_that_is_replaced_is_freed_first(tiny, make_requests, captures, regions, monkeypatch):
-    """There may be no room for both; the graphs over it must not hold it."""
+    """There may be no memory for both. The graphs over the old cache must not keep it alive."""
     engine, module = make(), tiny("qwen2", torch.float64)
     shown(engine, module, 0)
     generate(engine, make_requests(2, max_tokens=4))
@@ -242,7 +244,7 @@ def test_a_cache_that_is_replaced_is_freed_first(tiny, make_requests, captures, 
     room = type(engine._store.room)
 
     def noted(room, needed):
-        gc.collect()  # the captures here refer to each other
+        gc.collect()  # the captures in this test refer to each other
         alive.append(old() is not None)
 
     monkeypatch.setattr(room, "check_free", noted)
@@ -259,7 +261,9 @@ def test_a_stream_fills_the_copies_in_place(tiny, make_requests, captures, regio
         changed(module, version)
         stream = WeightStream((name, tensor.detach()) for name, tensor in module.named_parameters())
         assert engine.update_weights(stream, version) == digest(module.named_parameters())
-        assert sum(p.untyped_storage().nbytes() for p in own._module.parameters()) == 0  # one copy is enough
+        assert (
+            sum(p.untyped_storage().nbytes() for p in own._module.parameters()) == 0
+        )  # there is only one copy
         assert tokens(generate(engine, requests)) == alone(module, requests)
         if version == 0:
             sizes = list(captures.sizes)
@@ -269,7 +273,7 @@ def test_a_stream_fills_the_copies_in_place(tiny, make_requests, captures, regio
 
 
 def test_weights_change_under_running_sequences(tiny, captures, regions):
-    """The keys and values that they have stay, and so do the graphs."""
+    """The keys and values of running sequences stay, and so do the graphs."""
     from_scratch, engines = [], (make(), NativeEngine(device=CPU, max_length=128))
     first, second = tiny("qwen2", torch.float64), changed(tiny("qwen2", torch.float64), 3)
     for engine in engines:

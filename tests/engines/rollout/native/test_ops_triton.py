@@ -1,4 +1,7 @@
-"""The Triton ops against `TorchOps` in float64; see `test_attention_triton` for where this runs."""
+"""Tests of the Triton ops against `TorchOps` in float64.
+
+`test_attention_triton` says where they run.
+"""
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ def random(*shape, seed=0):
 
 
 def both(dtype, heads=3, kv_heads=1, dim=24):
-    """(Triton ops of that type, plain ops in float64)."""
+    """Return Triton ops of this dtype, and PyTorch ops in float64."""
     cos_PD, sin_PD = random(50, dim, seed=1).to(dtype), random(50, dim, seed=2).to(dtype)
     made = Heads(heads, kv_heads, dim, cos_PD, sin_PD, dim**-0.5)
     wide = Heads(heads, kv_heads, dim, cos_PD.double(), sin_PD.double(), dim**-0.5)

@@ -1,4 +1,4 @@
-"""The fused runner over copies of its own: what they are, and that they follow the module."""
+"""Tests of the fused runner with its own copies: their content, and that they follow the module."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def logits_of(runner):
 
 
 def changed(module, seed=0):
-    """In place."""
+    """Change the module in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -55,7 +55,7 @@ def test_copies_give_what_the_module_gives_and_follow_it(model, rank, tiny):
         )
         before, reads = logits_of(copied), [tensor.data_ptr() for tensor in copied.reads()]
         changed(module, seed)
-        assert torch.equal(logits_of(copied), before)  # nothing of it is the module's
+        assert torch.equal(logits_of(copied), before)  # it reads nothing from the module
         assert copied.renew(module)
         assert (logits_of(copied) - before).abs().max() > 0.1
         assert reads == [tensor.data_ptr() for tensor in copied.reads()]
@@ -74,7 +74,7 @@ def test_what_is_multiplied_by_the_same_inputs_lies_side_by_side(model, tiny):
     )
     if model == "qwen2":
         assert torch.equal(joined["model.layers.1.qkv.bias"], torch.cat([part.bias for part in parts]))
-        assert "head" not in joined  # it is the embedding
+        assert "head" not in joined  # the head is the embedding
     else:
         assert joined["model.layers.1.qk_norm"].shape == (4 + 2, attention.head_dim)
     one = FusedRunner(module, 64, copies=True)
@@ -104,12 +104,12 @@ def test_only_the_same_model_is_taken_over(tiny):
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_the_modules_own_weights_are_read_where_they_are(model, tiny, monkeypatch):
-    """As on a device where copies would take the cache's memory: norms per head are copied nevertheless."""
+    """As on a device where copies would take the cache's memory. Norms per head are copied in any case."""
     monkeypatch.setattr("tandem.engines.rollout.native.fused._COPY_UP_TO_BYTES", 0)
     module = tiny(model, torch.float64)
     runner = FusedRunner(module, 64)
     changed(module)
     assert runner.renew(module)
     torch.testing.assert_close(logits_of(runner), logits_of(FusedRunner(module, 64)), atol=0, rtol=0)
-    assert not runner.renew(tiny(model, torch.float64))  # equal weights, elsewhere
-    assert not FusedRunner(module, 64).rest()
+    assert not runner.renew(tiny(model, torch.float64))  # equal weights at other addresses
+    assert not FusedRunner(module, 64).release_weights()

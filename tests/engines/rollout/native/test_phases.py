@@ -1,4 +1,4 @@
-"""The native engine between phases: sleep, new weights, another model, the module under FSDP."""
+"""Tests of the native engine between phases: sleep, new weights, another model, the module under FSDP."""
 
 import gc
 import weakref
@@ -47,7 +47,7 @@ def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests):
 
 
 def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monkeypatch):
-    """With work that is run again in place of captured graphs."""
+    """Work that runs again replaces captured graphs."""
     made = []
 
     def graphed(*args):
@@ -73,7 +73,7 @@ def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monk
     )
     while engine.pending():
         engine.poll(10.0)
-    assert len(made) == 4  # the cache has grown
+    assert len(made) == 4  # because the cache has grown
 
 
 def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
@@ -94,7 +94,7 @@ def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
 
 @pytest.mark.parametrize("runner", ["fused", "module"])
 def test_module_under_fsdp(tiny, make_requests, runner):
-    """Generation inside an unsharded FSDP2 module equals that of the plain one."""
+    """Generation inside an unsharded FSDP2 module equals generation of the plain module."""
     requests = make_requests(5, max_tokens=10)
     expected = [s.token_ids.tolist() for s in generate(make(tiny(), runner=runner), requests)]
     model = sharded(tiny())
@@ -103,7 +103,7 @@ def test_module_under_fsdp(tiny, make_requests, runner):
 
 
 def sharded(model):
-    """Under FSDP2, and unsharded."""
+    """Return the model under FSDP2, unsharded."""
     mesh = init_distributed(CPU)
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
@@ -113,7 +113,7 @@ def sharded(model):
 
 
 def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests, monkeypatch):
-    """Its hooks make other streams wait for each layer; a captured step must not."""
+    """FSDP's hooks make other streams wait for each layer. A captured step must not do this."""
     calls = []
     plain = FSDPParamGroup.pre_forward
     monkeypatch.setattr(
@@ -135,7 +135,7 @@ def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests
 
 
 def test_a_phase_is_the_same_whatever_ran_before_it():
-    """Bitwise, with and without a cache that was given back in between."""
+    """The results are bitwise equal, with and without a cache that was freed in between."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()

@@ -1,4 +1,4 @@
-"""Both runners, step by step over a paged cache, against transformers' plain full forward."""
+"""Tests of both runners, step by step over a paged cache, against transformers' plain full forward."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BLOCK = 16
 FUSED = ["qwen2", "qwen3", "qwen3_window", "llama3_rope", "mistral", "mistral_window"]
 MODULE_ONLY = ["gemma", "gemma2", "gemma3_text"]
 Share = tuple[int, int, int]
-"""A sequence's share of a step: its number, and the first and last + 1 of the tokens that run."""
+"""A sequence's part of a step: its number, and the first and last + 1 of the tokens that run."""
 
-# Whole prompts, chunks with earlier context, decode, and all of them mixed; sequence 2 starts on a block
-# that it shares with sequence 0.
+# Whole prompts, chunks with earlier context, decode, and all of them mixed. Sequence 2 starts on a block that
+# it shares with sequence 0.
 STEPS: list[list[Share]] = [
     [(0, 0, 18), (1, 0, 1)],
     [(0, 18, 19), (2, 16, 33), (1, 1, 2), (3, 0, 5)],
@@ -54,7 +54,7 @@ def sequences() -> list[Tensor]:
 
 
 def tables() -> Tensor:
-    """Scattered block numbers out of 64, none of them 0."""
+    """Return scattered block numbers out of 64, none of them 0."""
     numbers = torch.randperm(63, generator=torch.Generator().manual_seed(4))[:28] + 1
     table = numbers.view(4, 7).int()
     table[2, 0] = table[0, 0]
@@ -92,7 +92,7 @@ AttentionInterface.register("plain_capped", plain_capped)
 
 
 def logits_of(runner: Runner, sequences: Sequence[Tensor], attention: str = "torch") -> Tensor:
-    """All steps' logits, one after the other."""
+    """Return the logits of all steps, one after the other."""
     cache = PagedCache(runner.layers, 64, BLOCK, runner.dtype, runner.device)
     over = make_attention(cache, attention)
     with torch.inference_mode():
@@ -100,8 +100,11 @@ def logits_of(runner: Runner, sequences: Sequence[Tensor], attention: str = "tor
 
 
 def reference(model: nn.Module, sequences: Sequence[Tensor]) -> Tensor:
-    """transformers' own forward, but for a softcap, which its SDPA leaves out and its eager attention
-    follows by a softmax in float32."""
+    """Run transformers' own forward.
+
+    The exception is a softcap: transformers' SDPA ignores it, and its eager attention computes the softmax
+    after it in float32.
+    """
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     with torch.no_grad(), borrowed(model, "plain_capped") if capped else nullcontext():
         full = [model(sequence[None]).logits[0] for sequence in sequences]
@@ -131,7 +134,7 @@ def test_float32(model, attention, tiny, sequences):
 
 
 def test_a_window_matters(tiny, sequences):
-    """Without it the tests above would pass for a runner that ignores it."""
+    """Without this test, the tests above would pass for a runner that ignores the window."""
     windowed = tiny("mistral_window", torch.float64)
     whole = tiny("mistral", torch.float64)
     assert (reference(windowed, sequences) - reference(whole, sequences)).abs().max() > 0.1
@@ -152,7 +155,7 @@ def test_only_wanted_logits_are_computed(tiny, sequences):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_modules_own_weights_give_the_same(dtype, tiny, sequences, monkeypatch):
-    """As used for large models and on other devices than a CPU."""
+    """As for large models, and on devices other than a CPU."""
     module = tiny("qwen2", dtype)
     copied = FusedRunner(module, 64)
     monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
@@ -169,7 +172,7 @@ def test_the_modules_own_weights_give_the_same(dtype, tiny, sequences, monkeypat
 
 @pytest.mark.parametrize("attention", ["torch", "cpu"])
 def test_bf16_stays_close(attention, tiny, sequences):
-    """Half precision rounds differently in each order of operations; all stay near the float64 result."""
+    """Half precision rounds differently in each order of operations. All results stay near float64."""
     exact = reference(tiny("qwen3", torch.float64), sequences).log_softmax(-1)
     module = tiny("qwen3", torch.bfloat16)
     plain = (reference(module, sequences).double().log_softmax(-1) - exact).abs().mean()
@@ -217,7 +220,7 @@ def test_products_have_few_shapes(rows, expected):
 
 def test_attention_outside_the_interface_is_refused(tiny):
     module = tiny()
-    module.config.num_hidden_layers = 3  # one layer more than calls attention
+    module.config.num_hidden_layers = 3  # one more layer than there are calls of attention
     with pytest.raises(EngineError, match="2 of 3 layers"):
         ModuleRunner(module, 64)
 
@@ -242,6 +245,6 @@ def test_chunked_attention_is_refused():
 def test_angles_that_depend_on_other_sequences_are_refused(tiny):
     module = tiny()
     module.config.rope_parameters.update(rope_type="dynamic", factor=2.0)
-    ModuleRunner(module, 256)  # as many as max_position_embeddings: the angles are constant there
+    ModuleRunner(module, 256)  # up to max_position_embeddings the angles are constant
     with pytest.raises(EngineError, match=r"dynamic and sequences of up to 257 tokens"):
         ModuleRunner(module, 257)

@@ -1,4 +1,4 @@
-"""The scheduler over a cache that records which token of which prefix was written where."""
+"""Tests of the scheduler over a cache that records which token of which prefix is in which slot."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def request(uid, prompt, max_tokens=4, sample=0):
 
 
 class Machine:
-    """Runs plans: a slot holds the whole prefix that its token ends, so that any slot read for the wrong
-    sequence, or before it was written, is noticed. The next token follows from the prefix alone.
+    """A machine that runs plans.
+
+    A slot holds the whole prefix that ends with its token. So a test notices if a slot is read for a wrong
+    sequence, or before it is written. The next token follows from the prefix alone.
 
     Args:
-        ahead: whether a step is planned before the tokens of the last one are accepted.
+        ahead: Whether a step is planned before the tokens of the last step are accepted.
     """
 
     def __init__(self, blocks, *, seqs=8, budget=1000, chunked=True, caching=True, ahead=False):
@@ -76,7 +78,7 @@ class Machine:
             for t in range(first, first + count):
                 self.slots[slots[t]] = tuple(ids[: t + 1])
             ends.append((row, first + count, ids[: first + count], slots))
-        for _, _, ids, slots in ends:  # reads come after all writes, as in a layer
+        for _, _, ids, slots in ends:  # as in a layer, all writes come before the reads
             assert all(self.slots[slot] == tuple(ids[: t + 1]) for t, slot in enumerate(slots))
         for source, target in zip(*plan.copies, strict=True):
             for offset in range(BLOCK):
@@ -130,8 +132,10 @@ def prefilled(machine):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_any_load_is_computed_right(seed, ahead):
-    """Random prompts with common beginnings, several samples, arrivals and aborts in the middle; caches that
-    are large, or so small that sequences are preempted."""
+    """Random prompts with common prefixes, several samples, arrivals and aborts.
+
+    The caches are large, or so small that sequences are preempted.
+    """
     rng = np.random.default_rng(seed)
     machine = Machine(
         int(rng.choice([12, 16, 20, 100])),
@@ -219,7 +223,7 @@ def test_a_conversation_goes_on_over_the_blocks_of_its_last_turn():
     machine = Machine(100)
     machine.submit(request("a", np.arange(9), 8))
     turn = machine.finish()["a", 0]
-    longer = np.concatenate((np.arange(9), turn, [1, 2, 3]))  # 20 tokens, 16 of them were computed
+    longer = np.concatenate((np.arange(9), turn, [1, 2, 3]))  # 20 tokens, of which 16 were computed
     machine.submit(request("b", longer))
     answers = machine.finish()
     assert machine.counters.cached_prefix_tokens == 16
@@ -246,7 +250,7 @@ def test_nothing_is_found_after_forget():
 
 
 def test_what_runs_over_old_keys_is_not_found_either():
-    """A sequence that goes on after `forget` leaves blocks that mix old and new."""
+    """A sequence that continues after `forget` leaves blocks that mix old and new keys."""
     machine = Machine(100)
     machine.submit(request("a", np.arange(8), 9))
     machine.step()
@@ -286,7 +290,7 @@ def test_the_youngest_gives_way_and_comes_back_first():
 
 
 def test_a_sequence_starts_only_if_those_that_run_can_go_on():
-    """Five blocks: each of three sequences needs one now and will want a second."""
+    """There are five blocks. Each of three sequences needs one now and will need a second one."""
     machine = Machine(5)
     machine.submit(*(request(i, [i, 1, 2], 5) for i in range(3)))
     machine.step()

@@ -1,4 +1,4 @@
-"""The native engine with its layers split over two ranks (gloo), against one."""
+"""Tests of the native engine with its layers split over two ranks (gloo), compared with one rank."""
 
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def test_ranks_agree_bit_for_bit(ranks):
 
 
 def test_a_rank_short_of_memory_ends_the_others_too(ranks):
-    """They would wait in a collective for as long as one may take."""
+    """Otherwise they would wait in a collective until its timeout."""
     for rank in ranks:
         assert "0.0 MiB free" in rank["short of memory"]
 

@@ -1,4 +1,4 @@
-"""Hundreds of random requests, with aborts, on a tiny cache; `make stress` runs thousands."""
+"""Hundreds of random requests, with aborts, on a very small cache. `make stress` runs thousands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_request_is_answered_as_if_it_were_alone(
 
 
 def test_a_tie_is_told_from_a_mistake() -> None:
-    """Greedy over two equal logits is a tie; over unequal ones it is not."""
+    """Greedy sampling over two equal logits is a tie. Over different logits it is not."""
     exact = stress.build_model(torch.float64)
     request = Request("p", 0, np.array([1, 2, 3]), SamplingParams(temperature=0.0, max_tokens=4))
     with torch.no_grad():

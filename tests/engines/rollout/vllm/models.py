@@ -1,4 +1,4 @@
-"""Tiny models that vLLM can run, with heads as wide as its attention on CPUs wants them."""
+"""Small models that vLLM can run, with heads as wide as its attention on CPUs needs them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ _SHAPE = {
 def build(
     name: str = "qwen2", seed: int = 0, vocab_size: int = VOCABULARY, heads: tuple[int, int] = (2, 1)
 ) -> PreTrainedModel:
-    """A float32 model with random biases and norms; qwen2 has tied embeddings, qwen3 has not.
+    """Build a float32 model with random biases and norms. qwen2 has tied embeddings, qwen3 does not.
 
     Args:
-        heads: of queries; of keys and values.
+        name: "qwen2" or "qwen3".
+        seed: The seed of the weights.
+        vocab_size: The size of the vocabulary.
+        heads: The number of query heads, and the number of key and value heads.
     """
     torch.manual_seed(seed)
     shape = _SHAPE | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
@@ -59,7 +62,7 @@ def build(
 
 
 def save(model: PreTrainedModel, folder: Path) -> str:
-    """With a generation config that must not be followed."""
+    """Save the model with a generation config that must be ignored."""
     model.generation_config = GenerationConfig(
         eos_token_id=list(range(0, VOCABULARY, 2)), repetition_penalty=3.0, do_sample=True, top_k=3
     )
@@ -75,7 +78,7 @@ def make_requests(count: int, n: int = 1, **params: object) -> list[Request]:
 
 
 def log_probs(model: PreTrainedModel, request: Request, sample: Sample) -> np.ndarray:
-    """(R) nats, of the sample's tokens after temperature, by one forward."""
+    """Return the log-probs (R), in nats, of the sample's tokens after temperature, by one forward."""
     ids = torch.from_numpy(np.concatenate((request.prompt_ids, sample.token_ids)))[None]
     with torch.no_grad():
         logits_RV = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double()
@@ -84,8 +87,10 @@ def log_probs(model: PreTrainedModel, request: Request, sample: Sample) -> np.nd
 
 
 def stream(model: PreTrainedModel, change: Change = lambda _, tensor: tensor) -> WeightStream:
-    """A model's weights; those that `change` makes None are left out. Each is spoilt when the next is asked
-    for."""
+    """Return a stream of a model's weights. Weights that `change` turns into None are left out.
+
+    Each tensor is overwritten when the next one is requested.
+    """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""One vLLM engine over several processes, each a rank, driven by the process of the test."""
+"""One vLLM engine over several processes, each a rank. The test's process controls them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ CPU = torch.device("cpu")
 
 
 class Ranks:
-    """Processes that make the same engines and give them the same calls; it checks that all answer alike."""
+    """Processes that make the same engines and give them the same calls.
+
+    It checks that all processes answer alike.
+    """
 
     def __init__(self, size: int = 2) -> None:
         self.size = size
@@ -50,10 +53,12 @@ class Ranks:
             process.join()
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function gave on each rank: of the rank's engines by number, the rank and the arguments.
+        """Return what a function returned on each rank.
+
+        The function gets the rank's engines by number, the rank and the arguments.
 
         Raises:
-            Exception: what it raised on the first rank, if it raised on all.
+            Exception: What the function raised on the first rank, if it raised the same on all.
         """
         for pipe in self._pipes:
             pipe.send((call, arguments))
@@ -71,7 +76,7 @@ class Ranks:
         return [value for _, value in answers]
 
     def engine(self, folder: Path | str, **options: Any) -> SplitEngine:
-        """An engine whose layers all ranks split."""
+        """Make an engine whose layers are split over all ranks."""
         self.engines += 1
         self.run(_make, self.engines, str(folder), {"tensor_parallel_size": self.size} | options)
         return SplitEngine(self, self.engines)
@@ -127,7 +132,7 @@ class SplitEngine:
 
 
 def _plain(value: Any) -> Any:
-    """Samples as what their ranks must agree on, to the bit."""
+    """Convert samples to what ranks must agree on, bit by bit."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, Sample):
@@ -136,7 +141,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# In the processes of the ranks.
+# The functions below run in the processes of the ranks.
 
 
 def _rank(rank: int, size: int, port: int, pipe: Connection) -> None:

@@ -15,7 +15,7 @@ ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill", "--distributed-execu
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
-    """The address of a server that lives as long as the block."""
+    """Yield the address of a server that runs as long as the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,5 +1,7 @@
-"""The engine on real vLLM servers that somebody else has started, with weights over gloo; see
-`make test-vllm`."""
+"""Tests of the engine on real vLLM servers that were started elsewhere, with weights over gloo.
+
+See `make test-vllm`.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def servers(folder: Path) -> Iterator[list[VLLMProcess]]:
 def test_weights_arrive_over_the_network_again_and_again(folder, servers):
     engine = connect(folder, servers[0])
     assert isinstance(engine, VLLMServerEngine) and engine.takes == {WeightStream}
-    engine._bucket_bytes = 20_000  # buckets of which some hold one tensor, some more
+    engine._bucket_bytes = 20_000  # some buckets then hold one tensor, and some several
     with pytest.raises(EngineError, match="no weights"):
         engine.submit(make_requests(1))
     for version in (1, 2):
@@ -105,7 +107,7 @@ def test_refused_weights_are_told_and_others_mend_it(folder, servers):
 
 
 def test_several_servers_and_one_that_vanishes_while_weights_are_sent(folder, servers):
-    """The last test: one of its servers is gone."""
+    """This is the last test, because it kills one of the servers."""
     engine = connect(folder, *servers)
     assert isinstance(engine, Router)
     model = build(seed=4)
@@ -129,6 +131,8 @@ def test_several_servers_and_one_that_vanishes_while_weights_are_sent(folder, se
     assert servers[1].url in str(caught.value.got)
     alone.close()
 
-    assert engine.update_weights(stream(new), 2) == digest(new.named_parameters())  # the other goes on
+    assert engine.update_weights(stream(new), 2) == digest(
+        new.named_parameters()
+    )  # the other server continues
     check_samples(engine, new, 2)
     engine.close()

@@ -1,4 +1,7 @@
-"""The OpenAI adapter on the API server of a real vLLM, started as users start it; see `make test-vllm`."""
+"""Tests of the OpenAI adapter on a real vLLM API server, started as users start it.
+
+See `make test-vllm`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ SEED = 9
 
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """(its log-probs, its URL)"""
+    """Yield the log-probs mode and the URL of a server."""
     folder = tmp_path_factory.mktemp("model")
     save(build(seed=SEED), folder)
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
@@ -49,7 +52,7 @@ def running(url: str) -> float:
 
 
 def test_samples_of_the_model_as_it_is(server, engine):
-    """Not as the generation config in its folder would have it."""
+    """The generation config in the model's folder is ignored."""
     model = build(seed=SEED)
     requests = make_requests(6, n=2, temperature=1.0, max_tokens=20)
     samples = generate(engine, requests)

@@ -1,4 +1,4 @@
-"""A server that is started here: found whatever proxy is set, its log kept or not; what vLLM is asked for."""
+"""Tests of a server that is started here: proxies, its log, and the parameters sent to vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.protocol import Request, SamplingParams
 
 
 def start(folder: Path, **options: Any) -> VLLMProcess:
-    """Python's own server as vLLM's: it answers /health."""
+    """Start Python's own server in place of vLLM's. It answers /health."""
     (folder / "www").mkdir()
     (folder / "www" / "health").touch()
     (folder / "logs").mkdir()
@@ -69,7 +69,7 @@ def test_every_parameter_is_asked_for_by_the_name_that_vllm_has() -> None:
     request = Request("u", 1, np.arange(3), params)
     assert sampling(request) == {
         **given,
-        "top_k": 0,  # all of them
+        "top_k": 0,  # keeps all tokens
         "stop_token_ids": [7, 8],
         "logit_bias": {3: 1.5},
         "seed": seed_of(request),

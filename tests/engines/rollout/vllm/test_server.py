@@ -1,4 +1,7 @@
-"""The engine on a real vLLM server that it starts itself; see `make test-vllm`."""
+"""Tests of the engine on a real vLLM server that it starts itself.
+
+See `make test-vllm`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ pytest.register_assert_rewrite("tests.contract.rollout")
 from tests.contract.rollout import RolloutContract  # noqa: E402
 from tests.contract.world import EngineKind  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a server that starts imports vLLM three times
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a starting server imports vLLM three times
 CPU = torch.device("cpu")
 
 
@@ -61,7 +64,7 @@ class TestVLLMServer(RolloutContract):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngine]:
-    """Its model has tied embeddings; weights arrive in buckets of which some hold one tensor, some more."""
+    """Yield an engine whose model has tied embeddings. Some weight buckets hold one tensor, some several."""
     folder = tmp_path_factory.mktemp("model")
     save(build(seed=9), folder)
     engine = start(folder, build(), max_length=96, max_num_seqs=8, bucket_bytes=20_000)
@@ -77,7 +80,7 @@ def engine(made: VLLMServerEngine) -> VLLMServerEngine:
 
 
 def running(engine: VLLMServerEngine) -> float:
-    """Sequences that the server has, by its own account."""
+    """Return the number of sequences that the server reports."""
     with urllib.request.urlopen(f"{engine.server.url}/metrics", timeout=10) as said:
         lines = said.read().decode().splitlines()
     names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
@@ -98,7 +101,7 @@ def test_an_aborted_request_ends_on_the_server(engine):
 
 
 def test_weights_may_change_in_mid_response(engine):
-    """Tokens carry the version that wrote them, not that of the moment in which they arrived."""
+    """Tokens have the version that generated them, not the version at their arrival."""
     requests = make_requests(4, temperature=0.9, max_tokens=56)
     engine.submit(requests)
     before = engine.progress()
@@ -154,11 +157,11 @@ def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
 
 
 def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
-    """The last test: its server is gone."""
+    """This is the last test, because it kills the server."""
     made.update_weights(stream(build()), 0)
     requests = [Request("long", i, np.arange(5), SamplingParams(max_tokens=90)) for i in range(3)]
     while made.pending() < 3 or not running(made):
-        if not made.pending():  # they may be over before they are seen
+        if not made.pending():  # they may be finished before they are seen
             made.submit(requests)
         made.poll(0.0)
     os.killpg(made._process._process.pid, signal.SIGKILL)
@@ -223,7 +226,7 @@ def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path):
 
 
 def alive(group: int) -> list[int]:
-    """The processes of a process group, those aside that have ended."""
+    """Return the processes of a process group that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):

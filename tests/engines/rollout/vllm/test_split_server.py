@@ -1,4 +1,7 @@
-"""The engine on a vLLM server that somebody else has started over two devices; see `make test-vllm`."""
+"""Tests of the engine on a vLLM server that was started elsewhere over two devices.
+
+See `make test-vllm`.
+"""
 
 from __future__ import annotations
 

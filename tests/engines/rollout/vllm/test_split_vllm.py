@@ -1,4 +1,7 @@
-"""The vLLM engine with its layers split over two ranks, on a real vLLM; see `make test-vllm`."""
+"""Tests of the vLLM engine with its layers split over two ranks, on a real vLLM.
+
+See `make test-vllm`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class TestSplitVLLM(RolloutContract):
         return EngineKind("vllm-2", make, stream, keyed=False, untruncated=False, modes=("raw_logprobs",))
 
 
-MODELS = {"qwen2": (2, 1), "qwen3": (4, 2)}  # heads of keys and values: one on both ranks, one on each
+MODELS = {
+    "qwen2": (2, 1),
+    "qwen3": (4, 2),
+}  # key and value heads: one that both ranks share, or one for each rank
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +79,7 @@ def test_two_ranks_write_what_one_writes(engines, name, tmp_path):
 
 
 def spoil(engines: dict[int, Any], rank: int, number: int, name: str) -> None:
-    """Changes one number in the last rank's part of a weight, or its copy, after the next load."""
+    """Change one number in the last rank's part of a weight, or in its copy, after the next load."""
     load = vllm_engine.load_weights
 
     def spoilt(model: Any, tensors: Any) -> None:
@@ -110,7 +116,7 @@ def test_a_weight_that_one_rank_holds_wrongly_is_named(engines, ranks, name, par
 
 
 def wrong_copy(engines: dict[int, Any], rank: int, number: int) -> list[str]:
-    """The weights whose digest changes with the last rank's copy of the one head of keys and values."""
+    """Return the weights whose digest changes with the last rank's copy of the only key and value head."""
     model = engines[number]._model
     before = shards.weights_digest(model)
     [keys] = [
@@ -130,7 +136,7 @@ def test_a_head_that_both_ranks_hold_is_compared(engines, ranks):
 
 
 def held(engines: dict[int, Any], rank: int, number: int) -> tuple[int, int]:
-    """Bytes of weights and of cache."""
+    """Return the bytes of the weights and of the cache."""
     engine = engines[number]
     return sum(p.untyped_storage().nbytes() for p in engine._model.parameters()), engine._cache_bytes()
 
@@ -160,12 +166,12 @@ def test_no_end_of_a_rank_leaves_shared_memory(engines, ranks):
 
 
 def test_prefixes_are_found_alike_after_many_were_aborted(engines):
-    """The order in which aborted sequences free their blocks decides which of them are written over."""
+    """The order in which aborted sequences free their blocks decides which blocks are overwritten."""
     engine = engines["qwen2"]
     engine.update_weights(stream(build()), 0)
     engine.stats()
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, VOCABULARY, size=140) for _ in range(40)]  # more than the cache can keep
+    prompts = [rng.integers(0, VOCABULARY, size=140) for _ in range(40)]  # more than the cache can hold
     for turn in range(6):
         order = rng.choice(len(prompts), 12, replace=False)
         requests = [
@@ -178,7 +184,7 @@ def test_prefixes_are_found_alike_after_many_were_aborted(engines):
         engine.abort([request.id for request in requests[::2]], keep_partial=True)
         while engine.pending():
             engine.poll(0.5)
-    assert engine.stats()["cached_prefix_tokens"] > 0  # the same on both: `SplitEngine` compares them
+    assert engine.stats()["cached_prefix_tokens"] > 0  # `SplitEngine` checks that both ranks report the same
 
 
 def other_tokens(engines: dict[int, Any], rank: int, number: int) -> None:
@@ -191,7 +197,7 @@ def test_ranks_that_write_different_tokens_are_told_so(ranks, tmp_path):
     engine = ranks.engine(save(build(), tmp_path), max_length=96, max_num_seqs=4)
     engine.update_weights(stream(build()), 0)
     ranks.run(other_tokens, engine.number)
-    with pytest.raises(EngineError, match="have written different tokens"):
+    with pytest.raises(EngineError, match="different tokens"):
         generate(engine, make_requests(3))
 
 

@@ -1,4 +1,7 @@
-"""The vLLM engine in this process, on a real vLLM; see `make test-vllm`."""
+"""Tests of the vLLM engine in this process, on a real vLLM.
+
+See `make test-vllm`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class TestVLLM(RolloutContract):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Its weights in the folder are not those of `build()`."""
+    """Yield an engine. The weights in its folder are not those of `build()`."""
     folder = save(build(seed=9), tmp_path_factory.mktemp("model"))
     config = build().config
     rng_before = torch.get_rng_state()
@@ -111,8 +114,10 @@ def test_abort(engine):
 
 
 def test_weights_may_change_in_mid_response(engine, model):
-    """What was written before carries the old version; what comes after is drawn from the new weights,
-    over keys and values that are the new weights' too."""
+    """Tokens generated before the update have the old version.
+
+    Later tokens are drawn from the new weights, with keys and values of the new weights too.
+    """
     requests = make_requests(4, temperature=0.9, max_tokens=20)
     engine.submit(requests)
     for _ in range(8):
@@ -132,7 +137,9 @@ def test_weights_may_change_in_mid_response(engine, model):
 
 
 def test_cached_prefixes_are_of_the_weights(engine):
-    prompt = np.random.default_rng(1).integers(0, VOCABULARY, size=200)  # vLLM's blocks on a CPU have 128
+    prompt = np.random.default_rng(1).integers(
+        0, VOCABULARY, size=200
+    )  # vLLM's blocks on a CPU have 128 tokens
     requests = [Request("a", i, prompt, SamplingParams(max_tokens=5)) for i in range(4)]
     generate(engine, requests)
     generate(engine, requests)
@@ -155,7 +162,7 @@ K_PROJ, V_PROJ = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv
         ("model.layers.0.self_attn.v_proj.bias", "damaged", "is damaged"),
         ("model.layers.1.mlp.up_proj.weight", "stale", "is still that of version 0"),
         ("model.norm.weight", "stale", "is still that of version 0"),
-        (K_PROJ, V_PROJ, f"is {V_PROJ}"),
+        (K_PROJ, V_PROJ, f"the weight {V_PROJ}"),
     ],
 )
 def test_weights_that_did_not_arrive_are_named(engine, model, name, other, what):
@@ -185,7 +192,7 @@ def test_weights_that_did_not_arrive_are_named(engine, model, name, other, what)
 
 
 def test_skipped_weights_leave_an_engine_without(engine, model):
-    with pytest.raises(EngineError, match="not all weights") as caught:
+    with pytest.raises(EngineError, match="incomplete") as caught:
         engine.update_weights(stream(model, lambda at, tensor: None if at == K_PROJ else tensor), 1)
     assert caught.value.field == K_PROJ
     engine.submit(make_requests(1))
@@ -196,7 +203,7 @@ def test_skipped_weights_leave_an_engine_without(engine, model):
 def test_other_weights_are_refused(engine, model):
     with pytest.raises(EngineError, match="another model"):
         engine.update_weights(stream(build("qwen3")), 1)
-    with pytest.raises(EngineError, match="another type") as caught:
+    with pytest.raises(EngineError, match="another dtype") as caught:
         engine.update_weights(stream(build().to(torch.float64)), 1)
     assert (caught.value.got, caught.value.expected) == (torch.float64, torch.float32)
     engine.update_weights(stream(model), 2)
@@ -238,7 +245,7 @@ def test_sleep_gives_memory_back(engine, model):
 
 @pytest.mark.parametrize("temperature", [2.5, 0.001])
 def test_temperatures_that_vllm_would_refuse_or_change(engine, temperature):
-    with pytest.raises(EngineError, match="does not sample") as caught:
+    with pytest.raises(EngineError, match="cannot sample") as caught:
         engine.submit([*make_requests(1), *make_requests(1, 2, temperature=temperature)[1:]])
     assert caught.value.field == "temperature"
     assert engine.pending() == 0

@@ -1,4 +1,7 @@
-"""How a vLLM server gets weights and gives memory back; on a fake, for vLLM itself see test_vllm_server."""
+"""Tests of how a vLLM server gets weights and frees memory, on a fake server.
+
+For vLLM itself see test_server.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def engine(server: FakeVLLM) -> Iterator[VLLMServerEngine]:
 
 
 def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(server, engine):
-    """Files in /dev/shm end with a bus error where it is full, and outlive a process that is killed."""
+    """Files in /dev/shm cause a bus error when it is full, and they outlive a killed process."""
     model = build(seed=5)
     assert engine.update_weights(stream(model), 3) == digest(model.named_parameters())
     assert len(server.files) > 3
@@ -48,7 +51,7 @@ def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(serv
 
 
 def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
-    """As one without weights may; top_k=1 keeps all that are as likely as the first."""
+    """A server without weights may give all tokens the same logit. top_k=1 keeps all of them."""
 
     async def ask(self: Any, method: str, path: str, *, json: Any) -> Any:
         likeliest = len(json["sampling_params"].get("logit_bias", range(46)))
@@ -108,7 +111,7 @@ def test_a_model_on_several_devices_gets_each_bucket_on_all(server):
 def test_what_the_server_holds_is_summed_once(server, engine):
     engine.update_weights(stream(build()), 1)
     assert server.calls.count("tandem_digest") == 1
-    with pytest.raises(EngineError, match="brought not all weights") as caught:
+    with pytest.raises(EngineError, match="incomplete") as caught:
         engine.update_weights(stream(build(), lambda name, t: None if "norm" in name else t), 2)
     assert caught.value.field == "model.layers.0.input_layernorm.weight"
 
@@ -139,7 +142,7 @@ def test_the_process_is_ended_even_if_the_connection_is_not(server, monkeypatch)
 
 
 class Sleeper:
-    """vLLM's engine, as far as it sleeps: one that sleeps in part only warns when it is told to."""
+    """A fake of vLLM's sleep mode. A partly sleeping engine only warns when it is told to sleep."""
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()

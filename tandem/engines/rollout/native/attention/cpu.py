@@ -1,4 +1,4 @@
-"""Attention over the paged cache on a CPU, by the kernels of `kernels.cpp`."""
+"""Attention over the paged cache on a CPU, with the kernels of `kernels.cpp`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from tandem.errors import EngineError
 
 
 def why_not_cpu(cache: PagedCache) -> str | None:
-    """Why `CPUAttention` cannot run over a cache, or None if it can."""
+    """Return why `CPUAttention` cannot run over a cache, or None if it can."""
     if cache.device.type != "cpu":
         return f"the cache is on {cache.device}"
     kernels = load_kernels(cache.dtype)
     if kernels is None:
-        return f"there are no kernels for {cache.dtype} on this machine"
+        return f"this machine has no kernels for {cache.dtype}"
     if cache.block_size % kernels.lanes():
-        return f"blocks of {cache.block_size} tokens, not of a multiple of {kernels.lanes()}"
+        return f"the block size of {cache.block_size} tokens is no multiple of {kernels.lanes()}"
     widest = max(layer.value_dim for layer in cache.layers)
     if widest > kernels.max_value_dim():
-        return f"value heads of {widest} numbers, more than {kernels.max_value_dim()}"
+        return f"value heads have {widest} numbers, but at most {kernels.max_value_dim()} are supported"
     return None
 
 
 class CPUAttention:
-    """See `Attention`. Queries are best given in float32: they need no rounding then.
+    """Attention on a CPU (see `Attention`).
+
+    Pass queries in float32 if you can: then they need no rounding.
 
     Raises:
-        EngineError: a cache it cannot run over.
+        EngineError: It cannot run over the cache.
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -39,7 +41,7 @@ class CPUAttention:
                 f"the CPU attention cannot run: {reason}",
                 field="attention",
                 got="cpu",
-                remedy="make the engine with attention=torch, or attention=auto",
+                remedy="create the engine with attention=torch or attention=auto",
             )
         self._kernels = kernels
         self.cache = cache

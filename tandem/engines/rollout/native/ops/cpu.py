@@ -1,4 +1,4 @@
-"""`Ops` by the kernels of `kernels.cpp`, on a CPU. Shape suffixes as in `base`."""
+"""`Ops` with the kernels of `kernels.cpp`, on a CPU. Shape suffixes as in `base`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tandem.engines.rollout.native.ops.base import Heads, Rotated
 
 @dataclass(frozen=True)
 class CPUOps:
-    """See `Ops`. All tensors are contiguous; queries come out in float32, so that their scaling rounds
-    nothing."""
+    """Operations on a CPU (see `Ops`).
+
+    All tensors are contiguous. Queries are returned in float32, so that their scaling rounds nothing.
+    """
 
     heads: Heads
     eps: float
