@@ -115,7 +115,7 @@ def write_arrow(place: Path, tables: Callable[[], Iterator[pa.Table]]) -> None:
 def _written(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) -> pa.Schema | None:
     """Writes the tables; if one is of other types than the schema, or than the first, returns the schema of
     all of them instead."""
-    first = _plain(next(tables))
+    first = _plain(next(tables, pa.table({})))
     schema = widest = schema or first.schema
     with pa.OSFile(str(place), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         while first is not None:

@@ -208,10 +208,10 @@ def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Eve
     while True:
         readable = wait([printed], TICK_S)
         above = os.read(printed, 1 << 16) if readable else b""
-        if not above and (readable or os.getppid() != parent):
+        if not above and (readable or ended.is_set() or os.getppid() != parent):
+            if ended.is_set():
+                screen.show(b"", b"")
             return
-        if not readable and ended.is_set():
-            return screen.show(b"", b"")
         columns, rows = now = os.get_terminal_size(sys.stdout.fileno())
         if time.monotonic() >= due or now != before:
             due, before, step = time.monotonic() + TICK_S, now, picture.step

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.files import read_files
+from tandem.data.formats import open_file
 from tandem.errors import DataError
 
 NEEDED = ("prompt", "data_source", "reward_model")
@@ -33,6 +34,23 @@ def test_so_is_a_file_of_text(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match="the data file is empty"):
         read_files(str(tmp_path / name), NEEDED)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", "\n\n"), ("a.csv", "q,a\n")])
+def test_so_it_is_where_the_rows_would_be_kept(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as caught:
+        open_file(tmp_path / name, tmp_path / "cache")
+    assert (caught.value.field, caught.value.got) == (str(tmp_path / name), "0 rows")
+
+
+def test_so_is_an_arrow_file_without_a_batch(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(path, pa.schema({"prompt": pa.string()})):
+        pass
+    with pytest.raises(DataError) as caught:
+        open_file(path, tmp_path / "cache")
+    assert caught.value.got == "0 rows"
 
 
 @pytest.mark.parametrize("values", [[1, 2], [0.5, 1.5]])

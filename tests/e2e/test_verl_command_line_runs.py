@@ -17,7 +17,7 @@ status = main(["train", *sys.argv[1:]])
 assert not {"torch", "transformers", "docs.readers", "tandem.config.explain"} & set(sys.modules)
 ours = {name.split(".")[1] for name in sys.modules if name.startswith("tandem.")}
 known = {"balance", "cli", "config", "data", "errors", "hidden", "hub", "lifetime", "migrate"}
-known |= {"observability", "peers", "tasks", "texts", "trainer", "trusted"}
+known |= {"observability", "peers", "sandbox", "tasks", "texts", "trainer", "trusted"}
 assert ours <= known, ours
 sys.exit(status)
 """

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import Any
 import pyte
 import pytest
 
-from tandem.observability.display import Picture, Screen, sparkline
+from tandem.observability.display import Picture, Screen, keep_up, sparkline
 from tandem.observability.run import read_metrics
 from tests.support.runs import Lab
 from tests.support.warm import WarmProcess
@@ -117,6 +118,20 @@ def on_terminal(words: list[Any], columns: int = 100, **environment: str) -> Ite
         terminal.process.kill()
         terminal.process.wait(timeout=LIMIT_S)
         os.close(terminal.ours)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once(told: bool) -> None:
+    terminal, ended = io.BytesIO(), threading.Event()
+    screen = Screen(terminal)
+    screen.show(b"", b"picture\n")
+    if told:
+        ended.set()
+    printed, into = os.pipe()
+    os.close(into)
+    keep_up(Picture(Path(), 0, 1, os.getpid()), printed, screen, ended)
+    os.close(printed)
+    assert terminal.getvalue() == b"picture\n" + (b"\x1b[1F\x1b[J" if told else b"")
 
 
 @pytest.mark.slow

@@ -68,8 +68,8 @@ class LiveSink(ConsoleSink):
 
     def close(self) -> None:
         super().close()
-        last_words.remove(self._give_back)
         self._give_back()
+        last_words.remove(self._give_back)  # last: a second signal may end the process meanwhile
 
     def _give_back(self) -> None:
         """End the display and take its picture away."""

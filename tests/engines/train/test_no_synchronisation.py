@@ -100,7 +100,7 @@ def one_micro_batch(engine, loss, batch):
 
 
 def clean(engine):
-    engine._state.zero_grad()
+    engine.module.zero_grad(set_to_none=True)
     engine._reshard()
 
 

@@ -98,12 +98,17 @@ def test_it_is_made_again_for_more_tokens_and_for_no_fewer(folder, free):
     assert engine._recomputation._tokens > few and heard.choices == ["none", "full"]
 
 
-def test_a_budget_bounds_a_gpu_and_no_cpu(folder, free):
-    engine, _ = engine_on(folder)
+def test_a_budget_bounds_a_gpu_and_no_cpu(folder, free, monkeypatch):
+    monkeypatch.setattr(recomputation, "_free_bytes", lambda device: HUGE)
+    engine, heard = engine_on(folder)
     own = engine._recomputation
     parts = list(engine._micro_batches(synthetic.make_batch(), LOSS.columns, MICRO))
-    most = max(len(part.inputs.input_ids) for part in parts)
-    assert own._most(parts, None) == most and own._most(parts, 16384) == 16384
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(own, "_device", torch.device("cuda"))
+        own.fit(parts, MicroBatching(max_tokens=16384))
+    assert own._tokens == 16384 and heard.choices == ["none"]
+    engine, _ = engine_on(folder)
+    own = engine._recomputation
     step(engine, micro=MicroBatching(max_tokens=4000))
     assert own._tokens == int(1.25 * (sum(synthetic.LENGTHS) - sum(n > 1 for n in synthetic.LENGTHS)))
 
