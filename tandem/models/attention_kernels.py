@@ -102,8 +102,8 @@ PACKAGES = {
     ),
     "flash_attention_4": Package("flash_attn.cute", "flash-attn-4", (9, 10), "pip install flash-attn-4"),
 }
-# The preferred kernels by GPU generation, best first. PyTorch's own kernel equals flash_attention_2. The order
-# was not measured.
+# The preferred kernels by GPU generation, best first. PyTorch's kernel is as good as flash_attention_2. The
+# order is not measured.
 _BETTER = {9: ("flash_attention_3", "flash_attention_4"), 10: ("flash_attention_4",)}
 _WIDTHS = (64, 96, 128)  # head widths that all packages support
 

@@ -65,7 +65,10 @@ def window_limits(config: PreTrainedConfig) -> list[int]:
 
 
 def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
-    """Yield the lengths above which rotary angles change. There are none if the angles depend only on the position."""
+    """Yield the lengths above which rotary angles change.
+
+    There are none if the angles depend only on the position.
+    """
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             named = rope.get("original_max_position_embeddings")
@@ -91,7 +94,10 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _factor(text: Any) -> int:
-    """Return the number that divides all sizes: the largest power of two that leaves heads of `_HEAD` features."""
+    """Return the number that divides all sizes.
+
+    It is the largest power of two that leaves heads of `_HEAD` features.
+    """
     hidden = getattr(text, "hidden_size", None)
     heads = getattr(text, "num_attention_heads", None)
     if not (_is_int(hidden) and _is_int(heads)):
@@ -124,7 +130,10 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
 
 
 def _most(name: str, value: int) -> int | None:
-    """Return the upper bound for a vocabulary, a token id, a window or a number of positions; None for other keys."""
+    """Return the upper bound for a config key; None if the key has none.
+
+    A vocabulary, a token id, a window and a number of positions have an upper bound.
+    """
     if "token" in name and ("id" in name or "index" in name):
         return _VOCABULARY - 1
     if "vocab" in name:
@@ -156,7 +165,7 @@ def _smaller_rope(parameters: Any, factor: int) -> Any:
 
 
 def _fewer_layers(config: Any) -> None:
-    """Keep the first layers, up to the longest period of a pattern, and the first layer of each other kind."""
+    """Keep the first layers, up to the longest period of a pattern, and the first of each other kind."""
     name = next((name for name in _ALL_LAYERS if _is_int(vars(config).get(name))), None)
     if name is None or vars(config)[name] <= 2:
         return

@@ -59,8 +59,8 @@ def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizer
             field=field,
             got=f"{path}: {vocabulary} tokens",
             expected=f">= {asked}",
-            remedy="use a model that has this tokenizer, put the model's own tokenizer into its folder, or enlarge "
-            f"its embedding with resize_token_embeddings({asked}) of transformers",
+            remedy="use a model that has this tokenizer, put the model's own tokenizer into its folder, or "
+            f"enlarge its embedding with resize_token_embeddings({asked}) of transformers",
         )
 
 
