@@ -139,7 +139,7 @@ class RunFolder:
         return path
 
     def generations(self, step: int, count: int) -> list[Generation]:
-        """Return the first responses, at most `count`, of the validation after a step, read from this folder."""
+        """Return at most `count` first responses of the validation after a step, read from this folder."""
         found: list[Generation] = []
         for path in sorted(self.samples.glob(f"step_{step:06d}_val*.parquet")):
             if len(found) < count:
