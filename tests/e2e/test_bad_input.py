@@ -223,5 +223,5 @@ def test_a_run_folder_that_is_a_file_or_below_one(user: User) -> None:
     for folder in (file, file / "run"):
         outcome = user.types(f"trainer.default_local_dir={folder}")
         assert outcome.status == 1
-        assert "trainer.default_local_dir: this folder cannot be written" in outcome.error
+        assert "trainer.default_local_dir: this folder is not writable" in outcome.error
         assert str(file) in outcome.error

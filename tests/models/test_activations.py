@@ -207,7 +207,7 @@ def test_an_operator_is_named_by_group_or_by_name():
     assert torch.ops.aten.bmm.default in operators(["aten.bmm"])
     assert set(operators(["aten.bmm", "matmul"])) == MATMUL | set(operators(["aten.bmm"]))
     for name in ("aten.no_such_operator", "no_such_namespace.mm", "linear"):
-        with pytest.raises(ConfigError, match="no such operator") as caught:
+        with pytest.raises(ConfigError, match="operator") as caught:
             operators(["aten.mm", name])
         assert (caught.value.field, caught.value.got) == ("gradient_checkpointing_ops", name)
 
@@ -215,7 +215,7 @@ def test_an_operator_is_named_by_group_or_by_name():
 def test_more_layers_than_there_are(folder):
     assert list(recomputed_layers(6, "every", 3)) == [2, 5] and list(recomputed_layers(3, "every", 3)) == [2]
     for mode in ("first", "every"):
-        with pytest.raises(ConfigError, match="more layers than the model has") as caught:
+        with pytest.raises(ConfigError, match="more layers") as caught:
             managed(folder, gradient_checkpointing_mode=mode, gradient_checkpointing_layers=LAYERS + 1)
         assert caught.value.expected == f"at most {LAYERS}"
 
@@ -392,9 +392,9 @@ def test_a_backward_that_comes_too_late_is_refused(folder):
     policy, offload = offloaded(folder, lane=SameStream())
     first = loss_of(policy)
     loss_of(policy, seed=2).backward()
-    with pytest.raises(EngineError, match="activations of this forward are gone"):
+    with pytest.raises(EngineError, match="already freed"):
         first.backward()
     late = loss_of(policy)
     offload.report(Metrics())
-    with pytest.raises(EngineError, match="activations of this forward are gone"):
+    with pytest.raises(EngineError, match="already freed"):
         late.backward()

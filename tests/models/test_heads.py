@@ -214,6 +214,6 @@ def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):
 
 
 def test_liger_is_refused_on_a_cpu(qwen2_folder):
-    with pytest.raises(ConfigError, match="CUDA devices alone") as caught:
+    with pytest.raises(ConfigError, match="only on CUDA devices") as caught:
         engine(qwen2_folder, BackboneConfig(path=str(qwen2_folder), use_liger=True))
     assert caught.value.remedy == "set use_liger=false"

@@ -65,7 +65,7 @@ def test_liger_that_is_asked_for_is_refused_on_a_cpu():
     model = Qwen2ForCausalLM(
         Qwen2Config(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     )
-    with pytest.raises(ConfigError, match="CUDA devices alone"):
+    with pytest.raises(ConfigError, match="only on CUDA devices"):
         choose_kernels(model, True, CPU, PLAIN)
 
 

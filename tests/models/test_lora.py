@@ -169,8 +169,8 @@ def test_names_and_exceptions(qwen2_folder):
     [
         (("q_porj",), "did you mean q_proj?"),
         (("q_proj", "gate"), "did you mean gate_proj?"),
-        (("lm_head",), "lm_head is no linear layer of the decoder"),
-        (("q_proj", "embed_tokens"), "embed_tokens is no linear layer of the decoder"),
+        (("lm_head",), "lm_head is not a linear layer"),
+        (("q_proj", "embed_tokens"), "embed_tokens is not a linear layer"),
     ],
 )
 def test_targets_that_cannot_have_adapters_are_refused(model_folder, targets, said):

@@ -97,7 +97,7 @@ def test_sequences_that_see_each_other(
     assert found.gradient > 0 and found.others > 1e-3 and not found.sound
     assert main(["check", "--model", str(llama)]) == 1
     assert "cannot be trained packed" in capsys.readouterr().out
-    with pytest.raises(ModelError, match="what it gives each of them alone"):
+    with pytest.raises(ModelError, match="packed sequences differently"):
         FSDPEngine(
             llama,
             model=BackboneConfig(path=str(llama)),
@@ -114,7 +114,7 @@ def test_a_leak_of_layers_without_weights_to_speak_of(
     folder = folder_of(tmp_path, "lfm2", layer_types=["conv", "full_attention"], initializer_range=1e-4)
     found, _ = check_packed(folder)
     assert found.gradient > 1e-3 and not found.sound_within
-    with pytest.raises(ModelError, match="what it gives each of them alone"):
+    with pytest.raises(ModelError, match="packed sequences differently"):
         require_sound(found, folder, 8)
     assert main(["check", "--model", str(folder)]) == 1
     assert "cannot be trained packed" in capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_train_refuses_what_check_refuses_whatever_the_rollout(
     words = lab.overrides(tmp_path / "run", actor_rollout_ref__rollout__name="hf")
     own = next(word for word in words if word.startswith(f"{at}.path=")).partition("=")[2]
     assert main(["train", *words, f"{at}.path={folder}", f"{at}.tokenizer_path={own}"]) == 1
-    assert "what it gives each of them alone" in capsys.readouterr().err
+    assert "packed sequences differently" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

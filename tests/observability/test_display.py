@@ -313,7 +313,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     values = [step / 8 for step in range(21, 61)]
     assert rows["reward"] == f"7.500     {sparkline(values)}"
     assert rows["mismatch"] == "0.25 nats of 0.01 allowed"
-    assert rows["memory"] == "9.00 GiB of 8.00 GiB by plan, in update_actor"
+    assert rows["memory"] == "9.00 GiB of 8.00 GiB planned, in update_actor"
     assert rows["warning"].startswith("step 59: reads \\x1b[2Jthis\\u202e and that on")
     narrow = picture.lines(40)
     assert [line.cell_len <= 40 for line in narrow] == [True] * 7

@@ -185,8 +185,8 @@ def test_runs_are_found_and_their_sizes_told(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_said_and_what_is_inside(tmp_path: Path) -> None:
     RunFolder(tmp_path / "one")
-    with pytest.raises(DataError, match="no run has begun") as caught:
+    with pytest.raises(DataError, match="no run has started") as caught:
         Run(tmp_path)
     assert str(tmp_path / "one") in str(caught.value.expected)
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="does not exist"):
         Run(tmp_path / "other")

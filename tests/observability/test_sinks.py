@@ -198,8 +198,6 @@ def test_a_sink_that_hangs_is_dropped_while_the_run_goes_on(
         sinks.log(step, {})
         sick.released.wait(0.01)
     sick.released.set()
-    assert said == [
-        "logger tensorboard did not answer at step 1 within 0.05 s and is switched off; metrics.jsonl goes on"
-    ]
+    assert len(said) == 1 and said[0].startswith("logger tensorboard did not answer at step 1 within 0.05 s")
     sinks.close()
     assert len(said) == 1
