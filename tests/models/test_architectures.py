@@ -1,4 +1,4 @@
-"""Architectures that cannot be trained: each is named, before any weight is read."""
+"""Architectures that cannot be trained are refused by name before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such_model"
 
 
 def folder_of(path: Path, stored: dict[str, object]) -> Path:
-    """A model folder that is a config.json alone: no weights are looked at."""
+    """Create a model folder that has only a config.json, because no weights are read."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(stored))
     return path

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def reference(query, key, value, lengths, scale):
-    """One sequence and head at a time, (N, H, D), in float64."""
+    """Return attention (N, H, D) in float64, one sequence and head at a time."""
     out = torch.zeros(query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
     group = query.shape[1] // key.shape[1]
     begin = 0
@@ -28,7 +28,7 @@ def reference(query, key, value, lengths, scale):
 
 
 def heads(total, count, dtype):
-    """Laid out as transformers hands them over: (1, count, N, D) over memory (1, N, count, D)."""
+    """Return heads in the layout of transformers: (1, count, N, D) over memory (1, N, count, D)."""
     data = torch.randn(1, total, count, 16, dtype=torch.float64).to(dtype)
     return data.transpose(1, 2).requires_grad_()
 

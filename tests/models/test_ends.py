@@ -1,4 +1,4 @@
-"""End tokens, wherever a model's folder names them, and what transformers does with the export."""
+"""End tokens from all files of a model's folder, and how transformers uses an export."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ EOS = 1
 
 
 def template(each: str = "", last: str = "", first: str = "") -> str:
-    """A chat template with these before each turn, after each but the last, and after the last."""
+    """Return a chat template with a text before each turn, after each but the last, and after the last."""
     turn = "FIRST{{ m['role'][0] }} {{ m['content'] }}{% if not loop.last %}EACH{% endif %}"
     text = "{% for m in messages %}" + turn + "{% endfor %}LAST"
     return text.replace("EACH", each).replace("LAST", last).replace("FIRST", first)

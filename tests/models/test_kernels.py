@@ -1,4 +1,4 @@
-"""Which kernels a model gets; what they compute is tested beside them."""
+"""The choice of a model's kernels. Other files test what the kernels compute."""
 
 import sys
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ PLAIN = FSDPConfig()
 
 @pytest.fixture
 def patched(monkeypatch):
-    """The names of what was put into a model; nothing is."""
+    """Record which kernels would be put into a model, without changing the model."""
     done = []
     monkeypatch.setattr(kernels, "use_liger", lambda model, device: done.append("use_liger"))
     monkeypatch.setattr(kernels, "patch", lambda model: done.append("patch"))

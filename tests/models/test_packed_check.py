@@ -1,5 +1,8 @@
-"""A model that packs well passes; one whose sequences see each other, or whose positions count through,
-is found, whatever the scale of its weights and however long its windows are."""
+"""The check of packing passes good models and finds bad ones.
+
+Bad models are those in which sequences see each other or positions are counted across sequences. They are
+found for any scale of the weights and any length of the windows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ LONG_ROPE = {
 
 
 def folder_of(path: Path, kind: str, **changes: Any) -> Path:
-    """A folder that holds a config.json alone."""
+    """Create a folder that has only a config.json."""
     config = CONFIG_MAPPING[kind](**(SIZES | changes))
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(path)
@@ -72,7 +75,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token sees all before it, whichever sequence they are of."""
+    """Let every token see all tokens before it, in any sequence."""
 
     def whole_row(rows: list[torch.Tensor], plan: object, scale: float) -> torch.Tensor:
         q, k, v = (part.transpose(0, 1)[None] for part in rows)

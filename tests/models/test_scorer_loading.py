@@ -1,4 +1,4 @@
-"""Folders of reward models: what is loaded, and what is refused."""
+"""Folders of reward models: which are loaded, and which are refused."""
 
 import json
 

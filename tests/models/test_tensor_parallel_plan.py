@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses, before anything is loaded and after."""
+"""Settings that tensor parallelism refuses, before and after a model is loaded."""
 
 import pytest
 import torch

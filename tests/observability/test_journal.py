@@ -1,4 +1,4 @@
-"""Work that was finished is read back, whatever ended the process that did it."""
+"""Finished work is read back, however the process that did it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders as readers see them: alive, resumed, half-written, ended in every way."""
+"""Reading of run folders that are running, resumed, half-written or ended in any way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_rows_come_as_they_are_written_and_only_what_is_new_is_read(folder: RunF
     assert math.isnan(run.metrics[1]["actor/grad_norm"])
     assert run.curve("actor/grad_norm") == []
     whole = folder.metrics_file.read_bytes()
-    folder.metrics_file.write_bytes(b"?" * (len(whole) - 64) + whole[-64:])  # what was read is not read again
+    folder.metrics_file.write_bytes(
+        b"?" * (len(whole) - 64) + whole[-64:]
+    )  # earlier lines are not read again
     with folder.metrics_file.open("ab") as file:
         file.write(b'{"step": 2, "reward/me')
     assert run.steps == 1
