@@ -143,7 +143,7 @@ def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tens
     return out.view(B, H, T, D)
 
 
-def _between(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _attend_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Call `packed_attention` between the two compiled parts of a layer.
 
     The result must not be a view: the base of the view would differ between micro-batches.
@@ -158,7 +158,7 @@ def no_view(tensor: Tensor) -> Tensor:
     return out
 
 
-_uncompiled: Any = torch.compiler.disable(_between)  # type: ignore[no-untyped-call]
+_uncompiled: Any = torch.compiler.disable(_attend_uncompiled)  # type: ignore[no-untyped-call]
 
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -31,7 +31,7 @@ def stop_token_ids(model_path: str | Path, tokenizer: PreTrainedTokenizerBase) -
         ModelError: If an end token is not a token id, or a file cannot be read.
     """
     ids = {tokenizer.eos_token_id, *(declared_ends(model_path) or _of_config(model_path))}
-    turn = _after_an_answer(tokenizer)
+    turn = _tokens_after_answer(tokenizer)
     if not ids & {*turn}:
         ids |= {*turn[:1]}
     return tuple(sorted(token for token in ids if token is not None))
@@ -69,7 +69,7 @@ def _ends_of(stored: dict[str, Any], folder: str | Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _after_an_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokens_after_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the special tokens right after the assistant's last message.
 
     If the template writes nothing there, return the tokens that start the next turn.

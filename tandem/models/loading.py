@@ -88,7 +88,7 @@ def load_policy(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    model = _made(path, config, options, scorer=False, weights=weights)
+    model = _build(path, config, options, scorer=False, weights=weights)
     policy: PreTrainedModel = (model.to(device) if weights else model).train()
     return policy
 
@@ -127,7 +127,7 @@ def load_scorer(
         require_scorer(path, config)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     absent: Collection[str] = {"score.weight"} if new_head else ()
-    model = _made(path, config, options, scorer=True, weights=weights, absent=absent)
+    model = _build(path, config, options, scorer=True, weights=weights, absent=absent)
     if new_head and weights:
         # As in Stiennon et al. 2020 (arXiv 2009.01325), so that the first rewards are of order one. The head
         # is drawn in fp32 with a separate generator, so that it is the same in every precision.
@@ -189,7 +189,7 @@ def lacks_score_head(config: PreTrainedConfig) -> bool:
     return architecture_of(config).endswith("ForCausalLM")
 
 
-def _made(
+def _build(
     path: str | Path,
     config: PreTrainedConfig,
     options: dict[str, Any],

@@ -116,7 +116,7 @@ def check_packed(
     require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
     with double_precision():
         packed, own = _pair(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
-        return _tried(path, packed, own, window_limits(config)), own
+        return _try_copy(path, packed, own, window_limits(config)), own
 
 
 def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
@@ -202,7 +202,7 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
     return ScoreModel(model) if scorer else PolicyModel(model), own.eval()
 
 
-def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
+def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
     text = own.config.get_text_config()
     vocabulary = text.vocab_size
     positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
@@ -212,8 +212,8 @@ def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int
     long = _drawn((most, 1, max(1, most // 4), max(1, most - 3), 2), vocabulary, seed=2)
     try:
         _require_repeatable(path, packed, _drawn([within] * 12, vocabulary, seed=0))
-        gradient, others = _reached(packed, short), _changed(packed, short)
-        alone = _gap(packed, own, short)
+        gradient, others = _leaked(packed, short), _changed(packed, short)
+        alone = _packing_error(packed, own, short)
     except TandemError:
         raise
     except Exception as error:
@@ -225,8 +225,8 @@ def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int
         ) from error
     beyond, failure = float("nan"), ""
     try:
-        gradient, others = _larger(gradient, _reached(packed, long)), _larger(others, _changed(packed, long))
-        beyond = _gap(packed, own, long)
+        gradient, others = _larger(gradient, _leaked(packed, long)), _larger(others, _changed(packed, long))
+        beyond = _packing_error(packed, own, long)
     except Exception as error:
         failure = _first_line(error)
     return PackedCheck(gradient, others, alone, beyond, failure or None, min(limits, default=None))
@@ -252,7 +252,7 @@ def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -
         )
 
 
-def _reached(packed: PackedModel, tokens: Ragged) -> float:
+def _leaked(packed: PackedModel, tokens: Ragged) -> float:
     """Return the largest gradient of a sequence's outcome at the other sequences' embeddings.
 
     The result is NaN if no embeddings were found.
@@ -297,15 +297,15 @@ def _changed(packed: PackedModel, tokens: Ragged) -> float:
     return worst
 
 
-def _gap(packed: PackedModel, own: Any, tokens: Ragged) -> float:
+def _packing_error(packed: PackedModel, own: Any, tokens: Ragged) -> float:
     """Return the difference between packed sequences, as in training, and each sequence alone."""
     together = _outcome(packed, _packed(packed, tokens)).detach()
     return _difference(
-        together, torch.cat([_alone(own, row, scores=packed.whole_sequences) for row in tokens])
+        together, torch.cat([_outcome_alone(own, row, scores=packed.whole_sequences) for row in tokens])
     )
 
 
-def _alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
+def _outcome_alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
     """Return (T) the outcome of a sequence alone.
 
     That is the log-prob of each token given the tokens before it, with 0 for the first token. For a reward

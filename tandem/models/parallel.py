@@ -230,7 +230,7 @@ def shard(
     )
     for part in reversed(parts):
         fully_shard(list(part), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_across)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_shard_dimension)
     units: list[FSDPModule] = [
         unit for unit in (*(part[0] for part in parts), model) if isinstance(unit, FSDPModule)
     ]
@@ -254,7 +254,7 @@ def shard(
     return units
 
 
-def _across(parameter: nn.Parameter) -> Shard | None:
+def _shard_dimension(parameter: nn.Parameter) -> Shard | None:
     """Return the dimension that FSDP cuts: rows, or columns if tensor parallelism split rows unevenly.
 
     PyTorch has no placement for uneven rows that are cut once more.

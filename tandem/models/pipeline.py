@@ -137,19 +137,19 @@ class Pipeline:
             stage = self.stage_of(index, len(decoder.layers))
             stages |= dict.fromkeys(layer.parameters(), stage)
             if stage != self.stage:
-                decoder.layers[index] = Elsewhere()
+                decoder.layers[index] = OtherStageLayer()
         tied = head.weight is decoder.embed_tokens.weight
         if self.stage > 0 and not (tied and self.last):
             _empty(decoder.embed_tokens)
         if not self.last:
             decoder.norm = nn.Identity()
             _empty(head)
-            module.forward = partial(_passed_on, module)
+            module.forward = partial(_hidden_outputs, module)
         shapes = {name: parameter.shape for name, parameter in named.items()}
         return shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied
 
 
-class Elsewhere(nn.Module):
+class OtherStageLayer(nn.Module):
     """A placeholder for a layer of another stage. It returns its input unchanged."""
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
@@ -159,7 +159,7 @@ class Elsewhere(nn.Module):
 def own_layers(module: PackedModel) -> list[nn.Module]:
     """Return the decoder layers of this rank's stage; all layers if there is one stage."""
     layers: Any = module.decoder.layers
-    return [layer for layer in layers if not isinstance(layer, Elsewhere)]
+    return [layer for layer in layers if not isinstance(layer, OtherStageLayer)]
 
 
 def present(units: Sequence[Sequence[nn.Module]], module: PackedModel) -> list[list[nn.Module]]:
@@ -175,6 +175,6 @@ def _empty(module: nn.Module) -> None:
         module.register_parameter(name, None)
 
 
-def _passed_on(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+def _hidden_outputs(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
     """Run the forward pass of a stage that is not the last."""
     return {HIDDEN: hidden_states(module.decoder, inputs)}

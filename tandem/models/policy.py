@@ -137,7 +137,7 @@ class PolicyModel(PackedModel):
             compared = self._reference(hidden_KD, inputs.reference)
             found["ref_kl"] = kl_divergence(hidden_KD, local(weight), *compared, **options)
         asked = {name: value for name, value in found.items() if name in outputs and value is not None}
-        return {name: at_places(value, inputs) for name, value in asked.items()}
+        return {name: at_positions(value, inputs) for name, value in asked.items()}
 
     def _reference(self, hidden_KD: Tensor, reference_KD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the reference's hidden states and its head, or this rank's part of the head."""
@@ -192,7 +192,7 @@ def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
     return hidden
 
 
-def at_places(values_K: Tensor, inputs: PackedInputs) -> Tensor:
+def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:
     """Return the values at their positions in the token column, with zero elsewhere.
 
     If ranks share the tokens, every rank gets the values of all ranks.

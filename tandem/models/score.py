@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.models.packing import PackedInputs
-from tandem.models.policy import PackedModel, at_places
-from tandem.models.value import one_number
+from tandem.models.policy import PackedModel, at_positions
+from tandem.models.value import head_outputs
 
 
 class ScoreModel(PackedModel):
@@ -44,4 +44,4 @@ class ScoreModel(PackedModel):
             EngineError: If a score model does not have an output.
         """
         self.check_outputs(outputs)
-        return {"scores": at_places(one_number(self, inputs), inputs)}
+        return {"scores": at_positions(head_outputs(self, inputs), inputs)}

@@ -121,8 +121,8 @@ def _with_adapters(layer: nn.Module, split: Split) -> Plan:
     plan: Plan = {
         "input_layernorm": split.whole,
         "self_attn": split.copied_input,
-        "self_attn.q_norm": split.seen_apart,
-        "self_attn.k_norm": split.seen_apart,
+        "self_attn.q_norm": split.whole_different_inputs,
+        "self_attn.k_norm": split.whole_different_inputs,
         "post_attention_layernorm": split.whole,
         "mlp": split.copied_input,
     }
@@ -134,7 +134,7 @@ def _with_adapters(layer: nn.Module, split: Split) -> Plan:
             continue
         by_outputs = name in _BY_OUTPUTS
         plan[f"{name}.base_layer"] = cut
-        plan[f"{name}.lora_A.{ADAPTER}"] = split.seen_apart if by_outputs else cut
+        plan[f"{name}.lora_A.{ADAPTER}"] = split.whole_different_inputs if by_outputs else cut
         plan[f"{name}.lora_B.{ADAPTER}"] = cut if by_outputs else split.whole
     return plan
 
@@ -180,7 +180,7 @@ class Split:
         """Keep a module whole on every rank. All ranks give it the same inputs."""
         self._on_parameters(module, local)
 
-    def seen_apart(self, module: Any) -> None:
+    def whole_different_inputs(self, module: Any) -> None:
         """Keep a module whole on every rank, although ranks give it different inputs.
 
         The gradients of its weights are summed.

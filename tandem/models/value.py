@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
-from tandem.models.policy import PackedModel, at_places, decode
+from tandem.models.policy import PackedModel, at_positions, decode
 from tandem.models.tensor_group import local
 
 
@@ -58,14 +58,14 @@ class ValueModel(PackedModel):
             EngineError: If a value model does not have an output.
         """
         self.check_outputs(outputs)
-        return {"values": at_places(one_number(self, inputs), inputs)}
+        return {"values": at_positions(head_outputs(self, inputs), inputs)}
 
     def hf_name(self, name: str) -> str:
         """Return the name of a parameter in a folder that `load_policy` reads. The head has its own name."""
         return plain_name(name)
 
 
-def one_number(module: PackedModel, inputs: PackedInputs) -> Tensor:
+def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:
     """Return (K) the head's output at each position that was asked for.
 
     With two outputs it is the probability of the second. The precision is at least fp32, because bf16 would

@@ -202,7 +202,7 @@ class Screen:
             self._shown = picture
 
 
-def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Event) -> None:
+def show_until_end(picture: Picture, printed: int, screen: Screen, ended: threading.Event) -> None:
     """Show the picture below the output that comes through a pipe.
 
     This ends when the pipe is closed, or when the run has ended and the pipe is empty.
@@ -239,7 +239,7 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     picture = Picture(Path(folder), int(start_step), int(total_steps), os.getppid())
-    keep_up(picture, sys.stdin.fileno(), Screen(sys.stdout.buffer), ended)
+    show_until_end(picture, sys.stdin.fileno(), Screen(sys.stdout.buffer), ended)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class GrowingFile:
                     expected=f"<= {LARGEST}",
                 )
             file.seek(self._read - len(self._tail))
-            anew = file.read(len(self._tail)) != self._tail
-            if anew:
+            rewritten = file.read(len(self._tail)) != self._tail
+            if rewritten:
                 self._read, self._tail = file.seek(0), b""
             new = file.read(LARGEST)
         if len(new) - new.rfind(b"\n") > LONGEST_LINE:
@@ -72,7 +72,7 @@ class GrowingFile:
         new = new[: new.rfind(b"\n") + 1]
         self._read += len(new)
         self._tail = (self._tail + new)[-_TAIL:]
-        return anew, new.splitlines()[torn:]
+        return rewritten, new.splitlines()[torn:]
 
 
 def replace_file(path: Path, content: bytes) -> None:

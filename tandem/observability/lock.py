@@ -74,10 +74,10 @@ class ProcessLock:
                 _HELD.add(self)
             else:  # the last holder removed the file before it was locked here
                 file.close()
-        self._tell_left(_holder(self._file))
+        self._report_leftover(_holder(self._file))
         self._file.truncate(0)
         now, pid = datetime.now().isoformat(timespec="seconds"), os.getpid()
-        content = {"host": socket.gethostname(), "pid": pid, "since": now, "began": process_began(pid)}
+        content = {"host": socket.gethostname(), "pid": pid, "since": now, "began": process_start(pid)}
         with file_errors(self.path):
             self._file.write(json.dumps(content).encode())
             self._file.flush()
@@ -128,7 +128,7 @@ class ProcessLock:
                 f"{self.path.parent}: this file system has no locks, so a second process is not detected"
             )
 
-    def _tell_left(self, holder: dict[str, str]) -> None:
+    def _report_leftover(self, holder: dict[str, str]) -> None:
         """Tell the user about a lock that an earlier process left behind.
 
         If that process was on this machine, it has ended without cleaning up. If it was on another machine,
@@ -166,11 +166,11 @@ def is_held(path: Path, folder: Path | None = None) -> bool:
         return False
     if holder.get("host") != socket.gethostname():
         return True
-    began = process_began(int(holder["pid"]))
+    began = process_start(int(holder["pid"]))
     return began is not None and holder.get("began", began) == began
 
 
-def process_began(pid: int) -> str | None:
+def process_start(pid: int) -> str | None:
     """Return when a living process of this machine started, in Linux's clock ticks.
 
     This tells the process from a later one with the same number. The result is None for a process that has

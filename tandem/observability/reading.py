@@ -330,8 +330,8 @@ class GrowingLines:
         Raises:
             DataError: If a complete line is not such an object.
         """
-        anew, lines = self._file.look()
-        if anew:  # a resumed run rewrote the file
+        rewritten, lines = self._file.look()
+        if rewritten:  # a resumed run rewrote the file
             self._found = []
         first = len(self._found) + 1
         try:

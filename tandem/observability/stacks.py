@@ -16,7 +16,7 @@ from typing import TextIO
 
 from tandem.errors import DataError
 from tandem.observability.files import replace_file
-from tandem.observability.lock import process_began
+from tandem.observability.lock import process_start
 from tandem.texts import parse_json
 
 _PROCESS = "controller.json"
@@ -30,7 +30,7 @@ _WAIT_S = 2.0
 def offer_stacks(log_dir: Path) -> None:
     """Make this process write the stacks of all its threads to `log_dir` when `ask_stacks` asks."""
     pid = os.getpid()
-    process = {"pid": pid, "started": process_began(pid), "node": socket.gethostname()}
+    process = {"pid": pid, "started": process_start(pid), "node": socket.gethostname()}
     replace_file(log_dir / _PROCESS, json.dumps(process).encode())
     before = _OPEN.pop("stacks", None)
     _OPEN["stacks"] = (log_dir / _STACKS).open("w", encoding="utf-8")
@@ -63,7 +63,7 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
         raise DataError("the file names no process", field=str(log_dir / _PROCESS), got=error) from error
     if process["node"] != socket.gethostname():
         return name, "runs on another machine; run this command there"
-    if process_began(process["pid"]) != began:
+    if process_start(process["pid"]) != began:
         return name, "has ended"
     stacks = log_dir / _STACKS
     before = stacks.stat().st_size

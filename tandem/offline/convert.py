@@ -15,7 +15,7 @@ from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
 from tandem.data.forms import PromptForm
 from tandem.data.validate import RowProblems, conversation_problem, kind
 from tandem.errors import ConfigError, DataError
-from tandem.offline.faults import UNREWARDED, odd_roles, unscored
+from tandem.offline.faults import UNREWARDED, conversation_faults, reward_faults
 from tandem.rewards.boxes import last_boxed
 
 Row = Mapping[str, Any]
@@ -162,7 +162,7 @@ def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str
         raise Unfit("no data_source, which selects the reward; set one with --source")
     if problem := conversation_problem(prompt):
         raise Unfit(f"prompt: {problem}")
-    _refuse(odd_roles("prompt", prompt))
+    _refuse(conversation_faults("prompt", prompt))
     if truth is None:
         raise Unfit("no answer")
     if hint:
@@ -176,7 +176,7 @@ def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str
         "reward_model": {"style": "rule", "ground_truth": truth if isinstance(truth, list) else str(truth)},
         "extra_info": {"index": number, **kept, **(own if isinstance(own, Mapping) else {})},
     }
-    _refuse(unscored(scored, PromptForm()))
+    _refuse(reward_faults(scored, PromptForm()))
     return scored
 
 
@@ -240,7 +240,7 @@ def _conversation(row: Row, messages: list[dict[str, Any]]) -> dict[str, Any]:
         messages = [{"role": "system", "content": row["system"]}, *messages]
     if problem := turns_problem(messages):
         raise Unfit(problem)
-    _refuse(odd_roles("messages", messages, ended=True))
+    _refuse(conversation_faults("messages", messages, ended=True))
     return {"messages": messages}
 
 
@@ -250,7 +250,7 @@ def _preference(row: Row, settings: Settings) -> dict[str, Any]:
     made: dict[str, Any] = {name: _answered(before, row[name]) for name in ("chosen", "rejected")}
     if problem := _CONVERSATIONS(made):
         raise Unfit(problem)
-    _refuse(fault for name in made for fault in odd_roles(name, made[name], ended=True))
+    _refuse(fault for name in made for fault in conversation_faults(name, made[name], ended=True))
     if made["chosen"] == made["rejected"]:
         raise Unfit("chosen and rejected are the same")
     margin = row.get("margin")

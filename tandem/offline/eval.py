@@ -96,7 +96,7 @@ def _generated(
     )
 
 
-def _given(config: EvalConfig, needs: Sequence[str]) -> Responses:
+def _from_column(config: EvalConfig, needs: Sequence[str]) -> Responses:
     """Return responses from a column of the data, which has a text or a list of texts in each row."""
     data, name = config.data, config.data.response_key
     named = "data.reward_fn_key" if "reward_model" in needs else PARAMETERS
@@ -157,7 +157,9 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
         renamed = {"data_source": config.data.reward_fn_key}
         needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
         generates = bool(config.model.path)
-        responses = _generated(config, output, overwrite, say, needs) if generates else _given(config, needs)
+        responses = (
+            _generated(config, output, overwrite, say, needs) if generates else _from_column(config, needs)
+        )
         check_new_columns(responses.table, list(SCORE_COLUMNS))
         problems = _problems(responses, config.data, reward)
         names = [problem.data_source for problem in problems]

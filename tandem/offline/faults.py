@@ -12,11 +12,11 @@ from tandem.rewards.items import Item
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE, UNREWARDED = "role", "no reward function"
-Found = Iterator[tuple[str, str]]
+Faults = Iterator[tuple[str, str]]
 """Pairs of a kind of problem and the problem."""
 
 
-def odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
+def conversation_faults(key: str, prompt: Any, *, ended: bool = False) -> Faults:
     """Yield unusual roles, a last turn of the assistant (unless `ended`), and conversations without text."""
     if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
         if isinstance(prompt, str) and not prompt.strip():
@@ -31,7 +31,7 @@ def odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
         yield "blank text", f"{key}: nothing but white space"
 
 
-def unscored(row: Mapping[str, Any], form: PromptForm) -> Found:
+def reward_faults(row: Mapping[str, Any], form: PromptForm) -> Faults:
     """Yield why the reward of the row's data source cannot score it.
 
     There may be no reward, or the reward cannot use the ground truth.

@@ -34,7 +34,7 @@ from tandem.data.prompts import holds_ids
 from tandem.data.sft import Columns, are_text
 from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
-from tandem.offline.faults import ROLE, Found, odd_roles, unscored
+from tandem.offline.faults import ROLE, Faults, conversation_faults, reward_faults
 from tandem.rewards import own_reward
 from tandem.rewards.signatures import VERLS
 from tandem.trainer.supervised import rm_task, sft_task
@@ -59,7 +59,7 @@ class Shape:
     columns: Sequence[tuple[str, ...]]
     optional: tuple[str, ...] | None
     form: Callable[[DataFiles], Form]
-    further: Callable[[Mapping[str, Any]], Found]
+    further: Callable[[Mapping[str, Any]], Faults]
 
 
 def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
@@ -72,11 +72,11 @@ def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
     form = prompt_form(data, reads)
     scored = own is None and config.calls_functions
 
-    def further(row: Mapping[str, Any]) -> Found:
-        yield from odd_roles(data.prompt_key, row[data.prompt_key])
+    def further(row: Mapping[str, Any]) -> Faults:
+        yield from conversation_faults(data.prompt_key, row[data.prompt_key])
         source = form.source(row)
         if scored:
-            yield from unscored(row, form)
+            yield from reward_faults(row, form)
         if data.mixture and source not in data.mixture:
             yield "no weight", f"{data.reward_fn_key} {source!r} has no weight in data.mixture"
         sources.add(source)
@@ -94,10 +94,10 @@ def sft_shape(config: SFTConfig) -> Shape:
     data = config.data
     columns = Columns(data.messages_key, data.prompt_key, data.response_key, data.text_key, data.tools_key)
 
-    def further(row: Mapping[str, Any]) -> Found:
+    def further(row: Mapping[str, Any]) -> Faults:
         for key in (data.messages_key, data.prompt_key, *columns.responses):
             if key in row:
-                yield from odd_roles(key, row[key], ended=True)
+                yield from conversation_faults(key, row[key], ended=True)
 
     return Shape(columns.alternatives, columns.optional, columns.form, further)
 
@@ -112,9 +112,9 @@ def rm_shape(config: RMConfig) -> Shape:
         prompt = prompt_of(files, data.prompt_key, needs)
         return PreferenceForm(answers, prompt, data.margin_key, are_text(files, answers))
 
-    def further(row: Mapping[str, Any]) -> Found:
+    def further(row: Mapping[str, Any]) -> Faults:
         for key in answers:
-            yield from odd_roles(key, row[key], ended=True)
+            yield from conversation_faults(key, row[key], ended=True)
         if row[answers[0]] == row[answers[1]]:
             yield "equal answers", f"{answers[0]} and {answers[1]} are the same"
 
@@ -279,7 +279,9 @@ def _look(
         report.begin(file)
         records = _records(file, shape, report, data.cache_dir)
         while chunk := list(islice(records, CHUNK_ROWS)):
-            good = [(row, record) for row, record, form in chunk if _sound(row, form.problem(record), report)]
+            good = [
+                (row, record) for row, record, form in chunk if _has_form(row, form.problem(record), report)
+            ]
             for row, record in good:
                 for kind, problem in shape.further(record):
                     report.row(row, problem, kind)
@@ -302,7 +304,7 @@ def _look(
             read_files(files, *shape.columns, optional=shape.optional, cache_dir=data.cache_dir)
 
 
-def _sound(row: int, problem: str | None, report: Report) -> bool:
+def _has_form(row: int, problem: str | None, report: Report) -> bool:
     if problem:
         report.row(row, problem)
     return not problem
