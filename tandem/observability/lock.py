@@ -25,10 +25,10 @@ _TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 class ProcessLock:
-    """A lock that one process holds until it releases the lock or ends, in whatever way.
+    """A lock that one process holds until it releases the lock or ends in any way.
 
-    The lock's file exists while the lock is held, and names the holder. Linux passes the lock on to the other
-    machines of an NFS mount, unless that is mounted with `nolock` or `local_lock`.
+    The lock's file exists while the lock is held, and names the holder. On an NFS mount, the lock also
+    applies to the other machines, unless the mount has the option `nolock` or `local_lock`.
 
     Args:
         path: the lock's file.
@@ -116,7 +116,7 @@ class ProcessLock:
                 elsewhere = holder.get("host") != socket.gethostname()
                 end = f"kill {holder.get('pid')}" + (f" on {holder.get('host')}" if elsewhere else "")
                 raise ConfigError(
-                    "another process is writing to this place",
+                    "another process is writing here",
                     field=self._field,
                     got=f"{self.path.parent}: {_named(holder)}",
                     expected="one process at a time",
@@ -132,14 +132,14 @@ class ProcessLock:
         """Tell the user about a lock that an earlier process left behind.
 
         If that process was on this machine, it has ended without cleaning up. If it was on another machine,
-        it may still hold the lock, on a file system that does not pass locks on.
+        it may still hold the lock, on a file system that does not share locks between machines.
         """
         if holder.get("host") == socket.gethostname():
             self._say(f"{self.path.parent}: {_named(holder)} was killed or crashed")
         elif holder:
             self._say(
                 f"{self.path.parent} was locked by {_named(holder)} and is not locked now. If that process "
-                "still runs, this file system does not pass locks between machines: stop one of the two."
+                "still runs, this file system does not share locks between machines: stop one of the two."
             )
 
     def _is_there(self, file: BinaryIO) -> bool:
