@@ -50,7 +50,7 @@ class Texts:
         there = [name for name in ROW_COLUMNS if name in rows.columns]
         if not there:
             got, expected = ", ".join(rows.columns), " or ".join(ROW_COLUMNS)
-            raise DataError("the column is missing", field=rows.names, got=got, expected=expected)
+            raise DataError("a text column is missing", field=rows.names, got=got, expected=expected)
         self.rows, self._columns = rows, there[:1] if prompt else there
         self._prompt = prompt and there[0] != "prompt"
 
@@ -71,7 +71,7 @@ def split(rows: DataFiles, share: float, seed: int) -> np.ndarray:
     """Choose a share of the rows of each data source. Rows with the same prompt stay together.
 
     Returns:
-        (B) bool, whether a row is chosen.
+        (B) bool, whether each of the B rows is chosen.
     """
     hashes = np.fromiter(map(number_of, Texts(rows, prompt=True)), np.uint64, len(rows))
     _, first, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)

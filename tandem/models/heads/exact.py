@@ -75,8 +75,9 @@ def kl_divergence(
 
     The backward pass computes the tiles of both distributions again.
 
-    When to use: if an estimate from the sampled tokens is too noisy, at a small coefficient or close to the
-    reference. Given the tokens before a position, this divergence has no variance, and its gradient is exact.
+    When to use: if an estimate from the sampled tokens is too noisy, for instance with a small coefficient or
+    close to the reference. Given the tokens before a position, this divergence has no variance, and its
+    gradient is exact.
     Watch: `actor/kl`, or `actor/kl_in_reward`, which start at zero and are never negative.
     Cost: the reference sends its last hidden states to the actor, D numbers per token in compute dtype
     instead of one number (7 KB per token for D = 3584 in bf16). Each rank of the actor also holds the
