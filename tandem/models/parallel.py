@@ -199,18 +199,9 @@ def shard(
     """Apply FSDP2 in place.
 
     Parameters stay in `master_dtype`. Computation sees them in `compute_dtype`. Gradients are summed over
-    ranks, not averaged, in `master_dtype`.
-
-    Args:
-        model: the model.
-        parts: modules that share a unit, as `tandem.models.wrap.wrapped` returns them; the root unit has all
-            others.
-        mesh: the mesh to shard over.
-        compute_dtype: the type of the parameters in computation.
-        master_dtype: the type of the parameters between computations.
-        reshard_after_forward: free gathered parameters between forward and backward.
-        forward_prefetch: gather the next unit during the forward pass of a unit.
-        meter: measures the units' collectives.
+    ranks, not averaged, in `master_dtype`. `parts` are the modules that share a unit, as
+    `tandem.models.wrap.wrapped` returns them; the root unit has all others. `meter` measures the units'
+    collectives.
 
     Returns:
         The units, each by its first module, with the root last.
