@@ -72,7 +72,7 @@ def test_default_scale_is_root_of_the_head_dimension():
 def test_what_it_cannot_do_is_said():
     inputs = [heads(12, 2, torch.float64) for _ in range(3)]
     module, plan = torch.nn.Identity(), Packing([12], CPU)
-    with pytest.raises(ModelError, match="without its plan"):
+    with pytest.raises(ModelError, match="without a packing plan"):
         packed_attention(module, *inputs, None)
     with pytest.raises(ModelError, match="sliding window of 8"):
         packed_attention(module, *inputs, None, packing=plan, sliding_window=8)

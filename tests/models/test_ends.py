@@ -71,7 +71,7 @@ def test_those_of_the_part_for_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["<eos>", -1, [1, "2"], 1.5, True])
 def test_what_is_no_token_is_refused(tmp_path: Path, bad: Any) -> None:
     folder = folder_of(tmp_path / "model", EOS, bad, template())
-    with pytest.raises(ModelError, match="no token id"):
+    with pytest.raises(ModelError, match="not a token id"):
         stop_token_ids(folder, load_tokenizer(folder))
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):

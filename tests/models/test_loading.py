@@ -77,7 +77,7 @@ def test_one_weight_missing(folder):
 
 def test_one_weight_of_another_shape(folder):
     edit_config(folder, intermediate_size=64)
-    with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \d+ × \d+, where config\.json asks for"):
+    with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \d+ × \d+, but config\.json asks for"):
         load_policy(folder)
 
 
@@ -98,7 +98,7 @@ def test_tokenizer(tmp_path):
 
 
 def test_tokenizer_missing(folder):
-    with pytest.raises(ModelError, match="holds no tokenizer"):
+    with pytest.raises(ModelError, match="contains no tokenizer"):
         load_tokenizer(folder)
 
 

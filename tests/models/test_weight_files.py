@@ -139,7 +139,7 @@ TROUBLE = {
     "cannot be loaded": truncated,
     r"model\.layers\.1\.mlp\.up_proj\.weight": lambda p: without("model.layers.1.mlp.up_proj.weight", p),
     r"model\.embed_tokens\.weight|lm_head\.weight": lambda p: without("model.embed_tokens.weight", p),
-    "holds no weights": lambda p: p.unlink(),
+    "contains no weights": lambda p: p.unlink(),
 }
 
 

@@ -132,7 +132,7 @@ def test_a_missing_package_gives_its_install_command_and_stops_no_run(
     monkeypatch.setattr(builtins, "__import__", without_library)
     (error,) = absent_sinks(["console", name]).values()
     assert error.remedy is not None
-    assert error.remedy.startswith(f"pip install {package},")
+    assert error.remedy.startswith(f"run pip install {package},")
     said: list[str] = []
     sinks = Sinks(["file", name], info, said.append)
     sinks.log(1, {"reward/mean": 0.5})
