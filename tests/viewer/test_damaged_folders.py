@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no metrics yet": (write("metrics.jsonl", ""), "", ""),
     "metrics are a folder": (replace("metrics.jsonl", Path.mkdir), "state", "not a regular file"),
     "metrics are a pipe": (replace("metrics.jsonl", os.mkfifo), "state", "not a regular file"),
-    "a metric nested without end": (add("metrics.jsonl", f"{ROW}{'[' * 200_000}\n"), "state", "does not belong"),
+    "a metric nested without end": (add("metrics.jsonl", f"{ROW}{'[' * 200_000}\n"), "state", "not belong"),
     "a metric that is a text": (add("metrics.jsonl", f'{ROW}"much"}}\n'), "", ""),
     "a metric beyond all numbers": (add("metrics.jsonl", f"{ROW}1e999}}\n"), "", ""),
     "a metric of many digits": (add("metrics.jsonl", f"{ROW}{'9' * 4000}}}\n"), "", ""),
