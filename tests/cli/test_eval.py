@@ -143,7 +143,7 @@ def test_what_lies_beside_a_report_is_not_replaced_unasked(
     samples.write_text("mine")
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "there already" in said and str(samples) in said
+    assert "already exists" in said and str(samples) in said
     assert samples.read_text() == "mine" and not (tmp_path / "report.json").exists()
     assert main([*words, "--overwrite"]) == 0
     assert len(pq.read_table(samples)) == 5

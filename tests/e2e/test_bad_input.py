@@ -81,7 +81,7 @@ def test_model_folders_that_cannot_be_used(user: User) -> None:
                     telling=("actor_rollout_ref.model.path: not a model folder", "config.json"))  # fmt: skip
     for name, damage, telling in (
         ("garbled", {"config.json": "{"}, "config.json"),
-        ("weightless", {"model.safetensors": None}, "holds no weights"),
+        ("weightless", {"model.safetensors": None}, "contains no weights"),
         ("torn", {"model.safetensors": "torn"}, "weights cannot be loaded"),
         ("speechless", {"tokenizer.json": None}, "no tokenizer"),
     ):
