@@ -43,7 +43,7 @@ def test_lengths_of_a_recorded_run(tmp_path: Path) -> None:
     assert found.mean() == pytest.approx(
         np.mean(np.interp(np.linspace(0, 3, 401), range(4), recorded)), rel=0.02
     )
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="does not exist"):
         lengths("--lengths", f"run:{tmp_path / 'none'}", 4, 100)
 
 

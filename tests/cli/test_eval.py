@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     assert ROWS <= done < ROWS * N and not out.exists()
     capsys.readouterr()
     assert report(out, *words) == undisturbed
-    assert f"{done} responses are scored already" in capsys.readouterr().err
+    assert f"{done} responses are already scored" in capsys.readouterr().err
     samples = [pq.read_table(tmp_path / f"{name}.samples.parquet") for name in ("out", "whole")]
     assert samples[0].equals(samples[1])
     assert not list(tmp_path.glob("out.json.*"))
@@ -143,7 +143,7 @@ def test_what_lies_beside_a_report_is_not_replaced_unasked(
     samples.write_text("mine")
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "there already" in said and str(samples) in said
+    assert "already exists" in said and str(samples) in said
     assert samples.read_text() == "mine" and not (tmp_path / "report.json").exists()
     assert main([*words, "--overwrite"]) == 0
     assert len(pq.read_table(samples)) == 5
@@ -201,7 +201,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert main(["eval", *given]) == 1
         return capsys.readouterr().err
 
-    assert "1 to 4, the responses to a problem" in refused(f"data.path={data}", "eval.k=5")
+    assert "expected: 1 to 4" in refused(f"data.path={data}", "eval.k=5")
     assert "missing column 'texts'" in refused(f"data.path={data}", "data.response_key=texts")
     assert "set only with model.path" in refused(f"data.path={data}", "rollout.n=4")
     odd = write_rows(tmp_path / "odd.parquet", [{**problem(1, 1), "data_source": "x", "responses": "2"}])

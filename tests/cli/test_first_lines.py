@@ -58,5 +58,5 @@ def test_what_is_left_to_write_is_said_before_the_model_is_loaded(
     lengths = ("data.max_response_length=4", "rollout.n=2")
     assert main(["generate", *paths, *lengths, f"data.output_path={tmp_path / 'out.jsonl'}"]) == 0
     said = capsys.readouterr().err
-    assert "6 responses to write; loading the model\n" in said
+    assert "6 responses to generate; loading the model\n" in said
     assert said.index("loading the model") < said.index("generate: 6/6 samples in ")

@@ -113,7 +113,7 @@ def test_a_killed_run_goes_on_where_it_was(
 
     monkeypatch.setattr(Journal, "append", noted)
     assert run(shop, out, *slow) == undisturbed
-    assert f"{done} responses are there already" in capsys.readouterr().err
+    assert f"{done} responses already exist" in capsys.readouterr().err
     assert len(appended) == len({(each["row"], each["sample"]) for each in appended}) == ROWS * N - done
     assert not journal.exists()
 
@@ -157,7 +157,7 @@ def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(["generate", *words(shop, out, *more, data=data)]) == 1
         return capsys.readouterr().err
 
-    assert "the output is there already" in refused()
+    assert "the output already exists" in refused()
     assert out.read_text() == "mine\n"
     assert "did you mean rollout.temperature?" in refused("rollout.temprature=1")
     assert "data.path: this file does not exist" in refused(data="none.parquet")

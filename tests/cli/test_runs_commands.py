@@ -137,6 +137,6 @@ def test_a_running_run_is_left_alone(typed: Typed, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(pruning.Run, "state", "interrupted")  # begun after it was looked at
         status, out, _ = typed("prune", "a", "--yes")
     assert status == 0
-    assert "a/checkpoints/step_000001 stays: a: another process writes there" in out
+    assert "a/checkpoints/step_000001 stays: a: another process is writing" in out
     assert "deleted 0 folders" in out
     assert len(list((run / "checkpoints").iterdir())) == 3

@@ -86,7 +86,7 @@ def test_a_run_that_wrote_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run = write_run(tmp_path / "run", [0.5])
     assert main(["samples", str(run)]) == 1
     err = capsys.readouterr().err
-    assert "trainer.samples_freq=-1" in err and "with trainer.samples_freq=1 a run writes them" in err
+    assert "trainer.samples_freq=-1" in err and "set trainer.samples_freq=1" in err
 
 
 @pytest.mark.parametrize("lacks", ["scores", "response_text", "response_mask", None])
@@ -100,8 +100,8 @@ def test_a_file_that_is_no_file_of_samples(
         pq.write_table(pq.read_table(path).drop_columns([lacks]), path)
     assert main(["samples", run]) == 1
     err = capsys.readouterr().err
-    assert str(path) in err and "no readable file of samples" in err
-    assert lacks is None or f"it has no {lacks}" in err
+    assert str(path) in err and "cannot be read" in err
+    assert lacks is None or f"it has no column {lacks}" in err
 
 
 def test_who_reads_the_output_may_have_enough(run: str) -> None:

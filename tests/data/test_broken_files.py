@@ -232,12 +232,12 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a role of another format": (
         "a.jsonl",
         edit(says(("human", "1+1="))),
-        AT + "prompt: message 0: 'human' is none",
+        AT + "prompt: message 0: 'human' is not one of",
     ),
     "the assistant is last": (
         "a.jsonl",
         edit(says(("user", "1"), ("assistant", "2"))),
-        AT + "prompt: the assistant has the last word",
+        AT + "prompt: the last message is the assistant's",
     ),
     "a row twice": (
         "a.jsonl",
@@ -325,11 +325,11 @@ def test_with_a_model_long_prompts_are_named(
     count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     capsys.readouterr()
     assert main(words) == 1
-    assert capsys.readouterr().out == f"row 2: {count} tokens, over data.max_prompt_length=100\n"
+    assert capsys.readouterr().out == f"row 2: {count} tokens, above data.max_prompt_length=100\n"
     assert main([*words, "data.filter_overlong_prompts=true"]) == 0
     assert main([*words, "data.truncation=left"]) == 0
     assert main([*words, "data.filter_overlong_prompts=true", "data.max_prompt_length=3"]) == 1
-    assert "all prompts are over data.max_prompt_length" in capsys.readouterr().out
+    assert "all prompts are longer than data.max_prompt_length" in capsys.readouterr().out
 
 
 def test_rows_of_the_other_commands(

@@ -81,7 +81,7 @@ def test_model_folders_that_cannot_be_used(user: User) -> None:
                     telling=("actor_rollout_ref.model.path: this folder has no config.json", "config.json"))  # fmt: skip
     for name, damage, telling in (
         ("garbled", {"config.json": "{"}, "config.json"),
-        ("weightless", {"model.safetensors": None}, "holds no weights"),
+        ("weightless", {"model.safetensors": None}, "contains no weights"),
         ("torn", {"model.safetensors": "torn"}, "weights cannot be loaded"),
         ("speechless", {"tokenizer.json": None}, "no tokenizer"),
     ):
@@ -223,5 +223,5 @@ def test_a_run_folder_that_is_a_file_or_below_one(user: User) -> None:
     for folder in (file, file / "run"):
         outcome = user.types(f"trainer.default_local_dir={folder}")
         assert outcome.status == 1
-        assert "trainer.default_local_dir: this folder cannot be written" in outcome.error
+        assert "trainer.default_local_dir: this folder is not writable" in outcome.error
         assert str(file) in outcome.error

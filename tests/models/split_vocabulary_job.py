@@ -1,5 +1,8 @@
-"""Run on ranks: RESULTS to write. Output head and embedding over a shared vocabulary, the same inputs on
-every rank; what each case gives, with its gradients."""
+"""A job for several ranks that writes RESULTS, its only argument.
+
+It runs the output head and the embedding over a shared vocabulary, with the same inputs on every rank. It
+stores the outputs and gradients of each case.
+"""
 
 import itertools
 import sys

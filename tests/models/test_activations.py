@@ -1,4 +1,4 @@
-"""Checkpointing and offload of a model's layers, against the layers as they are."""
+"""Checkpointing and offload of a model's layers, compared with the plain layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tandem.protocol import Ragged
 CPU = torch.device("cpu")
 LAYERS, HIDDEN = 5, 32
 LENGTHS = [17, 4, 30, 9]
-TOKENS = sum(LENGTHS) - len(LENGTHS)  # the last token of a sequence does not go in
+TOKENS = sum(LENGTHS) - len(LENGTHS)  # the last token of a sequence is no input
 PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6}
 PLAIN = {"enable_gradient_checkpointing": False}
 MODES = {
@@ -98,7 +98,7 @@ def assert_equal(found, wanted, tolerance=0.0):
 
 
 def counted(policy):
-    """How often each layer has begun to run, from now on. Layers are wrapped before what is tested."""
+    """Return a counter of how often each layer runs from now on. Call this before layers are wrapped."""
     runs = Counter()
 
     def run(index, forward, *args, **kwargs):
@@ -111,7 +111,7 @@ def counted(policy):
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that really run."""
+    """A mode that counts the operators that really run."""
 
     def __init__(self):
         super().__init__()
@@ -126,8 +126,7 @@ class Operators(TorchDispatchMode):
 
 
 def saved_bytes(policy, at_least=0):
-    """By layer the bytes of the distinct storages that it leaves to its backward, of those of some size;
-    without its parameters and what it was given by keyword."""
+    """Return, per layer, the bytes of distinct saved storages; parameters and keywords do not count."""
     found = []
 
     def run(layer, forward, *args, packing, position_embeddings, position_ids, **kwargs):
@@ -195,7 +194,7 @@ def test_operators_that_are_kept_do_not_run_again(folder, dtype):
     products, attended = found["none"]
     assert attended == attentions > 0
     assert found["ops"] == found["none"]
-    # Nobody saves a layer's last product: the second run stops before it, through oneDNN after it.
+    # No one saves a layer's last product: the second run stops before it; through oneDNN, after it.
     again = linears if linear_module._fast(torch.empty(8, 1, dtype=dtype)) else linears - LAYERS
     assert found["attention"] == (products + again, attended)
     assert found["full"] == (products + again, 2 * attended)
@@ -203,11 +202,11 @@ def test_operators_that_are_kept_do_not_run_again(folder, dtype):
 
 def test_an_operator_is_named_by_group_or_by_name():
     assert {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} <= MATMUL
-    assert torch.ops.aten.mm.out not in MATMUL  # kept, it would leave the buffer unwritten the second time
+    assert torch.ops.aten.mm.out not in MATMUL  # if kept, the buffer would not be written again
     assert torch.ops.aten.bmm.default in operators(["aten.bmm"])
     assert set(operators(["aten.bmm", "matmul"])) == MATMUL | set(operators(["aten.bmm"]))
     for name in ("aten.no_such_operator", "no_such_namespace.mm", "linear"):
-        with pytest.raises(ConfigError, match="no such operator") as caught:
+        with pytest.raises(ConfigError, match="operator") as caught:
             operators(["aten.mm", name])
         assert (caught.value.field, caught.value.got) == ("gradient_checkpointing_ops", name)
 
@@ -215,7 +214,7 @@ def test_an_operator_is_named_by_group_or_by_name():
 def test_more_layers_than_there_are(folder):
     assert list(recomputed_layers(6, "every", 3)) == [2, 5] and list(recomputed_layers(3, "every", 3)) == [2]
     for mode in ("first", "every"):
-        with pytest.raises(ConfigError, match="more layers than the model has") as caught:
+        with pytest.raises(ConfigError, match="more layers") as caught:
             managed(folder, gradient_checkpointing_mode=mode, gradient_checkpointing_layers=LAYERS + 1)
         assert caught.value.expected == f"at most {LAYERS}"
 
@@ -236,7 +235,7 @@ def test_a_layer_that_runs_again_saves_its_input_alone(folder, dtype):
         assert saved_bytes(policy) == wanted, mode
 
 
-# Offload.
+# Offload of activations
 
 
 def offloaded(folder, mode="none", *, lane=None, ahead=1, min_bytes=1, dtype=torch.float64):
@@ -255,8 +254,7 @@ def reported(offload):
 @pytest.mark.parametrize("copies", [False, True], ids=["counted", "copied"])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_leaves_and_what_stays_is_counted(folder, mode, copies, ahead):
-    """All layers but the last send what they saved; with copies beside the computation two layers' worth
-    is on the device."""
+    """All layers except the last send their saved tensors. With `ahead`, two layers are on the device."""
     policy, _ = managed(folder, **MODES[mode])
     saved = saved_bytes(policy)
     policy, offload = offloaded(folder, mode, lane=SameStream() if copies else None, ahead=ahead)
@@ -270,7 +268,7 @@ def test_what_leaves_and_what_stays_is_counted(folder, mode, copies, ahead):
 
 
 def test_small_storages_stay(folder):
-    """The limit parts the numbers per token, such as the norms', from the rest."""
+    """The limit separates storages with a number per token, such as those of norms, from the others."""
     limit = TOKENS * 8 + 1
     (everything,), (large,) = (set(saved_bytes(policy_of(folder), limit)) for limit in (0, limit))
     assert everything - large >= 2 * TOKENS * 4
@@ -283,13 +281,12 @@ def test_small_storages_stay(folder):
 
 
 class LateLane:
-    """Copies nothing before it is waited for, and then only between memory that was kept till then: what is
-    read too early, or freed too early, shows.
+    """A lane that copies only when waited for, so that memory read or freed too early is noticed.
 
     Attributes:
-        out, back: by copy out, and by copy back, the device's storages, held weakly.
-        alive: at the start of each copy, which of these are still there.
-        memory: where the copies out went, by address.
+        out, back: weak references to the device's storages, for each copy to the host, and each copy back.
+        alive: at the start of each copy, which of these still exist.
+        memory: addresses of the copies on the host.
     """
 
     def __init__(self):
@@ -314,7 +311,7 @@ class LateLane:
 
 
 class Weak:
-    """Bytes, without keeping them."""
+    """A weak reference to a byte tensor."""
 
     def __init__(self, tensor):
         self.storage, self.start, self.size = (
@@ -335,8 +332,10 @@ def _alive(groups):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_may_end_as_late_as_they_are_waited_for(folder, mode):
-    """And no layer's tensors are on the device longer than while its neighbour computes, but for the first
-    layer's input: transformers itself holds the embeddings as long as the forward runs."""
+    """A layer's tensors stay on the device only while its neighbour computes, except the first input.
+
+    transformers holds the embeddings during the whole forward.
+    """
     wanted = gradients(policy_of(folder))
     lane = LateLane()
     policy, offload = offloaded(folder, mode, lane=lane)
@@ -373,7 +372,7 @@ def test_host_memory_is_used_again_and_grows(folder):
 
 
 def test_micro_batches_follow_each_other(folder):
-    """Each forward and backward stands alone, also after a forward that was broken off."""
+    """Every forward and backward is independent, also after a forward that raised an error."""
     plain = policy_of(folder)
     policy, offload = offloaded(folder, lane=LateLane())
     assert_equal(gradients(policy, seed=1), gradients(plain, seed=1))
@@ -392,9 +391,9 @@ def test_a_backward_that_comes_too_late_is_refused(folder):
     policy, offload = offloaded(folder, lane=SameStream())
     first = loss_of(policy)
     loss_of(policy, seed=2).backward()
-    with pytest.raises(EngineError, match="activations of this forward are gone"):
+    with pytest.raises(EngineError, match="already freed"):
         first.backward()
     late = loss_of(policy)
     offload.report(Metrics())
-    with pytest.raises(EngineError, match="activations of this forward are gone"):
+    with pytest.raises(EngineError, match="already freed"):
         late.backward()

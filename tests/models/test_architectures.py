@@ -1,4 +1,4 @@
-"""Architectures that cannot be trained: each is named, before any weight is read."""
+"""Architectures that cannot be trained are refused by name before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such_model"
 
 
 def folder_of(path: Path, stored: dict[str, object]) -> Path:
-    """A model folder that is a config.json alone: no weights are looked at."""
+    """Create a model folder that has only a config.json, because no weights are read."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(stored))
     return path
@@ -34,13 +34,13 @@ def saved(path: Path, config: PreTrainedConfig, architecture: str) -> Path:
 
 def test_one_that_transformers_does_not_have(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", UNKNOWN)
-    with pytest.raises(ModelError, match="has no such architecture") as caught:
+    with pytest.raises(ModelError, match="does not know this architecture") as caught:
         load_config(folder)
     assert str(folder) in caught.value.got
     assert "NoSuchForCausalLM" in caught.value.got and "no_such_model" in caught.value.got
     assert all(kind in caught.value.expected for kind in PLAIN_DECODERS)
     folder_of(folder, UNKNOWN | {"auto_map": {"AutoConfig": "own.OwnConfig"}})
-    with pytest.raises(ModelError, match="has no such architecture") as caught:
+    with pytest.raises(ModelError, match="does not know this architecture") as caught:
         load_config(folder)
     assert caught.value.remedy is not None and "trust_remote_code=true" in caught.value.remedy
 

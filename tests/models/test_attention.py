@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def reference(query, key, value, lengths, scale):
-    """One sequence and head at a time, (N, H, D), in float64."""
+    """Return attention (N, H, D) in float64, one sequence and head at a time."""
     out = torch.zeros(query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
     group = query.shape[1] // key.shape[1]
     begin = 0
@@ -28,7 +28,7 @@ def reference(query, key, value, lengths, scale):
 
 
 def heads(total, count, dtype):
-    """Laid out as transformers hands them over: (1, count, N, D) over memory (1, N, count, D)."""
+    """Return heads in the layout of transformers: (1, count, N, D) over memory (1, N, count, D)."""
     data = torch.randn(1, total, count, 16, dtype=torch.float64).to(dtype)
     return data.transpose(1, 2).requires_grad_()
 
@@ -72,7 +72,7 @@ def test_default_scale_is_root_of_the_head_dimension():
 def test_what_it_cannot_do_is_said():
     inputs = [heads(12, 2, torch.float64) for _ in range(3)]
     module, plan = torch.nn.Identity(), Packing([12], CPU)
-    with pytest.raises(ModelError, match="without its plan"):
+    with pytest.raises(ModelError, match="without a packing plan"):
         packed_attention(module, *inputs, None)
     with pytest.raises(ModelError, match="sliding window of 8"):
         packed_attention(module, *inputs, None, packing=plan, sliding_window=8)

@@ -1,5 +1,8 @@
-"""Packed attention in bf16 against float64, forward and backward: on a CPU over rectangles, on CUDA by
-variable-length kernels. Its errors are held against those of attention as anyone would write it in bf16."""
+"""Packed attention in bf16 compared with float64, forward and backward.
+
+On a CPU it uses rectangles, on CUDA variable-length kernels. Its errors are compared with those of a plain
+bf16 implementation of attention.
+"""
 
 import math
 
@@ -14,8 +17,10 @@ HEADS = [(4, 1), (6, 2), (4, 4)]
 
 
 def drawn(lengths, heads, key_heads, width, seed):
-    """Query, key, value and the gradient of the output, (N, heads, width) in bf16. Queries and keys are such
-    that the softmax is neither flat nor on one entry."""
+    """Draw query, key, value and the gradient of the output, (N, heads, width) in bf16.
+
+    With these, the softmax is neither flat nor concentrated on one entry.
+    """
     draw = torch.Generator().manual_seed(seed)
     shapes = [(sum(lengths), count, width) for count in (heads, key_heads, key_heads, heads)]
     spread = (1.5, 1.5, 1.0, 1.0)
@@ -26,7 +31,7 @@ def drawn(lengths, heads, key_heads, width, seed):
 
 
 def plainly(tensors, lengths, scale, dtype):
-    """One sequence and head at a time, every operator in that type: output and the three gradients."""
+    """Return output and gradients, one sequence and head at a time, with every operator in that type."""
     q, k, v = (tensor.to(dtype).requires_grad_() for tensor in tensors[:3])
     group, rows = q.shape[1] // k.shape[1], []
     for q_i, k_i, v_i in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
@@ -41,7 +46,7 @@ def plainly(tensors, lengths, scale, dtype):
 
 
 def packed(tensors, lengths, scale, device):
-    """The same of our function, called as transformers calls it."""
+    """Return output and gradients of Tandem's function, called as transformers calls it."""
     inputs = [tensor.to(device).requires_grad_() for tensor in tensors[:3]]
     handed = [tensor.unsqueeze(0).transpose(1, 2) for tensor in inputs]
     plan = Packing(lengths, torch.device(device))
@@ -50,7 +55,7 @@ def packed(tensors, lengths, scale, device):
 
 
 def errors(found, wanted, lengths):
-    """Of the whole and of each sequence, the norm of what is off, and the norm of what was wanted."""
+    """Return the norms of the error and of the expected value, for the whole and for each sequence."""
     gap, wanted = found.cpu().double() - wanted, wanted.double()
     parts = zip(gap.split(lengths), wanted.split(lengths), strict=True)
     return gap.norm(), [(part.norm(), whole.norm()) for part, whole in parts]
@@ -64,13 +69,13 @@ def check(lengths, heads, key_heads, width, device, seed):
     for name, ours, theirs, wanted in zip(NAMES, found, obvious, exact, strict=True):
         (error, each), (allowed, others) = errors(ours, wanted, lengths), errors(theirs, wanted, lengths)
         assert 0 < error <= 2 * allowed, name
-        # Of a sequence of one token the gradients of query and key are nothing but rounding.
+        # For a sequence of one token, the gradients of query and key are only rounding errors.
         for length, (part, size), (other, _) in zip(lengths, each, others, strict=True):
             assert part <= 2 * other + size / 128 + 1e-3, (name, length)
 
 
 def lengths_of(seed, count, long):
-    """Random ones, among them one token, and a sequence that is longer than the others together."""
+    """Draw lengths. One sequence has one token, and one is longer than all others together."""
     draw = torch.Generator().manual_seed(seed)
     some = torch.randint(2, 2 * long // count // 3, (count,), generator=draw).tolist()
     return [some[0], 1, *some[1:3], long, *some[3:], 1]
@@ -78,7 +83,7 @@ def lengths_of(seed, count, long):
 
 @pytest.mark.parametrize(("heads", "key_heads"), HEADS)
 def test_on_a_cpu(heads, key_heads):
-    """Sequences of up to 512 tokens have their scores written out, the long one takes PyTorch's kernel."""
+    """Scores of sequences of up to 512 tokens are materialized; the long one uses PyTorch's kernel."""
     lengths = lengths_of(heads + key_heads, count=6, long=700)
     assert max(lengths) > 512 and sorted(lengths)[-2] <= 512
     check(lengths, heads, key_heads, 32, "cpu", seed=heads)

@@ -1,4 +1,4 @@
-"""End tokens, wherever a model's folder names them, and what transformers does with the export."""
+"""End tokens from all files of a model's folder, and how transformers uses an export."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ EOS = 1
 
 
 def template(each: str = "", last: str = "", first: str = "") -> str:
-    """A chat template with these before each turn, after each but the last, and after the last."""
+    """Return a chat template with a text before each turn, after each but the last, and after the last."""
     turn = "FIRST{{ m['role'][0] }} {{ m['content'] }}{% if not loop.last %}EACH{% endif %}"
     text = "{% for m in messages %}" + turn + "{% endfor %}LAST"
     return text.replace("EACH", each).replace("LAST", last).replace("FIRST", first)
@@ -71,7 +71,7 @@ def test_those_of_the_part_for_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["<eos>", -1, [1, "2"], 1.5, True])
 def test_what_is_no_token_is_refused(tmp_path: Path, bad: Any) -> None:
     folder = folder_of(tmp_path / "model", EOS, bad, template())
-    with pytest.raises(ModelError, match="no token id"):
+    with pytest.raises(ModelError, match="not a token id"):
         stop_token_ids(folder, load_tokenizer(folder))
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):

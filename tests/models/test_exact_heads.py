@@ -1,4 +1,4 @@
-"""What is exact over the vocabulary, against softmax over all logits at once, in float64."""
+"""Exact quantities over the vocabulary, compared with a softmax over all logits, in float64."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.support.heads import Largest, cut, make_case
 
 
 def divergence(hidden, weight, other, other_weight, temperature):
-    """Σ p (log p - log q), the plain way."""
+    """Return Σ p (log p - log q), computed directly."""
     log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
     log_q = torch.log_softmax(other.double() @ other_weight.double().T / temperature, -1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -22,7 +22,7 @@ def squares(hidden, weight, temperature):
 
 
 def make_pair(rows, vocabulary, features, dtype, *, apart=0.3, scale=1.0, seed=0):
-    """Two distributions, the second near the first."""
+    """Return two distributions that are close to each other."""
     hidden, weight, _ = make_case(rows, vocabulary, features, dtype, scale=scale, seed=seed)
     draw = torch.Generator().manual_seed(seed + 1)
     other, other_weight = (
@@ -77,7 +77,9 @@ def test_lower_precision(width, dtype, tolerance, monkeypatch):
     wide = [leaf.detach().double().requires_grad_() for leaf in case[:2]]
     got, want = kl_divergence(*case, temperature=0.7), divergence(*wide, *case[2:], 0.7)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)  # whatever the states' precision
+    torch.testing.assert_close(
+        got.double(), want, rtol=1e-5, atol=1e-6
+    )  # for any precision of the hidden states
     pairs = zip(torch.autograd.grad(got.sum(), case[:2]), torch.autograd.grad(want.sum(), wide), strict=True)
     for gradient, expected in pairs:
         assert gradient.dtype == dtype
@@ -95,7 +97,7 @@ def test_equal_policies_are_apart_by_nothing_and_have_no_slope():
 
 @pytest.mark.equation("kl/full")
 def test_close_policies_with_large_logits_keep_their_digits():
-    """In float32, logits of hundreds: each is off by up to 3e-5."""
+    """In float32, logits of hundreds have errors of up to 3e-5 each."""
     hidden, weight, _ = make_case(9, 29, 12, torch.float64, scale=100.0)
     whole = [leaf.detach().round().float().requires_grad_() for leaf in (hidden, weight)]
     other = whole[0].detach() + torch.eye(9, 12)

@@ -1,5 +1,7 @@
-"""Norms and gates in Triton against float64 and against transformers' modules; interpreted on a CPU, skipped
-where there is no Triton."""
+"""Norms and gates in Triton, compared with float64 and with transformers' modules.
+
+The kernels are interpreted on a CPU. Without Triton the tests are skipped.
+"""
 
 import copy
 
@@ -51,7 +53,7 @@ def random(*shape, dtype, scale=1.0):
 
 
 def check(function, plain, leaves, limit):
-    """Values and gradients within `limit` of the size of those of `plain`, in float64."""
+    """Check that values and gradients differ from `plain` in float64 by at most `limit` times their size."""
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     got, want = function(*leaves), plain(*wide)
     assert got.dtype == leaves[0].dtype and got.shape == want.shape
@@ -66,7 +68,7 @@ def check(function, plain, leaves, limit):
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 20),
-    features=st.integers(8, 200),  # of fewer the gradient is a small difference of large numbers
+    features=st.integers(8, 200),  # with fewer, the gradient is a small difference of large numbers
     programs=st.sampled_from([1, 3, 528]),
     block=st.sampled_from([64, 4096]),
     dtype=st.sampled_from(list(LIMITS)),
@@ -92,7 +94,7 @@ not_interpreted = pytest.mark.skipif(
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=not_interpreted)])
 def test_norm_rounds_where_transformers_does(dtype):
-    """An element may be off by one unit in its last place where the sum of a row is."""
+    """An element may differ by one unit in the last place if the row's sum does."""
     norm = Qwen2RMSNorm(96).to(DEVICE, dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(96))
@@ -189,7 +191,7 @@ def test_an_engine_has_the_same_gradients(keys, qwen2_folder, monkeypatch):
         assert ("forward" in vars(engine.module.decoder.norm)) == fuses
         assert str(engine.kernels).endswith("fused Triton kernels" if fuses else "layers by transformers")
         for parameter in engine.module.parameters():
-            if not parameter.requires_grad:  # `gradients` asks for those of all
+            if not parameter.requires_grad:  # `gradients` needs the gradients of all
                 parameter.grad = torch.zeros_like(parameter)
         batch = make_batch(dtype=torch.float32)
         found.append(gradients(engine, batch, SyntheticLoss(), MicroBatching(max_samples=4))[0])

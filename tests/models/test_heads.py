@@ -105,7 +105,7 @@ def test_a_distribution_of_one_entry_has_no_entropy():
 
 
 def test_bf16_weight_gradient_is_summed_in_fp32():
-    # Over 4,096 rows: sums in bf16 would stand still long before the end.
+    # With 4,096 rows, sums in bf16 would stop growing long before the end.
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(4096, dtype=torch.int64)
@@ -123,7 +123,7 @@ def test_nothing_is_larger_than_a_tile_or_the_weight():
 
 
 class Products:
-    """Counts the products that make logits."""
+    """A counter of the products that compute logits."""
 
     def __init__(self, monkeypatch):
         self.number = 0
@@ -170,7 +170,7 @@ def test_logits_wait_for_a_backward_pass_alone(learns):
 
 @pytest.mark.gpu
 def test_bf16_logits_on_a_gpu_are_those_of_fp32_sums():
-    """Rounded to bf16, logits of 30 would be off by 0.06, and log-probs with them."""
+    """If logits of 30 were rounded to bf16, they and the log-probs would have errors of 0.06."""
     hidden, weight, targets = make_case(500, 3000, 64, torch.bfloat16, device="cuda")
     want = reference(hidden, weight, targets, 1.0)
     outputs = token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=True)
@@ -214,6 +214,6 @@ def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):
 
 
 def test_liger_is_refused_on_a_cpu(qwen2_folder):
-    with pytest.raises(ConfigError, match="CUDA devices alone") as caught:
+    with pytest.raises(ConfigError, match="only on CUDA devices") as caught:
         engine(qwen2_folder, BackboneConfig(path=str(qwen2_folder), use_liger=True))
     assert caught.value.remedy == "set use_liger=false"

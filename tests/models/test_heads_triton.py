@@ -1,4 +1,7 @@
-"""The Triton head against the float64 reference; interpreted on a CPU, skipped where there is no Triton."""
+"""The Triton head compared with the float64 reference.
+
+It is interpreted on a CPU. Without Triton the tests are skipped.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which kernels a model gets; what they compute is tested beside them."""
+"""The choice of a model's kernels. Other files test what the kernels compute."""
 
 import sys
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ PLAIN = FSDPConfig()
 
 @pytest.fixture
 def patched(monkeypatch):
-    """The names of what was put into a model; nothing is."""
+    """Record which kernels would be put into a model, without changing the model."""
     done = []
     monkeypatch.setattr(kernels, "use_liger", lambda model, device: done.append("use_liger"))
     monkeypatch.setattr(kernels, "patch", lambda model: done.append("patch"))
@@ -65,7 +65,7 @@ def test_liger_that_is_asked_for_is_refused_on_a_cpu():
     model = Qwen2ForCausalLM(
         Qwen2Config(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     )
-    with pytest.raises(ConfigError, match="CUDA devices alone"):
+    with pytest.raises(ConfigError, match="only on CUDA devices"):
         choose_kernels(model, True, CPU, PLAIN)
 
 

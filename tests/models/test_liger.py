@@ -1,4 +1,4 @@
-"""What is ours of Liger's parts, where the package is installed. Its head runs on a CPU too, in PyTorch."""
+"""Tandem's use of Liger, if the package is installed. Its head also runs on a CPU, in PyTorch."""
 
 import pytest
 import torch

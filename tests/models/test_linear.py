@@ -73,7 +73,7 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_wide_product_on_cuda_rounds_nothing_to_half_precision(dtype):
-    """What is called there, without a device."""
+    """Check the call, without a device."""
     with FakeTensorMode(), Called() as called:
         left, right = (torch.empty(rows, 30, dtype=dtype, device="cuda") for rows in (12, 20))
         out = wide_product(left, right)
@@ -94,7 +94,7 @@ def test_the_library_is_that_of_the_processor(intel, monkeypatch, onednn):
 
 @pytest.mark.parametrize("rows", [5, 16])
 def test_bits_do_not_depend_on_who_takes_a_gradient(rows, onednn):
-    """The last positions of a batch, as a head takes them."""
+    """Use the last positions of a batch, as a head does."""
     last, weight = torch.randn(rows, 35, 32)[:, -1:], torch.randn(97, 32)
     with torch.no_grad():
         assert torch.equal(linear(last, weight), linear(last, torch.nn.Parameter(weight)))

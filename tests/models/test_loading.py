@@ -38,13 +38,13 @@ def test_dropout_is_switched_off(folder):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(ModelError, match="no such model folder") as caught:
+    with pytest.raises(ModelError, match="does not exist") as caught:
         load_policy(tmp_path / "absent")
     assert caught.value.field == "model.path"
 
 
 def test_no_config(tmp_path):
-    with pytest.raises(ModelError, match=r"a config\.json in it"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         load_config(tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_broken_config(folder):
 
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="contains no weights"):
         load_policy(folder)
 
 
@@ -77,7 +77,7 @@ def test_one_weight_missing(folder):
 
 def test_one_weight_of_another_shape(folder):
     edit_config(folder, intermediate_size=64)
-    with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \d+ × \d+, where config\.json asks for"):
+    with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \d+ × \d+, but config\.json asks for"):
         load_policy(folder)
 
 
@@ -98,7 +98,7 @@ def test_tokenizer(tmp_path):
 
 
 def test_tokenizer_missing(folder):
-    with pytest.raises(ModelError, match="holds no tokenizer"):
+    with pytest.raises(ModelError, match="contains no tokenizer"):
         load_tokenizer(folder)
 
 

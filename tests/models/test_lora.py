@@ -1,4 +1,4 @@
-"""Adapters against a slow reference written by hand, against peft's own model, and what is refused."""
+"""Adapters compared with a slow reference and with peft's model, and refused settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def section(folder, **keys):
 
 
 def adapted(folder, **keys):
-    """A policy in float64 with adapters whose B is not zero."""
+    """Return a policy in float64 with adapters whose B is not zero."""
     backbone = load_policy(folder, dtype=torch.float64)
     lora.add_adapters(backbone, section(folder, **keys), "policy", torch.float64)
     model = PolicyModel(backbone)
@@ -40,12 +40,12 @@ def adapted(folder, **keys):
 
 
 def values(model):
-    """Weights by the names of the model without adapters, factors by peft's."""
+    """Return weights by the names of the model without adapters, and factors by peft's names."""
     return {model.hf_name(name): p.detach().clone() for name, p in model.named_parameters()}
 
 
 def by_hand(folder, found):
-    """transformers' own model over W + s B A, and the leaves A and B that its gradients reach."""
+    """Return transformers' model over W + s B A, and the leaves A and B that get the gradients."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     factors = {name: value.clone().requires_grad_() for name, value in found.items() if ".lora_" in name}
     weights = {}
@@ -124,7 +124,7 @@ def test_without_adapters_it_is_the_base_bit_for_bit(qwen2_folder):
 
 
 def test_first_values(qwen2_folder):
-    """Kaiming-uniform A as nn.Linear has it, zero B; the same for the same seed and only then."""
+    """A is Kaiming-uniform as in nn.Linear, B is zero. They are the same only for the same seed."""
 
     def drawn(seed):
         backbone = load_policy(qwen2_folder)
@@ -169,8 +169,8 @@ def test_names_and_exceptions(qwen2_folder):
     [
         (("q_porj",), "did you mean q_proj?"),
         (("q_proj", "gate"), "did you mean gate_proj?"),
-        (("lm_head",), "lm_head is no linear layer of the decoder"),
-        (("q_proj", "embed_tokens"), "embed_tokens is no linear layer of the decoder"),
+        (("lm_head",), "lm_head is not a linear layer"),
+        (("q_proj", "embed_tokens"), "embed_tokens is not a linear layer"),
     ],
 )
 def test_targets_that_cannot_have_adapters_are_refused(model_folder, targets, said):

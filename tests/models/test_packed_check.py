@@ -1,5 +1,8 @@
-"""A model that packs well passes; one whose sequences see each other, or whose positions count through,
-is found, whatever the scale of its weights and however long its windows are."""
+"""The check of packing passes good models and finds bad ones.
+
+Bad models are those in which sequences see each other or positions are counted across sequences. They are
+found for any scale of the weights and any length of the windows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ LONG_ROPE = {
 
 
 def folder_of(path: Path, kind: str, **changes: Any) -> Path:
-    """A folder that holds a config.json alone."""
+    """Create a folder that has only a config.json."""
     config = CONFIG_MAPPING[kind](**(SIZES | changes))
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(path)
@@ -72,7 +75,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token sees all before it, whichever sequence they are of."""
+    """Let every token see all tokens before it, in any sequence."""
 
     def whole_row(rows: list[torch.Tensor], plan: object, scale: float) -> torch.Tensor:
         q, k, v = (part.transpose(0, 1)[None] for part in rows)
@@ -97,7 +100,7 @@ def test_sequences_that_see_each_other(
     assert found.gradient > 0 and found.others > 1e-3 and not found.sound
     assert main(["check", "--model", str(llama)]) == 1
     assert "cannot be trained packed" in capsys.readouterr().out
-    with pytest.raises(ModelError, match="what it gives each of them alone"):
+    with pytest.raises(ModelError, match="packed sequences differently"):
         FSDPEngine(
             llama,
             model=BackboneConfig(path=str(llama)),
@@ -114,7 +117,7 @@ def test_a_leak_of_layers_without_weights_to_speak_of(
     folder = folder_of(tmp_path, "lfm2", layer_types=["conv", "full_attention"], initializer_range=1e-4)
     found, _ = check_packed(folder)
     assert found.gradient > 1e-3 and not found.sound_within
-    with pytest.raises(ModelError, match="what it gives each of them alone"):
+    with pytest.raises(ModelError, match="packed sequences differently"):
         require_sound(found, folder, 8)
     assert main(["check", "--model", str(folder)]) == 1
     assert "cannot be trained packed" in capsys.readouterr().out
@@ -194,7 +197,7 @@ def test_train_refuses_what_check_refuses_whatever_the_rollout(
     words = lab.overrides(tmp_path / "run", actor_rollout_ref__rollout__name="hf")
     own = next(word for word in words if word.startswith(f"{at}.path=")).partition("=")[2]
     assert main(["train", *words, f"{at}.path={folder}", f"{at}.tokenizer_path={own}"]) == 1
-    assert "what it gives each of them alone" in capsys.readouterr().err
+    assert "packed sequences differently" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

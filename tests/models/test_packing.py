@@ -20,7 +20,7 @@ def test_every_token_has_its_place_in_a_rectangle(rows):
     assert sum(n for n, _ in plan.rectangles) == len(rows)
     assert plan.padded_tokens == sum(n * width for n, width in plan.rectangles)
     places = torch.arange(sum(rows)) if plan.places is None else plan.places
-    # Each sequence is a run from the start of a row of a rectangle that is wide enough.
+    # Each sequence starts at the start of a row of a rectangle that is wide enough.
     starts = {}
     begin = 0
     for n, width in plan.rectangles:

@@ -1,4 +1,4 @@
-"""Which stage has which layers, and what cannot be cut into stages."""
+"""Which stage has which layers, and which models cannot be divided into stages."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_layers_are_shared_out_evenly_and_in_order(layers, stages):
 
 
 def test_stages_in_succession_are_the_whole(qwen2_folder):
-    """Also with one token count, filled up."""
+    """Also test a fixed number of tokens, with filler."""
     tokens = Ragged.from_list([[3, 1, 4, 1, 5], [9, 2, 6]])
     outputs = frozenset({"log_probs"})
     whole = PolicyModel(load_policy(qwen2_folder, dtype=torch.float64))

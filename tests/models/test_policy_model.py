@@ -21,7 +21,7 @@ def batch():
 
 
 def plain(folder, tokens):
-    """log_probs and entropy of each sequence alone, by transformers' own forward."""
+    """Return log_probs and entropy of each sequence alone, from transformers' forward."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     log_probs, entropy = [], []
     for row in tokens:

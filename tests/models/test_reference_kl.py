@@ -1,4 +1,4 @@
-"""The policy's outputs beside log-probs and entropies, against transformers' own forward in float64."""
+"""The policy's further outputs, compared with transformers' forward in float64."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def make_batch():
 
 
 def log_softmax(model, tokens):
-    """(T, V): of each sequence alone, before each token; zero before the first."""
+    """Return (T, V) log-probs of each sequence alone, before each token; zero before the first."""
     rows = [torch.log_softmax(model(row[None]).logits[0] / TEMPERATURE, -1) for row in tokens]
     return torch.cat([torch.cat([torch.zeros_like(row[:1]), row[:-1]]) for row in rows])
 
 
 def moved(model):
-    """The same model elsewhere, as a reference that the policy has left."""
+    """Return the same model with other weights, as a reference that the policy has moved away from."""
     draw = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses, before anything is loaded and after."""
+"""Settings that tensor parallelism refuses, before and after a model is loaded."""
 
 import pytest
 import torch
@@ -56,5 +56,5 @@ def test_weights_that_the_plan_does_not_know_are_named(qwen2_folder):
     group = TensorGroup(init_device_mesh("cpu", (1,)), CollectiveMeter())
     model = PolicyModel(load_policy(qwen2_folder))
     model.decoder.layers[1].gate = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"2, such as model\.model\.layers\.1\.gate\.weight"):
+    with pytest.raises(ModelError, match=r"2 weights, such as model\.model\.layers\.1\.gate\.weight"):
         parallelize(model, group)

@@ -1,4 +1,4 @@
-"""The output head and the embedding over a vocabulary that three ranks share, against the slow definition."""
+"""Output head and embedding over a vocabulary that three ranks share, compared with a slow reference."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""Weights read row by row into shards are those that transformers loads, bit for bit; folders that cannot be
-read so are loaded as ever."""
+"""Weights that are read row by row into shards equal those of transformers, bit for bit.
+
+Folders that cannot be read this way are loaded by transformers.
+"""
 
 import json
 import shutil
@@ -56,7 +58,7 @@ def folder(qwen2_folder, tmp_path):
 
 @pytest.fixture
 def read_in_rows(monkeypatch):
-    """The modules that were filled from files."""
+    """Return the list of modules that are filled from files."""
     filled = []
     fill = WeightFiles.fill
     monkeypatch.setattr(WeightFiles, "fill", lambda self, *args: (filled.append(args[0]), fill(self, *args)))
@@ -137,7 +139,7 @@ TROUBLE = {
     "cannot be loaded": truncated,
     r"model\.layers\.1\.mlp\.up_proj\.weight": lambda p: without("model.layers.1.mlp.up_proj.weight", p),
     r"model\.embed_tokens\.weight|lm_head\.weight": lambda p: without("model.embed_tokens.weight", p),
-    "holds no weights": lambda p: p.unlink(),
+    "contains no weights": lambda p: p.unlink(),
 }
 
 

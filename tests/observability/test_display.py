@@ -1,4 +1,4 @@
-"""The display of a run on a real pseudo-terminal, as it shows it; plain lines where there is none."""
+"""The display of a run on a real pseudo-terminal; plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.support.runs import Lab
 from tests.support.warm import WarmProcess
 
 LIMIT_S = 120.0
-_OLD = logging.StreamHandler(sys.stderr)  # as a library's that was loaded before the run
+_OLD = logging.StreamHandler(sys.stderr)  # like that of a library that was imported before the run
 
 
 def on_step(step: int, metrics: Mapping[str, float]) -> None:
-    """Prints in four ways at each step of a run, and waits until the terminal shows it."""
+    """Print in four ways at each step of a run, and wait until the terminal shows the text."""
     print(f"print {step} " + "x" * 100 + f" {step} end")
     sys.stderr.write(f"error {step}\n")
     os.write(1, f"raw {step}\n".encode())
@@ -51,7 +51,7 @@ def wait_for(seen: Callable[[], bool]) -> None:
 
 
 class Terminal:
-    """A pseudo-terminal with a process on it, and what it shows."""
+    """A pseudo-terminal with a process on it, and the text that it shows."""
 
     def __init__(self, words: list[Any], columns: int, **environment: str) -> None:
         self.ours, theirs = pty.openpty()
@@ -70,11 +70,11 @@ class Terminal:
         self.screen.resize(columns=columns)
 
     def read(self) -> bool:
-        """Takes what is there; whether more may come."""
+        """Read available output; return whether more may come."""
         if select.select([self.ours], [], [], 0.05)[0]:
             try:
                 new = os.read(self.ours, 1 << 16)
-            except OSError:  # nobody has the other side any more
+            except OSError:  # the other side is closed
                 return False
             self.raw += new
             self._stream.feed(new)
@@ -93,7 +93,7 @@ class Terminal:
 
     @property
     def rows(self) -> list[str]:
-        """All that was scrolled away, and what is on the screen."""
+        """Return the lines that were scrolled away and those on the screen."""
         above = ["".join(row[column].data for column in sorted(row)) for row in self.screen.history.top]
         return [row.rstrip() for row in (*above, *self.screen.display)]
 
@@ -103,7 +103,7 @@ class Terminal:
 
     @property
     def picture(self) -> dict[str, str]:
-        """The lines of the picture by their labels; empty where there is none at the bottom."""
+        """Return the lines of the picture by label; empty if there is no picture at the bottom."""
         rows = self.rows
         begins = [number for number, row in enumerate(rows) if row.startswith("──")]
         return dict((row[:12].strip(), row[13:]) for row in rows[begins[-1] + 1 :] if row) if begins else {}
@@ -310,7 +310,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     ]
     phases = [
         named(1, "actor rank 0"),
-        begun(1, "update_actor", 9000.0),  # of a run that was killed
+        begun(1, "update_actor", 9000.0),  # from a run that was killed
         *(named(2, "actor rank 0"), named(3, "actor rank 1"), named(4, "critic rank 0")),
         named(9, "controller"),
         begun(9, "step", 70.0, step=61),
@@ -328,7 +328,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     values = [step / 8 for step in range(21, 61)]
     assert rows["reward"] == f"7.500     {sparkline(values)}"
     assert rows["mismatch"] == "0.25 nats of 0.01 allowed"
-    assert rows["memory"] == "9.00 GiB of 8.00 GiB by plan, in update_actor"
+    assert rows["memory"] == "9.00 GiB of 8.00 GiB planned, in update_actor"
     assert rows["warning"].startswith("step 59: reads \\x1b[2Jthis\\u202e and that on")
     narrow = picture.lines(40)
     assert [line.cell_len <= 40 for line in narrow] == [True] * 7

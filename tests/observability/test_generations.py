@@ -1,4 +1,4 @@
-"""Responses of a validation: read from the run folder, and sent to the loggers as text."""
+"""Responses of a validation are read from the run folder and sent to the loggers as text."""
 
 from __future__ import annotations
 

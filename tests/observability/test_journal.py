@@ -1,4 +1,4 @@
-"""Work that was finished is read back, whatever ended the process that did it."""
+"""Finished work is read back, however the process that did it ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_other_settings_are_named_and_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Journal(path, {"n": 4, "model": ["a", 1]})
     assert (caught.value.got, caught.value.expected) == ("n=4", "n=2")
-    assert "1 finished pieces" in str(caught.value)
+    assert "1 pieces done" in str(caught.value)
     assert Journal(path, {"n": 4}, overwrite=True).entries == []
     assert not path.exists()
 
@@ -43,7 +43,7 @@ def test_other_settings_are_named_and_refused(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text("a song\n")
-    with pytest.raises(DataError, match="not a file of finished work"):
+    with pytest.raises(DataError, match="not a journal"):
         Journal(path, {})
 
 

@@ -69,7 +69,7 @@ def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path: P
         said: list[str] = []
         with ProcessLock(path, "key", said.append):
             assert str(holder.pid) in said[0]
-            assert "without a word" in said[0]
+            assert "was killed or crashed" in said[0]
             assert json.loads(path.read_text())["pid"] == os.getpid()
         assert not path.exists()
     finally:

@@ -8,7 +8,7 @@ from tandem.observability.metrics import Metric, Metrics
 
 
 def _random_parts(count: int) -> list[tuple[Metrics, list[float], list[float]]]:
-    """Metrics of random observations, with the observations and weights themselves."""
+    """Return metrics of random observations, with the observations and weights."""
     parts = []
     for _ in range(count):
         values = torch.randn(5, dtype=torch.float64)
@@ -89,7 +89,9 @@ def _reduce_on_rank(rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     metrics = Metrics()
     metrics.add_sum("tokens", 10.0 + rank)
-    metrics.add_mean("loss", torch.tensor(3.0 * rank), torch.tensor(float(rank)))  # rank 0 saw nothing
+    metrics.add_mean(
+        "loss", torch.tensor(3.0 * rank), torch.tensor(float(rank))
+    )  # rank 0 has no observations
     metrics.add_max("longest", torch.tensor(5 - rank))
     metrics.add_min("shortest", float(rank))
     reduced = metrics.all_reduced(None, torch.device("cpu")).to_floats()

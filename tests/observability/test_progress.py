@@ -1,4 +1,4 @@
-"""Progress as it is shown on a terminal and elsewhere, also while nothing is finished."""
+"""Progress on a terminal and elsewhere, also while nothing is finished."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE = re.compile(r"work: (\d+)/8 samples in \d+ s, ([\d,]+) tokens/s")
 
 
 def shown(text: io.StringIO) -> list[int]:
-    """The numbers of finished samples, line by line."""
+    """Return the numbers of finished samples, line by line."""
     found = []
     for line in text.getvalue().splitlines():
         match = LINE.fullmatch(line)

@@ -1,4 +1,4 @@
-"""Run folders as readers see them: alive, resumed, half-written, ended in every way."""
+"""Reading of run folders that are running, resumed, half-written or ended in any way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_rows_come_as_they_are_written_and_only_what_is_new_is_read(folder: RunF
     assert math.isnan(run.metrics[1]["actor/grad_norm"])
     assert run.curve("actor/grad_norm") == []
     whole = folder.metrics_file.read_bytes()
-    folder.metrics_file.write_bytes(b"?" * (len(whole) - 64) + whole[-64:])  # what was read is not read again
+    folder.metrics_file.write_bytes(
+        b"?" * (len(whole) - 64) + whole[-64:]
+    )  # earlier lines are not read again
     with folder.metrics_file.open("ab") as file:
         file.write(b'{"step": 2, "reward/me')
     assert run.steps == 1
@@ -80,7 +82,7 @@ def test_a_damaged_line_is_named(folder: RunFolder) -> None:
     folder.log_metrics(1, {"reward/mean": 0.5})
     with folder.metrics_file.open("a") as file:
         file.write("[1, 2]\n")
-    with pytest.raises(DataError, match="line 2 is not") as caught:
+    with pytest.raises(DataError, match="line 2") as caught:
         Run(folder.path).metrics  # noqa: B018
     assert caught.value.field == str(folder.metrics_file)
 
@@ -185,8 +187,8 @@ def test_runs_are_found_and_their_sizes_told(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_said_and_what_is_inside(tmp_path: Path) -> None:
     RunFolder(tmp_path / "one")
-    with pytest.raises(DataError, match="no run has begun") as caught:
+    with pytest.raises(DataError, match="no run has started") as caught:
         Run(tmp_path)
     assert str(tmp_path / "one") in str(caught.value.expected)
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="does not exist"):
         Run(tmp_path / "other")

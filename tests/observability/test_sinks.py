@@ -132,7 +132,7 @@ def test_a_missing_package_gives_its_install_command_and_stops_no_run(
     monkeypatch.setattr(builtins, "__import__", without_library)
     (error,) = absent_sinks(["console", name]).values()
     assert error.remedy is not None
-    assert error.remedy.startswith(f"pip install {package},")
+    assert error.remedy.startswith(f"run pip install {package},")
     said: list[str] = []
     sinks = Sinks(["file", name], info, said.append)
     sinks.log(1, {"reward/mean": 0.5})
@@ -143,7 +143,7 @@ def test_a_missing_package_gives_its_install_command_and_stops_no_run(
 
 
 class Sick:
-    """A sink that raises, or hangs until it is told to go on, in one of its methods."""
+    """A sink that raises in one of its methods, or hangs until it is released."""
 
     where = ""
     error: BaseException | None = None
@@ -193,13 +193,11 @@ def test_a_sink_that_hangs_is_dropped_while_the_run_goes_on(
     said: list[str] = []
     sinks = Sinks(["tensorboard"], info, said.append, limit_s=0.05)
     step = 0
-    while not said and step < 1000:  # each of which waits for nothing
+    while not said and step < 1000:  # no step waits
         step += 1
         sinks.log(step, {})
         sick.released.wait(0.01)
     sick.released.set()
-    assert said == [
-        "logger tensorboard did not answer at step 1 within 0.05 s and is switched off; metrics.jsonl goes on"
-    ]
+    assert len(said) == 1 and said[0].startswith("logger tensorboard did not answer at step 1 within 0.05 s")
     sinks.close()
     assert len(said) == 1

@@ -1,4 +1,4 @@
-"""Deviations and effective sample sizes of parts add up to those of the whole."""
+"""Deviations and effective sample sizes of parts combine to those of the whole."""
 
 from __future__ import annotations
 

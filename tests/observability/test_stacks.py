@@ -39,7 +39,7 @@ def test_another_process_shows_where_it_is_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no run has begun"):
+    with pytest.raises(DataError, match="no run has started"):
         ask_stacks(tmp_path / "log")
 
 

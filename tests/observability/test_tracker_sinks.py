@@ -1,5 +1,7 @@
-"""Experiment trackers, offline, each where its package is installed (`make test-loggers`): a run of the real
-trainer logs to one, and what it left there is what metrics.jsonl and the samples say."""
+"""Experiment trackers, offline, each if its package is installed (`make test-loggers`).
+
+A run of the real trainer logs to a tracker. The tracker must have what metrics.jsonl and the samples have.
+"""
 
 import json
 import os
@@ -22,11 +24,11 @@ from tests.support.runs import Lab
 
 ROOT = Path(__file__).parents[2]
 Left = dict[tuple[str, int], float]
-"""What a logger was left with: by metric and step."""
+"""The values that a logger stored, by metric and step."""
 
 
 class Tracked:
-    """A run that logged to one tracker, in a process of its own at home in `home`."""
+    """A run that logged to one tracker, in its own process with the home folder `home`."""
 
     def __init__(self, lab: Lab, name: str, home: Path, *packages: str, **environment: str) -> None:
         for package in packages:
@@ -59,19 +61,19 @@ class Tracked:
 
     @property
     def metrics(self) -> Left:
-        """The finite ones of metrics.jsonl."""
+        """Return the finite values of metrics.jsonl."""
         rows = read_metrics(self.folder / "metrics.jsonl")
         assert [row.pop("step") for row in rows] == [0, 1, 2]
         found = [(name, step, value) for step, row in enumerate(rows) for name, value in row.items()]
         return {(name, step): value for name, step, value in found if value is not None}
 
     def table(self, step: int) -> list[list[Any]]:
-        """The rows of the table of responses after a step."""
+        """Return the rows of the table of responses after a step."""
         return [[g.prompt, g.response, g.score] for g in RunFolder(self.folder).generations(step, 2)]
 
 
 def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
-    """The records of a log in LevelDB's format."""
+    """Return the records of a log in LevelDB's format."""
     reader.open(path)
     while (data := reader.scan()) is not None:
         made = record()
@@ -82,8 +84,10 @@ def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["wandb", "vemlp_wandb"])
 def test_wandb_and_what_speaks_its_api(lab: Lab, tmp_path: Path, name: str) -> None:
-    """The package of vemlp_wandb is on no public index: a module in its place hands out the library whose
-    API it has."""
+    """The package of vemlp_wandb is on no public index.
+
+    A module in its place provides the library that has the same API.
+    """
     (tmp_path / "volcengine_ml_platform.py").write_text("import wandb\n\ndef init(ak, sk, region): ...\n")
     account = {name: "x" for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION")}
     run = Tracked(lab, name, tmp_path, "wandb", "swanlab", WANDB_MODE="offline", **account)

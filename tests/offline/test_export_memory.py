@@ -1,4 +1,4 @@
-"""From a checkpoint to a model folder, tensor by tensor."""
+"""Export from a checkpoint to a model folder, tensor by tensor."""
 
 import json
 import os
@@ -34,13 +34,13 @@ SHARD = 20_000_000
 
 
 def values(name: str, shape: torch.Size) -> torch.Tensor:
-    """Content that depends on the name alone."""
+    """Return content that depends only on the name."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose policy has 290 MB, its checkpoint as an engine writes it."""
+    """Create a run whose policy has 290 MB, with a checkpoint as an engine writes it."""
     folder = tmp_path_factory.mktemp("run")
     make_tokenizer(folder / "model")
     Qwen2Config(**SHAPE).save_pretrained(folder / "model")
@@ -70,7 +70,7 @@ def test_the_peak_is_a_shard_and_a_tensor(run: Path, tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     whole, largest = index["metadata"]["total_size"], 2048 * 512 * 4
     assert whole > 250e6
-    assert grown < SHARD + 3 * largest + 60e6, grown  # with what libraries take at their first use
+    assert grown < SHARD + 3 * largest + 60e6, grown  # includes what libraries allocate at their first use
     files = sorted(out.glob("*.safetensors"))
     assert len(files) >= whole // SHARD and all(file.stat().st_size < SHARD + 10_000 for file in files)
     names = 0
@@ -117,7 +117,7 @@ KEPT = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.total_trai
 
 
 def test_the_best_of_a_run_is_kept_and_exported(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the entropy, which is known at every step and changes."""
+    """The best step is chosen by the entropy, which every step has and which changes."""
     first = lab.run("all", *KEPT[::2])
     entropies = {row["step"]: row["actor/entropy"] for row in first.rows}
     for mode, choose in (("max", max), ("min", min)):
@@ -147,6 +147,6 @@ def test_a_metric_that_no_step_has_is_told_once_and_no_best_is_exported(lab: Lab
     with pytest.raises(CheckpointError, match="has no best checkpoint") as caught:
         export_checkpoint(run.folder, lab.folder / "none", best=True)
     assert "actor/entropie" in caught.value.got
-    with pytest.raises(CheckpointError, match="one checkpoint was named"):
+    with pytest.raises(CheckpointError, match="--best needs a run"):
         export_checkpoint(run.folder / "checkpoints" / "step_000004", lab.folder / "none", best=True)
     assert not (lab.folder / "none").exists()

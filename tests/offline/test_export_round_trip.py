@@ -1,4 +1,4 @@
-"""Everything that a model folder holds beside its weights is in an export of what was trained from it."""
+"""An export contains all files of the model's folder besides the weights."""
 
 import json
 from collections.abc import Callable
@@ -107,7 +107,7 @@ KINDS: tuple[Callable[[Path], None], ...] = (
 
 
 def make_run(folder: Path, **model: Any) -> Path:
-    """A run with one checkpoint, which holds the weights of its model's folder."""
+    """Create a run with one checkpoint, which has the weights of its model's folder."""
     policy = AutoModelForCausalLM.from_pretrained(
         model["path"], trust_remote_code=model.get("trust_remote_code", False)
     )
@@ -124,7 +124,7 @@ def make_run(folder: Path, **model: Any) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All but the weights and the config."""
+    """Return all files except the weights and the config."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -133,7 +133,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def seen(folder: Path, *, code: bool = False) -> dict[str, Any]:
-    """What transformers sees of a folder."""
+    """Return what transformers reads from a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=code)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=code).to_dict()
@@ -153,7 +153,7 @@ def test_every_file_and_every_field(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = make_model(tmp_path / "model", kind="qwen2")
     kind(model)
     wanted = files(model)
-    (model / "pytorch_model.bin.index.json").write_text("{}")  # of weights, which are the run's
+    (model / "pytorch_model.bin.index.json").write_text("{}")  # an index of weights, which must not be copied
     (model / "optimizer.pt").write_bytes(b"1")
     code = kind is own_code
     run = make_run(tmp_path / "run", path=model, trust_remote_code=code)
@@ -200,7 +200,7 @@ def test_the_template_of_the_config_is_the_only_one(tmp_path: Path, kind: Any) -
 
 
 def test_links_and_folders_of_others(tmp_path: Path) -> None:
-    """Files that are links, as in a hub's cache, are copied; folders with other things in them are not."""
+    """Links to files, as in a hub's cache, are copied; folders with other content are not."""
     stored = make_model(tmp_path / "stored")
     generation(stored)
     model = tmp_path / "model"
@@ -217,7 +217,7 @@ def test_links_and_folders_of_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("generation_file", [True, False])
 def test_transformers_stops_where_the_run_did(tmp_path: Path, generation_file: bool) -> None:
-    """End tokens of the tokenizer and of the template that generation_config.json does not name are added."""
+    """End tokens of tokenizer and template are added if generation_config.json lacks them."""
     model = make_model(tmp_path / "model", eos_token_id=8)
     if generation_file:
         change(model, "generation_config.json", eos_token_id=[7], top_p=0.8, unheard_of=3)

@@ -1,4 +1,4 @@
-"""What is said of a model by what the reward says of its responses."""
+"""Measures of a model, computed from the reward's verdicts on its responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def verdicts(scores: list[list[float]], *, reads: bool = False) -> dict[int, lis
 
 
 def test_a_vote_in_which_nobody_can_be_read_is_lost() -> None:
-    """maj@k of a reward that reads answers is 0 then, and not left out."""
+    """If the reward reads answers and finds none, maj@k is 0 and not left out."""
     found = measure(verdicts([[0.0] * 4] * 2, reads=True), ["a", "a"], [4], MeasuresConfig(), seed=0)
     assert found["a"].measures["maj@4"].value == 0.0
     without = measure(verdicts([[0.0] * 4] * 2), ["a", "a"], [4], MeasuresConfig(), seed=0)
@@ -28,7 +28,7 @@ def test_all_vote_or_there_is_no_vote_overall() -> None:
 
 
 def test_scores_beyond_right_and_wrong_are_no_shares() -> None:
-    """-1 and 1 average 0 in each problem, which is no reason to be sure that no other does better."""
+    """Scores of -1 and 1 average to 0 in each problem. That does not make the estimate certain."""
     found = measure(verdicts([[-1.0, 1.0]] * 5 + [[1.0, 1.0]]), ["a"] * 6, [2], MeasuresConfig(), seed=0)
     measures = found["a"].measures
     assert measures["score"].method == "bootstrap"

@@ -1,5 +1,4 @@
-"""The engine of `tandem generate`: it gets the model's weights, is closed whatever happens, and has the time
-that its servers have."""
+"""The engine of `tandem generate`: its weights, its closing after errors, and its timeouts."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 class Streams(HFEngine):
-    """Takes weights into a module of its own, in which `change` then does what it does."""
+    """An engine that takes weights into its own module, which `change` then changes."""
 
     closed = False
     change: Any = staticmethod(lambda module: None)
@@ -106,7 +105,7 @@ def test_an_engine_whose_weights_cannot_be_loaded_is_closed(
 def test_a_hung_server_is_found_before_the_engine_is_given_up(
     changes: dict[str, Any], limit_s: float
 ) -> None:
-    """A request's whole time on the server that hangs, and again where it is redone."""
+    """A request may take its whole time on the server that hangs, and again on the next server."""
     rollout = RolloutConfig(server=ServerConfig(urls=("http://a",), request_timeout=90.0), **changes)
     assert stall_timeout_s(rollout) == limit_s
 
@@ -127,7 +126,7 @@ def test_generation_has_that_time(words: list[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_a_finished_run_may_have_left_its_journal(words: list[str], tmp_path: Path, monkeypatch: Any) -> None:
-    """Killed between the output and the journal's removal: the same command goes on, and ends."""
+    """If a run is killed before it removes the journal, the same command finishes it."""
     with monkeypatch.context() as patch:
         patch.setattr(offline.Journal, "remove", lambda _: None)
         assert main(words) == 0
@@ -137,4 +136,4 @@ def test_a_finished_run_may_have_left_its_journal(words: list[str], tmp_path: Pa
     assert main(words) == 0
     assert not work.exists()
     assert (tmp_path / "out.parquet").read_bytes() == before
-    assert main(words) == 1  # now it is there already
+    assert main(words) == 1  # now the output already exists

@@ -212,7 +212,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks(job):
     for said in job[1]["refusals"]:
         assert said["unshards"] is False
         assert "fsdp_config.pipeline_parallel_size" in said["unsharded"]
-        assert "a policy model has no such output" in said["output"]
+        assert "a policy model does not have this output" in said["output"]
         field, words = said["ranks"]
         assert field == "fsdp_config.pipeline_parallel_size" and "3 of " in words
         field, words = said["layers"]
