@@ -76,10 +76,10 @@ def test_a_users_own_function_with_and_without_plus(own_file: Path) -> None:
 
 
 def test_a_signature_that_declares_nothing_known_is_refused_with_the_one_expected(own_file: Path) -> None:
-    with pytest.raises(ConfigError, match="'reference' is no column") as caught:
+    with pytest.raises(ConfigError, match="'reference' is not a column") as caught:
         kl_estimator(f"{own_file}:misnamed")
     assert "ref_log_probs: (N) fp32, nats, of the reference" in str(caught.value.expected)
-    with pytest.raises(ConfigError, match="something else than an estimate per token"):
+    with pytest.raises(ConfigError, match="must return an estimate per token"):
         kl_penalty(torch.zeros(2), torch.zeros(2), f"{own_file}:total")
 
 

@@ -83,7 +83,7 @@ def test_what_is_registered() -> None:
     assert set(REJECTIONS.names) == set(MODES)
     assert [mode for mode in MODES if not rejection(mode).by_sequence] == ["token_k1", "token_k2", "token_k3"]
     documented = rejection("seq_mean_k3").fn.__doc__ or ""
-    assert documented.startswith("Rejects whole responses by k3, averaged over the response.")
+    assert documented.startswith("Reject whole responses by k3, averaged over the response.")
     assert "k_t = exp(r_t) - 1 - r_t" in documented and "statistic = sum_t k_t / T" in documented
 
 

@@ -122,7 +122,7 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="option 'weight' is choose's too"):
         registry.register("twice")(twice)
-    with pytest.raises(ConfigError, match="'log_probs' is no column"):
+    with pytest.raises(ConfigError, match="'log_probs' is not a column"):
         selects_tokens(lambda log_probs: log_probs)(kl_cov)
 
     @selects_tokens(lambda response_mask: response_mask.long())
