@@ -153,7 +153,7 @@ def test_a_users_loss_from_a_file(own_file: Path) -> None:
 
 def test_a_users_function_from_a_module(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(own_file.parent))
-    monkeypatch.setitem(sys.modules, "mine", None)  # so that the module imported here is forgotten at the end
+    monkeypatch.setitem(sys.modules, "mine", None)  # so that the import below is undone after the test
     monkeypatch.delitem(sys.modules, "mine")
     assert advantage_estimator("mine:mean_baseline")(columns()).returns.tolist() == [0.0, 2.0]
 

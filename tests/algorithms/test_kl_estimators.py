@@ -1,4 +1,4 @@
-"""KL estimators as a registry: straight-through forms, and functions of the user's own."""
+"""The registry of KL estimators: straight-through forms, and a user's own functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_registered() -> None:
 
 @pytest.mark.equation("kl/abs", "kl/k1", "kl/k2", "kl/k3")
 def test_the_mean_gradient_of_a_straight_through_form_is_that_of_the_kl() -> None:
-    """Over all outcomes of a small policy, each by its probability, against the slope of Σ p log p/q."""
+    """The mean over all outcomes of a small policy equals the gradient of Σ p log p/q."""
     draw = torch.Generator().manual_seed(3)
     logits, other = torch.randn(2, 7, generator=draw, dtype=torch.float64)
     logits.requires_grad_()

@@ -1,5 +1,7 @@
-"""What verl 0.9.1's test_core_algos_on_cpu.py expects, where it holds here. docs/verl-tests.md says what does
-not, and why."""
+"""Expectations of verl 0.9.1's test_core_algos_on_cpu.py that also hold in Tandem.
+
+docs/verl-tests.md lists those that do not hold, and why.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_values_of_a_tools_tokens_change_nothing() -> None:
 
 
 def outcomes(samples: int, tokens: int, groups: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random rewards at about half of the tokens; each group has two samples or more."""
+    """Return random rewards at about half of the tokens; each group has two samples or more."""
     draw = torch.Generator().manual_seed(seed)
     mask = torch.rand(samples, tokens, generator=draw) < 0.5
     mask[:, -1] |= ~mask.any(1)
@@ -115,7 +117,10 @@ def test_outcomes_against_a_loop_over_samples(name: str, size: tuple[int, int, i
 
 
 def test_rewards_of_a_group_that_hardly_differ() -> None:
-    """In float32 the two are 9.54e-6 and 1.00136e-5 apart; the deviation must not drown in rounding."""
+    """The deviation is not lost in rounding.
+
+    In float32, the two rewards of the groups differ by 1.00136e-5 and 9.54e-6.
+    """
     rewards = torch.tensor([1.0, 1.00001, 2.0, 2.00001])
     found = grpo(rewards, torch.ones(4, dtype=torch.bool), torch.arange(5), torch.tensor([0, 0, 1, 1]))
     halves = [(rewards[i + 1].double() - rewards[i].double()).item() / 2 for i in (0, 2)]

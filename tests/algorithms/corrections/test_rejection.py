@@ -1,4 +1,4 @@
-"""Every mode of rejection against its equation in float64; where the bounds stand."""
+"""Every rejection mode, compared with its equation in float64, and the effect of the bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compared(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def reference(mode: str, columns: dict[str, Tensor]) -> list[float]:
-    """The statistic at each response token, zero elsewhere."""
+    """Return the statistic at each response token, 0 elsewhere."""
     level, k = mode.rsplit("_", 1)
     gap = (columns["old_log_probs"] - columns["rollout_log_probs"]).clamp(-20, 20).tolist()
     mask, offsets = columns["response_mask"].tolist(), columns["offsets"].tolist()

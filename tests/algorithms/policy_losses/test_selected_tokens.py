@@ -1,4 +1,4 @@
-"""Clip-Cov's and KL-Cov's choice of tokens, and how a loss says who chooses for it."""
+"""The token selections of Clip-Cov and KL-Cov, and how a loss declares its selection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.errors import ConfigError
 
 
 def slow_covariances(columns) -> list[float]:
-    """Of the response tokens, in their order."""
+    """Return the covariances of the response tokens, in order."""
     inside = columns["response_mask"].nonzero().squeeze(1).tolist()
     pairs = [(columns["old_log_probs"][i].item(), columns["advantages"][i].item()) for i in inside]
     log_mean = sum(log_prob for log_prob, _ in pairs) / max(len(pairs), 1)
@@ -59,7 +59,7 @@ def test_choices(lengths, seed, ratio, ragged_columns) -> None:
 
 @pytest.mark.equation("policy_losses/clip_cov")
 def test_every_candidate_is_as_likely_to_be_chosen() -> None:
-    """Over batches in which another token stands at each place of the choice."""
+    """Over many batches with the tokens in random order, all candidates are selected equally often."""
     generator = torch.Generator().manual_seed(0)
     tokens, rounds = 50, 2000
     hits = torch.zeros(tokens)
