@@ -103,7 +103,7 @@ class PendingSave:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for at most `timeout_s` seconds; return whether the save has ended, in whatever way."""
+        """Wait for at most `timeout_s` seconds; return whether the save has ended, even if it failed."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -107,21 +107,21 @@ class Bubblewrap:
         for path in ("/dev/null", "/dev/urandom", "/dev/zero"):
             options += ["--dev-bind", path, path]
         options += ["--bind", box, box, "--remount-ro", "/", "--chdir", box]
-        first, told = os.pipe()
+        info_read, info_write = os.pipe()
         # The process limit counts threads too, so it is doubled.
         command = _command(folder, *limits.arguments, str(2 * PROCESSES), str(user))
         process = subprocess.Popen(
-            [self.version() or "bwrap", "--info-fd", str(told), *options, "--", *command],
+            [self.version() or "bwrap", "--info-fd", str(info_write), *options, "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},
             bufsize=0,
             start_new_session=True,
-            pass_fds=[told],
+            pass_fds=[info_write],
         )
-        os.close(told)
-        with open(first, encoding="utf-8") as info:
+        os.close(info_write)
+        with open(info_read, encoding="utf-8") as info:
             facts = info.read()
         last = None
         with suppress(ProcessLookupError):  # the process has ended

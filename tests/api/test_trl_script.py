@@ -54,7 +54,7 @@ def accuracy_reward(completions, solution, log_extra=None, **kwargs):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with the examples' model and data under their names, so that scripts find them as files."""
+    """Return a folder in which the scripts find the model and the data of the examples as files."""
     make_model(tmp_path / "Qwen/Qwen2.5-0.5B-Instruct")
     rows = [
         {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "solution": str(a + b)}
