@@ -1,6 +1,6 @@
 """Safe reading of sharded checkpoints, without running code in them.
 
-PyTorch reads the index file of a sharded checkpoint, and entries that are not tensors, as pickles, and a
+PyTorch reads the metadata file of a sharded checkpoint, and entries that are not tensors, as pickles, and a
 pickle may call any function. Here a pickle may name only the classes that PyTorch's writer uses.
 """
 
@@ -48,7 +48,7 @@ _CLASSES = frozenset(
         ),
     }
 )
-"""Modules and names that PyTorch's writer uses in an index file, besides dtypes."""
+"""Modules and names that PyTorch's writer uses in a metadata file, besides dtypes."""
 
 
 def _member(kind: type, name: str) -> Any:
@@ -74,13 +74,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """A reader of a sharded checkpoint that reads its index file once.
+    """A reader of a sharded checkpoint that reads its metadata file once.
 
     Args:
         path: a folder that an engine's `save` wrote.
 
     Raises:
-        CheckpointError: the index file is missing, cannot be read, or holds other objects.
+        CheckpointError: the metadata file is missing, cannot be read, or holds other objects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,7 +113,7 @@ def load_shards(state: dict[str, Any], path: Path | ShardReader, *, alone: bool 
         alone: whether a single process reads without the other ranks.
 
     Raises:
-        CheckpointError: the index file cannot be read, or holds objects that PyTorch's writer does not use.
+        CheckpointError: the metadata file cannot be read, or holds objects that PyTorch does not write.
         Exception: any other error of reading; see `cause`.
     """
     reader = path if isinstance(path, ShardReader) else ShardReader(path)
@@ -139,10 +139,10 @@ def _contents(file: Path) -> Metadata:
         raise CheckpointError("there is no training state in this folder", got=file.parent) from error
     except Exception as error:  # a damaged or malicious file can make the reader raise anything
         raise CheckpointError(
-            "is not the index file of a sharded checkpoint, so it was not loaded",
+            "is not the metadata file of a sharded checkpoint, so it was not loaded",
             field=str(file),
             got=str(error) or type(error).__name__,
-            expected="an index file from PyTorch's writer; Tandem never runs code from such a file",
+            expected="a metadata file from PyTorch's writer; Tandem never runs code from such a file",
             remedy="use another checkpoint that the run itself wrote",
         ) from error
     assert isinstance(found, Metadata)
@@ -150,7 +150,7 @@ def _contents(file: Path) -> Metadata:
 
 
 def _check(found: Any) -> None:
-    """Raise an error if `found` is not an index, or names files outside the checkpoint's folder."""
+    """Raise an error if `found` is not checkpoint metadata, or names files outside of its folder."""
     if not isinstance(found, Metadata):
         raise TypeError(f"it holds an object of type {type(found).__name__}")
     for entry in found.state_dict_metadata.values():

@@ -61,8 +61,8 @@ def test_paths_are_taken_as_they_are(tmp_path):
     ("rows", "words"),
     [
         ([], "no rows"),
-        (7, "int"),
-        ([1, 2], "list"),
+        (7, r"got: +int"),
+        ([1, 2], r"got: +list"),
         ([{"answer": 1}, {"answer": "two"}], "column 'answer'"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "one of its splits: train"),
     ],

@@ -219,7 +219,7 @@ REFUSED = {  # programs that must fail immediately
     + "import mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex('b814000000cd80c3'))\n"
     "n = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\nprint('ESCAPED' if n > 0 else '')",
     "every call that is not listed": TRIED
-    + "for n in sorted({{*range(3000)}} - {{*{listed}}} - {{335, 336}}): t(n, 0, 0, 0, 0, 0, 0)",  # 335 and 336 are special calls of the kernel
+    + "for n in sorted({{*range(3000)}} - {{*{listed}}} - {{335, 336}}): t(n, 0, 0, 0, 0, 0, 0)",  # 335 and 336 are internal to the kernel
     "a crash": "import ctypes; ctypes.string_at(0); print('ESCAPED')",
     "a crash that can be dumped": "import resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); print('ESCAPED')",
     "abort": "import os; os.abort(); print('ESCAPED')",

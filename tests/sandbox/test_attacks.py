@@ -269,18 +269,16 @@ def test_an_attack_comes_to_nothing(name: str, helper: Helper, field: Field) -> 
         ran = helper.run(REFUSED[name].format(**field.names), seconds=20)
         assert "ESCAPED" not in ran.stdout
         assert ran.status in ("finished", "error")
-        assert not re.search(
-            "SyntaxError|NameError|TypeError|IndexError", ran.stderr
-        )  # the attack itself ran without programming errors
+        # A programming error in the attack would mean that it attacked nothing.
+        assert not re.search("SyntaxError|NameError|TypeError|IndexError", ran.stderr)
 
 
 @by_helper(LEFT_BEHIND)
 def test_nothing_outlives_a_program(name: str, helper: Helper, field: Field) -> None:
     with nothing_left(helper, field):
         ran = helper.run(LEFT_BEHIND[name], seconds=20)
-        assert (
-            ran.status in ("finished", "error", "disk") and ran.seconds < 15
-        )  # "disk" if a folder is unreadable
+        # The status is "disk" if the program made an unreadable folder.
+        assert ran.status in ("finished", "error", "disk") and ran.seconds < 15
 
 
 @pytest.mark.slow
