@@ -28,7 +28,7 @@ WRONG = [
     ("max_tokens", 0, ">= 1"),
     ("min_tokens", -1, "0 to max_tokens=16"),
     ("min_tokens", 17, "0 to max_tokens=16"),
-    ("stop", ("a", ""), "no empty string"),
+    ("stop", ("a", ""), "non-empty strings"),
     ("logit_bias", ((3, math.nan),), "finite"),
     ("logit_bias", ((3, math.inf),), "finite"),
     ("logit_bias", ((3, 1.0), (3, 2.0)), "each token once"),

@@ -187,7 +187,7 @@ def test_maxrl_climbs_one_term_of_the_likelihood_less_than_there_are_samples(sam
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(RewardError, match=r"one is negative(?s:.)*-1 in total for sample 2"):
+    with pytest.raises(RewardError, match=r"token_level_rewards(?s:.)*-1 for sample 2"):
         outcome(maxrl, [1.0, 0.0, -1.0], [0, 0, 0])
 
 

@@ -106,7 +106,7 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
 
     def unchosen(log_probs, selected_tokens): ...
 
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match=r"selected_tokens.*selects_tokens"):
         registry.register("unchosen")(unchosen)
 
     def choose(advantages, response_mask, *, weight=1.0): ...
@@ -114,13 +114,13 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
     @selects_tokens(choose)
     def unread(log_probs): ...
 
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match=r"selected_tokens.*selects_tokens"):
         registry.register("unread")(unread)
 
     @selects_tokens(choose)
     def twice(log_probs, selected_tokens, *, weight=1.0): ...
 
-    with pytest.raises(ConfigError, match="option 'weight' is choose's too"):
+    with pytest.raises(ConfigError, match=r"choose.*'weight'"):
         registry.register("twice")(twice)
     with pytest.raises(ConfigError, match="'log_probs' is not a column"):
         selects_tokens(lambda log_probs: log_probs)(kl_cov)
@@ -131,5 +131,5 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
     registry.register("numbers")(numbers)
     selection = registry.find("numbers").selection
     assert selection is not None
-    with pytest.raises(ConfigError, match="bools of shape"):
+    with pytest.raises(ConfigError, match="bool tensor of shape"):
         selection({"response_mask": torch.ones(2, dtype=torch.bool)}, {})
