@@ -21,7 +21,7 @@ from collections.abc import Callable
 from tiny import arguments
 
 from tandem.sandbox import Limits, local, protection
-from tandem.sandbox.protections import Sandlock, kept_for
+from tandem.sandbox.protections import Sandlock, idle_sandboxes
 
 TURN = 25
 
@@ -32,9 +32,9 @@ def spent() -> float:
 
 def end() -> None:
     """Ends what waits for runs."""
-    for kept in kept_for(Sandlock, os.getpid()):
+    for kept in idle_sandboxes(Sandlock, os.getpid()):
         kept.close()
-    kept_for(Sandlock, os.getpid()).clear()
+    idle_sandboxes(Sandlock, os.getpid()).clear()
 
 
 def main() -> None:

@@ -123,11 +123,9 @@ def _meaning(name: str) -> str:
 
 
 def _columns(spec: Spec, own: Mapping[str, str]) -> str:
-    """The registry's words for each column, and the docstring's own beside them, if it has any."""
+    """Return the table of columns, described by the docstring's `Args:` or else by the registry."""
     rows = [("column", "shape and meaning")]
-    for name in spec.columns:
-        note = f"; {own[name].rstrip('.')}" if name in own else ""
-        rows.append((f"`{name}`", f"{spec.known_columns[name]}{note}"))
+    rows += [(f"`{name}`", own.get(name, spec.known_columns[name]).rstrip(".")) for name in spec.columns]
     return _table(rows)
 
 

@@ -1,4 +1,4 @@
-"""Random ragged batches, and references written from the equations: float64, one token at a time."""
+"""Random ragged batches, and references that follow the equations in float64, token by token."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def offsets_of(lengths: list[int]) -> Tensor:
 
 @pytest.fixture(scope="session")
 def ragged_columns() -> Callable[..., Columns]:
-    """A factory of columns: prompts of up to 3 tokens, holes in the responses, now and then an empty
-    response; rewards, values and log-probs are random, NaN stands where no algorithm may look."""
+    """Return a function that makes the columns of a random batch.
+
+    Prompts have up to 3 tokens, responses have holes, and some responses are empty. Rewards, values and
+    log-probs are random. Entries that no algorithm may read are NaN.
+    """
 
     def make(
         lengths: list[int], seed: int, dtype: torch.dtype = torch.float32, holes: float = 0.2
@@ -58,7 +61,7 @@ def ragged_columns() -> Callable[..., Columns]:
 
 @pytest.fixture(scope="session")
 def rows() -> Callable[[Columns], list[slice]]:
-    """Where each sequence stands."""
+    """Return a function that gives the slice of each sequence."""
     return lambda columns: [
         slice(start, stop)
         for start, stop in zip(columns["offsets"][:-1].tolist(), columns["offsets"][1:].tolist(), strict=True)
@@ -67,7 +70,7 @@ def rows() -> Callable[[Columns], list[slice]]:
 
 @pytest.fixture(scope="session")
 def whitened() -> Callable[[Tensor, Tensor], Tensor]:
-    """Reference: whitening over the masked values, in float64, zero elsewhere."""
+    """Return a reference for whitening over the masked values, in float64, with 0 elsewhere."""
 
     def reference(values: Tensor, mask: Tensor) -> Tensor:
         inside = values.double()[mask]

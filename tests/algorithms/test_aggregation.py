@@ -15,7 +15,7 @@ NORM_LENGTH = 37
 
 
 def slow_aggregate(values: Tensor, mask: Tensor, rows: list[slice], mode: str) -> Tensor:
-    """The definitions, sequence by sequence; differentiable."""
+    """Compute the loss by its definition, sequence by sequence; differentiable."""
     sequences = [values[row][mask[row]] for row in rows if mask[row].any()]
     if not sequences:
         return values.sum() * 0
@@ -72,7 +72,7 @@ def test_value_gradient_and_micro_batches(mode, lengths, seed, data, ragged_colu
     ],
 )
 def test_an_empty_response_changes_nothing(mode: str, expected: float) -> None:
-    """One whose tokens are all masked neither."""
+    """An empty response, or one with all tokens masked, does not change the loss."""
     arguments = {"mode": mode, "tokens": 3, "sequences": 2, "norm_length": 10}
     values, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, True])
     without = aggregate(values, mask, torch.tensor([0, 2, 3]), **arguments)

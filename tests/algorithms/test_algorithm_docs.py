@@ -1,4 +1,4 @@
-"""The things that a stranger needs to trust a function: its options, the equation, where it is from."""
+"""Docstrings of algorithms contain what a reader needs: options, the equation and the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The preference loss against its formula, written out for one pair."""
+"""The preference loss, compared with its formula written out for one pair."""
 
 from __future__ import annotations
 

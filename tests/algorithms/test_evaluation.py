@@ -1,4 +1,4 @@
-"""pass@k, maj@k and their intervals against hand-computed cases and against every draw there is."""
+"""pass@k, maj@k and their intervals, compared with cases computed by hand and with all possible draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.algorithms.evaluation import estimate, majority_at_k, pass_at_k
 
 @pytest.mark.equation("parts/pass_at_k")
 def test_pass_at_k_by_hand() -> None:
-    # Of 4 responses 1 is right: two draws miss it in C(3,2)/C(4,2) = 3/6. Of 5, 3: C(2,2)/C(5,2) = 1/10.
+    # 1 of 4 correct: two draws miss it with probability C(3,2)/C(4,2) = 3/6. 3 of 5: C(2,2)/C(5,2) = 1/10.
     found = pass_at_k(np.array([4, 5, 4, 4]), np.array([1, 3, 0, 4]), 2)
     np.testing.assert_allclose(found, [0.5, 0.9, 0.0, 1.0], rtol=1e-15)
 
@@ -27,7 +27,7 @@ def test_pass_at_k_is_the_quotient_of_binomials(n: int, right: int, k: int) -> N
 
 
 def by_every_draw(answers: list[str | None], right: list[bool], k: int) -> float:
-    """maj@k by counting out every subset of k responses."""
+    """Compute maj@k by counting over every subset of k responses."""
     value = {a: np.mean([r for b, r in zip(answers, right, strict=True) if b == a]) for a in answers}
     won = []
     for draw in combinations(answers, k):
@@ -40,7 +40,7 @@ def by_every_draw(answers: list[str | None], right: list[bool], k: int) -> float
 
 @pytest.mark.equation("parts/majority_at_k")
 def test_majority_by_hand() -> None:
-    # a a b, a right: of the three pairs aa is won, and ab twice is a tie, won half of the time.
+    # Answers a a b, a is correct: the pair aa wins, and the two pairs ab tie and win half of the time.
     assert majority_at_k(["a", "a", "b"], [True, True, False], 2) == pytest.approx(2 / 3, rel=1e-12)
     assert majority_at_k(["a", "a", "b"], [True, True, False], 3) == 1.0
     assert majority_at_k([None, None], [False, False], 1) == 0.0
@@ -60,7 +60,7 @@ def test_majority_is_the_mean_over_every_draw() -> None:
 
 @pytest.mark.equation("parts/majority_at_k")
 def test_majority_of_many_responses_keeps_its_precision() -> None:
-    # Two answers, drawn 255 of 512 times each way: symmetric, so each wins half of the time.
+    # Two equally frequent answers, 255 of 512 responses drawn: by symmetry, each wins half of the time.
     answers = ["a", "b"] * 256
     right = [True, False] * 256
     assert majority_at_k(answers, right, 255) == pytest.approx(0.5, abs=1e-9)
@@ -76,14 +76,14 @@ def test_wilsons_interval_by_hand() -> None:
 
 
 def test_what_is_alike_in_between_has_wilsons_interval() -> None:
-    # One problem, half right, at z = 1.959964: 0.5 ± z / (1 + z²) · sqrt(0.25 + z²/4).
+    # One problem, half correct, at z = 1.959964: 0.5 ± z / (1 + z²) · sqrt(0.25 + z²/4).
     found = estimate(np.array([0.5]), confidence=0.95, resamples=100, seed=0)
     assert (found.value, found.method) == (0.5, "wilson")
     assert (found.low, found.high) == pytest.approx((0.054620, 0.945380), abs=1e-6)
 
 
 def test_values_without_bounds_have_no_wilsons_interval() -> None:
-    """Scores of -1 and 1 may average 0 or 1 in each problem; that makes them no shares of right ones."""
+    """Scores of -1 and 1 may average to 0 or 1 in every problem, but they are not success rates."""
     found = estimate(np.array([0.0, 1.0]), confidence=0.95, resamples=1000, seed=0, bounded=False)
     assert (found.low, found.value, found.high, found.method) == (0.0, 0.5, 1.0, "bootstrap")
     alike = estimate(np.zeros(3), confidence=0.95, resamples=100, seed=0, bounded=False)

@@ -1,4 +1,4 @@
-"""KL estimators as a registry: straight-through forms, and functions of the user's own."""
+"""The registry of KL estimators: straight-through forms, and a user's own functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_registered() -> None:
 
 @pytest.mark.equation("kl/abs", "kl/k1", "kl/k2", "kl/k3")
 def test_the_mean_gradient_of_a_straight_through_form_is_that_of_the_kl() -> None:
-    """Over all outcomes of a small policy, each by its probability, against the slope of Σ p log p/q."""
+    """The mean over all outcomes of a small policy equals the gradient of Σ p log p/q."""
     draw = torch.Generator().manual_seed(3)
     logits, other = torch.randn(2, 7, generator=draw, dtype=torch.float64)
     logits.requires_grad_()
@@ -76,10 +76,10 @@ def test_a_users_own_function_with_and_without_plus(own_file: Path) -> None:
 
 
 def test_a_signature_that_declares_nothing_known_is_refused_with_the_one_expected(own_file: Path) -> None:
-    with pytest.raises(ConfigError, match="'reference' is no column") as caught:
+    with pytest.raises(ConfigError, match="'reference' is not a column") as caught:
         kl_estimator(f"{own_file}:misnamed")
     assert "ref_log_probs: (N) fp32, nats, of the reference" in str(caught.value.expected)
-    with pytest.raises(ConfigError, match="something else than an estimate per token"):
+    with pytest.raises(ConfigError, match="must return an estimate per token"):
         kl_penalty(torch.zeros(2), torch.zeros(2), f"{own_file}:total")
 
 

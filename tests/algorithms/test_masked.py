@@ -58,7 +58,7 @@ def test_gradients_of_sums_and_spreads(lengths, seed, ragged_columns, rows) -> N
 )
 @settings(deadline=None, max_examples=60)
 def test_nothing_leaks_between_sequences(lengths, seed, ragged_columns, rows) -> None:
-    """The neighbours are NaN, so that nothing of one may enter another's sum."""
+    """Neighbouring sequences are NaN, which would show if a sum included them."""
     columns = ragged_columns(lengths, seed)
     values, offsets, spans = columns["log_probs"], columns["offsets"], rows(columns)
     for i in range(0, len(lengths), 2):

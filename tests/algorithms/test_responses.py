@@ -46,7 +46,10 @@ def test_response_tokens_follow_each_other(lengths, seed, holes, ragged_columns,
     ],
 )
 def test_tokens_are_moved_only_where_a_tool_wrote_in_between(mask: list[int], moved: bool) -> None:
-    """Two sequences of three tokens and an empty one at either end."""
+    """Tokens are moved only if a tool wrote tokens within a response.
+
+    The batch has two sequences of three tokens, and an empty sequence at either end.
+    """
     found = Responses.of(torch.tensor(mask).bool(), torch.tensor([0, 0, 3, 6, 6]))
     assert (found.indices is not None) == moved
 

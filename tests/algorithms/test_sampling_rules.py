@@ -1,5 +1,7 @@
-"""Punishment of long responses, prompts that differ, and the entropy's coefficient, against the papers' rules
-written out sample by sample."""
+"""The penalty on long responses, the filter of prompts and the entropy coefficient, compared with the papers.
+
+The rules of the papers are written out sample by sample.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tandem.algorithms.entropy import AdaptiveEntropyController
 
 
 def punishment(length: int, limit: int, buffer: int, factor: float) -> float:
-    """DAPO, eq. 13, for a response no longer than the limit."""
+    """Return the penalty of DAPO, eq. 13, for a response that is not longer than the limit."""
     if length <= limit - buffer:
         return 0.0
     return factor * ((limit - buffer) - length) / buffer
@@ -44,7 +46,10 @@ def test_groups_differ_if_any_two_of_their_values_do() -> None:
 
 
 def test_equal_values_never_differ_by_rounding() -> None:
-    """The deviation from a mean of ten tenths is not exactly zero; their spread is."""
+    """Equal values count as equal, even if their deviation from the mean is not exactly 0.
+
+    This is the case for ten values of 0.1.
+    """
     assert groups_with_spread(torch.full((30,), 0.1, dtype=torch.float64), 10).tolist() == [False] * 3
 
 

@@ -22,7 +22,7 @@ def offsets_of(lengths: list[int]) -> Tensor:
 
 
 def slow_sums(values: Tensor, lengths: list[int], discount: float) -> Tensor:
-    """float64, one value at a time."""
+    """Compute the sums in float64, one value at a time."""
     out = []
     for row in values.double().split(lengths):
         running, sums = 0.0, []
@@ -79,7 +79,7 @@ def test_returns_its_argument_overwritten() -> None:
 @example(lengths=[1, 1, 1, 200, 1], discount=0.5, seed=0)
 @settings(deadline=None, max_examples=60)
 def test_sequences_that_end_anywhere_in_a_block(lengths: list[int], discount: float, seed: int) -> None:
-    """Neighbours are a hundred orders of magnitude apart, so that nothing of one may enter another's sum."""
+    """Neighbouring sequences differ by a hundred orders of magnitude, so a leak between them would show."""
     parts = random_values(lengths, seed, torch.float64).split(lengths)
     values = torch.cat([part * 1e100 if i % 2 else part for i, part in enumerate(parts)])
     want = slow_sums(values, lengths, discount)
@@ -145,7 +145,7 @@ def test_work_grows_with_the_logarithm_of_the_length() -> None:
             reverse_discounted_cumsum_(torch.ones(3 * length), torch.arange(4) * length, 1.0)
         counts.append(operations.count)
     per_pass = (counts[1] - counts[0]) / 5
-    assert per_pass <= 10, counts  # views are counted too
+    assert per_pass <= 10, counts  # the counts include views
 
 
 def test_last_indices_skip_empty_sequences() -> None:

@@ -1,5 +1,7 @@
-"""What verl 0.9.1's test_core_algos_on_cpu.py expects, where it holds here. docs/verl-tests.md says what does
-not, and why."""
+"""Expectations of verl 0.9.1's test_core_algos_on_cpu.py that also hold in Tandem.
+
+docs/verl-tests.md lists those that do not hold, and why.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_the_same_function_may_be_registered_twice_and_no_other() -> None:
         registry.register("duplicate_test", "also")(doubled)
     assert registry.find("duplicate_test").fn is registry.find("also").fn is doubled
     for name in ("duplicate_test", "also"):
-        with pytest.raises(ConfigError, match="taken"):
+        with pytest.raises(ConfigError, match="already has this name"):
             registry.register(name)(plus_one)
     assert registry.find("duplicate_test").fn is doubled
 
@@ -59,7 +61,7 @@ def test_registered_names_are_found() -> None:
 
 @pytest.mark.parametrize("name", ["invalid_name", "GAE"])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){name}.*no such advantage estimator"):
+    with pytest.raises(ValueError, match=f"(?s){name}.*advantage estimator"):
         advantage_estimator(name)
 
 
@@ -85,7 +87,7 @@ def test_values_of_a_tools_tokens_change_nothing() -> None:
 
 
 def outcomes(samples: int, tokens: int, groups: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random rewards at about half of the tokens; each group has two samples or more."""
+    """Return random rewards at about half of the tokens; each group has two samples or more."""
     draw = torch.Generator().manual_seed(seed)
     mask = torch.rand(samples, tokens, generator=draw) < 0.5
     mask[:, -1] |= ~mask.any(1)
@@ -115,7 +117,10 @@ def test_outcomes_against_a_loop_over_samples(name: str, size: tuple[int, int, i
 
 
 def test_rewards_of_a_group_that_hardly_differ() -> None:
-    """In float32 the two are 9.54e-6 and 1.00136e-5 apart; the deviation must not drown in rounding."""
+    """The deviation is not lost in rounding.
+
+    In float32, the two rewards of the groups differ by 1.00136e-5 and 9.54e-6.
+    """
     rewards = torch.tensor([1.0, 1.00001, 2.0, 2.00001])
     found = grpo(rewards, torch.ones(4, dtype=torch.bool), torch.arange(5), torch.tensor([0, 0, 1, 1]))
     halves = [(rewards[i + 1].double() - rewards[i].double()).item() / 2 for i in (0, 2)]

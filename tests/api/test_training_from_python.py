@@ -1,4 +1,4 @@
-"""`tandem.train` and `tandem.Trainer`: functions and rows of this file train a tiny model."""
+"""`tandem.train` and `tandem.Trainer` train a tiny model with functions and rows of this file."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path):
             seen.append(step.number)
             break
     assert seen == [1, 2, 3]
-    assert list(trainer.run.checkpoints) == [3]  # saved as it was closed
+    assert list(trainer.run.checkpoints) == [3]  # closing the trainer saved it
     with pytest.raises(ConfigError, match="closed"):
         next(iter(trainer))
     again = tandem.train(

@@ -1,6 +1,6 @@
-"""What the measured process runs: `tandem export` of a checkpoint, and the most memory it took.
+"""The process whose memory is measured: it runs `tandem export` and prints its peak memory.
 
-RUN OUT MAX_SHARD_BYTES
+Arguments: RUN OUT MAX_SHARD_BYTES
 """
 
 import sys
@@ -20,7 +20,7 @@ def main() -> None:
     run, out, max_shard_bytes = sys.argv[1:]
     torch.empty(1)
     before = kilobytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     export_checkpoint(Path(run), Path(out), max_shard_bytes=int(max_shard_bytes))
     print(1024 * (kilobytes("VmHWM") - before))
 

@@ -1,4 +1,4 @@
-"""What the killed process runs."""
+"""The process that a test kills while it saves checkpoints."""
 
 import os
 from multiprocessing.synchronize import Event
@@ -13,7 +13,7 @@ SIZES = (300_000, 100_000, 50_000)
 
 
 def values(step: int, part: int) -> torch.Tensor:
-    """Content from which a test can tell whether a file is whole and of this step."""
+    """Return content that shows whether a file is complete and belongs to this step."""
     return torch.full((SIZES[part],), float(step * 10 + part))
 
 
@@ -29,7 +29,7 @@ def save(manager: CheckpointManager, step: int) -> None:
 
 
 def save_forever(root: Path, started: Event) -> None:
-    assert threads(os.getppid()) == 1  # the server that forked this process
+    assert threads(os.getppid()) == 1  # the parent is the server that forked this process
     manager = CheckpointManager(root, keep=2)
     found = manager.latest()
     step = 0 if found is None else found.step
@@ -37,4 +37,4 @@ def save_forever(root: Path, started: Event) -> None:
     while True:
         step += 1
         save(manager, step)
-        save(manager, step)  # once more, so that kills also fall on a replacement
+        save(manager, step)  # save the step again, so that some kills interrupt a replacement

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: seen only when whole, and no error lost."""
+"""Checkpoints written while training continues appear only when complete, and no error is lost."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ def names(root: Path) -> list[str]:
 
 
 class Member:
-    """Writes when it is told to."""
+    """A checkpoint member that writes when the test tells it to."""
 
     def __init__(self, size: int = 3) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""The best checkpoint is kept beside the newest."""
+"""The best checkpoint is kept in addition to the newest."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_damage_is_told_and_passed_over_in_the_choice(tmp_path):
 
 
 def test_random_values_against_a_plain_search(tmp_path):
-    """After each save: the last two and the best so far, of all that were ever saved."""
+    """After each save, the last two checkpoints and the best one among all saved so far are kept."""
     values = {step: ((step * 37) % 11) / 10 for step in range(1, 25)}
     judge = Best("val/accuracy", "min")
     manager = CheckpointManager(tmp_path, 2, best=judge)

@@ -1,8 +1,9 @@
-"""Checkpoints of an earlier version, with the numbers that it had itself when it went on from them.
+"""Checkpoints of an earlier version of Tandem resume with the numbers of that version.
 
-In old_runs.tar.xz, `run` is of one process, with an adaptive KL controller and a sampler that learns; `two`
-is the same of two ranks. Both were saved after step 2. `expected.json` has the earlier version's numbers of
-steps 3 and 4, and the digests of the weights that it read of `two`."""
+In old_runs.tar.xz, `run` has one process, an adaptive KL controller and a sampler that learns. `two` is the
+same with two ranks. Both were saved after step 2. `expected.json` has the earlier version's numbers of steps
+3 and 4, and the digests of the weights that it read from `two`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def expected(place: Path) -> dict[str, Any]:
 
 
 def go_on(run: Path, *words: str) -> Any:
-    """Two more steps of a run, in this process; the trainer, its workers shut down."""
+    """Run two more steps in this process and return the trainer, with its workers shut down."""
     words = (f"trainer.default_local_dir={run}", "trainer.total_training_steps=4", *words)
     trainer = build_ppo(load_train_config(str(run / "config.yaml"), words).config, say=lambda said: None)
     try:
@@ -50,7 +51,7 @@ def go_on(run: Path, *words: str) -> Any:
 
 
 def close_to(row: dict[str, Any]) -> dict[str, Any]:
-    """Equal but for another processor's rounding."""
+    """Return whether two values are equal up to the rounding of another processor."""
     return {
         name: pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
         for name, value in row.items()

@@ -46,7 +46,7 @@ class AnAttribute:
 def test_a_member_of_an_enumeration_may_be_written_as_an_attribute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11.0 to 3.11.3 pickle it as a call of `getattr`."""
+    """Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of `getattr`."""
     by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     folder = written(tmp_path / "shards")
@@ -74,7 +74,7 @@ def test_a_table_of_contents_calls_nothing(kind: str, tmp_path: Path) -> None:
 def test_an_entry_that_is_no_tensor_calls_nothing(kind: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     folder = written(tmp_path / "shards", step=payloads(canary)[kind])
-    with pytest.raises(BaseException, match="step"):  # PyTorch's is no Exception
+    with pytest.raises(BaseException, match="step"):  # PyTorch's CheckpointException is a BaseException
         load_shards({"step": 0}, folder, alone=True)
     assert not list(tmp_path.glob("canary*"))
 

@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint(user: User) -> None:
     shard.write_bytes(content)
     resumed = user.types(*words)
     assert resumed.status == 0
-    assert "Checkpoint passed over, trying the one before it" in resumed.said
+    assert "Checkpoint skipped, trying the previous one" in resumed.said
     assert str(shard) in resumed.said
     assert "step_000001 after step 1" in resumed.said
     assert [row["step"] for row in read_metrics(first.folder / "metrics.jsonl")] == [1, 2]
@@ -156,8 +156,8 @@ def test_a_full_disk(user: User, small_disk: Path) -> None:
     outcome = user.types(*words)
     assert outcome.status == 1
     assert f"{small_disk}: the disk is full" in outcome.error
-    assert "MB free, as the one before took" in outcome.error
-    assert "free space, or keep fewer with trainer.max_ckpt_to_keep" in outcome.error
+    assert "expected: about" in outcome.error and "MB free" in outcome.error
+    assert "trainer.max_ckpt_to_keep" in outcome.error
     assert [path.name for path in small_disk.iterdir()] == ["step_000001"]
     assert open_checkpoint(small_disk / "step_000001").step == 1
     subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)

@@ -187,9 +187,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     if not request.param.version():
         pytest.skip(f"{request.param.__name__} is not installed")
     monkeypatch.setattr(other, "version", lambda: None)
-    dry._way.cache_clear()
+    dry._working_runner.cache_clear()
     yield request.param
-    dry._way.cache_clear()
+    dry._working_runner.cache_clear()
 
 
 def test_a_script_writes_nothing_and_reaches_nobody(kind: type, write: Write, tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_without_protection_no_script_is_read(
 ) -> None:
     for each in (Sandlock, Bubblewrap):
         monkeypatch.setattr(each, "version", lambda: None)
-    dry._way.cache_clear()
-    with pytest.raises(ConfigError, match="nothing on this machine keeps a script") as caught:
+    dry._working_runner.cache_clear()
+    with pytest.raises(ConfigError, match="no sandbox") as caught:
         called(write(f"touch {tmp_path}/mark\n{MAIN}"))
     assert "bubblewrap is not installed" in str(caught.value.got)
     assert "install bubblewrap" in str(caught.value.remedy)

@@ -12,7 +12,11 @@ from tandem.protocol import DataProto, Ragged
 
 
 def table(rows: int, seed: int = 0) -> DataProto:
-    """Two ragged columns of one family, one of another, dense ones of one and two dimensions, an array."""
+    """Return a table with all kinds of columns.
+
+    Two ragged columns share their offsets and a third has its own. Dense columns have one and two dimensions.
+    One column is an object array.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths, others = torch.randint(0, 5, (2, rows), generator=generator)
     tokens = Ragged.from_lengths(torch.randint(0, 99, (int(lengths.sum()),), generator=generator), lengths)
@@ -30,7 +34,7 @@ def table(rows: int, seed: int = 0) -> DataProto:
 
 
 def listed(batch: DataProto) -> list[dict[str, Any]]:
-    """Row by row, in plain lists."""
+    """Return the rows as plain lists."""
     return [
         {
             **{n: (c.row(i) if isinstance(c, Ragged) else c[i]).tolist() for n, c in batch.batch.items()},
@@ -59,7 +63,7 @@ def test_chunk_and_split(rows, chunks, size):
     assert all(part.columns == batch.columns and part.meta_info == {"seed": 0} for part in parts + pieces)
     for part in parts:
         assert part.ragged("tokens").offsets is part.ragged("log_probs").offsets
-        Ragged(part.ragged("prompts").values, part.ragged("prompts").offsets)  # offsets that fit
+        Ragged(part.ragged("prompts").values, part.ragged("prompts").offsets)  # the offsets match the values
     assert listed(DataProto.concat(parts)) == expected
 
 
@@ -180,7 +184,7 @@ class Image:
 
 
 class Undecided:
-    """Compares as a table of some libraries does: with an answer that is neither true nor false."""
+    """An object whose comparison gives an array instead of a bool, like the tables of some libraries."""
 
     def __eq__(self, other: object) -> Any:
         return np.array([True, True])

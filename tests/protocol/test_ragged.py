@@ -94,9 +94,9 @@ def test_conversions():
         table.to_padded(length=2)
     with pytest.raises(IndexError, match="row 3"):
         table.row(3)
-    with pytest.raises(IndexError, match="of 3"):
+    with pytest.raises(IndexError, match="3 rows"):
         table[[3]]
-    with pytest.raises(IndexError, match="a mask of 2 for 3 rows"):
+    with pytest.raises(IndexError, match=r"mask of 2 .* 3 rows"):
         table[torch.tensor([True, False])]
 
 
@@ -108,7 +108,7 @@ def test_offsets_that_do_not_fit(offsets):
 
 def test_equality_looks_at_values_only_where_it_must(monkeypatch):
     table = Ragged.from_list([[float("nan")], [1.0, 2.0]])
-    assert table.equal(Ragged(table.values.clone(), table.offsets))  # NaN is equal to itself
+    assert table.equal(Ragged(table.values.clone(), table.offsets))  # NaN equals NaN
     assert not table.equal(Ragged.from_list([[1.0], [float("nan"), 2.0]]))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "equal", lambda a, b: pytest.fail("values on the same memory were read"))

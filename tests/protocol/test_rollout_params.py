@@ -28,7 +28,7 @@ WRONG = [
     ("max_tokens", 0, ">= 1"),
     ("min_tokens", -1, "0 to max_tokens=16"),
     ("min_tokens", 17, "0 to max_tokens=16"),
-    ("stop", ("a", ""), "no empty string"),
+    ("stop", ("a", ""), "non-empty strings"),
     ("logit_bias", ((3, math.nan),), "finite"),
     ("logit_bias", ((3, math.inf),), "finite"),
     ("logit_bias", ((3, 1.0), (3, 2.0)), "each token once"),
@@ -66,7 +66,7 @@ EDITS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_reshapes_the_distribution(temperature):
-    """Cuts do nothing to a greedy token's log-prob, edits do."""
+    """Truncation does not change a greedy token's log-prob, changes of the logits do."""
     plain = SamplingParams(temperature=temperature, **NEUTRAL)
     assert not (plain.reshapes or plain.truncated or plain.penalised)
     for name, value in (CUTS | EDITS).items():

@@ -51,7 +51,7 @@ def test_every_type_survives(dtype, protocol):
         assert back.ragged(name).values.shape == batch.ragged(name).values.shape
     assert list(back.non_tensor_batch["uid"]) == ["a", None, {"x": 1}]
     assert back.meta_info == {"step": 3}
-    back.dense("dense")[0] = 1  # in band it is the reader's own
+    back.dense("dense")[0] = 1  # in-band tensors have their own memory
     assert len(pickle.loads(pickle.dumps(DataProto(), protocol=protocol))) == 0
 
 
@@ -62,12 +62,12 @@ def test_out_of_band_values_lie_in_the_buffers_and_in_the_tensors_of_the_sender(
     assert len(data) < 600
     assert sum(len(buffer.raw()) for buffer in buffers) == 2 * 4 + 50 * 8 + 3 * 8
     places = {np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers}
-    assert batch.ragged("t").values.data_ptr() in places  # not copied on the way out
+    assert batch.ragged("t").values.data_ptr() in places  # pickling made no copy
     stored = [bytes(buffer.raw()) for buffer in buffers]
     back = pickle.loads(data, buffers=stored)
     assert back.ragged("t").equal(batch.ragged("t"))
     places = {np.frombuffer(block, np.uint8).ctypes.data for block in stored}
-    assert back.ragged("t").values.data_ptr() in places  # nor on the way in
+    assert back.ragged("t").values.data_ptr() in places  # unpickling made no copy
     assert back.dense("x").data_ptr() in places
 
 
@@ -85,7 +85,7 @@ torch.from_numpy(__import__("numpy").frombuffer(b"12345678", "u1"))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
-    assert "not writable" in done.stderr  # torch's own warning still reaches the user
+    assert "not writable" in done.stderr  # PyTorch's own warning for such arrays still appears
 
 
 def test_the_memory_outlives_the_buffer_object():

@@ -1,5 +1,7 @@
-"""What verl 0.9.1's test_protocol_on_cpu.py expects of a DataProto, where it holds here. docs/verl-tests.md
-says what does not, and why."""
+"""Expectations of verl 0.9.1's test_protocol_on_cpu.py that also hold for Tandem's DataProto.
+
+docs/verl-tests.md lists those that do not hold, and why.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ NAMED = {"name": "abdce"}
 
 
 def lettered(count: int, **meta: Any) -> DataProto:
-    """Rows 1 to `count`, called a, b, c and so on."""
+    """Return a table with rows 1 to `count`, called a, b, c and so on."""
     letters = [chr(ord("a") + i) for i in range(count)]
     return DataProto.from_dict({"obs": torch.arange(1, count + 1)}, {"labels": letters}, meta or NAMED)
 
@@ -216,7 +218,7 @@ def test_pickled_tensors_of_many_shapes() -> None:
 
 
 def test_columns_that_are_equal_go_together_whosever_memory_they_lie_in() -> None:
-    """Here verl refuses a copy of a tensor."""
+    """A union accepts equal columns in different memory, even a copy of a tensor, which verl refuses."""
     obs, deep = torch.randn(9, 3), np.arange(24).reshape(2, 3, 4)
     assert torch.equal(DataProto({"obs": obs}).union(DataProto({"obs": obs.clone()})).dense("obs"), obs)
     holed = np.array([1.0, np.nan, 3.0])

@@ -1,6 +1,9 @@
 # ruff: noqa: E501  (programs are data)
-"""Programs that attack what runs them, or do it harm by accident. Each prints ESCAPED where it got through; what
-they can do without printing is looked at from outside. {names} are those of the field that the test lays out."""
+"""Programs that attack their sandbox, or cause harm by accident.
+
+Each program prints ESCAPED if the attack succeeded. Effects without output are observed from outside. The
+placeholders in {braces} are the names of the targets that the test sets up.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ TRIED = (
     "def t(*call):\n"
     "    if C.syscall(*call) >= 0 or ctypes.get_errno() not in (1, 38): print('ESCAPED', call, ctypes.get_errno())\n"
 )
-"""Defines t, which makes a system call that is to be refused before the kernel looks at what it asks."""
+"""Defines t, which makes a system call that must be refused before the kernel looks at the arguments."""
 ACL = (
     "import struct; acl = struct.pack('<I', 2) + b''.join(struct.pack('<HHI', k, 7, 2**32 - 1) for k in (1, 4, 32))\n"
     "kept = ctypes.create_string_buffer(acl); v = struct.pack('QII', ctypes.addressof(kept), len(acl), 0)\n"
 )
-"""Defines an access list that lets all do all, and the arguments of setxattrat that sets it."""
+"""Defines an access list with all rights for everyone, and the arguments of setxattrat that set it."""
 
-REFUSED = {  # what must come to nothing, at once
+REFUSED = {  # programs that must fail immediately
     "connect to a TCP port": "import socket; socket.create_connection(('127.0.0.1', {tcp})); print('ESCAPED')",
     "listen at a TCP port": "import socket; socket.create_server(('127.0.0.1', 0)); print('ESCAPED')",
     "send a UDP packet": "import socket; socket.socket(2, 2).sendto(b'x', ('127.0.0.1', {udp})); print('ESCAPED')",
@@ -216,14 +219,14 @@ REFUSED = {  # what must come to nothing, at once
     + "import mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex('b814000000cd80c3'))\n"
     "n = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\nprint('ESCAPED' if n > 0 else '')",
     "every call that is not listed": TRIED
-    + "for n in sorted({{*range(3000)}} - {{*{listed}}} - {{335, 336}}): t(n, 0, 0, 0, 0, 0, 0)",  # ways of the kernel
+    + "for n in sorted({{*range(3000)}} - {{*{listed}}} - {{335, 336}}): t(n, 0, 0, 0, 0, 0, 0)",  # 335 and 336 are internal to the kernel
     "a crash": "import ctypes; ctypes.string_at(0); print('ESCAPED')",
     "a crash that can be dumped": "import resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); print('ESCAPED')",
     "abort": "import os; os.abort(); print('ESCAPED')",
     "kill itself": "import os; os.kill(os.getpid(), 9); print('ESCAPED')",
 }
 FOREVER = "while True: "
-LIMITED = {  # what goes on until a limit ends it, with the limit
+LIMITED = {  # programs that run until a limit stops them, with the limit
     "an endless loop": (FOREVER + "pass", "timeout"),
     "sleep": ("import time; time.sleep(999)", "timeout"),
     "wait for a pipe": ("import os; r, w = os.pipe(); os.read(r, 1)", "timeout"),
@@ -259,7 +262,7 @@ LIMITED = {  # what goes on until a limit ends it, with the limit
         "disk",
     ),
 }
-LEFT_BEHIND = {  # what ends at once, and must leave nothing that runs
+LEFT_BEHIND = {  # programs that end immediately and must leave no process behind
     "a child that stays": "import os, time\nif os.fork() == 0: time.sleep(999)",
     "a child that closes its files": "import os, time\nif os.fork() == 0: os.closerange(0, 99); time.sleep(999)",
     "a daemon": "import os, time\nif os.fork() == 0:\n    try: os.setsid()\n    except OSError: pass\n"
@@ -288,4 +291,4 @@ print(os.listdir('.'), os.environ.get('MARK'), os.umask(0), json.dumps(len('ab')
 print('x' in sys.path, hash('a'), sys.stdin.read(), sys.argv, os.path.basename(os.getcwd()))
 print(random.random())
 """
-"""What leaves marks, and what would see them in a later run."""
+"""MARKING leaves traces, LOOKING prints everything in which a later run could see them."""

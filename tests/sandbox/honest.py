@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (programs are data)
-"""Honest programs, which a sandbox must not hinder, each with what it prints."""
+"""Harmless programs, which a sandbox must not hinder, each with its expected output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The filter of system calls, run step by step as the kernel does, for both architectures."""
+"""The system call filter, executed step by step like in the kernel, for both architectures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOOD = {
     "kill": (os.getpid(), 9),
     "tgkill": (os.getpid(), 1, 9),
 }
-"""Arguments with which a call is let through; the others need none."""
+"""Arguments with which a call is allowed; the other calls need none."""
 BAD: dict[str, list[tuple[int, ...]]] = {
     "openat": [(0, 0, 0o10000000), (0, 0, 0o20200002), (0, 0, 0o1000000)],
     "fcntl": [(1, n) for n in (6, 8, 1024, 1026, 1031, 2**32 - 1)],
@@ -47,7 +47,7 @@ BAD: dict[str, list[tuple[int, ...]]] = {
 
 
 def verdict(filters: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """Return what a filter says of a call."""
+    """Return what the filter decides about a system call."""
     words = (*arguments, *(6 - len(arguments)) * (0,))
     data, at, value = struct.pack("=IIQ6Q", number, architecture, 0, *words), 0, 0
     while True:

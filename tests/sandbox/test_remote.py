@@ -1,4 +1,4 @@
-"""Programs run on a server: a real one over HTTP, that speaks SandboxFusion's protocol and may fail."""
+"""Programs run on a server: a real HTTP server that speaks SandboxFusion's protocol and may fail."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DOUBLE = "```python\nprint(2 * int(input()))\n```"
 
 
 class Server(ThreadingHTTPServer):
-    """Runs programs as they are, without any protection.
+    """A server that runs programs directly, without any protection.
 
     Attributes:
-        asked: the requests.
-        failing: how many of the next are answered with `status`, or with the text `body`.
-        most: the most requests at a time.
+        asked: the requests so far.
+        failing: how many of the next requests are answered with `status`, or with the text `body`.
+        most: the highest number of simultaneous requests.
     """
 
     daemon_threads = True
@@ -123,7 +123,7 @@ def test_a_request_and_its_answers(server: Server) -> None:
 )
 def test_a_server_that_fails(server: Server, status: int, body: str, tries: int) -> None:
     server.status, server.body, server.failing = status, body, 99
-    with pytest.raises(RewardError, match=r"reward\.sandbox\.url: the sandbox server gives no answer"):
+    with pytest.raises(RewardError, match=r"reward\.sandbox\.url: .*server"):
         remote.run("print(1)", "", Limits(), server.url)
     assert len(server.asked) == tries
 

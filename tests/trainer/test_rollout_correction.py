@@ -224,7 +224,7 @@ def test_a_users_own_weight_and_rejection(lab: Lab) -> None:
     assert "rollout_corr/rollout_rs_far_mean" in made.rows[0]
     with pytest.raises(ConfigError) as caught:
         run(lab, "wrong", f"{C}.rollout_is={own}:wrong")
-    assert "'old_log_prob' is no column (did you mean 'old_log_probs'?)" in str(caught.value)
+    assert "did you mean 'old_log_probs'?" in str(caught.value)
     assert "-> weights per token, >= 0" in str(caught.value)
 
 

@@ -50,7 +50,7 @@ def test_programs_are_refused_before_any_step_without_a_sandbox(
 ) -> None:
     for kind in (protections.Sandlock, protections.Bubblewrap):
         monkeypatch.setattr(kind, "version", lambda: None)
-    local._found.cache_clear()
+    local._working_sandbox.cache_clear()
     data = rows(tmp_path, "apps", '{"inputs": ["1"], "outputs": ["1"]}')
     with pytest.raises(RewardError, match="sandlock is not installed; bubblewrap is not installed"):
         lab.trainer(tmp_path / "run", f"data.train_files={data}")

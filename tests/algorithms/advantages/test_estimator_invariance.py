@@ -1,4 +1,4 @@
-"""What holds for every registered estimator, whatever its equation."""
+"""Properties that every registered estimator must have, whatever its equation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.algorithms.registry import ADVANTAGES, Advantages
 from tandem.algorithms.registry import advantage_estimator as find
 
 WHOLE_BATCH = {"gae", "gdpo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-"""Those that use a statistic of the whole batch."""
+"""Estimators that use a statistic of the whole batch."""
 
 PER_SEQUENCE = ("group", "reward_baselines", "reward_components")
 SEEDS = st.integers(0, 2**31)
@@ -21,7 +21,10 @@ Columns = dict[str, Tensor]
 
 
 def usable(columns: Columns) -> Columns:
-    """Rewards of 0 to 1, as those that look for success ask for; probabilities that are some."""
+    """Change random columns so that every estimator accepts them.
+
+    Rewards lie in [0, 1], as estimators of success rates require, and probabilities are valid.
+    """
     rewards = columns["token_level_rewards"].abs().clamp(max=1)
     squares = columns["old_log_probs"].exp() ** 2 + 0.1
     nan = torch.tensor(torch.nan, dtype=rewards.dtype)
@@ -36,7 +39,7 @@ def usable(columns: Columns) -> Columns:
 
 
 def chosen(columns: Columns, rows: list[slice], order: list[int]) -> Columns:
-    """The sequences `order`, in that order."""
+    """Return the sequences with the given indices, in that order."""
     tokens = torch.cat([torch.arange(rows[i].start, rows[i].stop) for i in order])
     lengths = torch.tensor([0, *(rows[i].stop - rows[i].start for i in order)])
     out = {
@@ -67,7 +70,11 @@ def test_the_order_of_the_samples_does_not_matter(name, lengths, seed, ragged_co
 @given(lengths=LENGTHS, seed=SEEDS)
 @settings(deadline=None, max_examples=8)
 def test_tokens_outside_the_mask_do_not_matter(name, lengths, seed, ragged_columns, rows) -> None:
-    """Two more in front of each sequence and three after it, with NaN in all but the rewards."""
+    """Additional tokens outside the mask change nothing.
+
+    Each sequence gets two tokens before it and three tokens after it, with NaN in all columns but the
+    rewards.
+    """
     columns = usable(ragged_columns(lengths, seed, torch.float64, holes=0.0))
     spans = rows(columns)
     wide: dict[str, Tensor] = {}

@@ -12,7 +12,10 @@ INPUTS = ("token_level_rewards", "values", "response_mask", "offsets")
 
 
 def slow_gae(columns: dict[str, Tensor], rows: list[slice], gamma: float, lam: float) -> Tensor:
-    """(N) float64 advantages before whitening: tokens outside the mask change nothing that is carried."""
+    """Return the advantages (N) before whitening, in float64.
+
+    Tokens outside the mask do not change the values that are carried to earlier tokens.
+    """
     rewards, values = columns["token_level_rewards"].tolist(), columns["values"].tolist()
     mask = columns["response_mask"].tolist()
     out = torch.zeros(len(mask), dtype=torch.float64)
@@ -61,7 +64,7 @@ def test_float32_at_32768_steps(gamma, lam, ragged_columns, rows, whitened) -> N
 
 @pytest.mark.equation("advantages/gae")
 def test_by_hand_with_an_observation_in_between() -> None:
-    """Prompt token, two response tokens, an observation, one response token."""
+    """Two response tokens, an observation of a tool and one response token, computed by hand."""
     got = gae(
         torch.tensor([0.0, 0.0, 0.0, 5.0, 1.0]),
         torch.tensor([9.0, 0.5, 0.25, 9.0, 0.5]),

@@ -38,7 +38,7 @@ def test_against_the_equation(by_std, lengths, seed, ragged_columns, rows) -> No
 
 
 def outcome(rewards: list[float], group: list[int], **options: bool) -> list[float]:
-    """One response token for each sequence."""
+    """Return the columns of sequences with one response token each."""
     count = len(rewards)
     mask = torch.ones(count, dtype=torch.bool)
     result = grpo(torch.tensor(rewards), mask, torch.arange(count + 1), torch.tensor(group), **options)

@@ -18,10 +18,10 @@ WEIGHTS = "rollout_is_weights"
 
 
 def slow(columns, rows, weighted, compact, zero_tail) -> tuple[Tensor, Tensor]:
-    """(N) advantages and returns, float64: for each token, all of its group are looked through."""
+    """Return advantages and returns (N) in float64, with a loop over the group for each token."""
     rewards, logs, squares, mask = (columns[name].tolist() for name in INPUTS[:4])
     rho, group = columns[WEIGHTS].tolist(), columns["group"].tolist()
-    found = []  # per sequence: place in the response -> (token, G, W)
+    found = []  # for each sequence, a dict: position in the response -> (token, G, W)
     for row in rows:
         kept = [t for t in range(row.start, row.stop) if mask[t]]
         energy, table = 0.0, {}
@@ -62,15 +62,17 @@ def test_against_the_equation(
     got = function(*(columns[name] for name in INPUTS), rho, handle_zero_tail=zero_tail)
     advantages, returns = slow(columns, rows(columns), weighted, compact, zero_tail)
     torch.testing.assert_close(got.returns, returns, rtol=1e-10, atol=1e-10)
-    # w may be negative here, for the columns are no probabilities: sums near zero lose digits
+    # The random columns are not probabilities, so w may be negative here, and sums near 0 lose digits
     torch.testing.assert_close(got.advantages, advantages, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.equation("advantages/optimal_token_baseline")
 def test_by_hand() -> None:
-    """Two samples with pi = 1/2 and sum pi^2 = 1/2 everywhere, so W_t = t/2; the second has a token more.
+    """Two samples with pi = 1/2 and sum pi^2 = 1/2 everywhere, computed by hand.
 
-    At both places the two returns are 1 and 0, and the weights alike: b = 1/2. At the third b is 0."""
+    W_t is t/2. The second sample is one token longer. At the first two positions the two returns are 1 and 0
+    and the weights are equal, so b = 1/2. At the third position b is 0.
+    """
     lengths = torch.tensor([0, 2, 5])
     tokens = 5
     half = torch.full((tokens,), 0.5)
@@ -87,13 +89,17 @@ def test_by_hand() -> None:
     assert got.returns.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
     double = optimal_token_baseline(
         *inputs, torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0])
-    )  # W of the first: four times
+    )  # W of the first sample is four times as large
     assert double.advantages.tolist() == pytest.approx([0.2, 0.2, -0.8, -0.8, 0.0])
 
 
 @pytest.mark.equation("advantages/optimal_token_baseline", "advantages/tir_optimal_token_baseline")
 def test_turns_are_compared_token_by_token_only_in_the_form_for_several_turns() -> None:
-    """The first sample waits for a tool for two tokens: its second token stands at place 3, or at place 1."""
+    """The variant for several turns ignores tool tokens when it counts positions.
+
+    The first sample waits two tokens for a tool. So its second response token is at position 3, or at
+    position 1 if only response tokens count.
+    """
     rewards = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
     mask = torch.tensor([True, False, False, True, True, True])
     half = torch.full((6,), 0.5)

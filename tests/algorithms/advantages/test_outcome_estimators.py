@@ -1,4 +1,4 @@
-"""Estimators with one number per sequence, against their equations: float64, one sequence at a time."""
+"""Estimators with one number per sequence, compared with their equations in float64, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_against_the_equation(function, slow, options, lengths, seed, ragged_col
 
 
 def outcome(function, rewards: list[float], group: list[int], **options) -> list[float]:
-    """One response token for each sequence."""
+    """Return the columns of sequences with one response token each."""
     count = len(rewards)
     mask = torch.ones(count, dtype=torch.bool)
     got = function(torch.tensor(rewards), mask, torch.arange(count + 1), torch.tensor(group), **options)
@@ -136,8 +136,11 @@ def test_pass_at_k_by_hand() -> None:
 
 @pytest.mark.equation("advantages/gpg")
 def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
-    """Two of the four prompts are always or never solved, so what is left counts twice; a lone failure
-    teaches nothing either."""
+    """GPG doubles the advantages if half of the samples are in groups without a learning signal.
+
+    Two of the four prompts are always or never solved. A failure that is alone in its group gives no signal
+    either.
+    """
     rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert outcome(gpg, rewards, [0, 0, 1, 1, 2, 2, 3, 3]) == [0.0] * 4 + [1.0, -1.0, -1.0, 1.0]
     assert outcome(gpg, [1.0, 0.0, 0.0], [0, 0, 1]) == [0.75, -0.75, 0.0]
@@ -145,7 +148,7 @@ def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
 
 @pytest.mark.equation("advantages/opo")
 def test_opo_by_hand() -> None:
-    """Three tokens with reward 1 and one with reward 0: the baseline is 3/4."""
+    """A response of three tokens with reward 1 and one of one token with reward 0 have the baseline 3/4."""
     got = opo(
         torch.tensor([0.0, 0.0, 1.0, 0.0]),
         torch.ones(4, dtype=torch.bool),
@@ -157,7 +160,7 @@ def test_opo_by_hand() -> None:
 
 @pytest.mark.equation("advantages/maxrl")
 def test_maxrl_by_hand() -> None:
-    """One of four right: n - 1 and -1. None right: nothing."""
+    """If one of four samples is correct, the advantages are n - 1 and -1; if none is correct, they are 0."""
     got = outcome(maxrl, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0, 0, 0, 0, 1, 1])
     assert got == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], rel=1e-5)
 
@@ -165,13 +168,16 @@ def test_maxrl_by_hand() -> None:
 @pytest.mark.equation("advantages/maxrl")
 @pytest.mark.parametrize(("samples", "rate"), [(2, 0.3), (5, 0.05), (8, 0.6)])
 def test_maxrl_climbs_one_term_of_the_likelihood_less_than_there_are_samples(samples, rate) -> None:
-    """A policy that succeeds with probability p: the mean of the gradient by p, over all outcomes of n
-    samples, is that of the first n - 1 terms of log p = -sum_k (1 - p)**k / k; that of dr_grpo is the
-    first term's, (n - 1) / n of it."""
+    """MaxRL with n samples follows the gradient of the first n - 1 terms of the log-likelihood.
+
+    A policy succeeds with probability p. The mean gradient with respect to p, over all outcomes of n samples,
+    equals that of the first n - 1 terms of log p = -sum_k (1 - p)**k / k. For dr_grpo, it is the gradient of
+    the first term, times (n-1)/n.
+    """
     mean = {maxrl: 0.0, dr_grpo: 0.0}
     for right in range(samples + 1):
         rewards = np.array([1.0] * right + [0.0] * (samples - right))
-        score = (rewards - rate) / (rate * (1 - rate))  # d log pi / d p of each sample
+        score = (rewards - rate) / (rate * (1 - rate))  # derivative of log pi with respect to p, per sample
         chance = math.comb(samples, right) * rate**right * (1 - rate) ** (samples - right)
         for function in mean:
             advantages = np.array(outcome(function, rewards.tolist(), [0] * samples))
@@ -181,7 +187,7 @@ def test_maxrl_climbs_one_term_of_the_likelihood_less_than_there_are_samples(sam
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
-    with pytest.raises(RewardError, match=r"one is negative(?s:.)*-1 in total for sample 2"):
+    with pytest.raises(RewardError, match=r"token_level_rewards(?s:.)*-1 for sample 2"):
         outcome(maxrl, [1.0, 0.0, -1.0], [0, 0, 0])
 
 
@@ -214,7 +220,10 @@ def test_gdpo_against_the_equation(by_std, weights, lengths, seed, ragged_column
 
 @pytest.mark.equation("advantages/gdpo")
 def test_gdpo_tells_apart_what_a_sum_does_not() -> None:
-    """Right and long, wrong and short: the same sum, so GRPO would give zero; here weights decide."""
+    """GDPO's weights distinguish samples whose component sums are equal.
+
+    One sample is correct and long, the other wrong and short. Both have the same sum, so GRPO would give 0.
+    """
     components = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     inputs = components, torch.ones(2, dtype=torch.bool), torch.arange(3), torch.tensor([0, 0])
     assert gdpo(*inputs).advantages.tolist() == [0.0, 0.0]

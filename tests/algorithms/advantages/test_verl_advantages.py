@@ -1,14 +1,15 @@
-"""The same numbers as verl 0.9.1's functions, where the equation is the same: to 1e-5.
+"""The estimators give the same numbers as verl 0.9.1's functions, to 1e-5, if the equation is the same.
 
-It differs, on purpose, in these:
+Tandem differs on purpose in these points:
 
-    gpg                     verl scales by B over the number of rewards that are not zero, the paper by B over
-                            the number of samples in groups that teach something.
-    rloo_vectorized         verl gives a sample that is alone 0, its rloo and ours its reward.
-    grpo_passk              verl raises for a group of one.
-    optimal_token_baseline  with a tool's tokens inside a response, verl counts places in all tokens but finds
-                            the second longest response by the policy's own; ours counts both in all tokens.
-    gae                     outside the mask verl leaves numbers, ours is zero.
+    gpg                     verl scales by B over the number of rewards that are not 0. Tandem and the paper
+                            scale by B over the number of samples in groups with a learning signal.
+    rloo_vectorized         For a sample that is alone, verl gives 0. verl's rloo and Tandem give its reward.
+    grpo_passk              verl raises an error for a group with a single sample.
+    optimal_token_baseline  If a tool's tokens are inside a response, verl counts positions in all tokens, but
+                            finds the second longest response by response tokens. Tandem counts all tokens in
+                            both cases.
+    gae                     Outside the mask verl leaves arbitrary numbers, Tandem has 0.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ CASES = [
 
 
 def rectangles(case: Case, seed: int) -> dict[str, Tensor]:
-    """Responses of several lengths, with holes, one of them empty; padded on the right. The first token is
-    the policy's."""
+    """Return padded columns of responses with several lengths, with holes and with one empty response.
+
+    Padding is on the right. The first token of each response is always from the policy.
+    """
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
     lengths = torch.randint(2, LONGEST, (SAMPLES,), generator=draw)
@@ -96,7 +99,7 @@ def rectangles(case: Case, seed: int) -> dict[str, Tensor]:
 
 
 def ours(case: Case, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Flat, with a prompt of two tokens in front of each response; back in the rectangle."""
+    """Call Tandem's estimator on flat columns, with two prompt tokens per response, and pad the result."""
     prompt = torch.zeros(SAMPLES, 2)
     flat = {
         name: torch.cat((prompt, column), 1).flatten() if column.shape == (SAMPLES, LONGEST) else column
@@ -140,11 +143,11 @@ def test_the_same_numbers(number: int, answers: list[tuple[Tensor, Tensor]]) -> 
 
 @pytest.mark.equation("advantages/gdpo", "advantages/gpg")
 def test_weights_of_components_and_gpgs_factor(tmp_path: Path) -> None:
-    """verl reads GDPO's weights from the config; and its gpg differs by the factor alone."""
+    """GDPO equals verl's, which reads the weights from the config; GPG differs only by its factor."""
     weighted = Case("gdpo", {"gdpo_reward_weights": (2.0, 0.5)})
     factor = Case("gpg")
     columns = rectangles(factor, 1)
-    scores = torch.tensor([1.0, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0])  # group 2 never right, group 1 always
+    scores = torch.tensor([1.0, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0])  # group 2 never succeeds, group 1 always
     columns["token_level_rewards"] = torch.zeros(SAMPLES, LONGEST)
     columns["token_level_rewards"][:, 0] = scores * columns["response_mask"][:, 0]
     torch.save([("gdpo", rectangles(weighted, 0), weighted.options), ("gpg", columns, {})], tmp_path / "in")

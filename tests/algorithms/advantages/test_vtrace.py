@@ -18,7 +18,7 @@ INPUTS = (
 
 
 def slow_vtrace(columns, rows, gamma, lam, rho_bar, c_bar) -> tuple[Tensor, Tensor]:
-    """The paper's sum over the tokens to come, one at a time, in float64."""
+    """Compute the paper's sum over the future tokens of each token, in float64."""
     rewards, values, old, rollout, mask = (columns[name].tolist() for name in INPUTS[:-1])
     targets, advantages = (torch.zeros(len(mask), dtype=torch.float64) for _ in range(2))
     for row in rows:
@@ -65,8 +65,10 @@ def test_against_the_papers_sum(lengths, seed, gamma, lam, bars, holes, ragged_c
 
 @pytest.mark.equation("advantages/vtrace")
 def test_on_policy_its_values_are_those_of_gae(ragged_columns) -> None:
-    """With all weights one, v = V + sum of (gamma lam)^k delta: GAE's returns. At lam 1 the advantages are
-    GAE's too, before whitening."""
+    """With all weights 1, the value targets equal GAE's returns: v = V + sum of (gamma lam)^k delta.
+
+    With lam = 1, the advantages also equal GAE's advantages before whitening.
+    """
     columns = ragged_columns([300, 40], seed=5, dtype=torch.float64)
     columns["rollout_log_probs"] = columns["old_log_probs"]
     for lam in (0.9, 1.0):
@@ -80,7 +82,7 @@ def test_on_policy_its_values_are_those_of_gae(ragged_columns) -> None:
 
 @pytest.mark.equation("advantages/vtrace")
 def test_float32_at_32768_steps(ragged_columns) -> None:
-    """Against the recurrence v_t - V_t = rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1})."""
+    """float32 follows v_t - V_t = rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1}) over 32,768 steps."""
     columns = ragged_columns([32768, 17], seed=3)
     columns["rollout_log_probs"] = columns["old_log_probs"] + 0.01 * columns["values"]
     rewards, values, old, rollout, mask = (columns[name].tolist() for name in INPUTS[:-1])

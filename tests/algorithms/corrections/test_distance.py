@@ -1,4 +1,4 @@
-"""The measures of how far rollout and training are apart, against their definitions."""
+"""The metrics of the distance between rollout and training, compared with their definitions."""
 
 from __future__ import annotations
 

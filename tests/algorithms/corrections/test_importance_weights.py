@@ -1,4 +1,4 @@
-"""Importance weights against the equations in float64, one token at a time."""
+"""Importance weights, compared with the equations in float64, token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
 def compared(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The columns of a correction; the rollout's log-probs differ by more than 20 nats here and there."""
+    """Return the columns of a correction; some rollout log-probs differ by more than 20 nats."""
     far = torch.where(columns["advantages"] > 1.2, 30.0, 1.0)
     return {
         "old_log_probs": columns["old_log_probs"].double(),
@@ -29,7 +29,7 @@ def compared(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def responses(columns: dict[str, Tensor]) -> list[list[tuple[int, float]]]:
-    """Of each sequence, its response tokens as (place, log ratio)."""
+    """Return, for each sequence, its response tokens as pairs (position, log-ratio)."""
     gap = (columns["old_log_probs"] - columns["rollout_log_probs"]).tolist()
     mask, offsets = columns["response_mask"].tolist(), columns["offsets"].tolist()
     return [
@@ -97,7 +97,10 @@ def test_normalised_weights_have_mean_one(ragged_columns, by_sequence, lengths, 
 
 
 def test_what_is_reported_of_weights_is_of_the_right_ones() -> None:
-    """Two responses of two tokens, the second cut; a third without a token."""
+    """Metrics use the raw or the bounded weights, as documented.
+
+    There are two responses of two tokens, the second of which is cut, and a third response without a token.
+    """
     mask = torch.tensor([False, True, True, True, True, False])
     offsets = torch.tensor([0, 3, 5, 6])
     raw = torch.tensor([9.0, 0.5, 1.5, 4.0, 0.4, 9.0], dtype=torch.float64)

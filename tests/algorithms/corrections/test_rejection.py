@@ -1,4 +1,4 @@
-"""Every mode of rejection against its equation in float64; where the bounds stand."""
+"""Every rejection mode, compared with its equation in float64, and the effect of the bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compared(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def reference(mode: str, columns: dict[str, Tensor]) -> list[float]:
-    """The statistic at each response token, zero elsewhere."""
+    """Return the statistic at each response token, 0 elsewhere."""
     level, k = mode.rsplit("_", 1)
     gap = (columns["old_log_probs"] - columns["rollout_log_probs"]).clamp(-20, 20).tolist()
     mask, offsets = columns["response_mask"].tolist(), columns["offsets"].tolist()
@@ -83,7 +83,7 @@ def test_what_is_registered() -> None:
     assert set(REJECTIONS.names) == set(MODES)
     assert [mode for mode in MODES if not rejection(mode).by_sequence] == ["token_k1", "token_k2", "token_k3"]
     documented = rejection("seq_mean_k3").fn.__doc__ or ""
-    assert documented.startswith("Rejects whole responses by k3, averaged over the response.")
+    assert documented.startswith("Reject whole responses by k3, averaged over the response.")
     assert "k_t = exp(r_t) - 1 - r_t" in documented and "statistic = sum_t k_t / T" in documented
 
 

@@ -1,5 +1,7 @@
-"""What verl 0.9.1's test_rollout_corr.py expects, where it holds here. docs/verl-tests.md says what does not,
-and why."""
+"""Expectations of verl 0.9.1's test_rollout_corr.py that also hold in Tandem.
+
+docs/verl-tests.md lists those that do not hold, and why.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ MODES = {
 
 
 def corrected(ratios: Tensor, **options: Any) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Weights and mask of (samples, tokens) ratios of training's probabilities to the rollout's."""
+    """Return weights and mask for ratios (samples, tokens) of training's and the rollout's probabilities."""
     samples, tokens = ratios.shape
     old = torch.randn(samples * tokens)
     metrics = Metrics()

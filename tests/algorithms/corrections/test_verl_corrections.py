@@ -1,15 +1,15 @@
-"""The same weights, masks and measures as verl 0.9.1, to 1e-5, under the same keys.
+"""Weights, masks and metrics equal those of verl 0.9.1, to 1e-5, under the same keys.
 
-It differs, on purpose, in these:
+Tandem differs on purpose in these points:
 
-    a response without a token   verl counts it as one of log-ratio 0 in what it averages over responses, we
-                                 leave it out; here each has one.
-    a rejected token's reward    in verl a rejected token has no part in the advantages either, so that the
-                                 reward at a response's end goes with it; ours stays.
-    bypass_mode                  verl divides the loss by all tokens, rejected ones included, and normalises
-                                 weights by each micro-batch's mean; we divide by those kept.
-    a mode without lower bound   verl reports how many are below it, always none; we do not.
-    all weights masked           verl divides by zero for its effective sample size, ours is zero.
+    a response without a token   In means over responses, verl counts it with a log-ratio of 0. Tandem leaves
+                                 it out. In this file every response has a token.
+    a rejected token's reward    In verl a rejected token does not count in the advantages either, so a reward
+                                 at the end of a response may be lost. In Tandem the reward stays.
+    bypass_mode                  verl divides the loss by all tokens, including rejected ones, and normalises
+                                 weights by the mean of each micro-batch. Tandem divides by the kept tokens.
+    a mode without lower bound   verl reports the share below it, which is always 0. Tandem does not.
+    all weights masked           verl divides by 0 for its effective sample size. Tandem reports 0.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ CASES: list[dict[str, Any]] = [
 
 
 def rectangles(seed: int) -> dict[str, Tensor]:
-    """Log-probs that differ by 0.3 nats, by 25 at one token; holes as a tool's tokens make them."""
+    """Return padded log-probs with holes, as tool tokens make them.
+
+    Training's and the rollout's log-probs differ by 0.3 nats, at one token by 25.
+    """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LONGEST + 1, (SAMPLES, 1), generator=draw)
     mask = (torch.arange(LONGEST) < lengths) & (torch.rand(SAMPLES, LONGEST, generator=draw) < 0.85)
@@ -114,4 +117,4 @@ def test_weights_masks_and_metrics_are_verls(tmp_path: Path) -> None:
             if value != pytest.approx(metrics[name], rel=1e-4 if "std" in name else 1e-5, abs=2e-5)
         }
     assert differing == {}
-    assert rejected >= 14  # each case of rejection rejects something
+    assert rejected >= 14  # every rejection mode rejects at least one token

@@ -1,6 +1,8 @@
-"""Every policy loss written from its paper's equations, one sequence at a time, in Python's own numbers: the
-loss of each token, and its slope by that token's log-prob; where a sequence has one loss, that loss and its
-slopes by the tokens' log-probs."""
+"""Every policy loss, written from its paper's equations, one sequence at a time, in plain Python floats.
+
+Each function returns the loss of each token and its slope with respect to the token's log-prob. If a sequence
+has a single loss, it returns that loss and its slopes with respect to all its log-probs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Token:
-    """A response token: log-prob now and before, advantage, whether it was selected, importance weight."""
+    """A response token: current and old log-prob, advantage, selected or not, importance weight."""
 
     now: float
     old: float
@@ -29,18 +31,18 @@ class Token:
 
     @property
     def ratio_slope(self) -> float:
-        """Of the ratio by the log-prob: the ratio, and zero beyond the clamp."""
+        """The slope of the ratio with respect to the log-prob: the ratio itself, or 0 beyond the clamp."""
         return self.ratio if abs(self.now - self.old) <= 20 else 0.0
 
 
 Result = tuple[list[float], list[float]]
-"""Losses and slopes, of as many tokens."""
+"""Losses and slopes, one of each per token."""
 
 SlowLoss = Callable[..., Result]
 
 
 def by_token(function: Callable[..., tuple[float, float]]) -> SlowLoss:
-    """A loss whose tokens do not know of each other."""
+    """Turn a loss of one token into a loss of a sequence of independent tokens."""
 
     def sequence(tokens: Sequence[Token], **options: float) -> Result:
         found = [function(token, **options) for token in tokens]
@@ -50,7 +52,7 @@ def by_token(function: Callable[..., tuple[float, float]]) -> SlowLoss:
 
 
 def clipped(advantage: float, ratio: float, slope: float, low: float, high: float) -> tuple[float, float]:
-    """PPO's pessimistic choice between the ratio and the clipped ratio."""
+    """Return the loss and slope of PPO's clipped objective, the larger loss of both ratios."""
     within = min(max(ratio, 1 - low), 1 + high)
     if -advantage * ratio >= -advantage * within:
         return -advantage * ratio, -advantage * slope
@@ -74,13 +76,13 @@ def gspo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
 
 
 def geo_mean(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
-    """The geometric mean of w min(rho A, clip(rho) A), in logarithms; the sign is the advantage's."""
+    """Compute the geometric mean of w min(rho A, clip(rho) A) in logarithms, with the advantage's sign."""
     count = max(len(tokens), 1)
     logs, free = [], []
     for token in tokens:
         within = min(max(token.moved, -clip_ratio_low), clip_ratio_high)
         sign = (token.advantage > 0) - (token.advantage < 0)
-        kept = sign * token.moved <= sign * within  # the smaller product
+        kept = sign * token.moved <= sign * within  # the unclipped product is the smaller one
         logs.append(0.0 if sign == 0 else token.moved if kept else within)
         free.append(float(kept and sign != 0 and abs(token.now - token.old) <= 20))
     advantage = sum(token.advantage for token in tokens) / count

@@ -1,4 +1,4 @@
-"""What the papers say of their losses, in forms that the code does not have."""
+"""Statements of the papers about their losses, in forms that the code does not use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASK = torch.ones(sum(LENGTHS), dtype=torch.bool)
 
 
 def policies(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs now and before, and one advantage for each sequence."""
+    """Return current and old log-probs, and one advantage per sequence."""
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(len(MASK), generator=generator, dtype=torch.float64) * 3
     now = (old + 0.3 * torch.randn(len(MASK), generator=generator, dtype=torch.float64)).requires_grad_()
@@ -42,7 +42,7 @@ def sequence_mean(losses: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.equation("policy_losses/gspo")
 def test_one_advantage_per_sequence_makes_gspo_the_sequence_objective() -> None:
-    """Eq. 5: the mean of min(s A, clip(s) A) over sequences, with autograd through s itself."""
+    """GSPO equals eq. 5 of the paper, the mean of min(s A, clip(s) A), with autograd through s."""
     for seed in range(5):
         now, old, advantages = policies(seed)
         terms = []
@@ -61,7 +61,10 @@ def test_one_advantage_per_sequence_makes_gspo_the_sequence_objective() -> None:
 
 @pytest.mark.equation("policy_losses/gspo")
 def test_a_sequence_far_from_the_old_policy_has_no_gradient_under_gspo() -> None:
-    """Mean log-ratios of 9, 11, 11 and 300 nats; only a negative advantage leaves the ratio unclipped."""
+    """With mean log-ratios of 9, 11, 11 and 300 nats, only the first sequence has a gradient.
+
+    The third sequence has a positive advantage, so that PPO's clip already removes its gradient.
+    """
     moved = torch.tensor([8.0, 10.0, 11.0, 11.0, 301.0, 299.0], dtype=torch.float64)
     now = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([-2.0, -2.0, -2.0, 2.0, -2.0, -2.0], dtype=torch.float64)
@@ -76,7 +79,10 @@ def test_a_sequence_far_from_the_old_policy_has_no_gradient_under_gspo() -> None
 
 @pytest.mark.equation("policy_losses/geo_mean")
 def test_the_geometric_mean_is_the_root_of_the_product() -> None:
-    """As published: (prod |min(rho A, clip(rho) A)|)^(1/T) sgn(A), with autograd through the product."""
+    """GMPO equals the published (prod |min(rho A, clip(rho) A)|)^(1/T) sgn(A).
+
+    Autograd goes through the product.
+    """
     for seed in range(5):
         now, old, advantages = policies(seed)
         terms = []
@@ -96,8 +102,10 @@ def test_the_geometric_mean_is_the_root_of_the_product() -> None:
 
 @pytest.mark.equation("policy_losses/geo_mean")
 def test_the_importance_weight_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
-    """Through the loss that the engine is given: weights of 4, 1 and 2 weigh their sequence by 2; one
-    that masks its token counts as 1e-10."""
+    """Token weights of 4, 1 and 2 weigh their sequence by 2; a weight of 0 counts as 1e-10.
+
+    The test calls the loss as the engine does.
+    """
     columns = {
         "old_log_probs": torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0], dtype=torch.float64),
         "advantages": torch.tensor([1.5, 1.5, 1.5, -1.0, -1.0], dtype=torch.float64),
@@ -146,7 +154,10 @@ def test_dro_comes_to_rest_where_the_log_ratio_is_advantage_over_beta() -> None:
 
 @pytest.mark.equation("policy_losses/dppo_tv", "policy_losses/dppo_kl")
 def test_dppo_masks_probabilities_and_not_ratios() -> None:
-    """A rare token may double; a likely one may not move so far; what leads back always learns."""
+    """A rare token may double its probability, a likely token may not move as far.
+
+    Tokens that move back towards the old policy always learn.
+    """
     old = torch.tensor([0.001, 0.5, 0.5, 0.5, 0.5]).log()
     now = torch.tensor([0.002, 0.7, 0.7, 0.3, 0.3]).log().requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])

@@ -1,4 +1,4 @@
-"""Every policy loss against its equations: values, gradients, and what must not matter to either."""
+"""Every policy loss, compared with its equations: values, gradients, and inputs that must not matter."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=6) | st.sampled_from
 
 
 def test_every_loss_has_a_reference() -> None:
-    assert {*SLOW, "bypass_mode"} == set(POLICY_LOSSES.names)  # that one has a file of its own
+    assert {*SLOW, "bypass_mode"} == set(POLICY_LOSSES.names)  # bypass_mode has its own test file
 
 
 def as_log_probs(columns: dict[str, Tensor], spread: float, seed: int) -> dict[str, Tensor]:
-    """Policies so far apart, in nats, and now and then an advantage of zero."""
+    """Set policies that differ by `spread` nats, and set some advantages to 0."""
     generator = torch.Generator().manual_seed(seed)
     advantages = columns["advantages"]
     advantages[torch.rand(len(advantages), generator=generator) < 0.1] = 0
@@ -56,7 +56,7 @@ def as_log_probs(columns: dict[str, Tensor], spread: float, seed: int) -> dict[s
 def slow_loss(
     name: str, columns: dict[str, Tensor], rows: list[slice], weights: Tensor, options: dict[str, float]
 ) -> tuple[Tensor, Tensor]:
-    """(N) losses of the response tokens, zero elsewhere, and the gradient of their sum by weights."""
+    """Return the losses (N) of the response tokens and the gradient of their weighted sum; 0 elsewhere."""
     losses, gradient = torch.zeros_like(weights), torch.zeros_like(weights)
     names = ("log_probs", "old_log_probs", "advantages", "selected_tokens", "rollout_is_weights")
     for row in rows:
@@ -66,7 +66,7 @@ def slow_loss(
         ]
         found, slopes = SLOW[name](tokens, **options)
         losses[inside] = torch.tensor(found, dtype=torch.float64)
-        shared = name == "geo_mean"  # each token's loss is the sequence's
+        shared = name == "geo_mean"  # every token has the loss of its sequence
         factors = weights[inside].sum() if shared else weights[inside]
         gradient[inside] = factors * torch.tensor(slopes, dtype=torch.float64)
     return losses, gradient
@@ -113,7 +113,7 @@ def actor_loss(name: str, mode: str = "token-mean", *, recomputed: bool = True) 
 
 
 def batch(name: str, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With what the loop adds to a batch before its updates."""
+    """Return a batch with the columns that the training loop adds before its updates."""
     spec: PolicyLossSpec = POLICY_LOSSES.find(name)
     if spec.selection:
         options = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.2, "kl_cov_ratio": 0.1}
@@ -124,7 +124,7 @@ def batch(name: str, columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def run(loss: ActorLoss, columns: dict[str, Tensor], counts: Counts) -> tuple[Tensor, Tensor, dict]:
-    """The loss, its gradient by log_probs, the metrics."""
+    """Return the loss, its gradient with respect to log_probs, and the metrics."""
     out = {name: columns[name].detach().clone().requires_grad_() for name in ("log_probs", "entropy")}
     given = {name: columns[name] for name in loss.columns}
     value, metrics = loss(out, given, columns["offsets"], counts)
@@ -137,7 +137,7 @@ def counts_of(columns: dict[str, Tensor], rows: list[slice]) -> Counts:
 
 
 def rows_of(columns: dict[str, Tensor], picked: list[int]) -> dict[str, Tensor]:
-    """The batch of these sequences, in this order."""
+    """Return the batch of the given sequences, in the given order."""
     offsets = columns["offsets"].tolist()
     spans = [torch.arange(offsets[i], offsets[i + 1]) for i in picked]
     index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
@@ -155,7 +155,7 @@ def rows_of(columns: dict[str, Tensor], picked: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_and_the_order_of_samples_do_not_matter(name, mode, ragged_columns, rows) -> None:
-    """The parts' losses, gradients and metrics add up to those of the whole mini-batch."""
+    """Losses, gradients and metrics of the parts add up to those of the whole mini-batch."""
     lengths = [17, 1, 30, 0, 23, 5, 9, 12]
     for seed in range(3):
         columns = batch(name, as_log_probs(ragged_columns(lengths, seed, torch.float64), 0.4, seed))
@@ -178,7 +178,7 @@ def test_micro_batches_and_the_order_of_samples_do_not_matter(name, mode, ragged
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_stands_outside_the_mask_does_not_matter(name, ragged_columns, rows) -> None:
-    """NaN and infinity included; the gradient there is zero."""
+    """Values outside the mask have no effect, even NaN and infinity, and get gradient 0."""
     columns = batch(name, as_log_probs(ragged_columns([12, 4, 0, 20], 3, torch.float64), 0.4, 3))
     mask, counts = columns["response_mask"], counts_of(columns, rows(columns))
     loss = actor_loss(name)
@@ -197,8 +197,10 @@ def test_what_stands_outside_the_mask_does_not_matter(name, ragged_columns, rows
 @pytest.mark.equation("policy_losses/{name}")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_first_update_is_the_policy_gradient(name, ragged_columns, rows) -> None:
-    """Where the policy has not moved and one advantage is given to each sequence, all are alike: -A, but for
-    the tokens that Clip-Cov silences."""
+    """If the policy has not moved and each sequence has one advantage, every loss has the gradient -A.
+
+    The only exception are the tokens that Clip-Cov selects.
+    """
     columns = batch(name, ragged_columns([9, 14, 3], 5, torch.float64))
     mask, advantages = columns["response_mask"], torch.zeros(26, dtype=torch.float64)
     for row, advantage in zip(rows(columns), (1.5, -0.7, 0.0), strict=True):
@@ -215,7 +217,7 @@ def test_the_first_update_is_the_policy_gradient(name, ragged_columns, rows) -> 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_single_precision_stays_close(name, ragged_columns, rows) -> None:
-    """Long sequences in fp32 give the numbers of fp64 to its precision."""
+    """For long sequences, fp32 gives the same numbers as fp64, to fp32 precision."""
     wide = batch(name, as_log_probs(ragged_columns([4096, 700], 1, torch.float64), 0.3, 1))
     narrow = {n: c.detach().float() if c.is_floating_point() else c for n, c in wide.items()}
     counts = counts_of(wide, rows(wide))
@@ -223,7 +225,7 @@ def test_single_precision_stays_close(name, ragged_columns, rows) -> None:
     got, gradient, _ = run(actor_loss(name), narrow, counts)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
     apart = (gradient.double() - want_gradient).abs() > 1e-5 * want_gradient.abs().max()
-    assert apart.float().mean() < 1e-3  # a token on a bound may fall on its other side
+    assert apart.float().mean() < 1e-3  # a token on a bound may be rounded to the other side
 
 
 @pytest.mark.parametrize("option", ["tau_pos", "tau_neg", "dro_beta", "clip_ratio_c"])

@@ -1,4 +1,4 @@
-"""Clip-Cov's and KL-Cov's choice of tokens, and how a loss says who chooses for it."""
+"""The token selections of Clip-Cov and KL-Cov, and how a loss declares its selection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.errors import ConfigError
 
 
 def slow_covariances(columns) -> list[float]:
-    """Of the response tokens, in their order."""
+    """Return the covariances of the response tokens, in order."""
     inside = columns["response_mask"].nonzero().squeeze(1).tolist()
     pairs = [(columns["old_log_probs"][i].item(), columns["advantages"][i].item()) for i in inside]
     log_mean = sum(log_prob for log_prob, _ in pairs) / max(len(pairs), 1)
@@ -59,7 +59,7 @@ def test_choices(lengths, seed, ratio, ragged_columns) -> None:
 
 @pytest.mark.equation("policy_losses/clip_cov")
 def test_every_candidate_is_as_likely_to_be_chosen() -> None:
-    """Over batches in which another token stands at each place of the choice."""
+    """Over many batches with the tokens in random order, all candidates are selected equally often."""
     generator = torch.Generator().manual_seed(0)
     tokens, rounds = 50, 2000
     hits = torch.zeros(tokens)
@@ -106,7 +106,7 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
 
     def unchosen(log_probs, selected_tokens): ...
 
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match=r"selected_tokens.*selects_tokens"):
         registry.register("unchosen")(unchosen)
 
     def choose(advantages, response_mask, *, weight=1.0): ...
@@ -114,15 +114,15 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
     @selects_tokens(choose)
     def unread(log_probs): ...
 
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match=r"selected_tokens.*selects_tokens"):
         registry.register("unread")(unread)
 
     @selects_tokens(choose)
     def twice(log_probs, selected_tokens, *, weight=1.0): ...
 
-    with pytest.raises(ConfigError, match="option 'weight' is choose's too"):
+    with pytest.raises(ConfigError, match=r"choose.*'weight'"):
         registry.register("twice")(twice)
-    with pytest.raises(ConfigError, match="'log_probs' is no column"):
+    with pytest.raises(ConfigError, match="'log_probs' is not a column"):
         selects_tokens(lambda log_probs: log_probs)(kl_cov)
 
     @selects_tokens(lambda response_mask: response_mask.long())
@@ -131,5 +131,5 @@ def test_a_loss_and_its_choice_that_do_not_fit_are_refused() -> None:
     registry.register("numbers")(numbers)
     selection = registry.find("numbers").selection
     assert selection is not None
-    with pytest.raises(ConfigError, match="bools of shape"):
+    with pytest.raises(ConfigError, match="bool tensor of shape"):
         selection({"response_mask": torch.ones(2, dtype=torch.bool)}, {})

@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 
 
 def slow_token(log_ratio: float, advantage: float, low: float, high: float, c: float) -> dict[str, float]:
-    """The equations for one token, with the slope of the loss by log_probs."""
+    """Return the loss of one token by the equations, and its slope with respect to the log-prob."""
     ratio = math.exp(log_ratio)
     within = min(max(ratio, 1 - low), 1 + high)
     plain, clipped = -ratio * advantage, -within * advantage

@@ -1,13 +1,14 @@
-"""The same numbers as verl 0.9.1's functions, where the equation is the same: to 1e-5.
+"""The losses give the same numbers as verl 0.9.1's functions, to 1e-5, if the equation is the same.
 
-It differs, on purpose, in these:
+Tandem differs on purpose in these points:
 
-    clip_cov, kl_cov  verl chooses tokens in each micro-batch by the log-probs of the moment, ours once in the
-                      whole batch by those of the policy that sampled; compared where both choose the same.
-    geo_mean, sapo    verl takes the mean by sequences whatever loss_agg_mode says; geo_mean's counts empty
-                      responses, ours does not: see `aggregate`.
+    clip_cov, kl_cov  verl selects tokens in each micro-batch by the current log-probs. Tandem selects once in
+                      the whole batch by the log-probs of the policy that sampled. The tests compare cases in
+                      which both select the same tokens.
+    geo_mean, sapo    verl takes the mean over sequences, whatever loss_agg_mode says. verl's geo_mean counts
+                      empty responses, Tandem's does not: see `aggregate`.
     geo_mean, clip_cov, kl_cov
-                      verl leaves the log-ratio as it is, ours is clamped to 20 nats on both sides.
+                      verl does not clamp the log-ratio, Tandem clamps it to [-20, 20] nats.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ CLIPS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
 OPTIONS: dict[str, list[dict[str, float]]] = {
     "cispo": [{}, CLIPS],
     "clip_cov": [
-        {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0},  # all candidates
-        {"clip_cov_ratio": 0.5, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0},  # none
+        {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0},  # selects all candidates
+        {"clip_cov_ratio": 0.5, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0},  # selects no token
     ],
     "dppo_kl": [{}, CLIPS, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}],
     "dppo_tv": [{}, CLIPS, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}],
@@ -56,7 +57,7 @@ OPTIONS: dict[str, list[dict[str, float]]] = {
 
 
 def rectangles(seed: int, spread: float) -> dict[str, Tensor]:
-    """Responses of several lengths with holes, one advantage each, none of them empty."""
+    """Return padded columns of non-empty responses with holes, with one advantage per response."""
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
     lengths = torch.randint(2, LONGEST + 1, (SAMPLES,), generator=draw)
@@ -74,7 +75,7 @@ def rectangles(seed: int, spread: float) -> dict[str, Tensor]:
 
 
 def cases() -> list[dict[str, Any]]:
-    assert {*OPTIONS, "bypass_mode"} == set(POLICY_LOSSES.names)  # it is vanilla or reinforce
+    assert {*OPTIONS, "bypass_mode"} == set(POLICY_LOSSES.names)  # bypass_mode is vanilla or reinforce
     found = []
     for number, (name, spread) in enumerate(product(OPTIONS, (0.05, 1.0))):
         for options, mode in product(OPTIONS[name], ("seq-mean-token-mean", *AGGREGATIONS)):
@@ -91,7 +92,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def ours(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The loss, and its gradient as a rectangle."""
+    """Return the loss and its gradient, padded."""
     columns = {name: column.flatten() for name, column in case["columns"].items()}
     mask = case["columns"]["response_mask"]
     counts = Counts(tokens=int(mask.sum()), sequences=SAMPLES)
@@ -115,7 +116,7 @@ def ours(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
         policy = whole.terms[0]
         assert isinstance(policy, PolicyTerm)
         if policy.spec.selection:
-            now = columns | {"old_log_probs": log_probs.detach()}  # as verl does
+            now = columns | {"old_log_probs": log_probs.detach()}  # verl uses the current log-probs
             columns["selected_tokens"] = policy.spec.selection(now, policy.options)
         loss, _ = whole(
             {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)}, columns, offsets, counts
