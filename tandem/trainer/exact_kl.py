@@ -21,6 +21,7 @@ class Referred:
         log_probs: The log-probs of each reference; empty without a reference.
         hidden: The reference's hidden states, by KL term ("reward" or "loss"), for terms that are exact.
     """
+
     log_probs: list[BatchFuture]
     hidden: dict[str, BatchFuture]
 

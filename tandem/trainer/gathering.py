@@ -35,6 +35,7 @@ class Gathered(NamedTuple):
         metrics: The metrics of dynamic sampling; empty without it.
         baselines: `reward_baselines`, one row per sample, if they were asked for.
     """
+
     prompts: BatchFuture
     samples: BatchFuture
     scores: BatchFuture

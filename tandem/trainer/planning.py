@@ -155,7 +155,7 @@ def _add_plan(config: TrainConfig, short: DeviceMemoryError) -> None:
         beyond[what] = short.held[what] - expected
         cells.append(f"{what} {gib(expected)}, held {gib(short.held[what])}")
     most = max(beyond, key=lambda what: beyond[what])
-    said = f"{most} is over the plan most, by {gib(beyond[most])}" if beyond[most] > 0 else "none is over it"
+    said = f"{most} exceeded it most, by {gib(beyond[most])}" if beyond[most] > 0 else "nothing exceeded it"
     short.expected = f"in the {name}, by plan: {'; '.join(cells)}; {said}"
     found = levers(config, lambda changed: plan(changed, shape_of, device), name)
     if found:

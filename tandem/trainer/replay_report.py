@@ -1,4 +1,4 @@
-"""What a replay found, as plain values for programs and as text for people."""
+"""Report what a replay found, as plain values for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -26,19 +26,24 @@ def replay_found(
     *,
     attribute: bool = False,
 ) -> dict[str, Any]:
-    """A step taken again, and what that found.
+    """Replay a step and return what it found.
 
     Args:
-        run, step, attribute: see `tandem.trainer.replay.replay`.
-        words, reward, without: see `Changes`.
+        run: See `tandem.trainer.replay.replay`.
+        step: See `tandem.trainer.replay.replay`.
+        words: See `Changes`.
+        reward: See `Changes`.
+        without: See `Changes`.
+        attribute: See `tandem.trainer.replay.replay`.
 
     Returns:
-        `step`, `checkpoint`, `equal`, `metrics` (rows of name, recorded, replayed, equal). Where the step was
-        changed, `changed`: `metrics` (name, before, after), `gradient` (cosine, norm before and after,
-        of the sum over the step's updates), `samples` (rows of uid, sample, score and mean advantage before
-        and after, the most changed first). With attribution, `attribution`: `updates` (norm, sum of shares),
-        `samples` (rows of uid, sample, share, tokens' shares, ids, the greatest first), `seconds`, and as
-        `steps` how many steps take as long.
+        `step`, `checkpoint`, `equal`, and `metrics` (rows of name, recorded, replayed, equal).
+        If the step was changed, `changed`: `metrics` (name, before, after), `gradient` (of the sum over the
+        step's updates: cosine, norm before and after), and `samples` (rows of uid, sample, score and mean
+        advantage before and after, the most changed first).
+        With attribution, `attribution`: `updates` (norm, sum of shares), `samples` (rows of uid, sample,
+        share, tokens' shares, ids, the largest first), `seconds`, and `steps`, the number of training steps
+        that take as long.
     """
     replayed = replay(run, step, Changes(words, reward, without), attribute=attribute)
     again = replayed.replayed.metrics
@@ -56,7 +61,7 @@ def replay_found(
 
 
 def without_nan(value: Any) -> Any:
-    """Plain values with None for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by None in plain values."""
     if isinstance(value, dict):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -65,7 +70,7 @@ def without_nan(value: Any) -> Any:
 
 
 def decoder(run: Run) -> Decode:
-    """What makes text of a run's tokens; numbers where its tokenizer is not here."""
+    """Return a function that decodes the run's tokens; it returns the ids if the tokenizer is not here."""
     model = run.config["actor_rollout_ref"]["model"]
     try:
         tokenizer = load_tokenizer(model["tokenizer_path"] or model["path"])
@@ -96,7 +101,7 @@ def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any
 
 
 def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
-    """The sum over a step's updates, each at its own weights."""
+    """Return the sum of the gradients of a step's updates, each taken at its own weights."""
     total = dict(gradients[0].gradient) if gradients else {}
     for more in gradients[1:]:
         total = {name: value + more.gradient[name] for name, value in total.items()}
@@ -104,7 +109,7 @@ def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
 
 
 def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
-    """Score and mean advantage over the response, by uid and number."""
+    """Return the score and the mean advantage over the response, by uid and sample number."""
     samples = taken.samples
     written = zip(samples.ragged("advantages"), samples.ragged("response_mask"), strict=True)
     means = [float(a[m].double().mean()) if bool(m.any()) else 0.0 for a, m in written]
@@ -113,7 +118,7 @@ def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
 
 
 def _attribution(taken: Taken) -> dict[str, Any]:
-    """A sample's share is its mean over the step's updates, so that all add up to one."""
+    """Return the shares of samples as means over the step's updates, so that all shares add up to one."""
     ids = dict(zip(taken.names, taken.samples.ragged("tokens"), strict=True))
     looked = [update for update in taken.gradients if update.shares]
     tokens: dict[tuple[str, int], Any] = {}
@@ -135,11 +140,11 @@ def _attribution(taken: Taken) -> dict[str, Any]:
 
 
 def text(told: dict[str, Any], decode: Decode) -> str:
-    """The same for people.
+    """Return the report as text.
 
     Args:
-        told: what `replay_found` gave.
-        decode: makes text of token ids.
+        told: A result of `replay_found`.
+        decode: Converts token ids to text.
     """
     rows = [
         [m["name"], f"{m['recorded']:.9g}", f"{m['replayed']:.9g}", "yes" if m["equal"] else "no"]
@@ -158,11 +163,11 @@ def text(told: dict[str, Any], decode: Decode) -> str:
 
 def _changed_text(changed: dict[str, Any]) -> list[str]:
     rows = [[m["name"], f"{m['before']:.6g}", f"{m['after']:.6g}"] for m in changed["metrics"]]
-    lines = _table(["metric that differs", "as it was", "changed"], rows)
+    lines = _table(["changed metric", "before", "after"], rows)
     gradient = changed["gradient"]
-    turned = f"cosine {gradient['cosine']:.6f} to the one it was"
+    turned = f"cosine {gradient['cosine']:.6f} to the original gradient"
     if math.isnan(gradient["cosine"]):
-        turned = "zero, so that nothing is learnt" if not gradient["after"] else "no more zero"
+        turned = "now zero, so nothing is learned" if not gradient["after"] else "no longer zero"
     norms = f"norm {gradient['before']:.4g} → {gradient['after']:.4g}"
     lines += [f"gradient: {turned}, {norms} (sum over the step's updates, before clipping)", ""]
     columns = ("score", "score_after", "advantage", "advantage_after")
@@ -172,7 +177,7 @@ def _changed_text(changed: dict[str, Any]) -> list[str]:
         if (row["score"], row["advantage"]) != (row["score_after"], row["advantage_after"]):
             cells.append([f"{row['uid']}#{row['sample']}", *numbers])
     shown = cells[:SHOWN]
-    lines += _table(["sample", "score", "changed", "advantage", "changed"], shown)
+    lines += _table(["sample", "score", "after", "advantage", "after"], shown)
     return [*lines, f"{len(shown)} of {len(cells)} samples that differ"]
 
 
@@ -184,9 +189,9 @@ def _attribution_text(told: dict[str, Any], decode: Decode) -> list[str]:
         rows.append([f"{row['uid']}#{row['sample']}", f"{row['share']:+.4f}", words])
     sums = ", ".join(f"{update['sum']:.9f}" for update in told["updates"])
     return [
-        *_table(["sample", "share", "tokens with most of it"], rows),
-        f"shares of the unclipped gradient, not of what Adam makes of it; their sum by update: {sums}",
-        f"attribution took {told['seconds']:.2f} s, as long as {told['steps']:.1f} steps here",
+        *_table(["sample", "share", "tokens with the largest shares"], rows),
+        f"shares of the unclipped gradient, not of the optimizer's step; their sum in each update: {sums}",
+        f"attribution took {told['seconds']:.2f} s, as long as {told['steps']:.1f} steps of this replay",
     ]
 
 
