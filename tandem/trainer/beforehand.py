@@ -22,7 +22,7 @@ from tandem.models.loading import load_config, position_limit
 from tandem.models.vocabulary import tokenizer_of
 from tandem.rewards import Reads, Scorer, check_sources, own_reward
 from tandem.rewards.combination import Combination, combination_of
-from tandem.trainer.casting import Cast, Tenant, cast_roles
+from tandem.trainer.casting import GroupPlan, RolePlan, plan_roles
 from tandem.trainer.planning import on_cpu
 from tandem.trainer.steps import Plan, plan_run
 from tandem.trainer.supervised import Task, rm_task, sft_task
@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
     Attributes:
         config: The config of the run.
         spec: The advantage estimator.
-        cast: The roles of the run, and the worker class of each.
+        role_plan: The roles of the run, and the worker class of each.
         placed: The worker groups, by role, with their processes.
         reward: The user's own reward function; None if each data source uses its own reward.
         combination: How the parts of the reward are combined; None if reward functions alone give the reward.
@@ -46,8 +46,8 @@ class Prepared(NamedTuple):
 
     config: TrainConfig
     spec: AdvantageSpec
-    cast: Cast
-    placed: dict[str, Tenant]
+    role_plan: RolePlan
+    placed: dict[str, GroupPlan]
     reward: Scorer | None
     combination: Combination | None
     tokenizer: PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
     @property
     def engines(self) -> list[Engine]:
         """The engines that this run has."""
-        kinds = {kind_of(role) for role in self.cast.played}
+        kinds = {kind_of(role) for role in self.role_plan.played}
         return [engine for kind, engine in engines(self.config).items() if kind in kinds]
 
     def plan(self, facts: DataFacts, say: Callable[[str], None]) -> Plan:
@@ -88,7 +88,7 @@ class Prepared(NamedTuple):
                 remedy="lower data.max_response_length; or lower data.max_prompt_length and set "
                 "data.filter_overlong_prompts=true to leave out long prompts",
             )
-        if "reward" in self.cast.played:
+        if "reward" in self.role_plan.played:
             check_sources(facts.sources, self.reward, config.reward.sandbox, say)
         return plan_run(config, self.spec, batches_of(facts.rows, data.train_batch_size))
 
@@ -100,12 +100,12 @@ def prepare(config: TrainConfig) -> Prepared:
         TandemError: One of these does not exist or cannot be used.
     """
     model, spec = config.actor_rollout_ref.model, check_algorithms(config)
-    cast, placed = cast_roles(config, spec)
+    role_plan, placed = plan_roles(config, spec)
     reward = own_reward(config.custom_reward_function, config.reward.timeout)
     combination = combination_of(config)
     tokenizer = tokenizer_of(model, "actor_rollout_ref.model")
     stops = stop_token_ids(model.path, tokenizer)
-    return Prepared(config, spec, cast, placed, reward, combination, tokenizer, stops)
+    return Prepared(config, spec, role_plan, placed, reward, combination, tokenizer, stops)
 
 
 def check_algorithms(config: TrainConfig) -> AdvantageSpec:

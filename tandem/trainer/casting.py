@@ -125,7 +125,7 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Tenant:
+class GroupPlan:
     """The description of one group of workers.
 
     Attributes:
@@ -142,7 +142,7 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Cast:
+class RolePlan:
     """The roles of a run and their worker classes.
 
     Attributes:
@@ -157,7 +157,7 @@ class Cast:
     needs: tuple[Need, ...] = ()
 
 
-def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[Cast, dict[str, Tenant]]:
+def plan_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[RolePlan, dict[str, GroupPlan]]:
     """Return the roles of a run, and its worker groups as the config places them.
 
     The advantage estimator may read a critic's values and the reference's log-probs, which adds these roles.
@@ -173,11 +173,11 @@ def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[Cast, dict[str
         for need in NEEDS
         if (attrgetter(need.key)(config) if need.asked is None else need.asked(config, spec))
     ]
-    cast = Cast(played, classes, tuple(needs))
+    role_plan = RolePlan(played, classes, tuple(needs))
     places = {names[0]: trainer.placed(role) for role, names in PLACES.items()}
     known: dict[Role | str, str] = {role: pool for role, pool in places.items() if pool is not None}
     known |= {role: pool for role, pool in trainer.placement.items() if role != kind_of(role)}
-    return cast, tenants(Placement(trainer.pools, known), cast)
+    return role_plan, plan_groups(Placement(trainer.pools, known), role_plan)
 
 
 def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
@@ -215,7 +215,7 @@ def _is_worker(value: object) -> TypeGuard[type[Worker]]:
     return isinstance(value, type) and issubclass(value, Worker)
 
 
-def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
+def plan_groups(placement: Placement, role_plan: RolePlan) -> dict[str, GroupPlan]:
     """Return the worker groups of a run, by role.
 
     Actor, rollout and reference on the same pool are one group, so that they share weights. A role with a
@@ -224,12 +224,12 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
 
     Args:
         placement: The pools, and the pool of each role.
-        cast: The roles of the run, and their worker classes.
+        role_plan: The roles of the run, and their worker classes.
 
     Raises:
         ConfigError: A role has no pool, or a worker class lacks a method.
     """
-    played, classes = cast.played, cast.classes
+    played, classes = role_plan.played, role_plan.classes
     pools = {role: _pool(placement, role) for role in played}
     apart = pools["actor"] != pools["rollout"] or bool({"actor", "rollout"} & set(classes))
     key = "actor" if apart else "actor_rollout"
@@ -238,27 +238,29 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
         parts |= {"ref"} if "compute_ref_log_prob" in registrations(policy) else set()
     pools |= {"data": CONTROLLER_POOL, "batch": CONTROLLER_POOL}
-    out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
+    out = {"actor": GroupPlan("actor", frozenset(parts), pools["actor"], policy)}
     for role in ("data", *sorted(played - parts), "batch"):
         kind = kind_of(role)
-        out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(kind, _OURS[kind]))
-    needs = (Need("", ALWAYS), *cast.needs, *([Need("", APART)] if apart else []))
-    for role, tenant in out.items():
+        out[role] = GroupPlan(role, frozenset({role}), pools[role], classes.get(kind, _DEFAULT_CLASSES[kind]))
+    needs = (Need("", ALWAYS), *role_plan.needs, *([Need("", APART)] if apart else []))
+    for role, group_plan in out.items():
         named = key if role == "actor" else kind_of(role)
-        _require_methods(tenant, needs, named)
+        _require_methods(group_plan, needs, named)
     return out
 
 
-def pools_of(placed: Mapping[str, Tenant]) -> dict[str, ResourcePool]:
+def pools_of(placed: Mapping[str, GroupPlan]) -> dict[str, ResourcePool]:
     """Return the pools of a run by name, with the pool of the controller's helpers first."""
-    return {pool.name: pool for pool in (CONTROLLER_POOL, *(tenant.pool for tenant in placed.values()))}
+    return {
+        pool.name: pool for pool in (CONTROLLER_POOL, *(group_plan.pool for group_plan in placed.values()))
+    }
 
 
-def _require_methods(tenant: Tenant, needs: Sequence[Need], role: str) -> None:
+def _require_methods(group_plan: GroupPlan, needs: Sequence[Need], role: str) -> None:
     """Check that a worker class has all methods that the run calls.
 
     Args:
-        tenant: The group to check.
+        group_plan: The group to check.
         needs: The methods that the run calls.
         role: The key of this class in `trainer.worker_classes`, for the message.
 
@@ -267,17 +269,17 @@ def _require_methods(tenant: Tenant, needs: Sequence[Need], role: str) -> None:
     """
     wanted: dict[str, list[str]] = {}
     for need in needs:
-        for part in sorted(tenant.parts):
+        for part in sorted(group_plan.parts):
             wanted.setdefault(need.key, []).extend(need.methods.get(kind_of(part), "").split())
     for key, methods in wanted.items():
-        missing = [method for method in methods if method not in registrations(tenant.worker)]
+        missing = [method for method in methods if method not in registrations(group_plan.worker)]
         if missing:
             raise ConfigError(
                 f"this key needs methods that the worker class of role {role} does not have"
                 if key
                 else "the worker class lacks methods that the training loop calls",
                 field=key or f"trainer.worker_classes.{role}",
-                got=f"{tenant.worker.__name__} without {', '.join(missing)}",
+                got=f"{group_plan.worker.__name__} without {', '.join(missing)}",
                 expected=f"methods with @register: {', '.join(methods)}",
                 remedy=f"add them, or derive trainer.worker_classes.{role} from the default class",
             )
@@ -303,7 +305,7 @@ def _pool(placement: Placement, role: str) -> ResourcePool:
     return REWARD_POOL if pool is None else placement.pools[pool]
 
 
-_OURS: dict[str, type[Worker]] = {
+_DEFAULT_CLASSES: dict[str, type[Worker]] = {
     "data": DataWorker,
     "batch": BatchWorker,
     "rollout": ActorWorker,

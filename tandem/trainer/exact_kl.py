@@ -14,7 +14,7 @@ from tandem.trainer.roles import Roles
 
 
 @dataclass(frozen=True, slots=True)
-class Referred:
+class ReferenceOutputs:
     """The outputs of the references for the samples of a step.
 
     Attributes:
@@ -25,7 +25,7 @@ class Referred:
     log_probs: list[BatchFuture]
     hidden: dict[str, BatchFuture]
 
-    def added_for(self, term: str, batch: BatchFuture) -> BatchFuture:
+    def with_hidden(self, term: str, batch: BatchFuture) -> BatchFuture:
         """Return the actor's batch for a KL term, with the hidden states if the term is exact."""
         return batch.union(self.hidden[term]) if term in self.hidden else batch
 
@@ -45,16 +45,18 @@ class ExactKL:
         self._terms = terms
         self._head_is_current = False
 
-    def refer(self, roles: Roles, samples: BatchFuture) -> Referred:
+    def query(self, roles: Roles, samples: BatchFuture) -> ReferenceOutputs:
         """Compute the outputs of all references for the samples."""
         if roles.reference is None:
-            return Referred([each.compute_ref_log_prob(samples) for each in roles.references.values()], {})
+            return ReferenceOutputs(
+                [each.compute_ref_log_prob(samples) for each in roles.references.values()], {}
+            )
         if self._terms and not self._head_is_current:
             roles.actor.hold_reference_head(roles.reference.reference_head())
             self._head_is_current = True
         found: BatchFuture = roles.reference.compute_ref_log_prob(samples)
         hidden = {term: found.select(REFERENCE) for term in self._terms}
-        return Referred([found.select("ref_log_probs")], hidden)
+        return ReferenceOutputs([found.select("ref_log_probs")], hidden)
 
     def forget_head(self) -> None:
         """Send the reference's head again before the next use: the reference or the actor has changed."""

@@ -31,12 +31,12 @@ def lacking(config: RunsConfig) -> list[TandemError]:
 
     The user's own reward function is loaded. PyTorch is imported only if it is needed for an answer.
     """
-    return [*missing_here(config), *_found(config, (_rows, _architectures, _vocabulary), (_positions,))]
+    return [*missing_here(config), *_errors(config, (_rows, _architectures, _vocabulary), (_positions,))]
 
 
 def missing_here(config: RunsConfig) -> list[TandemError]:
     """Return one error for each thing that this machine lacks; another machine may have it."""
-    return _found(config, (_device, _ray), (_vllm, _reward))
+    return _errors(config, (_device, _ray), (_vllm, _reward))
 
 
 def unfit(config: RunsConfig) -> list[TandemError]:
@@ -45,26 +45,26 @@ def unfit(config: RunsConfig) -> list[TandemError]:
     The data is read as the run reads it, which can take as long.
     """
     examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
-    found = _found(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
+    found = _errors(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
     return list({str(error): error for error in found}.values())
 
 
-def _found(
+def _errors(
     config: RunsConfig,
-    looks: tuple[Callable[[Any], None], ...],
-    of_policies: tuple[Callable[[TrainConfig], None], ...],
+    checks: tuple[Callable[[Any], None], ...],
+    policy_checks: tuple[Callable[[TrainConfig], None], ...],
 ) -> list[TandemError]:
     """Return the errors that the checks raise.
 
     Args:
         config: The config to check.
-        looks: Checks for every run.
-        of_policies: Checks for runs of reinforcement learning only.
+        checks: Checks for every run.
+        policy_checks: Checks for runs of reinforcement learning only.
     """
     found: list[TandemError] = []
-    for look in (*looks, *(of_policies if isinstance(config, TrainConfig) else ())):
+    for check in (*checks, *(policy_checks if isinstance(config, TrainConfig) else ())):
         try:
-            look(config)
+            check(config)
         except TandemError as error:
             found.append(error)
     return found

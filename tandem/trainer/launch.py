@@ -16,7 +16,7 @@ from tandem.observability.run import RunFolder
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.beforehand import Prepared
-from tandem.trainer.casting import Tenant, pools_of, tenants
+from tandem.trainer.casting import GroupPlan, plan_groups, pools_of
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
@@ -117,7 +117,7 @@ class Launcher:
     run: RunFolder
     _pools: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
-    def launch(self, placed: Mapping[str, Tenant], data: WorkerGroup, scoring: Scoring) -> Roles:
+    def launch(self, placed: Mapping[str, GroupPlan], data: WorkerGroup, scoring: Scoring) -> Roles:
         """Start all groups besides the data's, in processes that were reserved before.
 
         Args:
@@ -131,11 +131,11 @@ class Launcher:
         self._pools = pools_of(placed)
         config, reward, groups = self.prepared.config, self.prepared.reward, {"data": data}
         policy, balance = config.actor_rollout_ref, config.trainer.balance_batch
-        for role, tenant in placed.items():
+        for role, group_plan in placed.items():
             if role != "data":
-                make = self._factory(tenant)
-                group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=balance)
-                groups |= dict.fromkeys(tenant.parts, group)
+                make = self._factory(group_plan)
+                group = WorkerGroup(self.backend, make, group_plan.pool, role=role, balance=balance)
+                groups |= dict.fromkeys(group_plan.parts, group)
         streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
         return Roles(
             data=data,
@@ -152,19 +152,19 @@ class Launcher:
             rollout_shares=groups["rollout"].world_size // policy.rollout.split,
         )
 
-    def _factory(self, tenant: Tenant) -> WorkerFactory:
+    def _factory(self, group_plan: GroupPlan) -> WorkerFactory:
         """Return the function that makes the workers of a group."""
         prepared, plan, run = self.prepared, self.plan, self.run
         config, tokenizer = prepared.config, prepared.tokenizer
         policy = config.actor_rollout_ref
-        kind, worker = kind_of(tenant.role), tenant.worker
-        one_of_several = tenant.role != kind
+        kind, worker = kind_of(group_plan.role), group_plan.worker
+        one_of_several = group_plan.role != kind
         device, limit_s = config.trainer.device, config.trainer.timeouts.collective
         engine = {"device": device, "run": run, "collective_timeout_s": limit_s}
         if kind == "reward":
             return partial(worker, tokenizer, prepared.reward, config.reward, run)
         if kind == "reward_model":
-            named = {"role": tenant.role} if one_of_several else {}
+            named = {"role": group_plan.role} if one_of_several else {}
             return partial(worker, config.reward_model, tokenizer=tokenizer, **engine, **named)
         if kind == "batch":
             stops = () if policy.rollout.ignore_eos else prepared.stops
@@ -182,11 +182,11 @@ class Launcher:
                 seed=config.trainer.seed,
                 **engine,
             )
-        named = {"reference": tenant.role} if one_of_several else {}
+        named = {"reference": group_plan.role} if one_of_several else {}
         return partial(
             worker,
             config,
-            parts=frozenset(map(kind_of, tenant.parts)),
+            parts=frozenset(map(kind_of, group_plan.parts)),
             tokenizer=tokenizer,
             total_steps=max(1, plan.total_steps - config.trainer.critic_warmup),
             updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
@@ -208,9 +208,9 @@ class Launcher:
             The new groups. Load a checkpoint to restore what they had learned.
 
         Raises:
-            ConfigError: See `tenants`; or the processes are not available.
+            ConfigError: See `plan_groups`; or the processes are not available.
         """
-        placed = tenants(placement, self.prepared.cast)
+        placed = plan_groups(placement, self.prepared.role_plan)
         for group in roles.groups:
             if group is not roles.data:
                 group.shutdown()

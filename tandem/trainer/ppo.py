@@ -128,10 +128,10 @@ class PPOTrainer(Loop[Gathered]):
         if self.session.watch.puzzled:
             roles.actor.explain_gap(samples.rows(slice(EXPLAINED_SAMPLES)))
         learns = step > self.config.trainer.critic_warmup
-        reference = self.exact_kl.refer(roles, samples)
+        reference = self.exact_kl.query(roles, samples)
         columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
         if plan.recompute_old or not (learns or plan.bypasses):  # else the rollout's log-probs are used
-            columns.append(roles.actor.compute_log_prob(reference.added_for("reward", samples)))
+            columns.append(roles.actor.compute_log_prob(reference.with_hidden("reward", samples)))
         if roles.critic:
             columns.append(roles.critic.compute_values(samples))
         batch = samples.union(*columns)
@@ -143,7 +143,7 @@ class PPOTrainer(Loop[Gathered]):
             for mini in minibatches(batch, len(samples), plan.critic, step, without):
                 updates.append(("critic", roles.critic.update_critic(mini)))
         if learns:
-            learnt = reference.added_for("loss", batch)
+            learnt = reference.with_hidden("loss", batch)
             for number, mini in enumerate(minibatches(learnt, len(samples), plan.actor, step, without)):
                 updates.append(("actor", roles.actor.update_actor(mini, **self.actor_options(number))))
             self._rollout_is_current = False

@@ -45,7 +45,7 @@ class Prompts(BatchOrder):
         self._drawn = drawn
         self._ahead: tuple[int, BatchFuture] | None = None
         self._waiting: list[str] = []
-        self._told: Future[None] | None = None
+        self._observation: Future[None] | None = None
 
     def next(self) -> BatchFuture:
         """Return the next batch, count it as used, and request the one after it.
@@ -59,7 +59,7 @@ class Prompts(BatchOrder):
         if self._ahead is not None and self._ahead[0] == self.used:
             batch = self._ahead[1]
         else:
-            self._await_told()
+            self._await_observation()
             batch = self._data.train_batch(self.used)
         self.used += 1
         if not self._drawn:
@@ -78,12 +78,12 @@ class Prompts(BatchOrder):
     def observe(self, samples: BatchFuture, scores: BatchFuture) -> None:
         """Tell the sampler, if there is one, how prompts were answered; the values go to it directly."""
         if self._drawn:
-            self._await_told()
-            self._told = self._data.observe(samples.select("index").union(scores.select("scores")))
+            self._await_observation()
+            self._observation = self._data.observe(samples.select("index").union(scores.select("scores")))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: the order, the rows' digest, the waiting prompts and the sampler's state."""
-        self._await_told()
+        self._await_observation()
         drawn = {"sampler": self._data.sampler_state()} if self._drawn else {}
         return {**super().state_dict(), "digest": self._digest, "waiting": list(self._waiting), **drawn}
 
@@ -116,11 +116,11 @@ class Prompts(BatchOrder):
         recalled: BatchFuture = self._data.recall(tuple(uids))
         return recalled
 
-    def _await_told(self) -> None:
+    def _await_observation(self) -> None:
         """Raise an error of the sampler before anything else is asked of it."""
-        if self._told is not None:
-            self._told.get()
-            self._told = None
+        if self._observation is not None:
+            self._observation.get()
+            self._observation = None
 
     @staticmethod
     def _uids(batch: BatchFuture) -> list[str]:

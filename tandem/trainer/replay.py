@@ -24,7 +24,16 @@ from tandem.lifetime import scratch_folder
 from tandem.observability.inside import require_inside
 from tandem.observability.reading import Run, listed
 from tandem.observability.run import read_batch
-from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, kept_rows, same, samples_file
+from tandem.trainer.takes import (
+    NO_CHANGES,
+    Changes,
+    StepReplay,
+    TakenStep,
+    in_one_process,
+    kept_rows,
+    same,
+    samples_file,
+)
 
 _LEARNT = (
     *("reward/*", "response_length/*", "prompt_length/*", "tokens/*", "advantages/*", "returns/*", "actor/*"),
@@ -60,9 +69,9 @@ class Replayed:
     step: int
     checkpoint: int
     recorded: dict[str, float]
-    replayed: Taken
-    base: Taken | None
-    changed: Taken | None
+    replayed: TakenStep
+    base: TakenStep | None
+    changed: TakenStep | None
     attributed: bool
 
     @property
@@ -71,7 +80,7 @@ class Replayed:
         return all(same(value, self.replayed.metrics[name]) for name, value in self.recorded.items())
 
 
-def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool = False) -> Replayed:
+def replay(run: Run, step: int, changes: Changes = NO_CHANGES, *, attribute: bool = False) -> Replayed:
     """Replay a step.
 
     Args:
@@ -94,22 +103,22 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
             "this names no function", field="--reward", got=changes.reward, expected="file.py:function"
         )
     with scratch_folder("replay") as scratch, _threads(recorded):
-        stage = Stage(run, step, scratch)
+        step_replay = StepReplay(run, step, scratch)
         places = [word for word in changes.words if _is_one(word, _PLACES)]
         changes = replace(changes, words=[word for word in changes.words if word not in places])
         _require_changeable(changes.words)
-        config = stage.config(places)
-        others = stage.config([*places, *changes.words], changes.reward)
+        config = step_replay.config(places)
+        others = step_replay.config([*places, *changes.words], changes.reward)
         kept_rows(read_batch(samples_file(run, step)), changes.without)  # reject wrong names early
         looks = attribute or bool(changes)
         for watched in (config, others) if looks else ():
             _require_watchable(watched)
-        replayed, before = stage.take(config, checkpoint, keep=looks)
+        replayed, before = step_replay.take(config, checkpoint, keep=looks)
         base = changed = None
         if looks:
-            base, _ = stage.take(alone(config), before, watched=True, shares=attribute)
+            base, _ = step_replay.take(in_one_process(config), before, watched=True, shares=attribute)
         if changes:
-            changed, _ = stage.take(alone(others), before, changes, watched=True)
+            changed, _ = step_replay.take(in_one_process(others), before, changes, watched=True)
     compared = [n for n in recorded if n in replayed.metrics and _is_one(n, _LEARNT)]
     kept = {name: recorded[name] for name in compared}
     return Replayed(step, at, kept, replayed, base, changed, attribute)

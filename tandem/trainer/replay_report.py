@@ -10,7 +10,7 @@ from tandem.errors import ModelError
 from tandem.models.loading import load_tokenizer
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
-from tandem.trainer.takes import Changes, Taken, same
+from tandem.trainer.takes import Changes, TakenStep, same
 from tandem.workers.attribution import UpdateGradient, dot
 
 Decode = Callable[[list[int]], str]
@@ -51,13 +51,13 @@ def replay_found(
         {"name": name, "recorded": value, "replayed": again[name], "equal": same(value, again[name])}
         for name, value in replayed.recorded.items()
     ]
-    told: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
-    told |= {"equal": replayed.equal, "metrics": metrics}
+    found: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
+    found |= {"equal": replayed.equal, "metrics": metrics}
     if replayed.base is not None and replayed.changed is not None:
-        told["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
+        found["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
     if replayed.base is not None and replayed.attributed:
-        told["attribution"] = _attribution(replayed.base)
-    return told
+        found["attribution"] = _attribution(replayed.base)
+    return found
 
 
 def without_nan(value: Any) -> Any:
@@ -79,7 +79,7 @@ def decoder(run: Run) -> Decode:
     return lambda ids: str(tokenizer.decode(ids))
 
 
-def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any]:
+def _changed(before: TakenStep, after: TakenStep, names: Sequence[str]) -> dict[str, Any]:
     metrics = [
         {"name": name, "before": before.metrics[name], "after": after.metrics[name]}
         for name in names
@@ -108,7 +108,7 @@ def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
     return total
 
 
-def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
+def _by_sample(taken: TakenStep) -> dict[tuple[str, int], tuple[float, float]]:
     """Return the score and the mean advantage over the response, by uid and sample number."""
     samples = taken.samples
     written = zip(samples.ragged("advantages"), samples.ragged("response_mask"), strict=True)
@@ -117,7 +117,7 @@ def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
     return dict(zip(taken.names, zip(scores, means, strict=True), strict=True))
 
 
-def _attribution(taken: Taken) -> dict[str, Any]:
+def _attribution(taken: TakenStep) -> dict[str, Any]:
     """Return the shares of samples as means over the step's updates, so that all shares add up to one."""
     ids = dict(zip(taken.names, taken.samples.ragged("tokens"), strict=True))
     looked = [update for update in taken.gradients if update.shares]
@@ -139,25 +139,25 @@ def _attribution(taken: Taken) -> dict[str, Any]:
     return {"updates": updates, "samples": rows, "seconds": seconds, "steps": seconds / step_s}
 
 
-def text(told: dict[str, Any], decode: Decode) -> str:
+def text(found: dict[str, Any], decode: Decode) -> str:
     """Return the report as text.
 
     Args:
-        told: A result of `replay_found`.
+        found: A result of `replay_found`.
         decode: Converts token ids to text.
     """
     rows = [
         [m["name"], f"{m['recorded']:.9g}", f"{m['replayed']:.9g}", "yes" if m["equal"] else "no"]
-        for m in told["metrics"]
+        for m in found["metrics"]
     ]
-    equal = sum(m["equal"] for m in told["metrics"])
+    equal = sum(m["equal"] for m in found["metrics"])
     lines = _table(["metric", "recorded", "replayed", "equal"], rows)
-    begun = f"the checkpoint of step {told['checkpoint']}" if told["checkpoint"] else "the first model"
-    lines += [f"step {told['step']}, from {begun}: {equal} of {len(rows)} metrics equal, bit for bit"]
-    if "changed" in told:
-        lines += ["", *_changed_text(told["changed"])]
-    if "attribution" in told:
-        lines += ["", *_attribution_text(told["attribution"], decode)]
+    begun = f"the checkpoint of step {found['checkpoint']}" if found["checkpoint"] else "the first model"
+    lines += [f"step {found['step']}, from {begun}: {equal} of {len(rows)} metrics equal, bit for bit"]
+    if "changed" in found:
+        lines += ["", *_changed_text(found["changed"])]
+    if "attribution" in found:
+        lines += ["", *_attribution_text(found["attribution"], decode)]
     return "\n".join(lines)
 
 
@@ -181,17 +181,17 @@ def _changed_text(changed: dict[str, Any]) -> list[str]:
     return [*lines, f"{len(shown)} of {len(cells)} samples that differ"]
 
 
-def _attribution_text(told: dict[str, Any], decode: Decode) -> list[str]:
+def _attribution_text(found: dict[str, Any], decode: Decode) -> list[str]:
     rows = []
-    for row in told["samples"][:SHOWN]:
+    for row in found["samples"][:SHOWN]:
         best = sorted(range(len(row["tokens"])), key=lambda t: -abs(row["tokens"][t]))[:4]
         words = ", ".join(f"{decode([row['ids'][t]])!r} {row['tokens'][t]:+.3f}" for t in sorted(best))
         rows.append([f"{row['uid']}#{row['sample']}", f"{row['share']:+.4f}", words])
-    sums = ", ".join(f"{update['sum']:.9f}" for update in told["updates"])
+    sums = ", ".join(f"{update['sum']:.9f}" for update in found["updates"])
     return [
         *_table(["sample", "share", "tokens with the largest shares"], rows),
         f"shares of the unclipped gradient, not of the optimizer's step; their sum in each update: {sums}",
-        f"attribution took {told['seconds']:.2f} s, as long as {told['steps']:.1f} steps of this replay",
+        f"attribution took {found['seconds']:.2f} s, as long as {found['steps']:.1f} steps of this replay",
     ]
 
 

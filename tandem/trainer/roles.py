@@ -100,19 +100,24 @@ class Roles:
         asked = prompts if order is None else prompts.rows(order)
         if self.reward is None or not self.scores_parts:
             samples: BatchFuture = self.rollout.generate_sequences(asked, n, params, **options)
-            said = None if self.reward is None else self.reward.compute_scores(samples)
+            function_scores = None if self.reward is None else self.reward.compute_scores(samples)
         else:
             stream: BatchStream = self.rollout.stream_sequences(asked, n, params, **options)
-            said, samples = stream.map(self.reward.compute_scores), stream.all()
+            function_scores, samples = stream.map(self.reward.compute_scores), stream.all()
         if order is not None:
             back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
-            samples, said = samples.rows(back), None if said is None else said.rows(back)
-        return samples, self.scoring.reward(samples, said, self.reward_models, self.batch, learns=learns)
+            samples, function_scores = (
+                samples.rows(back),
+                None if function_scores is None else function_scores.rows(back),
+            )
+        return samples, self.scoring.reward(
+            samples, function_scores, self.reward_models, self.batch, learns=learns
+        )
 
     def score(self, samples: BatchFuture) -> BatchFuture:
         """Score existing samples in the same way as samples that the run learns from."""
-        said = None if self.reward is None else self.reward.compute_scores(samples)
-        return self.scoring.reward(samples, said, self.reward_models, self.batch, learns=True)
+        function_scores = None if self.reward is None else self.reward.compute_scores(samples)
+        return self.scoring.reward(samples, function_scores, self.reward_models, self.batch, learns=True)
 
     def sync_rollout(self) -> None:
         """Copy the actor's weights to the rollout, if the rollout has its own group.

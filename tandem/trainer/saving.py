@@ -52,17 +52,17 @@ class Saver:
         checkpoints: Where the checkpoints go.
         config: How they are written.
         members: Returns the groups whose state is saved, by name.
-        there: Called with the folder of each checkpoint when it is complete.
+        on_saved: Called with the folder of each checkpoint when it is complete.
         say: Prints a sentence for the user.
     """
 
     checkpoints: CheckpointManager
     config: RunConfig
     members: Callable[[], Members]
-    there: Callable[[Path], None]
+    on_saved: Callable[[Path], None]
     say: Callable[[str], None]
     _pending: PendingSave | None = field(default=None, init=False)
-    _told: bool = field(default=False, init=False)
+    _warned_no_best: bool = field(default=False, init=False)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
         """Write a checkpoint of all members, after the one before is complete.
@@ -81,8 +81,8 @@ class Saver:
         """
         self.finish()
         best = self.checkpoints.judge
-        if best is not None and best.value(metrics) is None and not self._told:
-            self._told = True
+        if best is not None and best.value(metrics) is None and not self._warned_no_best:
+            self._warned_no_best = True
             self.say(
                 f"trainer.keep_best: step {step} has no finite {best.metric}, so the checkpoints of such "
                 "steps cannot be the best"
@@ -90,7 +90,7 @@ class Saver:
         if not self.config.async_save:
             writers = {name: group.save_checkpoint for name, group in self.members().items()}
             path = self.checkpoints.save(step, writers, state, metrics)
-            self.there(path)
+            self.on_saved(path)
             return path
         starters = {name: group.begin_save for name, group in self.members().items()}
         self._pending = self.checkpoints.begin(step, starters, state, metrics)
@@ -151,7 +151,7 @@ class Saver:
             raise
         if pending.wait(0):
             self._pending = None
-            self.there(pending.path)
+            self.on_saved(pending.path)
 
     def _ask(self) -> None:
         for group in self.members().values():

@@ -46,12 +46,12 @@ class Scoring:
             return functions
         named = {role.rpartition(".")[2]: model for role, model in models.items()}
         asked = [named[part.name] for part in self._combination.parts if part.functions is None]
-        said = [] if functions is None else [functions]
-        said += [model.compute_rm_score(samples) for model in asked]
+        scores = [] if functions is None else [functions]
+        scores += [model.compute_rm_score(samples) for model in asked]
         if learns and self._combination.normalises:
-            self._running = batch.running_scores(self._running, self._combination, *said)
+            self._running = batch.running_scores(self._running, self._combination, *scores)
         given = samples.select("response_mask", "index")
-        combined: BatchFuture = batch.combine_scores(given, self._running, self._combination, *said)
+        combined: BatchFuture = batch.combine_scores(given, self._running, self._combination, *scores)
         return combined
 
     def state_dict(self) -> dict[str, Any]:

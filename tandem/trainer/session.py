@@ -111,9 +111,7 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
         elif config.resume_mode == "auto":
             checkpoint = checkpoints.latest()
         if checkpoint is not None:
-            meant = (
-                config.resume_mode == "resume_path" or config.resume_with_changes
-            )  # a path is named on purpose
+            meant = config.resume_mode == "resume_path" or config.resume_with_changes  # a named path is meant
             check_same(checkpoint.path, whole, allowed=meant, say=say)
         elif earlier := folder.set_aside():
             say(f"{folder.path} held an earlier run; its files were moved to {earlier}")
@@ -149,7 +147,7 @@ class Session:
         self._sinks: Sinks | None = None
         self._print = say
         self.watch = Watch(run.resolved["data"]["train_batch_size"], self._warn)
-        self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
+        self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._note_saved, self.say)
 
     def say(self, sentence: str) -> None:
         """Print a sentence for the user and write it to the run's log."""
@@ -325,7 +323,7 @@ class Session:
         """
         self._saver.check()
 
-    def _is_there(self, path: Path) -> None:
+    def _note_saved(self, path: Path) -> None:
         self.saved = True
         self.folder.log(f"saved {path}")
 

@@ -40,7 +40,7 @@ from tandem.workers.attribution import UpdateGradient
 from tandem.workers.correction import KEPT, WEIGHTS
 from tandem.workers.data import Read
 
-_MADE_ANEW = frozenset(
+_RECOMPUTED = frozenset(
     {
         *("old_log_probs", "ref_log_probs", "values", "sum_pi_squared", "entropy", "ref_kl", KEPT),
         *(WEIGHTS, "token_level_rewards", "advantages", "returns", "selected_tokens"),
@@ -53,7 +53,7 @@ _SCORED = frozenset(
 _BASELINES = frozenset({"reward_baselines"})
 ENGINES = ("native", "hf")
 """Rollout engines that need no other package."""
-_UNREAD = (
+_UNUSED_KEYS = (
     *("custom_reward_function.*", "reward.*", "reward_model.model*", "trainer.*_name", "trainer.logger"),
     *("trainer.default_local_dir", "trainer.cluster.*", "trainer.on_step", "data.*_files", "data.cache_dir"),
     *("data.sampler.*", "*.rollout.server.*"),
@@ -80,11 +80,11 @@ class Changes:
         return bool(self.words or self.reward or self.without)
 
 
-NOTHING = Changes()
+NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenStep:
     """A step that was taken.
 
     Attributes:
@@ -109,7 +109,7 @@ def same(a: float, b: float) -> bool:
     return a == b or (a != a and b != b)
 
 
-class Recorded(Schedule[Gathered]):
+class RecordedSchedule(Schedule[Gathered]):
     """A schedule whose steps learn from the samples that a run kept.
 
     Args:
@@ -122,15 +122,15 @@ class Recorded(Schedule[Gathered]):
         self._run, self._step, self._changes = run, step, changes
 
     def step(self, step: int, loop: Loop[Gathered]) -> dict[str, float]:
-        assert isinstance(loop, Replayer)
-        changes = self._changes if step == self._step else NOTHING
+        assert isinstance(loop, ReplayTrainer)
+        changes = self._changes if step == self._step else NO_CHANGES
         batch = read_batch(samples_file(self._run, step))
         if changes.without:
             batch = batch[kept_rows(batch, changes.without)]
         return loop.learn(step, _gathered(loop, batch, rescore=changes.reward is not None))
 
 
-class Unread:
+class NoContent:
     """The dataset of a replay. It has rows but no content, because a replay reads no data.
 
     Args:
@@ -147,17 +147,17 @@ class Unread:
         raise AssertionError("a replay uses the recorded samples")
 
 
-def _unread(count: int) -> Read:
+def _no_data(count: int) -> Read:
     """Return the data of a replay's data worker.
 
     It is created in the worker, because a loader cannot be sent to another process.
     """
-    rows = Unread(count)
+    rows = NoContent(count)
     return Read(rows, BatchLoader(rows, count, EpochOrder(shuffle=False, seed=0)), None)
 
 
-class Replayer(PPOTrainer):
-    """Takes steps whose samples exist already, and keeps the batch of the last step; see `Recorded`."""
+class ReplayTrainer(PPOTrainer):
+    """A trainer that takes steps of a `RecordedSchedule`, and keeps the batch of the last step."""
 
     batch: BatchFuture
 
@@ -174,7 +174,7 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
         tensors, arrays = ([n for n in own if n in names] for own in (batch.batch, batch.non_tensor_batch))
         return BatchFuture.of(batch.select(tensors, arrays))
 
-    columns = set(batch.columns) - _MADE_ANEW
+    columns = set(batch.columns) - _RECOMPUTED
     samples = part(columns - _SCORED - _BASELINES - ({"columns"} if rescore else set()))
     scores = part(columns & _SCORED)
     if rescore:
@@ -248,7 +248,7 @@ def samples_file(run: Run, step: int) -> Path:
     return run.path / "samples" / f"step_{step:06d}.parquet"
 
 
-class Stage:
+class StepReplay:
     """Takes a step of a run again, in a scratch folder.
 
     Args:
@@ -283,7 +283,7 @@ class Stage:
         unread = [
             f"~{key}"
             for key, value in flat(self._run.config)
-            if refers(value) and any(fnmatchcase(key, pattern) for pattern in _UNREAD)
+            if refers(value) and any(fnmatchcase(key, pattern) for pattern in _UNUSED_KEYS)
         ]
         if reward is not None:
             path, _, name = reward.rpartition(":")
@@ -309,12 +309,12 @@ class Stage:
         self,
         config: TrainConfig,
         checkpoint: Path | None,
-        changes: Changes = NOTHING,
+        changes: Changes = NO_CHANGES,
         *,
         watched: bool = False,
         shares: bool = False,
         keep: bool = False,
-    ) -> tuple[Taken, Path | None]:
+    ) -> tuple[TakenStep, Path | None]:
         """Take the step, and return it with the checkpoint that it started from.
 
         Args:
@@ -344,11 +344,11 @@ class Stage:
         trainer = build_ppo(
             quiet(config, self._scratch / f"take_{self._takes}", self._total, values),
             say=lambda sentence: None,
-            trainer=Replayer,
-            schedule=Recorded(self._run, self._step, changes),
-            data=partial(_unread, max(config.data.train_batch_size, 1)),
+            trainer=ReplayTrainer,
+            schedule=RecordedSchedule(self._run, self._step, changes),
+            data=partial(_no_data, max(config.data.train_batch_size, 1)),
         )
-        assert isinstance(trainer, Replayer)
+        assert isinstance(trainer, ReplayTrainer)
         before = checkpoint
         try:
             if shares:
@@ -360,12 +360,12 @@ class Stage:
                     if keep and done.number == self._step - 1 and trainer.steps_taken:
                         before = trainer.save_last()
             gradients = trainer.roles.actor.take_gradients() if watched else []
-            return Taken(trainer.done.metrics, trainer.batch.get(), gradients), before
+            return TakenStep(trainer.done.metrics, trainer.batch.get(), gradients), before
         finally:
             trainer.shutdown()
 
 
-def alone(config: TrainConfig) -> TrainConfig:
+def in_one_process(config: TrainConfig) -> TrainConfig:
     """Return the same config for one process."""
     whole = {
         **{"trainer.backend": "local", "trainer.nnodes": 1, "trainer.n_gpus_per_node": 1},

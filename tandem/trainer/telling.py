@@ -62,19 +62,19 @@ def ending(folder: Path, *, steps_taken: int) -> str:
             "set trainer.total_training_steps=… to train further, "
             "or set another trainer.default_local_dir to start a new run"
         )
-        told = [f"{folder} has already taken all {run.steps} steps: {more}"]
+        lines = [f"{folder} has already taken all {run.steps} steps: {more}"]
     else:
-        told = [f"{run.steps} steps in {duration(run.seconds)}"]
+        lines = [f"{run.steps} steps in {duration(run.seconds)}"]
     for name in SHOWN:
         if curve := run.curve(name):
             least_or_most = min if name.endswith("loss") else max
             step, best = least_or_most(curve, key=lambda point: point[1])
             ends = f"first {curve[0][1]:.3f}, last {curve[-1][1]:.3f}"
-            told.append(f"{name}: {ends}, best {best:.3f} at step {step}")
+            lines.append(f"{name}: {ends}, best {best:.3f} at step {step}")
     if newest is not None:
-        told += [
+        lines += [
             f"model: {newest}",
             f"next:  tandem samples {folder} --worst",
             f"       tandem export {folder} DIR",
         ]
-    return "\n".join(told)
+    return "\n".join(lines)

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
-from tandem.trainer.casting import REWARD_POOL, Cast, load_classes, tenants
+from tandem.trainer.casting import REWARD_POOL, RolePlan, load_classes, plan_groups
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tests.support.runs import Lab
@@ -108,7 +108,7 @@ HELPERS = {"data": (["data"], "controller_pool"), "batch": (["batch"], "controll
 
 def groups(placement: Placement, played: frozenset[str]) -> dict[str, tuple[list[str], str]]:
     """What each group plays, and where."""
-    found = tenants(placement, Cast(played))
+    found = plan_groups(placement, RolePlan(played))
     return {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in found.items()}
 
 
@@ -136,7 +136,7 @@ def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None
 
 def test_a_placement_without_an_actor_is_refused() -> None:
     with pytest.raises(ConfigError, match="no resource pool is mapped to the actor"):
-        tenants(Placement({"a": [1]}, {Role.Critic: "a"}), Cast(EVERYBODY))
+        plan_groups(Placement({"a": [1]}, {Role.Critic: "a"}), RolePlan(EVERYBODY))
 
 
 def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
@@ -145,11 +145,11 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
 
     placement = Placement({"a": [1]}, {Role.ActorRolloutRef: "a"})
     for role, parts in (("ref", ["actor", "rollout"]), ("rollout", ["actor", "ref"])):
-        found = tenants(placement, Cast(EVERYBODY, {role: Mine}))
+        found = plan_groups(placement, RolePlan(EVERYBODY, {role: Mine}))
         assert found[role].worker is Mine
         assert sorted(found["actor"].parts) == parts
         assert found["actor"].worker is ActorWorker
-    fused = tenants(placement, Cast(EVERYBODY, {"actor_rollout": Mine}))
+    fused = plan_groups(placement, RolePlan(EVERYBODY, {"actor_rollout": Mine}))
     assert fused["actor"].worker is Mine
     assert sorted(fused["actor"].parts) == ["actor", "ref", "rollout"]
     assert fused["critic"].worker is CriticWorker
