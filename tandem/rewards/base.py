@@ -84,12 +84,7 @@ class Reward:
         return not self.batched and inspect.iscoroutinefunction(self.function)
 
     def arguments(self, items: Sequence[Item], **more: Any) -> dict[str, Any]:
-        """Return the arguments of a call for some items, without the fixed ones.
-
-        Args:
-            items: The items to score.
-            more: Further arguments, passed if the function takes them.
-        """
+        """Return the arguments of a call for some items, besides the fixed ones, that the function takes."""
         given = arguments(self.style, items, several=self.batched) | more
         return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
 
@@ -119,8 +114,7 @@ class Reward:
         return found
 
     async def _call_all(self, items: Mapping[int, Item]) -> list[Any]:
-        """Call an asynchronous function for all items at the same time."""
-        pid = os.getpid()
+        """Call an asynchronous function for all items at the same time."""        pid = os.getpid()
 
         async def call(place: int, item: Item) -> Any:
             try:
@@ -345,12 +339,8 @@ def register_reward(
 ) -> Callable[[Function], Function]:
     """Register a function as the reward of data sources; use as a decorator.
 
-    Args:
-        data_sources: The data sources. "name*" stands for all that start with "name". Without any, the
-            function is used only where the user names it.
-        answer: See `Reward`.
-        bounded: See `Reward`.
-        check: See `Reward`.
+    "name*" stands for all data sources that start with "name". Without data sources, the function is used only
+    where the user names it. The other arguments are attributes of `Reward`.
 
     Raises:
         RewardError: One of the data sources already has a reward.

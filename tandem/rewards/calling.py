@@ -1,4 +1,4 @@
-"""Call user functions safely: without letting them end the process, and without an event loop of their own."""
+"""Call a user's functions so that they cannot end the process and need no event loop of their own."""
 
 from __future__ import annotations
 

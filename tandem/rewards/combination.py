@@ -144,7 +144,7 @@ def load_combine(reference: str, timeout: float) -> None:
             f"the file takes too long to load: {error}",
             field=reference,
             expected="a file that loads within reward.timeout, or within 30 s if that is longer",
-            remedy="raise reward.timeout, or change the file so that it loads what it needs at the first call",
+            remedy="raise reward.timeout, or let the file load what it needs at the first call",
         ) from error
 
 

@@ -31,7 +31,7 @@ PERCENT = sympy.UnevaluatedExpr(Rational(1, 100))
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return whether two expressions are equal; the library's time limits are off, this program has its own."""
+    """Return whether two expressions are equal; this program's time limit replaces those of the library."""
     golds, answers = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
     return any(_same(_exact(one), _exact(two)) for one in golds for two in answers)
 
