@@ -114,7 +114,8 @@ class Reward:
         return found
 
     async def _call_all(self, items: Mapping[int, Item]) -> list[Any]:
-        """Call an asynchronous function for all items at the same time."""        pid = os.getpid()
+        """Call an asynchronous function for all items at the same time."""
+        pid = os.getpid()
 
         async def call(place: int, item: Item) -> Any:
             try:
@@ -339,8 +340,8 @@ def register_reward(
 ) -> Callable[[Function], Function]:
     """Register a function as the reward of data sources; use as a decorator.
 
-    "name*" stands for all data sources that start with "name". Without data sources, the function is used only
-    where the user names it. The other arguments are attributes of `Reward`.
+    "name*" stands for all data sources that start with "name". Without data sources, the function is used
+    only where the user names it. The other arguments are attributes of `Reward`.
 
     Raises:
         RewardError: One of the data sources already has a reward.
