@@ -27,7 +27,14 @@ from typing import Any, TypeVar
 
 from tandem.errors import RewardError
 from tandem.observability.terminal import printable
-from tandem.rewards.calling import AGAIN, awaited, end_copy, exits_raised, of_network, told
+from tandem.rewards.calling import (
+    RETRY_REMEDY,
+    describe_error,
+    end_forked_copy,
+    exits_raised,
+    is_network_error,
+    run_coroutine,
+)
 from tandem.rewards.items import ANSWER_CHARACTERS, Item, Scored, as_number, reason, shown
 from tandem.rewards.signatures import VERLS, Reads, Style, arguments, loggers, with_logged
 
@@ -95,10 +102,10 @@ class Reward:
             raise
         except BaseException as error:  # reading the value runs code of the user's, such as __float__
             raise self.error(
-                f"returned a value that cannot be read: reading it {told(error)}", place, item
+                f"returned a value that cannot be read: reading it {describe_error(error)}", place, item
             ) from error
 
-    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+    def combine_parts(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
         """Return the score of a response, or raise if the function returned None; see `WeightedSum`."""
         (scored,) = parts
         return checked(self, None, place, item) if scored is None else scored
@@ -123,7 +130,7 @@ class Reward:
             except BaseException as error:  # not Ctrl-C: only the main thread gets it, and this is another
                 raise self._raised(error, place, item) from error
             finally:
-                end_copy(pid)
+                end_forked_copy(pid)
 
         return await _side_by_side([call(*pair) for pair in items.items()])
 
@@ -133,7 +140,7 @@ class Reward:
         more = loggers(logged, len(items)) if self.style == "trl" else {}
         with self._blamed(*first, also=" (it is a batched function; this is the first sample)"):
             values = self.function(**self.arguments(list(items.values()), **more), **self.kwargs)
-            values = awaited(values) if inspect.iscoroutine(values) else values
+            values = run_coroutine(values) if inspect.iscoroutine(values) else values
             values = with_logged(values, logged) if self.style == "trl" else values
             plain = isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__")
             listed = [] if plain or len(values) != len(items) else list(values)
@@ -157,9 +164,9 @@ class Reward:
 
     def _raised(self, raised: BaseException, place: int, item: Item, also: str = "") -> RewardError:
         """Return the error for an exception that the function raised."""
-        error = self.error(told(raised) + also, place, item)
-        if of_network(raised):
-            error.remedy = AGAIN
+        error = self.error(describe_error(raised) + also, place, item)
+        if is_network_error(raised):
+            error.remedy = RETRY_REMEDY
         return error
 
     def error(self, problem: str, place: int, item: Item, *, got: str | None = None) -> RewardError:
@@ -191,15 +198,15 @@ def scores_of(rewards: Sequence[Reward], items: Mapping[int, Item]) -> list[dict
         RewardError: A function raised, or returned something else than a finite number or a dict with one.
     """
     if rewards[0].asynchronous:
-        said = awaited(_side_by_side([reward._call_all(items) for reward in rewards]))
+        results = run_coroutine(_side_by_side([reward._call_all(items) for reward in rewards]))
     else:
-        said = [reward._call(items) for reward in rewards]
+        results = [reward._call(items) for reward in rewards]
     return [
         {
             place: None if value is None else reward._check(value, place, items[place])
             for place, value in zip(items, values, strict=True)
         }
-        for reward, values in zip(rewards, said, strict=True)
+        for reward, values in zip(rewards, results, strict=True)
     ]
 
 
@@ -252,7 +259,7 @@ class WeightedSum:
         """The columns of the data that the functions read."""
         return reduce(add, (reward.reads for reward in self.parts))
 
-    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+    def combine_parts(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
         """Return the score of a response.
 
         Args:
@@ -263,18 +270,18 @@ class WeightedSum:
         Raises:
             RewardError: All parts are None.
         """
-        said = [
+        scored = [
             (name, weight, part) for (name, _, weight), part in zip(self.terms, parts, strict=True) if part
         ]
-        if not said:
+        if not scored:
             raise self.parts[0].error("returned None, and so did all others", place, item, got="None")
         extra: dict[str, float] = {}
-        for name, _, part in said:
+        for name, _, part in scored:
             extra |= {(f"{name}/{key}" if key in extra else key): value for key, value in part.extra.items()}
-        extra |= {name: part.score for name, _, part in said}
-        answered = next((part for _, _, part in said if part.reads_answers), said[0][2])
-        total = sum(weight * part.score for _, weight, part in said)
-        why = reason("; ".join(f"{name}: {part.why}" for name, _, part in said if part.why))
+        extra |= {name: part.score for name, _, part in scored}
+        answered = next((part for _, _, part in scored if part.reads_answers), scored[0][2])
+        total = sum(weight * part.score for _, weight, part in scored)
+        why = reason("; ".join(f"{name}: {part.why}" for name, _, part in scored if part.why))
         return Scored(total, extra, answered.answer, answered.reads_answers, why=why)
 
 
@@ -317,8 +324,8 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     why = entries.get("why")
     if not isinstance(why, str):
         why = _compared(answer, item.ground_truth) if reads else ""
-    said = None if answer is None else str(answer)[:ANSWER_CHARACTERS]
-    return Scored(main, extra, said, reads, why=reason(why))
+    text = None if answer is None else str(answer)[:ANSWER_CHARACTERS]
+    return Scored(main, extra, text, reads, why=reason(why))
 
 
 def _compared(answer: Any, truth: Any) -> str:

@@ -24,7 +24,7 @@ from tandem.observability.terminal import printable, warn
 LOAD_SECONDS = 30.0  # a user's file may always take at least this long to load
 SLOW_SECONDS = 30.0  # a message tells the user if there is no result after this time
 MESSAGE_CHARACTERS = 2000  # how many characters of an exception's text are shown
-AGAIN = (
+RETRY_REMEDY = (
     "set reward.retries=2 to retry if a service fails; set reward.on_error=zero or drop to continue without"
 )
 _NETWORK = (ConnectionError, TimeoutError, ssl.SSLError, urllib.error.URLError, http.client.HTTPException)
@@ -100,10 +100,10 @@ def exits_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = exit_at_once
-        end_copy(owner[0])
+        end_forked_copy(owner[0])
 
 
-def end_copy(pid: int) -> None:
+def end_forked_copy(pid: int) -> None:
     """End this process if it is a copy that a user's function made with `os.fork`."""
     if os.getpid() != pid:
         with suppress(OSError):
@@ -111,14 +111,14 @@ def end_copy(pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an exception of a function, with the last line of the user's own code (not of a library)."""
     if isinstance(error, SystemExit):
-        return f"tried to end the process with exit status {said_by(error.code)}"
-    return f"raised {type(error).__name__}: {said_by(error)}{_place(error)}"
+        return f"tried to end the process with exit status {as_text(error.code)}"
+    return f"raised {type(error).__name__}: {as_text(error)}{_place(error)}"
 
 
-def said_by(value: object) -> str:
+def as_text(value: object) -> str:
     """Return a value as text that can be printed on a terminal, or its type if it cannot be converted."""
     try:
         return printable(str(value)[:MESSAGE_CHARACTERS])
@@ -135,7 +135,7 @@ def _place(error: BaseException) -> str:
     return f" ({printable(Path(own[-1].filename).name)}, line {own[-1].lineno})" if own else ""
 
 
-def of_network(error: BaseException | None) -> bool:
+def is_network_error(error: BaseException | None) -> bool:
     """Return whether an exception, or one of its causes, comes from a network or a server."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -147,7 +147,7 @@ def of_network(error: BaseException | None) -> bool:
     return False
 
 
-def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine and return its result.
 
     All coroutines of a process run in the same event loop, in a thread that stays. So a function can keep

@@ -16,7 +16,7 @@ from tandem.config.rewards import FUNCTIONS
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.loading import load_function
-from tandem.rewards.calling import exits_raised, limited, load_seconds, told
+from tandem.rewards.calling import describe_error, exits_raised, limited, load_seconds
 from tandem.rewards.items import as_number
 
 
@@ -115,7 +115,7 @@ class Combination:
             with exits_raised():
                 found = function(dict(scores))
         except (Exception, SystemExit) as error:
-            raise RewardError(f"the function {told(error)}", got=told_scores, **where) from error
+            raise RewardError(f"the function {describe_error(error)}", got=told_scores, **where) from error
         number = as_number(found)
         if number is None or not math.isfinite(number):
             got = f"{found!r:.80} for {told_scores}"

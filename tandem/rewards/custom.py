@@ -16,7 +16,7 @@ from tandem.config.rewards import CustomRewardConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.loading import CODE_FILES, execute_file, import_named
 from tandem.rewards.base import Reward, Scorer, WeightedSum, shipped
-from tandem.rewards.calling import exits_raised, limited, load_seconds, told
+from tandem.rewards.calling import describe_error, exits_raised, limited, load_seconds
 from tandem.rewards.signatures import (
     GIVEN,
     VERL_GIVES,
@@ -137,7 +137,7 @@ def _module(path: str, timeout: float) -> ModuleType:
         raise
     except BaseException as error:
         raise RewardError(
-            f"loading it {told(error)}",
+            f"loading it {describe_error(error)}",
             field="custom_reward_function.path",
             got=path,
             expected="a Python file, or the dotted name of a module, that can be imported",

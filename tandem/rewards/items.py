@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from tandem.observability.terminal import printable
-from tandem.rewards.calling import told
+from tandem.rewards.calling import describe_error
 
 SHOWN_CHARACTERS = 80  # how many characters of a value a message shows
 WHY_CHARACTERS = 500  # how many characters of a score's explanation are kept
@@ -68,9 +68,9 @@ class Scored:
         return self.extra.get("acc", self.score) >= 1
 
 
-def reason(said: str) -> str:
+def reason(text: str) -> str:
     """Return the part of an explanation that is kept: its beginning, without halves of surrogate pairs."""
-    return said[:WHY_CHARACTERS].encode(errors="replace").decode()
+    return text[:WHY_CHARACTERS].encode(errors="replace").decode()
 
 
 def as_number(value: Any) -> float | None:
@@ -89,5 +89,5 @@ def shown(value: Any) -> str:
         part = value[:SHOWN_CHARACTERS] if isinstance(value, str | bytes | list | tuple) else value
         text = printable(repr(part)[:SHOWN_CHARACTERS])
     except BaseException as error:  # __repr__ is the user's code, or the number is too long to print
-        text = f"(its repr {told(error)})"
+        text = f"(its repr {describe_error(error)})"
     return f"{type(value).__name__} {text}"

@@ -111,9 +111,10 @@ async def judge(
     _check_pattern(pattern)
     low, high = scale
     gold = (reward_model or {}).get("ground_truth") if answer is None else answer
-    told = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
-    told["answer"] = None if gold is None else " or ".join(truths(gold))
-    message = filled(template, told).encode(errors="replace").decode()  # replaces halves of surrogate pairs
+    values = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
+    values["answer"] = None if gold is None else " or ".join(truths(gold))
+    text = fill_template(template, values)
+    message = text.encode(errors="replace").decode()  # replaces halves of surrogate pairs
     reply = await ask(JudgeServer.of(server), [{"role": "user", "content": message}])
     found = _in_json(reply.text, json_field) if json_field else _in_text(reply.text, pattern)
     if found is None or not low <= found <= high:
@@ -135,19 +136,19 @@ async def judge(
     }
 
 
-def filled(template: str, told: Mapping[str, Any]) -> str:
+def fill_template(template: str, values: Mapping[str, Any]) -> str:
     """Fill the template's placeholders. Values are inserted verbatim.
 
     Args:
         template: The template.
-        told: The values by the names of placeholders.
+        values: The values by the names of placeholders.
 
     Raises:
         RewardError: The template lacks {response}, or has a placeholder without a value.
     """
     _check_template(template)
-    content = json.dumps([template, {name: str(told[name]) for name in sorted(told)}])
-    given = {**told, "mark": hashlib.sha256(content.encode()).hexdigest()[:12]}
+    content = json.dumps([template, {name: str(values[name]) for name in sorted(values)}])
+    given = {**values, "mark": hashlib.sha256(content.encode()).hexdigest()[:12]}
 
     def place(found: regex.Match[str]) -> str:
         name = found.group(1)

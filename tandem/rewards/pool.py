@@ -38,7 +38,7 @@ SEND_SECONDS = 10.0  # how long an idle process may take to read calls
 CLOSE_SECONDS = 10.0  # how long a scoring thread may take to notice that the pool is closed
 CHUNK = 16  # the most calls that are sent to a process at a time
 NEWEST = 4096  # the number of samples whose scoring times are kept
-LONGER = "raise reward.timeout, or set reward.on_error=zero or drop to continue without failed scores"
+TIMEOUT_REMEDY = "raise reward.timeout, or set reward.on_error=zero or drop to continue without failed scores"
 
 
 @dataclass(slots=True, eq=False)
@@ -183,10 +183,10 @@ class Pool:
             self._take(scoring, call, answer(0, scoring.rewards(call), items))
         scoring.waiting.extend(elsewhere)
 
-    def _take(self, scoring: BatchScores, call: RewardCall, said: Answer) -> None:
-        if said.seconds:
-            self.seconds.extend([said.seconds / len(call.places)] * len(call.places))
-        scoring.take(call, said)
+    def _take(self, scoring: BatchScores, call: RewardCall, result: Answer) -> None:
+        if result.seconds:
+            self.seconds.extend([result.seconds / len(call.places)] * len(call.places))
+        scoring.take(call, result)
 
     def _start(self) -> Child:
         if self._closed:
@@ -254,17 +254,17 @@ class Pool:
     def _hear(self, child: Child, scoring: BatchScores) -> str:
         """Take the answers of a process; return why it must be replaced, or ""."""
         try:
-            for said in child.inbox.read(child.line):
+            for result in child.inbox.read(child.line):
                 self._heard = time.monotonic()
-                if not child.ready and said.number == 0:
-                    if said.error is not None:
-                        raise said.error
-                    child.ready, child.kept_by = True, said.keeper
-                elif child.calls and child.calls[0][0] == said.number:
+                if not child.ready and result.number == 0:
+                    if result.error is not None:
+                        raise result.error
+                    child.ready, child.kept_by = True, result.keeper
+                elif child.calls and child.calls[0][0] == result.number:
                     _, call = child.calls.popleft()
                     child.deadline = time.monotonic() + self.config.timeout
-                    self._take(scoring, call, said)
-                    if said.grown:
+                    self._take(scoring, call, result)
+                    if result.grown:
                         return "recycled"
                 else:
                     return "garbled"
@@ -308,7 +308,7 @@ class Pool:
             place = call.places[0]
             error = call.reward.error(words[problem], place, scoring.items[place])
             if late:
-                error.remedy = f"{error.remedy}; {LONGER}"
+                error.remedy = f"{error.remedy}; {TIMEOUT_REMEDY}"
             self._take(scoring, call, Answer(0, error=error, seconds=limit if late else 0.0))
         scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()

@@ -103,8 +103,8 @@ def _verdict(right: bool, why: str, **more: Any) -> dict[str, Any]:
 
 def _answered(right: bool, pred: object, golds: Sequence[str]) -> dict[str, Any]:
     pred = None if pred is None else str(pred)
-    told = "no answer found" if pred is None else f"answer {pred:.200}, expected {' or '.join(golds):.200}"
-    return _verdict(right, told, pred=pred)
+    why = "no answer found" if pred is None else f"answer {pred:.200}, expected {' or '.join(golds):.200}"
+    return _verdict(right, why, pred=pred)
 
 
 @register_reward(bounded=True)
@@ -117,8 +117,8 @@ def exact(
 ) -> dict[str, Any]:
     """Return 1 if the answer equals a right answer, ignoring the amount of whitespace, else 0."""
     golds, pred = _golds(answer, reward_model), " ".join(final(response, tag).split())
-    told = [" ".join(gold.split()) for gold in golds]
-    right = pred.lower() in map(str.lower, told) if ignore_case else pred in told
+    accepted = [" ".join(gold.split()) for gold in golds]
+    right = pred.lower() in map(str.lower, accepted) if ignore_case else pred in accepted
     return _answered(right, pred or None, golds)
 
 
@@ -185,7 +185,9 @@ def _letter(text: str) -> str | None:
     if boxed is not None:
         found = CHOSEN.match(boxed)
         return found and found.group(1)
-    announced = [found for said in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in said.finditer(text)]
+    announced = [
+        found for pattern in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in pattern.finditer(text)
+    ]
     if announced:
         last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
@@ -212,8 +214,8 @@ def matches(
         found = search(pattern, part, timeout=seconds)
     except TimeoutError:
         return _verdict(False, f"the pattern took more than {seconds:g} s")
-    told = f"found {found.group()!r:.200}" if found else "not found"
-    return _verdict(bool(found), f"{told}, of {pattern:.200}")
+    outcome = f"found {found.group()!r:.200}" if found else "not found"
+    return _verdict(bool(found), f"{outcome}; pattern {pattern:.200}")
 
 
 @register_reward()

@@ -12,7 +12,7 @@ from tandem.rewards.base import Reward, Scorer, reward_for
 from tandem.rewards.items import Item, Scored, reason
 from tandem.rewards.serving import Answer
 
-ASIDE = 64  # the most asynchronous calls of one process that wait at the same time
+CONCURRENT_CALLS = 64  # the most asynchronous calls of one process that wait at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[Rewar
     for place, scorer in enumerate(scorers):
         places_of.setdefault(scorer, []).append(place)
     for scorer, places in places_of.items():
-        aside = tuple(part for part, reward in enumerate(scorer.parts) if reward.asynchronous)
+        concurrent = tuple(part for part, reward in enumerate(scorer.parts) if reward.asynchronous)
         for part, reward in enumerate(scorer.parts):
-            if part in aside[1:]:
+            if part in concurrent[1:]:
                 continue
             if reward.style == "group":
                 groups: dict[str, list[int]] = {}
@@ -60,9 +60,9 @@ def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[Rewar
                     groups.setdefault(items[place].uid, []).append(place)
                 divided = list(groups.values())
             else:
-                size = len(places) if reward.batched else ASIDE if reward.asynchronous else 1
+                size = len(places) if reward.batched else CONCURRENT_CALLS if reward.asynchronous else 1
                 divided = [places[at : at + size] for at in range(0, len(places), size)]
-            parts = aside if part in aside else (part,)
+            parts = concurrent if part in concurrent else (part,)
             yield from (RewardCall(reward, parts, tuple(some)) for some in divided)
 
 
@@ -90,20 +90,20 @@ class BatchScores:
         """Return the functions of a call."""
         return [self._scorers[call.places[0]].parts[part] for part in call.parts]
 
-    def take(self, call: RewardCall, said: Answer) -> None:
+    def take(self, call: RewardCall, result: Answer) -> None:
         """Take the result of a call.
 
         A failed call is split or tried again; if neither is possible, its samples have no score.
 
         Args:
             call: The call.
-            said: Its result.
+            result: Its result.
 
         Raises:
             RewardError: The call failed and `reward.on_error` is raise.
         """
-        scores: Sequence[Mapping[int, Scored | None]] = said.scores
-        if said.error is not None:
+        scores: Sequence[Mapping[int, Scored | None]] = result.scores
+        if result.error is not None:
             if divided := call.divided():
                 self.waiting.extend(divided)
                 return
@@ -111,7 +111,7 @@ class BatchScores:
                 self.counts["retried"] += len(call.places)
                 self.waiting.append(replace(call, tries=call.tries + 1))
                 return
-            scores = [dict.fromkeys(call.places, self._none(call.places, said.error))]
+            scores = [dict.fromkeys(call.places, self._none(call.places, result.error))]
         for part, found in zip(call.parts, scores, strict=True):
             self._found.update({(place, part): scored for place, scored in found.items()})
 
@@ -132,7 +132,7 @@ class BatchScores:
         for place, (item, scorer) in enumerate(zip(self.items, self._scorers, strict=True)):
             parts = [self._found[place, part] for part in range(len(scorer.parts))]
             try:
-                scored = scorer.joined(place, item, parts)
+                scored = scorer.combine_parts(place, item, parts)
             except RewardError as error:
                 scored = self._none([place], error)
             found.append(replace(scored, failed=place in self.failures))

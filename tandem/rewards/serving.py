@@ -27,7 +27,7 @@ from typing import Any
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
 from tandem.rewards.base import Reward, reward_for, scores_of
-from tandem.rewards.calling import told
+from tandem.rewards.calling import describe_error
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
 from tandem.texts import parse_json
@@ -187,10 +187,10 @@ def answer(number: int, rewards: Sequence[Reward], items: Mapping[int, Item]) ->
     """Make a call and return its result: the scores, or the reason of its failure."""
     began = time.perf_counter()
     try:
-        said = Answer(number, scores_of(rewards, items))
+        result = Answer(number, scores_of(rewards, items))
     except RewardError as error:
-        said = Answer(number, error=error)
-    return replace(said, seconds=time.perf_counter() - began)
+        result = Answer(number, error=error)
+    return replace(result, seconds=time.perf_counter() - began)
 
 
 def serve(line: socket.socket, calls: mmap.mmap) -> None:
@@ -203,25 +203,29 @@ def serve(line: socket.socket, calls: mmap.mmap) -> None:
     os.register_at_fork(after_in_child=line.close)  # forked copies of this process must not send answers
     questions = open(line.fileno(), "rb", closefd=False)  # noqa: SIM115  until this process ends
     setup: Setup = pickle.load(questions)
-    own, keeper = _Own(line, setup), os.getppid()
+    process, keeper = _ServingProcess(line, setup), os.getppid()
     try:
         reward = pickle.loads(setup.reward)
     except BaseException as error:
         traceback.print_exc()
-        failed = error if isinstance(error, RewardError) else RewardError(f"loading the reward {told(error)}")
-        own.say(Answer(0, error=failed))
+        failed = (
+            error
+            if isinstance(error, RewardError)
+            else RewardError(f"loading the reward {describe_error(error)}")
+        )
+        process.say(Answer(0, error=failed))
         return
-    own.say(Answer(0, keeper=keeper))
+    process.say(Answer(0, keeper=keeper))
     with suppress(EOFError):
         while True:
             for number, parts, packed in pickle.load(questions):
                 items = pickle.loads(packed)  # a fresh copy for each call, because a function may change it
                 scorer = reward or reward_for(next(iter(items.values())).data_source)
                 calls[:] = number.to_bytes(len(calls))
-                own.call(number, [scorer.parts[part] for part in parts], items)
+                process.call(number, [scorer.parts[part] for part in parts], items)
 
 
-class _Own:
+class _ServingProcess:
     """The state of this process, prepared from its first message."""
 
     def __init__(self, line: socket.socket, setup: Setup) -> None:
@@ -246,22 +250,22 @@ class _Own:
         if not os.path.isdir(self._scratch):  # a function has removed it
             os.makedirs(self._scratch)
         try:
-            said = answer(number, rewards, items)
+            result = answer(number, rewards, items)
         except BaseException as raised:  # this process gets no Ctrl-C, so the function raised it
             place, item = next(iter(items.items()))
-            said = Answer(number, error=rewards[0].error(told(raised), place, item))
+            result = Answer(number, error=rewards[0].error(describe_error(raised), place, item))
         with open("/proc/self/statm", "rb") as file:
             resident = int(file.read().split()[1]) * resource.getpagesize() / 2**20  # in MiB
         self._before = resident if self._before < 0 else self._before
         grown = self._most is not None and resident - self._before > self._most
-        self.say(replace(said, grown=grown))
+        self.say(replace(result, grown=grown))
 
-    def say(self, said: Answer) -> None:
+    def say(self, result: Answer) -> None:
         """Send an answer; if this process is a copy that a function forked, end it instead."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # a function may have closed it
                 stream.flush()
         if os.getpid() != self.pid:
             os._exit(0)
-        text = _text_of(said)
-        self._line.sendall(_HEAD.pack(self._token, said.number, self.pid, len(text)) + text)
+        text = _text_of(result)
+        self._line.sendall(_HEAD.pack(self._token, result.number, self.pid, len(text)) + text)
