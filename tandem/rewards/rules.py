@@ -185,9 +185,7 @@ def _letter(text: str) -> str | None:
     if boxed is not None:
         found = CHOSEN.match(boxed)
         return found and found.group(1)
-    announced = [
-        found for pattern in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in pattern.finditer(text)
-    ]
+    announced = [found for rule in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in rule.finditer(text)]
     if announced:
         last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
