@@ -1,5 +1,7 @@
-"""What a user sees of input that can be refused before training: status 1, one error that names field, value
-and remedy, and nothing written."""
+"""What a user sees if input is refused before training.
+
+The exit status is 1, one error names field, value and remedy, and nothing is written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry, and the check of what reward functions return."""
+"""The registry of rewards, and the checks of what reward functions return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IFEval's instructions: for each a text that follows it and one that does not, and rows with several."""
+"""IFEval's instructions: for each, a text that follows it and one that does not, and rows with several."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_check_has_a_case() -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_instructions(name: str) -> None:
     arguments, kept, broken = KEPT[name]
-    padded = {**dict.fromkeys(("num_words", "language")), **arguments}  # as Arrow's structs have them
+    padded = {**dict.fromkeys(("num_words", "language")), **arguments}  # as in Arrow's structs
     for text in kept:
         assert rules.instructions(text, [name], [padded])["why"] == "all 1 followed", text
     for text in [*broken, "", " "]:

@@ -1,4 +1,4 @@
-"""A judge behind HTTP: what it is asked, how its score is read, limits, refusals, hostile answers, cache."""
+"""A judge over HTTP: its questions, how its score is read, limits, refusals, hostile answers, cache."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ COLUMNS = {"prompt": [{"role": "user", "content": "Why?"}], "rubric": "be short"
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """Answers chat completions with `say`, once `replies`, of (status, headers, body), are used up.
+    """Answers chat completions with `replies` (status, headers, body), and with `say` when these are used up.
 
     Attributes:
-        asked: (seconds, headers, body) of each request.
-        most: the most requests at a time.
+        asked: The time, headers and body of each request.
+        most: The largest number of requests at the same time.
     """
 
     daemon_threads = True
@@ -49,7 +49,7 @@ class JudgeServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that waits no longer is part of the tests."""
+        """Ignore errors of clients that stopped waiting, which is part of the tests."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -145,7 +145,7 @@ def test_reading(
 ) -> None:
     served.say = said
     if expected is None:
-        for _ in range(2):  # what cannot be read is not kept
+        for _ in range(2):  # an answer that cannot be read is not cached
             with pytest.raises(RewardError, match="the judge gave no score from"):
                 judged(asking(served, tmp_path), **more)
         assert len(served.asked) == 2
@@ -307,7 +307,7 @@ def test_a_term_of_a_sum_in_processes_keeps_to_the_limits_together(
     served: JudgeServer, tmp_path: Path
 ) -> None:
     served.pause = 0.05
-    texts = [f"text {n}" for n in range(130)]  # three calls of at most 64
+    texts = [f"text {n}" for n in range(130)]  # makes three calls of at most 64
     scored, _ = pooled(terms(asking(served, tmp_path, concurrent=3)), texts, num_workers=2)
     assert [one.score for one in scored] == pytest.approx([1.4] * 130)
     assert scored[0].extra["helpful"] == pytest.approx(0.7) and scored[0].extra["judge_tokens"] == 30
@@ -329,7 +329,7 @@ def test_failures_follow_on_error(served: JudgeServer, tmp_path: Path) -> None:
     server = asking(served, tmp_path, concurrent=1)
     with pytest.raises(RewardError, match="the judge gives no answer"):
         pooled(terms(server), ["a"], num_workers=0)
-    served.replies = [(400, {}, b"no")] * 2  # once beside the others, once alone
+    served.replies = [(400, {}, b"no")] * 2  # once together with the others, once alone
     scored, pool = pooled(terms(server), ["a", "b"], num_workers=0, on_error="zero")
     assert len(pool.failures) <= 1 and scored[1].score == pytest.approx(1.4)
     served.say = "no score"
@@ -384,7 +384,7 @@ def test_a_run_with_a_judge_writes_its_key_nowhere(
     for name, mean in (("judge", 0.7), ("judge_retries", 0.0)):
         assert run.curve(f"reward/extra/{name}") == [(1, pytest.approx(mean))]
     ((_, tokens),) = run.curve("reward/extra/judge_tokens")
-    assert 0 < tokens <= 30  # two equal responses to one prompt may be paid for once
+    assert 0 < tokens <= 30  # two equal responses to the same prompt may be paid for once
     samples = run.samples(step=1)
     assert len(samples) == 8
     for sample in samples:

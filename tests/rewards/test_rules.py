@@ -1,4 +1,4 @@
-"""The ready rules: scores and reasons on hand-made and random texts, alone, in sums, and given to Python."""
+"""The ready-made rules: scores and explanations on handmade and random texts, alone, in sums, from Python."""
 
 from __future__ import annotations
 

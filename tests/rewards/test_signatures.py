@@ -1,4 +1,4 @@
-"""Reward functions of every style, called through what loads them from a user's file."""
+"""Reward functions of every style, loaded from a user's file and called."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def f(response):
     items = [item(str(number)) for number in range(30)]
     reward = load(tmp_path, code)
     assert scores(reward, *items) == list(range(30))
-    assert scores(reward, *items) == list(range(30))  # in the same event loop, which the barrier belongs to
+    assert scores(reward, *items) == list(range(30))  # all in the event loop that the barrier belongs to
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])

@@ -1,4 +1,4 @@
-"""What is said of a config before anything is made."""
+"""Messages about a config before anything is created."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIVATIONS = "actor_rollout_ref.model.enable_activation_offload"
 def test_offload_without_effect(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, told: bool
 ) -> None:
-    """On Ray this machine's devices are not those of the workers."""
+    """On Ray, this machine's devices are not the workers' devices, so there is no message."""
 
     def none(*_: Any) -> None:
         raise ConfigError("no backend here")

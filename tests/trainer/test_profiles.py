@@ -1,4 +1,4 @@
-"""A profiled run: the trace has every phase and every process, and the run's numbers are the same."""
+"""A profiled run: the trace has every phase and every process, and the run's numbers do not change."""
 
 import gzip
 import json

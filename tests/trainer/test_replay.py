@@ -1,5 +1,7 @@
-"""Steps taken again: bit for bit what they were; changed, what a plain recomputation gives; taken apart, the
-gradient. The run's folder stays as it is."""
+"""Replayed steps: equal bit for bit without changes, and equal to a plain computation with changes.
+
+Attributed gradients add up to the gradient. The run's folder does not change.
+"""
 
 import hashlib
 import json
@@ -52,7 +54,7 @@ def make(lab: Lab, name: str, *words: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def grpo(lab: Lab) -> Finished:
-    """Ended after two steps, and taken further with another schedule of the learning rate."""
+    """Run two steps, then resume with another learning rate schedule."""
     make(lab, "grpo", "trainer.total_training_steps=2")
     return make(lab, "grpo")
 
@@ -63,7 +65,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_a_step_is_what_it_was_and_the_folder_stays_as_it_is(lab: Lab, grpo: Finished) -> None:
-    """The second of two steps after a checkpoint; the data and the reward are gone."""
+    """The replay takes the second of two steps after a checkpoint. The data and the reward file are gone."""
     before = contents(grpo.folder)
     names = [lab.train, lab.folder / "score.py"]
     kept = {name: name.read_bytes() for name in names}
@@ -108,7 +110,7 @@ def test_twenty_random_steps(lab: Lab, request: pytest.FixtureRequest, name: str
 
 @pytest.mark.slow
 def test_two_ranks_on_ray(lab: Lab, ray_cluster: None) -> None:
-    """And a change, in one process."""
+    """Replay a step of two ranks, and the changed step in one process."""
     run = make(
         lab, "two", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.save_freq=1"
     )
@@ -117,7 +119,7 @@ def test_two_ranks_on_ray(lab: Lab, ray_cluster: None) -> None:
     assert found.base is not None and found.changed is not None
     for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
         assert found.base.metrics[name] == pytest.approx(found.recorded[name], rel=1e-5, abs=1e-7)
-    more = 0.49 * found.base.metrics["actor/entropy"]  # of the first of two updates exactly
+    more = 0.49 * found.base.metrics["actor/entropy"]  # exact only for the first of two updates
     assert found.changed.metrics["actor/loss"] == pytest.approx(found.recorded["actor/loss"] - more, rel=0.2)
 
 

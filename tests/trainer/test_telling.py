@@ -1,4 +1,4 @@
-"""Sentences at the beginning and the end of a run."""
+"""Messages at the start and the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which class plays each role, where, and beside whom."""
+"""Which worker class each role has, in which processes, and which roles share a group."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ HELPERS = {"data": (["data"], "controller_pool"), "batch": (["batch"], "controll
 
 
 def groups(placement: Placement, played: frozenset[str]) -> dict[str, tuple[list[str], str]]:
-    """What each group plays, and where."""
+    """Return the roles and the pool of each group."""
     found = plan_groups(placement, RolePlan(played))
     return {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in found.items()}
 
