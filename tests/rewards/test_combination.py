@@ -1,4 +1,4 @@
-"""Running statistics compared with those of all scores at once, and a user's function that combines scores."""
+"""Running statistics compared with those of all scores at once, and user functions that combine scores."""
 
 from __future__ import annotations
 
