@@ -395,7 +395,7 @@ def reward_for(data_source: str) -> Reward:
     if beginnings:
         return _REWARDS[max(beginnings, key=len)]
     raise RewardError(
-        "there is no reward function for this data source",
+        "no reward function for this data source",
         field=f"data_source '{data_source}'",
         expected=f"one of {', '.join(known_data_sources())}",
         remedy="set custom_reward_function.path and custom_reward_function.name to your own function, "

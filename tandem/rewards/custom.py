@@ -90,7 +90,7 @@ def load_custom(
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         close = difflib.get_close_matches(name, functions, n=1)
         raise RewardError(
-            "there is no such function",
+            "no such function",
             field="custom_reward_function.name",
             got=f"{name} in {path}",
             expected=f"one of {', '.join(functions) or '(the file defines none)'}",
@@ -127,7 +127,7 @@ def _module(path: str, timeout: float) -> ModuleType:
     file = Path(path).expanduser()
     is_file = file.suffix in CODE_FILES or "/" in path
     if is_file and not file.is_file():
-        raise RewardError("this file does not exist", field="custom_reward_function.path", got=path)
+        raise RewardError("no such file", field="custom_reward_function.path", got=path)
     try:
         with exits_raised(), limited(load_seconds(timeout), path):
             if not is_file:
@@ -154,7 +154,7 @@ def _check_signature(reward: Reward) -> None:
         signature.bind(**dict.fromkeys(names), **reward.kwargs)
     except TypeError as error:
         raise RewardError(
-            f"the function cannot be called as needed: {error}",
+            f"cannot be called as needed: {error}",
             field=f"custom_reward_function {reward.name}",
             got=str(signature),
             expected=f"({', '.join([*names, *reward.kwargs])})",

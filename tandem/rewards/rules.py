@@ -333,7 +333,7 @@ def format(
         if bool(text[at:place].strip()) != free:
             return {"score": 0.0, "why": f"{'no ' if free else ''}text before {shown}"}
         at, free = place + len(part), False
-    return {"score": 1.0, "why": "as in the template"}
+    return {"score": 1.0, "why": "matches the template"}
 
 
 @register_reward(bounded=True)

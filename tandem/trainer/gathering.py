@@ -130,7 +130,7 @@ class Gatherer:
             if number < self.limit:
                 prompts = self.prompts.next()
         raise RewardError(
-            "the training batch could not be filled: too few prompts have responses that differ in reward",
+            "too few prompts whose responses differ: the batch could not be filled",
             field=f"{FILTER}.max_num_gen_batches",
             got=f"{self._size - room} of {self._size} prompts after {self.limit} generation batches; "
             f"mean reward {reward / tried:.4g}, {dropped} of {tried} prompts had responses of the same "

@@ -92,7 +92,7 @@ def ray_backend(*, asked: str) -> Callable[..., Backend]:
         if error.name != "ray":
             raise
         raise ConfigError(
-            "Ray is not installed, and a run with several processes needs it",
+            "Ray is not installed, and several processes need it",
             field="trainer.backend",
             got=asked,
             remedy="pip install 'tandem[ray]', or set trainer.backend=local to use one process",

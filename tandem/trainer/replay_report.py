@@ -167,7 +167,7 @@ def _changed_text(changed: dict[str, Any]) -> list[str]:
     gradient = changed["gradient"]
     turned = f"cosine {gradient['cosine']:.6f} to the original gradient"
     if math.isnan(gradient["cosine"]):
-        turned = "now zero, so nothing is learned" if not gradient["after"] else "no longer zero"
+        turned = "zero, so nothing is learned" if not gradient["after"] else "no longer zero"
     norms = f"norm {gradient['before']:.4g} → {gradient['after']:.4g}"
     lines += [f"gradient: {turned}, {norms} (sum over the step's updates, before clipping)", ""]
     columns = ("score", "score_after", "advantage", "advantage_after")

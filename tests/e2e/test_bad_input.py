@@ -205,7 +205,7 @@ def test_fewer_rows_than_a_batch(user: User) -> None:
         ("def score(a):\n    return 1\n", ("custom_reward_function.name: no such function", "one of score")),
         (
             "def compute_score(text):\n    return 1\n",
-            ("does not say which responses", "solution_str"),
+            ("which responses the function needs", "solution_str"),
         ),
         ("import nowhere\n", ("custom_reward_function.path", "No module named 'nowhere'")),
     ],

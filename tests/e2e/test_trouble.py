@@ -35,8 +35,8 @@ def goes_on(user: User, words: tuple[str, ...], *, after: int) -> list[int]:
 # Rewards.
 
 REWARDS = {
-    "exits": ("import sys; sys.exit(3)", "wanted to end the process: exit with status 3"),
-    "exits_at_once": ("import os; os._exit(3)", "wanted to end the process: exit with status 3"),
+    "exits": ("import sys; sys.exit(3)", "tried to end the process with exit status 3"),
+    "exits_at_once": ("import os; os._exit(3)", "tried to end the process with exit status 3"),
     "raises": ("return 1 / 0", "raised ZeroDivisionError: division by zero"),
     "nan": ("return float('nan')", "returned a number that is not finite"),
     "text": ("return 'good'", "returned something that is not a number"),
@@ -62,7 +62,7 @@ def test_a_reward_function_that_fails(user: User, kind: str) -> None:
     assert outcome.status == 1
     assert f"the reward function compute_score ({file}) {telling}" in outcome.error
     assert "sample 2, row " in outcome.error
-    assert "mend the reward function" in outcome.error
+    assert "fix the reward function" in outcome.error
     file.write_text(good)
     assert goes_on(user, words, after=1) == [1, 2, 3]
 

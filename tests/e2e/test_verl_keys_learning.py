@@ -248,4 +248,4 @@ def test_offload_moves_its_part_around_each_phase(shop: Shop, name: str, watched
     assert [part for part, count in watched.moved.items() if count > 2] == [OFFLOADS[name]]
     assert run.actor.actor.state_info()["offload_applies"] is False
     told = [sentence for sentence in run.said if "no effect on a CPU" in sentence]
-    assert told == [f"{name}: no effect on a CPU, whose memory is the host's."]
+    assert len(told) == 1 and told[0].startswith(f"{name}: ")

@@ -41,7 +41,7 @@ def test_offload_without_effect(
             said=said,
         )
     sentences = [
-        f"{OFFLOAD}, {HOST}: no effect on a CPU, whose memory is the host's.",
-        f"{ACTIVATIONS}: on a CPU nothing moves; what would is counted.",
+        f"{OFFLOAD}, {HOST}: no effect on a CPU, where everything is in host memory already.",
+        f"{ACTIVATIONS}: on a CPU nothing is moved; its size is only counted.",
     ]
     assert said == sentences * told

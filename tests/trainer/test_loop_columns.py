@@ -174,7 +174,7 @@ def test_a_change_of_the_reward_that_the_estimator_does_not_read_is_refused(lab:
     field, length = "reward_model.overlong_buffer.enable", "reward_model.overlong_buffer.len=2"
     with pytest.raises(ConfigError, match=field) as caught:
         lab.run("unread punishment", "algorithm.adv_estimator=gdpo", f"{field}=true", length)
-    assert caught.value.message == "changes the rewards, which gdpo does not read"
+    assert "gdpo does not read" in caught.value.message
 
 
 def test_a_batch_class_without_baselines_is_refused_before_anything_starts(lab: Lab, own: Path) -> None:

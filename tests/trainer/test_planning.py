@@ -53,8 +53,8 @@ def test_a_run_on_ray_knows_what_its_cluster_has(gpus: bool | None, monkeypatch:
 def test_a_run_says_its_worst_moment(lab: Lab) -> None:
     (sentence,) = [line for line in lab.run("told", "trainer.device=cpu").said if "memory" in line]
     found = re.fullmatch(
-        r"memory, by plan: at worst .+, [\d.]+ MiB of ([\d.,]+) GiB that are free on this host: "
-        r"[\d.,]+ GiB are left",
+        r"memory, by plan: at worst .+, [\d.]+ MiB of ([\d.,]+) GiB free on this host: "
+        r"[\d.,]+ GiB .+",
         sentence,
     )
     assert found and float(found[1].replace(",", "")) == pytest.approx(host_free() / GIB, rel=0.5)
@@ -130,16 +130,13 @@ def test_processes_share_a_host() -> None:
 
 def test_a_run_that_does_not_fit_is_told_what_to_change_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "on_cpu", lambda trainer: False)
-    monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " of a device"))
+    monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " on each GPU"))
     sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
     assert sentence.startswith("Warning: memory, by plan: at worst reshard, ")
-    assert (
-        "of 24.0 GiB of a device:" in sentence and "are lacking; change first actor_rollout_ref." in sentence
-    )
-    monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " of a device"))
-    assert re.search(
-        r"of 141\.0 GiB of a device: [\d.]+ GiB are left$", told(*SEVEN, "trainer.n_gpus_per_node=8")
-    )
+    assert "of 24.0 GiB on each GPU:" in sentence and "; change first actor_rollout_ref." in sentence
+    monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " on each GPU"))
+    sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
+    assert re.search(r"of 141\.0 GiB on each GPU: [\d.]+ GiB [^;]+$", sentence)
 
 
 def test_a_run_without_a_plan_is_told_why(tmp_path: Path) -> None:
@@ -149,4 +146,4 @@ def test_a_run_without_a_plan_is_told_why(tmp_path: Path) -> None:
         "There is no plan of this run's memory: the model's config.json lacks a size"
     )
     elsewhere = told(*SEVEN, "trainer.n_gpus_per_node=8", "trainer.device=cuda")
-    assert "There is no plan" in elsewhere or "of a device" in elsewhere
+    assert "There is no plan" in elsewhere or "on each GPU" in elsewhere

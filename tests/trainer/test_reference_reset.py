@@ -132,7 +132,7 @@ def test_weights_that_do_not_arrive_end_the_run(lab: Lab, monkeypatch: pytest.Mo
 
 def test_a_run_does_not_go_back_to_the_first_reference_without_a_word(lab: Lab) -> None:
     run(lab, "kept", "trainer.total_training_steps=2", "trainer.save_freq=2")
-    with pytest.raises(CheckpointError, match="no longer the model that the run began with") as caught:
+    with pytest.raises(CheckpointError, match="no longer the model") as caught:
         run(lab, "kept", "actor_rollout_ref.ref.reset_interval=0", "trainer.resume_with_changes=true")
     assert caught.value.field == "actor_rollout_ref.ref.reset_interval"
 

@@ -187,7 +187,7 @@ def test_the_command_line_says_the_report_and_fails(
     printed = capsys.readouterr()
     assert "tandem train: critic rank 0 died\n  in update_critic\n" in printed.err
     report = lab.folder / "command" / "log" / "failure.txt"
-    assert f"the report is in {report}." in printed.out
+    assert f"report is in {report}." in printed.out
     assert "critic rank 0 died" in report.read_text()
     assert [backend.closed for backend in backends] == [True]
 

@@ -181,10 +181,10 @@ def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
                                   "@register: compute_values, update_critic")),
         ("rollout", "Constant", ("Constant without generate_sequences, load_weights",)),
         ("data", "Incomplete", ("trainer.worker_classes.data", "describe, train_batch, val_batch")),
-        ("critic", "SavesNoLater", ("trainer.async_save: asks for methods that the worker class",
+        ("critic", "SavesNoLater", ("trainer.async_save: this key needs methods",
                                     "SavesNoLater without begin_save, check_save")),
-        ("critic", "NoWorker", ("trainer.worker_classes.critic: not a worker class", "OwnCritic")),
-        ("critic", "OwnCritik", ("no such worker class", "did you mean 'OwnCritic'?")),
+        ("critic", "NoWorker", ("trainer.worker_classes.critic: this is not a worker class", "OwnCritic")),
+        ("critic", "OwnCritik", ("this worker class does not exist", "did you mean 'OwnCritic'?")),
     ],
 )  # fmt: skip
 def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(
