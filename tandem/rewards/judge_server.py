@@ -185,7 +185,7 @@ def _pause(server: JudgeServer, refused: _Refused, tried: int) -> float:
     if refused.final or tried >= server.tries or pause > LONGEST_WAIT:
         later = f", and asks to wait {pause:.0f} s" if pause > LONGEST_WAIT else ""
         raise RewardError(
-            "the judge does not answer",
+            "no answer from the judge",
             field=f"the judge {server.model} at {server.url}",
             got=f"{refused}{later} (try {tried} of {server.tries})",
             remedy="check that the server runs, and its limits: server.concurrent, per_minute, "

@@ -95,7 +95,7 @@ def ray_backend(*, asked: str) -> Callable[..., Backend]:
             "Ray is not installed, and several processes need it",
             field="trainer.backend",
             got=asked,
-            remedy="pip install 'tandem[ray]', or set trainer.backend=local to use one process",
+            remedy="pip install 'tandem[ray]', or configure the run for one process",
         ) from error
     return make
 

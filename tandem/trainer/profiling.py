@@ -53,7 +53,7 @@ class StepProfiler:
         more = f"; memory: {parts}" if snapshots else ""
         if memory and not snapshots:
             more = "; memory snapshots need CUDA: here the trace itself contains the allocations"
-        self._say(f"profile of step {step}, {processes} processes: {path}, open it in ui.perfetto.dev{more}")
+        self._say(f"profile of step {step}, {processes} processes: {path} (open it in ui.perfetto.dev){more}")
 
     def tell(self) -> None:
         """Tell the user how a step spends its time, if any step was to be profiled.

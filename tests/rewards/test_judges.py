@@ -179,7 +179,7 @@ def test_what_passes_is_tried_again(served: JudgeServer, tmp_path: Path) -> None
     pauses = [after - before for before, after in itertools.pairwise(times)]
     assert 0.4 <= pauses[0] < 1 and max(pauses[1:3]) < 0.4 and 0.4 <= pauses[3] < 3
     served.pause = 0.6
-    with pytest.raises(RewardError, match="does not answer") as caught:
+    with pytest.raises(RewardError, match="no answer from the judge") as caught:
         judged(server | {"timeout": 0.1, "tries": 2}, "Slow.")
     assert "TimeoutError: no answer in 0.1 s (try 2 of 2)" in str(caught.value) and len(served.asked) == 7
 
@@ -327,7 +327,7 @@ def test_requests_a_minute(served: JudgeServer, tmp_path: Path) -> None:
 def test_failures_follow_on_error(served: JudgeServer, tmp_path: Path) -> None:
     served.replies = [(400, {}, b"no")]
     server = asking(served, tmp_path, concurrent=1)
-    with pytest.raises(RewardError, match="does not answer"):
+    with pytest.raises(RewardError, match="no answer from the judge"):
         pooled(terms(server), ["a"], num_workers=0)
     served.replies = [(400, {}, b"no")] * 2  # once together with the others, once alone
     scored, pool = pooled(terms(server), ["a", "b"], num_workers=0, on_error="zero")
