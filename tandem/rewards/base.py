@@ -163,7 +163,6 @@ class Reward:
             raise self._raised(error, place, item, also) from error
 
     def _raised(self, raised: BaseException, place: int, item: Item, also: str = "") -> RewardError:
-        """Return the error for an exception that the function raised."""
         error = self.error(describe_error(raised) + also, place, item)
         if is_network_error(raised):
             error.remedy = RETRY_REMEDY
@@ -290,13 +289,7 @@ Scorer = Reward | WeightedSum
 
 
 def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
-    """Check the value that a reward function returned, and return it as a score.
-
-    Args:
-        reward: The reward.
-        value: The value that its function returned.
-        place: The place of the response in the batch.
-        item: The response.
+    """Check the value that a reward function returned for an item, and return it as a score.
 
     Raises:
         RewardError: The value is not a finite number, nor a dict with one.
