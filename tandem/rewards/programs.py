@@ -53,17 +53,17 @@ class Test:
         """Run the test and return "passed", "failed", "timeout" or "unserialisable"."""
         if self.function is None and not self.cooperative:
             ran = sandbox.run(solution, self.given)
-            return _told(ran, ran.status == "finished" and same_text(ran.stdout, self.expected))
+            return _outcome(ran, ran.status == "finished" and same_text(ran.stdout, self.expected))
         nonce = secrets.token_hex(16)
         ran = sandbox.run(CALLER, json.dumps([nonce, solution, self.function, self.given]) + "\n")
         _, marked, answer = ran.stdout.partition(nonce)
         if answer == UNSERIALISABLE:
             return UNSERIALISABLE
         came = ran.status == "finished" and bool(marked)
-        return _told(ran, came and (self.cooperative or same_value(answer, self.expected)))
+        return _outcome(ran, came and (self.cooperative or same_value(answer, self.expected)))
 
 
-def _told(ran: Run, passed: bool) -> str:
+def _outcome(ran: Run, passed: bool) -> str:
     return "timeout" if ran.status == "timeout" else "passed" if passed else "failed"
 
 
