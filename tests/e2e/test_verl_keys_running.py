@@ -148,7 +148,7 @@ def test_the_temperature_is_that_of_sampling_and_of_training(shop: Shop, base: F
 
 @tries(f"{ROLLOUT}.top_k", f"{ROLLOUT}.top_p")
 def test_truncated_sampling(shop: Shop, base: Finished) -> None:
-    """A top_k above the vocabulary size is no limit, and top_k=1 is greedy, as in validation.
+    """A top_k above the vocabulary size is no limit; a single remaining token is the greedy one.
 
     The log-probs are those of the truncated distribution.
     """

@@ -172,7 +172,7 @@ def test_the_command_says_it_and_the_seconds(
 
 
 def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
-    """Generation is twice as slow as the time model says, at any size of the step."""
+    """The probe measured generation twice as slow as in the time model, so a step is estimated so too."""
     config = config_of(lab)
 
     def step(lengths: Any) -> dict[str, float]:
