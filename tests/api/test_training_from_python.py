@@ -157,7 +157,7 @@ def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
         return 0.0
 
     for arguments, words in (
-        ({"rewards": unknown}, "does not say which responses it wants"),
+        ({"rewards": unknown}, "which responses the function needs"),
         ({"rewards": digits, "train": [{"question": "1"}] * 5}, "prompt"),
         ({"rewards": own, "train": [{"prompt": "1"}] * 5}, "answer"),
         (

@@ -106,7 +106,7 @@ def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(
     words = lab.overrides(lab.folder / "never")
     assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Silent'}}"]) == 0
     out = capsys.readouterr().out
-    assert "The rollout gives no log-probs: how far it is from training was not measured." in out
+    assert "no log-probs" in out and "not measured" in out
     assert "weights changed" in out and "rollout/log_prob_diff_mean" not in out
 
 

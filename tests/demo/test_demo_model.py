@@ -1,4 +1,4 @@
-"""The demo's model folder, loaded as any Hugging Face folder is."""
+"""The demo's model folder, loaded like any Hugging Face folder."""
 
 from __future__ import annotations
 

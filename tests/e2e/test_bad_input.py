@@ -1,5 +1,7 @@
-"""What a user sees of input that can be refused before training: status 1, one error that names field, value
-and remedy, and nothing written."""
+"""What a user sees if input is refused before training.
+
+The exit status is 1, one error names field, value and remedy, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,7 @@ def test_fewer_rows_than_a_batch(user: User) -> None:
         ("def score(a):\n    return 1\n", ("custom_reward_function.name: no such function", "one of score")),
         (
             "def compute_score(text):\n    return 1\n",
-            ("does not say which responses", "solution_str"),
+            ("which responses the function needs", "solution_str"),
         ),
         ("import nowhere\n", ("custom_reward_function.path", "No module named 'nowhere'")),
     ],

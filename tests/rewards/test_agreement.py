@@ -1,4 +1,4 @@
-"""Hand-decided answers in odd formats: the scorers of GSM8K and MATH agree, and call no wrong one right."""
+"""Answers in odd formats, decided by hand: the GSM8K and MATH rewards agree and accept no wrong answer."""
 
 from __future__ import annotations
 

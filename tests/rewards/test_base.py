@@ -1,4 +1,4 @@
-"""The registry, and the check of what reward functions return."""
+"""The registry of rewards, and the checks of what reward functions return."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_registering_exact_names_and_beginnings(monkeypatch: pytest.MonkeyPatch)
     assert [entry.score for entry in score([Item(s, "", "") for s in sources])] == [2, 1, 2, 2, 1]
     with pytest.raises(RewardError, match="exact"):
         reward_for("exactly")
-    with pytest.raises(RewardError, match="has a reward already"):
+    with pytest.raises(RewardError, match="already has a reward"):
         register_reward("task")(short)
 
 
@@ -198,12 +198,12 @@ def test_batched_of_the_wrong_length(values: Any) -> None:
 
 @pytest.mark.parametrize("value", ["ab", {"a": 1, "b": 2}, 1.0, None])
 def test_batched_that_returns_no_list(value: Any) -> None:
-    assert "is batched and returned no list\n" in raised(batched(lambda **_: value))
+    assert "is batched but did not return a list\n" in raised(batched(lambda **_: value))
 
 
 def test_batched_with_one_bad_entry_names_it() -> None:
     assert "sample 1, data_source 'b': " in raised(batched(lambda **_: [1.0, math.nan]))
-    assert "(it is batched" in raised(batched(lambda **_: {}["x"]))
+    assert "first sample" in raised(batched(lambda **_: {}["x"]))
 
 
 def test_mixed_sources_keep_their_order_and_places() -> None:

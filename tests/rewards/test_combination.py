@@ -1,4 +1,4 @@
-"""Running statistics against those of all scores at once, and what a user's function makes of scores."""
+"""Running statistics compared with those of all scores at once, and user functions that combine scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""load_custom: a user's file becomes a reward, or one message says why not."""
+"""Loading a reward function from a user's file, and the messages when that is not possible."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_unknown_keyword(good: str) -> None:
 
 
 def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its module made on import, such as a lock, cannot travel; a relative path means the same file."""
+    """Objects that the module made on import, such as a lock, are not pickled. A relative path works."""
     (tmp_path / "locked.py").write_text(
         "import threading\nlock = threading.Lock()\nmade = []\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
@@ -119,7 +119,7 @@ def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_module_that_moved_is_found_by_its_old_name() -> None:
-    """Run folders of before hold it in their config.yaml."""
+    """Run folders of older versions have the old name in their config.yaml."""
     old, new = (load_custom(f"tandem.{package}.controls", "shuffled") for package in ("trainer.demo", "demo"))
     assert old.function is new.function
     with pytest.raises(RewardError, match=r"tandem\.trainer\.demolition"):

@@ -1,5 +1,8 @@
-"""Reward functions that do what none should, in real processes: each has a named outcome, in time, the
-others' scores are right, nothing that they started stays, and the next batch is scored."""
+"""Reward functions that misbehave, in real processes.
+
+Each has a named outcome within the time limit, the other scores are right, nothing that a function started
+remains, and the next batch is scored.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ DAEMON = """
         os._exit(0)
     while not os.path.exists(FOLDER + "/daemon") or not open(FOLDER + "/daemon").read(): time.sleep(0.01)
 """
-KINDS = {  # the body of a function, and what its score is; None: it has failed
+KINDS = {  # the body of a function, and its score; None: the function fails
     "forks and returns twice": ("os.fork(); return 1.0", 1.0),
     "forks, returns twice, and the copy is late": ("if not os.fork(): time.sleep(0.5)\n    return 1.0", 1.0),
     "copies that fork in C": ("ctypes.CDLL(None).fork(); return 1.0", 1.0),
@@ -383,7 +386,7 @@ def test_a_request_that_a_server_did_not_take_is_made_again(tmp_path: Path) -> N
 def test_a_program_with_many_open_files_gets_its_scores(tmp_path: Path) -> None:
     for each in psutil.Process().children():
         if "forkserver" in "".join(each.cmdline()):
-            each.kill()  # the next one takes its line under the number that it has here
+            each.kill()  # the next process gets a socket with the same number
             each.wait(30)
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     pool = Pool(load_custom(written(tmp_path, "return 1.0")), RewardConfig(num_workers=1))

@@ -1,4 +1,4 @@
-"""Answers judged by hand, as an examiner who looks for mistakes would: no wrong one passes."""
+"""Answers that were marked by hand with strict rules: no reward accepts a wrong answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCORERS: dict[str, Callable[[str, Any], float]] = {
 }
 
 MISSED: dict[str, list[str]] = {"json_schema": ['```json\n{"a":"```"}\n```']}
-"""Right answers in forms that a scorer does not read."""
+"""Right answers in forms that a reward does not recognize."""
 
 
 @pytest.mark.parametrize("scorer", sorted({row["scorer"] for row in ROWS}))

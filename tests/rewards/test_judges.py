@@ -1,4 +1,4 @@
-"""A judge behind HTTP: what it is asked, how its score is read, limits, refusals, hostile answers, cache."""
+"""A judge over HTTP: its questions, how its score is read, limits, refusals, hostile answers, cache."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ COLUMNS = {"prompt": [{"role": "user", "content": "Why?"}], "rubric": "be short"
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """Answers chat completions with `say`, once `replies`, of (status, headers, body), are used up.
+    """Answers chat completions with `replies` (status, headers, body), and with `say` when these are used up.
 
     Attributes:
-        asked: (seconds, headers, body) of each request.
-        most: the most requests at a time.
+        asked: The time, headers and body of each request.
+        most: The largest number of requests at the same time.
     """
 
     daemon_threads = True
@@ -49,7 +49,7 @@ class JudgeServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that waits no longer is part of the tests."""
+        """Ignore errors of clients that stopped waiting, which is part of the tests."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -145,7 +145,7 @@ def test_reading(
 ) -> None:
     served.say = said
     if expected is None:
-        for _ in range(2):  # what cannot be read is not kept
+        for _ in range(2):  # an answer that cannot be read is not cached
             with pytest.raises(RewardError, match="the judge gave no score from"):
                 judged(asking(served, tmp_path), **more)
         assert len(served.asked) == 2
@@ -179,7 +179,7 @@ def test_what_passes_is_tried_again(served: JudgeServer, tmp_path: Path) -> None
     pauses = [after - before for before, after in itertools.pairwise(times)]
     assert 0.4 <= pauses[0] < 1 and max(pauses[1:3]) < 0.4 and 0.4 <= pauses[3] < 3
     served.pause = 0.6
-    with pytest.raises(RewardError, match="the judge gives no answer") as caught:
+    with pytest.raises(RewardError, match="no answer from the judge") as caught:
         judged(server | {"timeout": 0.1, "tries": 2}, "Slow.")
     assert "TimeoutError: no answer in 0.1 s (try 2 of 2)" in str(caught.value) and len(served.asked) == 7
 
@@ -188,13 +188,13 @@ def test_what_passes_is_tried_again(served: JudgeServer, tmp_path: Path) -> None
     ("reply", "told", "asked"),
     [
         ((401, {}, f"no such key: {KEY}".encode()), "status 401: 'no such key: [key]'", 1),
-        ((429, {"Retry-After": "3600"}, b""), "says to wait 3600 s", 1),
+        ((429, {"Retry-After": "3600"}, b""), "wait 3600 s", 1),
         ((302, {"Location": "http://127.0.0.1:1/"}, b"x"), "status 302", 1),
-        ((200, {}, b"x" * (5 * 2**20)), "an answer without end", 1),
-        ((200, {}, b'{"choices": []}'), "no chat completion", 2),
-        ((200, {}, completion(None)), "no chat completion", 2),
-        ((200, {}, b"[" * 100_000), "no chat completion", 2),
-        ((200, {}, b"\xff\xfe"), "no chat completion", 2),
+        ((200, {}, b"x" * (5 * 2**20)), "larger than 4 MiB", 1),
+        ((200, {}, b'{"choices": []}'), "not a chat completion", 2),
+        ((200, {}, completion(None)), "not a chat completion", 2),
+        ((200, {}, b"[" * 100_000), "not a chat completion", 2),
+        ((200, {}, b"\xff\xfe"), "not a chat completion", 2),
     ],
 )
 def test_what_does_not_pass(
@@ -250,8 +250,8 @@ def test_wrong_servers(served: JudgeServer, tmp_path: Path, changed: dict[str, A
 
 def test_wrong_arguments(served: JudgeServer, tmp_path: Path) -> None:
     for more, told in (
-        ({"rubric": None}, r"asks for \{rubric\}"),
-        ({"template": "Well?"}, r"lacks \{response\}"),
+        ({"rubric": None}, r"\{rubric\}"),
+        ({"template": "Well?"}, r"\{response\}"),
         ({"pattern": "score"}, "the judge's pattern"),
         ({"pattern": "("}, "the judge's pattern"),
         ({"scale": (1, 1)}, "the judge's scale"),
@@ -263,14 +263,14 @@ def test_wrong_arguments(served: JudgeServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"server": None}, "the judge's server: is missing"),
+        ({"server": None}, "the judge's server: "),
         ({"server": {"url": "http://a/v1", "model": "m", "tries": 0}}, "server.tries"),
         ({"server": {"url": "http://a/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
-        ({"template": "Well?"}, r"lacks \{response\}"),
+        ({"template": "Well?"}, r"\{response\}"),
         ({"pattern": "score"}, "the judge's pattern"),
         ({"scale": [10]}, "the judge's scale"),
         ({"rubrik": "be kind"}, "rubrik: the function has no such parameter(.|\n)*did you mean rubric"),
-        ({"response": "So."}, "response: is given by each call"),
+        ({"response": "So."}, r"reward_kwargs\.response: "),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_response(changed: dict[str, Any], told: str) -> None:
@@ -307,7 +307,7 @@ def test_a_term_of_a_sum_in_processes_keeps_to_the_limits_together(
     served: JudgeServer, tmp_path: Path
 ) -> None:
     served.pause = 0.05
-    texts = [f"text {n}" for n in range(130)]  # three calls of at most 64
+    texts = [f"text {n}" for n in range(130)]  # makes three calls of at most 64
     scored, _ = pooled(terms(asking(served, tmp_path, concurrent=3)), texts, num_workers=2)
     assert [one.score for one in scored] == pytest.approx([1.4] * 130)
     assert scored[0].extra["helpful"] == pytest.approx(0.7) and scored[0].extra["judge_tokens"] == 30
@@ -327,9 +327,9 @@ def test_requests_a_minute(served: JudgeServer, tmp_path: Path) -> None:
 def test_failures_follow_on_error(served: JudgeServer, tmp_path: Path) -> None:
     served.replies = [(400, {}, b"no")]
     server = asking(served, tmp_path, concurrent=1)
-    with pytest.raises(RewardError, match="the judge gives no answer"):
+    with pytest.raises(RewardError, match="no answer from the judge"):
         pooled(terms(server), ["a"], num_workers=0)
-    served.replies = [(400, {}, b"no")] * 2  # once beside the others, once alone
+    served.replies = [(400, {}, b"no")] * 2  # once together with the others, once alone
     scored, pool = pooled(terms(server), ["a", "b"], num_workers=0, on_error="zero")
     assert len(pool.failures) <= 1 and scored[1].score == pytest.approx(1.4)
     served.say = "no score"
@@ -384,7 +384,7 @@ def test_a_run_with_a_judge_writes_its_key_nowhere(
     for name, mean in (("judge", 0.7), ("judge_retries", 0.0)):
         assert run.curve(f"reward/extra/{name}") == [(1, pytest.approx(mean))]
     ((_, tokens),) = run.curve("reward/extra/judge_tokens")
-    assert 0 < tokens <= 30  # two equal responses to one prompt may be paid for once
+    assert 0 < tokens <= 30  # two equal responses to the same prompt may be paid for once
     samples = run.samples(step=1)
     assert len(samples) == 8
     for sample in samples:

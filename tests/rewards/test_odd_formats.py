@@ -1,4 +1,4 @@
-"""The table of odd formats: the scorers give what its column says, and the page is made from it."""
+"""The table of odd formats: the rewards give the scores in its column, and the docs page is made from it."""
 
 from __future__ import annotations
 

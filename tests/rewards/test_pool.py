@@ -88,7 +88,7 @@ Maker = Callable[..., Pool]
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Maker]:
-    """Makes pools of a scorer and keys, with the log `reward.log`, and closes them."""
+    """Yield a function that makes pools with the log `reward.log`, and close the pools afterwards."""
     pools: list[Pool] = []
 
     def make(scorer: Scorer, say: Callable[[str], None] = print, **keys: Any) -> Pool:
@@ -175,7 +175,7 @@ def test_a_process_that_died_between_batches_costs_no_score(source: Path, made: 
     ended = psutil.Process(int(scored.extra["pid"]))
     ended.kill()
     ended.wait(10)
-    time.sleep(0.2)  # until the server that made it has said so
+    time.sleep(0.2)  # until the server has reported that it made the process
     assert [s.score for s in pool.score(items_of(["ok 2", "ok 3"]))] == [2.0, 3.0]
     assert pool.counts == {"died": 1}
 
@@ -268,7 +268,7 @@ pool.score([Item("any", "hang 1", None)] * 4)
     assert parent.stdout.readline() == "started\n"
     time.sleep(0.5)
     below = psutil.Process(parent.pid).children(recursive=True)
-    assert len(below) >= 3  # two that score, and the server that started them
+    assert len(below) >= 3  # two scoring processes, and the server that forked them
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

@@ -1,4 +1,4 @@
-"""Solutions run on tests: formats, comparisons, and what a solution may try to pass without an answer."""
+"""Solutions that are run on tests: formats, comparisons, and attempts to pass without an answer."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
 
 
 NINETY_THREE = {"fn_name": "square", "inputs": ["93"], "outputs": ["8649"]}
-"""A result that is no constant of what runs around the solution."""
-FORGED = {  # each claims the answer without knowing it
+"""A result that is not a constant in the code around the solution."""
+FORGED = {  # each solution claims the answer without knowing it
     "print a result": "print('8649'); print('true')",
     "equal to everything": "class E(int):\n    def __eq__(s, o): return True\ndef square(n): return E(0)",
     "equal by its type": "class E:\n    def __eq__(s, o): return True\ndef square(n): return E()",

@@ -1,4 +1,4 @@
-"""The ready rules: scores and reasons on hand-made and random texts, alone, in sums, and given to Python."""
+"""The ready-made rules: scores and explanations on handmade and random texts, alone, in sums, from Python."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_choice_names_its_truth() -> None:
         assert right(rules.choice("C", truth))
     assert rules.choice("no", "C")["why"] == "no answer found"
     for truth in ("7", "Z", "Rome"):
-        with pytest.raises(ValueError, match="no letter of ABCD"):
+        with pytest.raises(ValueError, match="letter of ABCD"):
             rules.choice("C", truth, letters="ABCD")
 
 
@@ -177,8 +177,8 @@ FORM = "<think>a</think><answer>b</answer>"
 @pytest.mark.parametrize(
     ("response", "why"),
     [
-        (FORM, "as the template"),
-        ("\n<think>a</think>\n <answer>b</answer>\n", "as the template"),
+        (FORM, "matches the template"),
+        ("\n<think>a</think>\n <answer>b</answer>\n", "matches the template"),
         ("<think>a</think>c<answer>b</answer>", "text before <answer>"),
         ("<think> </think><answer>b</answer>", "no text before </think>"),
         ("<answer>b</answer>", "<think> is missing"),
@@ -191,7 +191,7 @@ FORM = "<think>a</think><answer>b</answer>"
 )
 def test_format(response: str, why: str) -> None:
     found = rules.format(response)
-    assert found == {"score": float(why == "as the template"), "why": why}
+    assert found == {"score": float(why == "matches the template"), "why": why}
 
 
 def test_other_templates() -> None:
@@ -292,7 +292,7 @@ EXPECTED = Scored(
     {"acc": 1.0, "numeric": 1.0, "length": -0.5, "repetition": 0.0},
     "7",
     True,
-    why="numeric: answer 7, expected 7; length: 4 tokens, not 8; repetition: 0 of 1 3-grams come again",
+    why="numeric: answer 7, expected 7; length: 4 tokens, not 8; repetition: 0 of 1 3-grams are repeated",
 )
 
 

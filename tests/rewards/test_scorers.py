@@ -1,4 +1,4 @@
-"""The scorers: which answer each reads, and what it counts as right."""
+"""The rewards of data sources: which answer each reads, and what it accepts as right."""
 
 from __future__ import annotations
 

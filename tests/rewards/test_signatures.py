@@ -1,4 +1,4 @@
-"""Reward functions of every style, called through what loads them from a user's file."""
+"""Reward functions of every style, loaded from a user's file and called."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_the_columns_a_function_reads_are_its_other_parameters(
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
-        ("answer", "does not say which responses it wants"),
+        ("answer", "which responses the function needs"),
         ("response, responses", "name two ways"),
         ("prompts, response", "name two ways"),
         ("completions, response", "name two ways"),
-        ("completions, trainer_state", "trainer_state, which only TRL's trainer has"),
+        ("completions, trainer_state", "takes trainer_state"),
         ("solution_str, ground_truth", "cannot be called as needed"),
     ],
 )
@@ -131,7 +131,7 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
 
 def test_terms_of_one_name_are_an_error(tmp_path: Path) -> None:
     reward = load(tmp_path, "def f(response): return 1.0")
-    with pytest.raises(RewardError, match="name of its own"):
+    with pytest.raises(RewardError, match="own name"):
         WeightedSum((("f", reward, 1.0), ("f", reward, 1.0)))
 
 
@@ -146,14 +146,14 @@ async def f(response):
     items = [item(str(number)) for number in range(30)]
     reward = load(tmp_path, code)
     assert scores(reward, *items) == list(range(30))
-    assert scores(reward, *items) == list(range(30))  # in the same event loop, which the barrier belongs to
+    assert scores(reward, *items) == list(range(30))  # all in the event loop that the barrier belongs to
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
 def test_an_asynchronous_function_cannot_end_the_process(tmp_path: Path, end: str) -> None:
     code = f"import asyncio, os, sys\nasync def f(response):\n    await asyncio.sleep(0)\n    {end}"
-    with pytest.raises(RewardError, match="exit with status 3"):
+    with pytest.raises(RewardError, match="exit status 3"):
         scores(load(tmp_path, code), item("a"), item("b"))
-    with pytest.raises(RewardError, match="exit with status 3"):
+    with pytest.raises(RewardError, match="exit status 3"):
         scores(load(tmp_path, code.replace("response", "responses")), item("a"))
     assert scores(load(tmp_path, "async def f(response): return 1"), item("a")) == [1]

@@ -1,4 +1,4 @@
-"""The scorers of verl's data sources, and those that are refused: right, wrong, odd and hostile responses."""
+"""The rewards of verl's data sources on right, wrong, odd and hostile responses; sources without reward."""
 
 from __future__ import annotations
 

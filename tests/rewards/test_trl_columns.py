@@ -1,4 +1,4 @@
-"""Rows of TRL's data sets that hold completions beside their prompts."""
+"""Rows of TRL's datasets that have completions beside their prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verl 0.9.1's reward functions give: their column of odd formats, and our scores on plain responses."""
+"""The results of verl 0.9.1's reward functions: its column of odd formats, and scores on plain responses."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_column_of_verl(tmp_path: Path) -> None:
 def test_plain_responses_get_the_scores_of_verl(tmp_path: Path) -> None:
     found = scores_of_verl(PLAIN, tmp_path)
     unscored = {case[0] for case, theirs in zip(PLAIN, found, strict=True) if theirs is None}
-    assert unscored <= {"hiyouga/geometry3k"}  # it needs mathruler
+    assert unscored <= {"hiyouga/geometry3k"}  # verl needs mathruler for this source
     for case, theirs in zip(PLAIN, found, strict=True):
         if theirs is not None:
             assert score([Item(*case)])[0].score == pytest.approx(theirs), case

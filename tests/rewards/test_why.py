@@ -1,4 +1,4 @@
-"""A score's reason: what scorers say, of sums, of failures, and what becomes of long or broken texts."""
+"""The explanation of a score: of single rewards, sums and failures, and with long or broken texts."""
 
 from __future__ import annotations
 

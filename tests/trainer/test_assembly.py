@@ -1,4 +1,4 @@
-"""What is said of a config before anything is made."""
+"""Messages about a config before anything is created."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIVATIONS = "actor_rollout_ref.model.enable_activation_offload"
 def test_offload_without_effect(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, told: bool
 ) -> None:
-    """On Ray this machine's devices are not those of the workers."""
+    """On Ray, this machine's devices are not the workers' devices, so there is no message."""
 
     def none(*_: Any) -> None:
         raise ConfigError("no backend here")
@@ -41,7 +41,7 @@ def test_offload_without_effect(
             said=said,
         )
     sentences = [
-        f"{OFFLOAD}, {HOST}: no effect on a CPU, whose memory is the host's.",
-        f"{ACTIVATIONS}: on a CPU nothing moves; what would is counted.",
+        f"{OFFLOAD}, {HOST}: no effect on a CPU, where everything is in host memory already.",
+        f"{ACTIVATIONS}: on a CPU nothing is moved; its size is only counted.",
     ]
     assert said == sentences * told

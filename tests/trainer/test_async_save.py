@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: the same run, the same checkpoints, nothing lost."""
+"""Checkpoints that are written in the background: the run and its checkpoints are unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
 
 
 def slow_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
-    """Calls `before` in each background write first."""
+    """Call `before` at the start of each background write."""
     write = state._write
 
     def slow(values: dict[str, Any], path: Path, group: Any) -> None:
@@ -64,7 +64,7 @@ def test_the_same_run_and_the_same_checkpoints(lab: Lab, whole: Finished) -> Non
 def test_training_goes_on_meanwhile_and_the_end_waits(
     lab: Lab, whole: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write of step 2 is held until step 3 has been done; the last one takes a second."""
+    """The write of step 2 is held until step 3 is done; the last write takes a second."""
     step_three = threading.Event()
     seen: list[str] = []
     original = PPOTrainer.step
@@ -152,7 +152,7 @@ def test_ctrl_c_waits_for_its_checkpoint(lab: Lab, whole: Finished, monkeypatch:
 
 
 class Stop(Exception):
-    """Stands for an error of the user's code."""
+    """An error in the user's code."""
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ class Stop(Exception):
 def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(
     lab: Lab, error: type[BaseException], left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both in step 3, while step 2 is being written."""
+    """The error or interrupt comes in step 3, while the checkpoint of step 2 is being written."""
     original = PPOTrainer.step
 
     def step(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
@@ -182,7 +182,7 @@ def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(
 
 
 def test_rewards_that_fail_cost_no_checkpoint(lab: Lab) -> None:
-    """On a run of its own, at the third step."""
+    """A reward fails in the third step of a separate run; the checkpoint before it is complete."""
     file = lab.folder / "fails_late.py"
     file.write_text(
         "calls = 0\n"

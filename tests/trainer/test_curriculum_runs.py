@@ -1,5 +1,4 @@
-"""A sampler in the loop: it is told what was observed before it draws again, and a run that was stopped goes
-on as the one that was not."""
+"""A sampler of prompts in a run: it observes results before it draws again, and it resumes correctly."""
 
 from __future__ import annotations
 
@@ -53,15 +52,18 @@ def words(lab: Lab) -> tuple[str, ...]:
 
 
 def drawn(run: Finished, step: int) -> tuple[list[int], list[float]]:
-    """The rows of a step, and the mean reward of each."""
+    """Return the rows of a step, and the mean reward of each."""
     samples = run.samples(step)
     scores = np.array(samples["scores"]).reshape(-1, 3).mean(1)
     return samples["index"][::3], scores.tolist()
 
 
 def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...]) -> None:
-    """Of the fourteen questions of four characters, the first two steps bring eight; then follow six new
-    ones and the worst."""
+    """There are fourteen questions of four characters.
+
+    The first two steps use eight of them. The next step uses the six new ones and those with the worst
+    rewards.
+    """
     run = lab.run("worst", *words)
     known = dict.fromkeys(range(14), -1.0)
     for step in range(1, 6):
@@ -76,7 +78,7 @@ def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...])
 
 @pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: tuple[str, ...], built_in: bool) -> None:
-    """With dynamic sampling, so that the sampler is asked several times a step and prompts are given back."""
+    """With dynamic sampling, the sampler draws several times per step and prompts are given back."""
     if built_in:
         words = (words[0], "data.sampler.class_name=PassRateSampler", *words[4:])
     words = (*words, "algorithm.filter_groups.enable=true", "data.gen_batch_size=5",

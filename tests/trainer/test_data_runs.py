@@ -1,4 +1,4 @@
-"""Data in the loop: a mixture and its metrics, files that grew before a resume, a dataset of one's own."""
+"""Data in a run: a mixture and its metrics, files that grow before a resume, a custom dataset class."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sums(Dataset):
 
 
 def write(lab: Lab, name: str, rows: int) -> str:
-    """Every third row is of the source hard."""
+    """Write rows of which every third has the source hard."""
     made = [problem(n % 9, n % 8) | {"data_source": "hard" if n % 3 == 2 else "easy"} for n in range(rows)]
     return str(write_rows(lab.folder / name, made))
 
@@ -57,7 +57,7 @@ def uids(run: Finished, step: int) -> list[str]:
 
 
 def test_a_mixture_over_a_file_that_grew(lab: Lab, words: tuple[str, ...]) -> None:
-    """Nine rows give epochs of two steps; after the stop at step 3 there are 21, which join at step 5."""
+    """Nine rows make epochs of two steps. After the stop at step 3 there are 21 rows, used from step 5 on."""
     words = (*words, "data.mixture={easy: 1, hard: 3}")
     path = write(lab, "mixed.parquet", 9)
     whole = lab.run("mixed", *words, f"data.train_files={path}")

@@ -1,5 +1,7 @@
-"""Prompts whose responses are all worth the same are left out, and others take their place: which ones, how
-many, and the same after a resume."""
+"""Dynamic sampling: prompts whose responses all have the same reward are replaced.
+
+The tests check which prompts are replaced, how many, and that a resumed run does the same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ ON = (f"{FILTER}.enable=true", "data.shuffle=false")
 
 
 def rewarded(lab: Lab, name: str, body: str) -> str:
-    """The key of a reward function whose last lines are `body`."""
+    """Write a reward function whose last lines are `body`, and return the config key that names it."""
     path = lab.folder / f"{name}.py"
     path.write_text(
         "import collections, zlib\nseen = collections.Counter()\n"
@@ -29,8 +31,11 @@ def rewarded(lab: Lab, name: str, body: str) -> str:
 
 @pytest.fixture(scope="module")
 def odd(lab: Lab) -> str:
-    """Every second response is right, of prompts with an odd answer; the others are all wrong. The answers
-    of rows 0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18, 20, 21 and 23 are odd."""
+    """Make a reward under which only prompts with an odd answer have responses that differ.
+
+    Every second response to these prompts is right; all responses to other prompts are wrong. The answers of
+    rows 0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18, 20, 21 and 23 are odd.
+    """
     return rewarded(
         lab,
         "odd",
@@ -39,7 +44,7 @@ def odd(lab: Lab) -> str:
 
 
 def prompts(run: Finished, step: int) -> list[str]:
-    """The uids of a step's prompts, in order."""
+    """Return the uids of a step's prompts, in order."""
     return list(dict.fromkeys(run.samples(step)["uid"]))
 
 
@@ -63,7 +68,7 @@ def test_exactly_the_prompts_that_differ_are_learnt_from_and_none_is_lost(lab: L
 
 
 def test_a_larger_generation_batch_is_one_generation(lab: Lab, odd: str) -> None:
-    """Of rows 7, 9, 11, 12, 13, 14 the last is one too many."""
+    """The batch has rows 7, 9, 11, 12, 13 and 14; the last one no longer fits."""
     run = lab.run("six", *ON, odd, "data.gen_batch_size=6")
     assert prompts(run, 1) == ["0-0", "0-2", "0-4", "0-6"]
     assert prompts(run, 2) == ["0-7", "0-9", "0-11", "0-13"]
@@ -73,8 +78,10 @@ def test_a_larger_generation_batch_is_one_generation(lab: Lab, odd: str) -> None
 
 
 def test_what_was_written_and_scored_is_said_of_all_prompts(lab: Lab, odd: str) -> None:
-    """Responses of six tokens: eight prompts were answered, and four are learnt from. Of three responses to
-    five odd prompts two are right."""
+    """The metrics describe all eight prompts that were answered, not only the four that are learned from.
+
+    All responses have six tokens. Of three responses to five odd prompts, two are right.
+    """
     words = ("actor_rollout_ref.rollout.ignore_eos=true", "trainer.total_training_steps=1")
     (row,) = lab.run("written", *ON, odd, *words).rows
     assert (row["tokens/response"], row["sampling/response_tokens"]) == (4 * 3 * 6, 8 * 3 * 6)
@@ -91,7 +98,7 @@ def test_what_was_written_and_scored_is_said_of_all_prompts(lab: Lab, odd: str) 
 def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_reason(
     lab: Lab, limit: int, telling: str
 ) -> None:
-    """Without a limit each of the 24 prompts is tried once."""
+    """Without a limit, the run tries each of the 24 prompts once."""
     same = rewarded(lab, "same", "return 1.0")
     with pytest.raises(RewardError) as caught:
         lab.run(f"same_{limit}", *ON, same, f"{FILTER}.max_num_gen_batches={limit}")
@@ -109,7 +116,7 @@ def test_a_number_that_the_reward_does_not_return_is_named(lab: Lab, odd: str) -
 
 
 def test_a_number_of_the_rewards_own_may_decide(lab: Lab) -> None:
-    """The score differs everywhere, `right` only for odd answers."""
+    """The score differs for all prompts, but the filter reads `right`, which differs only for odd answers."""
     key = rewarded(
         lab,
         "own",
@@ -143,7 +150,7 @@ STOPPED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, step: int) -> None:
-    """With prompts that were given back when it was broken off, and some of the batch that filled up."""
+    """When the run stopped, some prompts had been given back, and some of a filling batch were waiting."""
     key = rewarded(lab, "hashed", "return zlib.crc32(solution_str.encode()) % 5 // 4")
     whole = lab.run(f"whole_{step}", *STOPPED, key)
     waiting = whole.trainer.prompts.state_dict()["waiting"]
@@ -176,7 +183,7 @@ def test_a_worker_class_that_cannot_filter_is_refused(lab: Lab, tmp_path: Path) 
 
 
 def test_the_control_answers_the_same_prompts_twice(lab: Lab, tmp_path: Path) -> None:
-    """All prompts would be left out."""
+    """Dynamic sampling would drop all prompts, so the control run turns it off."""
     same = rewarded(lab, "all_same", "return 1.0")
     words = [*lab.overrides(tmp_path / "run"), *ON, "data.gen_batch_size=6", same]
     report = run_control(load_train_config(None, words).config, say=lambda sentence: None)

@@ -28,7 +28,7 @@ NAME = "custom_reward_function.name=score"
 
 
 def exact(policy: Any, reference: Any, tokens: list[int]) -> list[float]:
-    """Σ p log p/q before each token, by transformers' own forward in float64."""
+    """Compute Σ p log p/q before each token with transformers' own forward in float64."""
     ids = torch.tensor([tokens])
     with torch.no_grad():
         log_p, log_q = (torch.log_softmax(model(ids).logits[0], -1) for model in (policy, reference))
@@ -90,7 +90,7 @@ def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(la
 
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
 def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: tuple[str, ...]) -> None:
-    """Without a second copy of the weights: the numbers are those of a reference of its own."""
+    """The base model serves as the reference; the numbers equal those of a separate reference."""
     adapted = ("actor_rollout_ref.model.lora_rank=4", *words, reward, NAME, "trainer.total_training_steps=3")
     finished = lab.run(f"adapted {words[0]}", *adapted)
     assert set(finished.actor.engines) == {"actor"}
@@ -104,7 +104,7 @@ def test_both_terms_at_once_and_several_updates_per_step(lab: Lab, reward: str) 
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20",
     )  # fmt: skip
     first, second = finished.rows
-    assert first["actor/kl_in_reward"] == 0.0 < first["actor/kl"]  # the second update sees the first
+    assert first["actor/kl_in_reward"] == 0.0 < first["actor/kl"]  # the second update starts from the first
     assert 0 < second["actor/kl_in_reward"] < second["actor/kl"] * 10
 
 

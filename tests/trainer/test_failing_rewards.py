@@ -1,4 +1,4 @@
-"""Real runs whose reward hangs, ends its process, prints, or raises."""
+"""Runs whose reward hangs, ends its process, prints, or raises."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_failed_score_counts_as_nothing(lab: Lab, words: list[str], capfd) -> 
         for p in psutil.Process().children(recursive=True)
         if "tandem.rewards" in str(p.as_dict(["cmdline"], ad_value=""))
     ]
-    assert len(servers) <= 1  # from which processes are made; they have ended
+    assert len(servers) <= 1  # only the server that forks processes may be left
 
 
 def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: list[str], monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What this machine lacks for a run."""
+"""The message about a rollout engine that is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small real runs that earn each warning about learning, and some that earn none."""
+"""Small runs that cause each warning about learning, and some that cause none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(lab: Lab, name: str, reward: str, steps: int, *words: str) -> Finished
 
 
 def warned(finished: Finished) -> dict[str, int]:
-    """The steps after which there was a warning, by its name; what was said agrees with it."""
+    """Return the step of each warning by its name, and check that each was also printed."""
     events = [event for event in Run(finished.folder).events if event["event"] == "warning"]
     for event in events:
         assert f"Warning after step {event['step']}: {event['text']}." in finished.said

@@ -1,5 +1,7 @@
-"""Long responses: the punishment in the reward, and responses that were cut left out of every update, with
-exact denominators in each aggregation."""
+"""Long responses: the length penalty in the reward, and truncated responses that no update uses.
+
+In each loss aggregation, the denominators must count exactly the tokens that are used.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ OVERLONG = "reward_model.overlong_buffer"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MASK = "algorithm.mask_truncated_completions=true"
 SHORT = f"{ROLLOUT}.stop=['1', '2', '3', '4', '5', 'a', 'e']"
-"""Ends many responses before the limit of six tokens, so that there are some of each length."""
+"""Stop texts that end many responses before the limit of six tokens, so that all lengths occur."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +62,7 @@ def test_the_punishment_is_in_training_rewards_and_not_in_validation(lab: Lab) -
 
 
 def test_prompts_are_filtered_by_the_score_before_the_punishment_or_after(lab: Lab) -> None:
-    """All scores are the same; only the punishment makes prompts differ."""
+    """All scores are equal; only the length penalty makes the responses of a prompt differ."""
     words = (
         reward(lab, "ones"), SHORT, f"{ROLLOUT}.n=6", "trainer.total_training_steps=1",
         f"{OVERLONG}.enable=true", f"{OVERLONG}.len=6", "algorithm.filter_groups.enable=true",
@@ -73,7 +75,7 @@ def test_prompts_are_filtered_by_the_score_before_the_punishment_or_after(lab: L
 
 
 def test_a_greedy_baseline_is_punished_as_the_samples_are(lab: Lab) -> None:
-    """Samples that are greedy themselves have their baseline's reward to the bit."""
+    """If the samples are greedy too, their rewards equal the baseline exactly."""
     run = lab.run(
         "baseline", reward(lab, "ones"), SHORT, "algorithm.adv_estimator=remax", f"{ROLLOUT}.top_k=1",
         "trainer.total_training_steps=1", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=6",
@@ -84,8 +86,10 @@ def test_a_greedy_baseline_is_punished_as_the_samples_are(lab: Lab) -> None:
 
 
 def policy_loss(run: Finished, mode: str) -> float:
-    """The loss of one update at the policy that sampled, whose ratio is one: minus the advantages of the
-    responses that were not cut, put together as the mode says."""
+    """Return the loss of one update at the policy that sampled, whose ratios are all one.
+
+    The loss is minus the advantages of the responses that were not truncated, aggregated by `mode`.
+    """
     samples = run.samples(1)
     kept = [
         [-float(a) for a, written in zip(advantages, mask, strict=True) if written]
@@ -109,7 +113,7 @@ def policy_loss(run: Finished, mode: str) -> float:
     ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
 )
 def test_denominators_count_only_what_is_learnt_from(lab: Lab, mode: str) -> None:
-    """In micro-batches of two samples, which do not share the denominators."""
+    """Micro-batches of two samples would have different denominators on their own."""
     run = lab.run(
         f"mask_{mode}", reward(lab, "spread"), SHORT, MASK, f"{ROLLOUT}.n=6",
         "trainer.total_training_steps=1", f"{ACTOR}.loss_agg_mode={mode}",
@@ -149,7 +153,7 @@ def test_the_critic_does_not_learn_from_them_either(lab: Lab) -> None:
 
 
 def test_a_mini_batch_of_cut_responses_alone_is_no_update(lab: Lab) -> None:
-    """The stop text is never written: all responses are cut."""
+    """The stop text never occurs, so all responses are truncated."""
     words = (MASK, f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.stop=zzzzzzz", "trainer.total_training_steps=2")
     run = lab.run("all_cut", reward(lab, "spread"), *words)
     assert cut(run).all()
@@ -159,7 +163,7 @@ def test_a_mini_batch_of_cut_responses_alone_is_no_update(lab: Lab) -> None:
 
 
 def test_mini_batches_hold_the_prompts_they_would_without(lab: Lab) -> None:
-    """A mini-batch of one prompt and its response: an update for each that was not cut."""
+    """With mini-batches of one prompt and one response, each response that is not truncated is one update."""
     words = (reward(lab, "spread"), MASK, f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=1")
     one = ("algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}.n=1", SHORT)
     run = lab.run("one_each", *words, *one)

@@ -1,4 +1,4 @@
-"""The loop's seam for schedules, which a class in one file fits; and its rhythm."""
+"""Schedules, which are written as one class, and the rhythm of the loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ WORDS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
 
 
 class OneStepOff(Schedule[Any]):
-    """Each step learns from samples that were begun before the step before it updated the weights. What is
-    begun for the next step is begun again after a resume, by the weights of then."""
+    """A schedule in which each step learns from samples of the weights before the last update.
+
+    Samples for the next step are generated again after a resume, with the weights of that time.
+    """
 
     def __init__(self) -> None:
         self.ahead: Any = None
@@ -40,7 +42,7 @@ class OneStepOff(Schedule[Any]):
 
 
 def test_a_schedule_is_one_class(lab: Lab) -> None:
-    """The policy that wrote a step's samples is one update older from the second step on."""
+    """From the second step on, the policy that generated a step's samples is one update older."""
     schedule = OneStepOff()
     run = lab.run("ahead", *WORDS, schedule=schedule)
     assert schedule.calls == [

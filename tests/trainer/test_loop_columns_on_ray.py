@@ -1,5 +1,4 @@
-"""All that the loop provides, the exact KL and the reset of the reference, over processes of Ray: the numbers
-are those of one process."""
+"""The loop's columns, the exact KL and the reference reset on Ray give the numbers of one process."""
 
 from __future__ import annotations
 

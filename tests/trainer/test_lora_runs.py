@@ -1,4 +1,4 @@
-"""Runs that train adapters: reinforcement, its resume and exports, fine-tuning, reward models."""
+"""Runs that train adapters: reinforcement learning with resume and export, fine-tuning, reward models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
 
 
 def rewarded(lab: Lab, expression: str) -> str:
-    """Keys for a reward that is this of the response `text`."""
+    """Write a reward that evaluates this expression of the response `text`, and return the keys for it."""
     file = lab.folder / f"reward_{len(expression)}.py"
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
     file.write_text(f"{head}\n    text = solution_str\n    return {expression}\n")
@@ -68,13 +68,13 @@ def test_adapters_alone_move(lab: Lab, whole: Finished) -> None:
     assert first["actor/grad_norm"] > 0
     assert first["actor/kl"] >= 0 and last["actor/kl"] > 1e-4
     for row in whole.rows:
-        assert row["rollout/log_prob_diff_max"] < 1e-4  # fp32
+        assert row["rollout/log_prob_diff_max"] < 1e-4  # in fp32
     assert any("parameters are trained" in line for line in log_of(whole))
 
 
 @pytest.mark.slow
 def test_a_bandit_is_learnt(lab: Lab) -> None:
-    """Responses that start with a 7 are rewarded, and become the rule."""
+    """Responses that start with a 7 are rewarded, and the policy learns to write them."""
     run = lab.run(
         "bandit",
         rewarded(lab, "float(text.startswith('7'))"),
@@ -103,7 +103,7 @@ def test_a_resumed_run_equals_the_whole_one(lab: Lab, words: tuple[str, ...], wh
 
 
 def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_path: Path) -> None:
-    """Merged as a folder of transformers, and alone as one of peft."""
+    """The adapters are exported merged into a transformers folder, and alone as a peft folder."""
     assert main(["export", str(whole.folder), str(tmp_path / "merged")]) == 0
     assert main(["export", str(whole.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_pat
 def test_a_base_that_changed_is_not_merged(
     lab: Lab, words: tuple[str, ...], whole: Finished, tmp_path: Path
 ) -> None:
-    """The adapters alone can still be had."""
+    """The adapters alone can still be exported."""
     file = lab.model / "model.safetensors"
     kept = file.read_bytes()
     model = AutoModelForCausalLM.from_pretrained(lab.model)
@@ -171,7 +171,7 @@ def test_a_critic_with_adapters_learns_and_goes_on(lab: Lab) -> None:
 
 
 def test_fine_tuning(school: School, tmp_path: Path) -> None:
-    """A low loss with adapters, whose exports compute the same."""
+    """Fine-tuning with adapters reaches a low loss, and the exports compute the same."""
     words = ("model.lora_rank=8", "trainer.save_freq=6")
     run = school.run("sft", "adapted", *words)
     assert run.rows[-1]["sft/loss"] < run.rows[0]["sft/loss"]
@@ -186,7 +186,7 @@ def test_fine_tuning(school: School, tmp_path: Path) -> None:
 
 
 def test_a_reward_model(school: School, tmp_path: Path) -> None:
-    """Its new head is learnt whole and goes with the adapters."""
+    """The new score head is trained in full and saved with the adapters."""
     run = school.run("rm", "adapted_rm", "model.lora_rank=4", "trainer.save_freq=6")
     out = export_checkpoint(run.folder, tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float64)

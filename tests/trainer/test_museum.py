@@ -1,4 +1,4 @@
-"""Each fault of the museum in a real run: what the run says, and how soon."""
+"""Each fault of the museum (`tests/support`) in a real run: which message names it, and how soon."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from tests.support.museum import FAULTS, Fault
 from tests.support.runs import Lab
 
 SOON = 2
-"""Steps, the first in which a fault can show among them, within which it is named."""
+"""The number of steps within which a fault must be reported, from the first step in which it can show."""
 REWARD = (f"custom_reward_function.path={sick.__file__}", "custom_reward_function.name=digits")
 
 
 def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
-    """What a run says of the fault: the warning's name or the error's text, and the step before which it is
-    said."""
+    """Return how a run reports the fault, and the step before which it does.
+
+    This is the name of a warning or the text of an error.
+    """
     steps = 16 if fault.named == "reward_constant" else fault.effect + SOON - 1
     folder = name.replace(" ", "_")
     reward = ("custom_reward_function.name=nothing",) if fault.named == "reward_constant" else ()
@@ -40,7 +42,7 @@ def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
 
 
 QUICK = ("weights damaged", "top-p", "loss scale")
-"""The others are tried by the long set."""
+"""The faults in the default set of tests; the long set tries the others."""
 
 
 @pytest.mark.parametrize(

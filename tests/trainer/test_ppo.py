@@ -1,4 +1,4 @@
-"""The loop on a real model: what a step writes, that it learns, that every family of algorithms runs."""
+"""The loop on a real model: what a step writes, that it learns, and that all families of algorithms run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_estimator_runs_through_the_loop_and_moves_the_weights(lab: Lab, e
 
 @pytest.fixture(autouse=True, scope="module")
 def length_reward(lab: Lab) -> None:
-    """A reward that differs between samples even for a model that knows nothing."""
+    """Write a reward that differs between samples even for an untrained model."""
     (lab.folder / "length_reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return len(set(solution_str)) / 6\n"
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(lab: Lab) -> 
 
 
 def test_a_bandit_is_learnt(lab: Lab) -> None:
-    """One step of credit: responses that start with a 7 are rewarded, and become the rule."""
+    """Responses that start with a 7 are rewarded, and the policy learns to write them."""
     (lab.folder / "seven.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(solution_str.startswith('7'))\n"
@@ -116,7 +116,7 @@ def test_critic_warm_up_leaves_the_policy_alone(lab: Lab) -> None:
 
 @pytest.mark.equation("parts/apply_kl_penalty")
 def test_reference_values_and_kl_match_a_second_look(lab: Lab) -> None:
-    """KL in the reward: token rewards are scores less coef · (old - ref), by the file's own columns."""
+    """With KL in the reward, token rewards are scores minus coef · (old - ref) of the columns in the file."""
     run = lab.run(
         "kl",
         "algorithm.use_kl_in_reward=true",
@@ -171,7 +171,7 @@ def test_numbers_of_a_reward_stand_apart_from_the_runs_own(lab: Lab) -> None:
 
 
 def test_a_reward_model_takes_the_place_of_functions(lab: Lab) -> None:
-    """Its scores, computed by transformers, are the samples'."""
+    """The scores of the samples equal those that transformers computes."""
     config = AutoConfig.from_pretrained(lab.model, num_labels=1)
     torch.manual_seed(5)
     scorer = AutoModelForSequenceClassification.from_config(config)
@@ -211,7 +211,7 @@ def test_the_schedule_counts_training_steps_whatever_the_mini_batches(lab: Lab) 
 
 
 def test_a_run_skips_a_step_whose_gradient_is_not_finite(lab: Lab) -> None:
-    """One of the two updates of the second step is bad; the file of metrics counts it from then on."""
+    """One of the two updates of the second step is bad; the metrics count it from then on."""
     (lab.folder / "spoilt.py").write_text(
         "from tandem.algorithms.advantages.grpo import grpo\n"
         "calls = []\n"

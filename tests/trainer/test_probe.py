@@ -1,4 +1,4 @@
-"""The probe of a run's learning signal, against the first step of the same run."""
+"""The probe of a run's learning signal, compared with the first step of the same run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(lab: Lab, *words: str) -> TrainConfig:
 
 
 def quiet(sentence: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab: Lab, rewards: str) -> None:
@@ -172,7 +172,7 @@ def test_the_command_says_it_and_the_seconds(
 
 
 def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
-    """Twice as slow as the model of time: so is writing in the step, at any size of it."""
+    """The probe measured generation twice as slow as in the time model, so a step is estimated so too."""
     config = config_of(lab)
 
     def step(lengths: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a step says of its course: rates, the roles' time and bytes, and how the calls follow each other."""
+"""What a step reports about speed: rates, the time and bytes of roles, and the order of calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_roles_report_their_time(lab: Lab) -> None:
         assert row["perf/busy_share/reward"] == pytest.approx(row["timing/reward"] / step_s, rel=0.1)
         shares = [row[f"perf/busy_share/{role}"] for role in ("actor", "critic", "reward", "batch", "data")]
         assert all(0 < share < 1 for share in shares)
-        # In one process they take turns, but for the reward, which waits for processes of its own.
+        # In one process roles take turns, except the reward, which waits for processes of its own.
         assert sum(shares) - row["perf/busy_share/reward"] <= 1.01
         assert sum(shares) > 0.5
         assert row["timing/update_actor"] / step_s < row["perf/busy_share/actor"]
@@ -59,7 +59,7 @@ def test_roles_report_their_time(lab: Lab) -> None:
 
 def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(method: Callable[[ActorWorker, Path], None]) -> Callable[[ActorWorker, Path], None]:
-        @functools.wraps(method)  # with its registration
+        @functools.wraps(method)  # keeps the registration
         def run(self: ActorWorker, path: Path) -> None:
             with self.timeline.phase("slow"):
                 time.sleep(1.0)
@@ -83,7 +83,7 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
-    """Of what does not depend on the number of ranks; and no step is charged with making workers."""
+    """Numbers that do not depend on the number of ranks are equal, and no step includes starting workers."""
     one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2", "trainer.save_freq=1")
     assert two.trainer.roles.actor.world_size == 2
     for alone, row in zip(one.rows, two.rows, strict=True):
@@ -110,7 +110,7 @@ def test_rates_are_those_of_the_processes_that_do_the_work() -> None:
 
 
 class NeverThere:
-    """A result that nobody may wait for."""
+    """A result that must not be waited for."""
 
     borrowed = False
 
@@ -142,7 +142,7 @@ def test_mini_batches_are_formed_before_the_batch_is_there(shuffle: bool) -> Non
 
 
 class Asked:
-    """Data workers that note which batches they were asked for."""
+    """Data workers that record which batches were requested."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []

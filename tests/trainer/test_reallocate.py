@@ -1,4 +1,7 @@
-"""Roles that move to other processes between two steps, a rollout apart from its actor: the numbers stay."""
+"""Roles that move to other processes between two steps, with the rollout apart from its actor.
+
+The numbers of the run do not change.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ APART = Placement(
 
 
 class Mover(PPOTrainer):
-    """Moves the roles after the second step, and apart after the third."""
+    """Moves the roles after the second step, and separates them after the third."""
 
     def at_step_boundary(self, step: int) -> None:
         if step in (2, 3):
@@ -59,7 +62,7 @@ def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> Non
 
 
 def test_a_run_that_moved_can_be_resumed(lab: Lab, whole: Finished) -> None:
-    """From the checkpoint of the move, with the metrics of its step."""
+    """The run resumes from the checkpoint of the move, with the metrics of that step."""
 
     class MovesOnce(PPOTrainer):
         def at_step_boundary(self, step: int) -> None:
@@ -92,7 +95,7 @@ def test_moving_to_what_is_not_there_says_so_and_keeps_the_checkpoint(lab: Lab) 
 def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two updates a step: six before the fourth, eight before the validation after it, and once each."""
+    """With two updates a step, weights go to the rollout after six updates and after eight, once each."""
     exported: list[tuple[int, int]] = []
     original = ActorWorker.export_weights
 

@@ -1,4 +1,4 @@
-"""A run that is started again after a worker's failure, and one that is not."""
+"""A run that starts again after a worker's failure, and one that does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Fails:
     """A loop that fails in some of its steps.
 
     Args:
-        at: the steps, in the order in which the starts of the run meet them.
+        at: The steps that fail, in order; each start of the run fails at one of them.
     """
 
     def __init__(self, *at: int, restartable: bool = True) -> None:
@@ -59,7 +59,7 @@ def whole(lab: Lab) -> Finished:
 
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
-    """Every backend that is made; `closed` is set at its shutdown."""
+    """Record every backend that is created; `closed` is set at its shutdown."""
     made: list[LocalBackend] = []
 
     class Watched(LocalBackend):
@@ -104,7 +104,7 @@ def test_it_finishes_unattended_as_if_nothing_had_failed(
     at: tuple[int, ...],
     resumed: list[int],
 ) -> None:
-    """From its newest checkpoint, whatever the mode it was first started in, or from the beginning."""
+    """The run restarts from its newest checkpoint, whatever its resume mode, or else from the beginning."""
     fails = Fails(*at)
     folder, said = attempt(
         lab, f"again_{save_freq}_{mode}", fails, "trainer.max_restarts=2", f"trainer.save_freq={save_freq}",
@@ -159,7 +159,7 @@ def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Finished) -> None:
-    """Before the first of them from the one it was told to; not from others that lie in the folder."""
+    """Without a checkpoint of its own, the run restarts from the one it resumed from, not from another."""
     source = lab.run("source", *WORDS, "trainer.save_freq=1")
     checkpoint = source.folder / "checkpoints" / "step_000002"
     for name, at, told in (("early", (3,), 2), ("later", (4,), 3)):
@@ -187,7 +187,7 @@ def test_the_command_line_says_the_report_and_fails(
     printed = capsys.readouterr()
     assert "tandem train: critic rank 0 died\n  in update_critic\n" in printed.err
     report = lab.folder / "command" / "log" / "failure.txt"
-    assert f"the report is in {report}." in printed.out
+    assert f"report is in {report}." in printed.out
     assert "critic rank 0 died" in report.read_text()
     assert [backend.closed for backend in backends] == [True]
 
@@ -210,7 +210,7 @@ def test_what_was_started_ends_when_building_fails(
 def test_a_workers_own_error_for_the_user_is_raised_as_it_is(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on the local backend; the report around it would hide what to do."""
+    """The error looks the same as on the local backend; a worker's report around it would hide the remedy."""
     from_worker = ValueError("unused")
     for cause, expected in (
         (launch.ConfigError("mend this"), launch.ConfigError),

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is the run that was not, bit for bit."""
+"""A run that was stopped and resumed equals the run that was not stopped, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def whole(lab: Lab) -> Finished:
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3, 6))])
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, whole: Finished, step: int) -> None:
-    """Broken off in the middle of `step`: across an epoch's end, with moments, schedule, KL controller."""
+    """The run stops in the middle of `step`, across the end of an epoch.
+
+    Optimizer moments, learning rate schedule and KL controller must be restored.
+    """
     name = f"stopped_{step}"
     with broken_off(step):
         lab.run(name, *WORDS, f"data.val_files={lab.val}")
@@ -78,7 +81,7 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(
 def test_ctrl_c_before_the_first_step_stops_at_once_and_claims_no_save(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the validation before training."""
+    """The interrupt comes in the validation before training."""
 
     def interrupted(self: PPOTrainer, step: int) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Runs with several reward models, reward functions beside them, and several references."""
+"""Runs with several reward models, with reward functions beside them, and with several references."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def references(lab: Lab) -> tuple[str, ...]:
 
 
 def far(lab: Lab) -> Path:
-    """Another policy over the same tokens."""
+    """Make another policy over the same tokens."""
     path = lab.folder / "far"
     return path if path.is_dir() else make_model(path, seed=9)
 
@@ -79,7 +79,7 @@ def test_the_reward_is_the_weighted_sum_and_each_part_is_told(whole: Finished) -
     seen: list[float] = []
     for step in (1, 2, 3, 4):
         found = extras(whole, step)
-        seen += [extra["helpful"] for extra in found]  # the batch's own included
+        seen += [extra["helpful"] for extra in found]  # includes this batch's own scores
         for score, extra, why in zip(
             whole.samples(step)["scores"], found, whole.samples(step)["reward_why"], strict=True
         ):
@@ -128,7 +128,7 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab: Lab, whole: Finished) ->
 
 
 def test_two_references_of_half_weight_are_one(lab: Lab) -> None:
-    """The same policy twice; the loss's KL has a gradient from the second update on."""
+    """Both references are the same policy; the KL in the loss has a gradient from the second update on."""
     given = (
         *REFS,
         "actor_rollout_ref.actor.kl_loss_coef=1.0",
@@ -181,7 +181,7 @@ def test_functions_alone_may_be_combined(lab: Lab) -> None:
     run = lab.run("functions", *given, f"reward.combine={mine}:odd")
     for score, extra in zip(run.samples(1)["scores"], extras(run, 1), strict=True):
         assert score == pytest.approx(extra["share"] - 1)
-    with pytest.raises(RewardError, match="ValueError: too many") as caught:  # no failure of one response's
+    with pytest.raises(RewardError, match="ValueError: too many") as caught:  # despite on_error
         lab.run("raises", *given, f"reward.combine={mine}:raises")
     assert "of the data" in str(caught.value.field)
 
@@ -210,7 +210,7 @@ def test_a_response_that_a_model_cannot_read(lab: Lab, on_error: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo"])
 def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
-    """Estimators with rewards to go see each step where it ends; those that compare responses see the sum."""
+    """Estimators with rewards-to-go see each step's score at its end; the others see the sum."""
     model = f"path: {lab.folder / 'safe'}, step_separator: '.', step_score: min"
     run = lab.run(
         f"steps {estimator}",
@@ -227,7 +227,7 @@ def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
         mask, scores = np.array(rows["response_mask"][sample]), np.array(placed, dtype=np.float64)
         assert rows["scores"][sample] == pytest.approx(min(scores[np.flatnonzero(scores)]))
         to_go = np.cumsum(scores[::-1])[::-1]
-        if estimator == "gae":  # λ = γ = 1: returns are rewards to go
+        if estimator == "gae":  # with λ = γ = 1, returns are rewards-to-go
             assert np.array(rows["returns"][sample])[mask] == pytest.approx(to_go[mask], abs=1e-5)
         raw.append(to_go[mask] if estimator == "reinforce_plus_plus" else np.full(mask.sum(), scores.sum()))
     if estimator == "reinforce_plus_plus":
@@ -248,7 +248,7 @@ def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
 
 @pytest.mark.slow
 def test_steps_are_replayed_without_the_reward_models(lab: Lab, tmp_path: Path) -> None:
-    """From the scores that were recorded, or with a function in place of all that made them."""
+    """A replay uses the recorded scores, or one function instead of everything that made them."""
     for name in ("safe", "helpful"):
         shutil.copytree(lab.folder / name, tmp_path / name)
     shutil.copy(lab.folder / "mine.py", tmp_path / "mine.py")

@@ -1,5 +1,8 @@
-"""The rollout correction through the real loop. An engine that is exact needs none; one that misstates its
-log-probs by a known number is corrected by what can be computed by hand."""
+"""The rollout correction in whole runs.
+
+An exact engine needs no correction. An engine that returns log-probs with a known error is corrected by
+amounts that can be computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def wrong(old_log_prob, advantages): ...
 
 @pytest.fixture(autouse=True, scope="module")
 def files(lab: Lab) -> None:
-    """Workers and functions of a user's own; a reward that differs between samples."""
+    """Write custom workers and functions, and a reward that differs between samples."""
     (lab.folder / "own.py").write_text(OWN)
     (lab.folder / "length.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -88,7 +91,7 @@ def run(lab: Lab, name: str, *words: str, worker: str | None = None) -> Finished
 
 
 def tokens(samples: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """The response tokens, each with its columns; `gap` is what the rollout's log-prob is above the truth."""
+    """Yield the response tokens with their columns; `gap` is the error of the rollout's log-prob."""
     for i, mask in enumerate(samples["response_mask"]):
         for t, written in enumerate(mask):
             if written:
@@ -175,7 +178,7 @@ def test_bypass_mode_compares_with_the_rollout_and_saves_the_forward(lab: Lab, l
 
 
 def test_a_clipped_ratio_to_the_rollout_takes_no_weight_beside_it() -> None:
-    """verl's command lines may ask for one, which is passed over with a notice."""
+    """A verl command line may ask for both; the weight is ignored, and a message says so."""
     for loss_type, weighs in (("ppo_clip", False), ("reinforce", True)):
         config = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, rollout_is="token")
         assert (Correction(config).weight is not None) == weighs
@@ -183,11 +186,11 @@ def test_a_clipped_ratio_to_the_rollout_takes_no_weight_beside_it() -> None:
 
 
 def test_in_bypass_mode_the_first_update_alone_tells_of_the_engine(lab: Lab) -> None:
-    """The others' policy has moved away from what was sampled, which is no fault of the rollout."""
+    """Later updates compare with a policy that has moved, which is no fault of the rollout."""
     made = run(lab, "bypass_exact", f"{C}.bypass_mode=true", TWO_UPDATES)
     for row in made.rows:
         assert row["rollout/log_prob_diff_max"] <= 1e-4
-        assert row["rollout_corr/log_ppl_abs_diff"] > 1e-3  # of both updates
+        assert row["rollout_corr/log_ppl_abs_diff"] > 1e-3  # over both updates
         assert "timing/old_log_prob" not in row
     assert made.trainer.session.watch.named == {}
 

@@ -1,4 +1,4 @@
-"""How real runs end, as a reader of the folder is told."""
+"""How runs end, as someone who reads the run folder sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.runs import Lab, broken_off
 
 
 class Watched(PPOTrainer):
-    """Is read by somebody else after its first step, while it lives."""
+    """A trainer whose run folder is read after its first step, while the run is alive."""
 
     seen: tuple[str, int, int | None] = ("", 0, None)
 

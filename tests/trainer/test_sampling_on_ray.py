@@ -1,5 +1,7 @@
-"""Dynamic sampling, a sampler and the rules about long responses on Ray: the same numbers as in one process,
-without values in the controller."""
+"""Dynamic sampling, a sampler, and the rules for long responses give the same numbers on Ray.
+
+The controller never sees the values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes over a run's steps: responses per prompt, and the coefficient of the entropy bonus."""
+"""Settings that change during a run: responses per prompt, and the coefficient of the entropy bonus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reward(lab: Lab) -> str:
 
 
 def resumed(lab: Lab, name: str, *words: str, at: int) -> Finished:
-    """The run, begun anew in another folder from its checkpoint of a step."""
+    """Resume the run in another folder from its checkpoint of step `at`."""
     whole = lab.folder / name
     checkpoint = whole / "checkpoints" / f"step_{at:06d}"
     return lab.run(

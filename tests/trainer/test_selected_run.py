@@ -1,4 +1,4 @@
-"""A choice of tokens over the whole batch, through the real loop."""
+"""A token selection over the whole batch, in a whole run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 
 @pytest.fixture(autouse=True, scope="module")
 def length_reward(lab: Lab) -> None:
-    """A reward that differs between samples even for a model that knows nothing."""
+    """Write a reward that differs between samples even for an untrained model."""
     (lab.folder / "length_reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return len(set(solution_str)) / 6\n"
@@ -32,8 +32,10 @@ def words(lab: Lab, loss: str, *more: str) -> list[str]:
 
 
 def test_tokens_that_are_silenced_do_not_learn(lab: Lab) -> None:
-    """All of them: the weights stay. With one update per batch, where old log-probs are a column for the
-    choice alone."""
+    """If all tokens are excluded, the weights do not change.
+
+    With one update per batch, old log-probs are computed only because the selection reads them.
+    """
     everything = (f"{LOSS}.clip_cov_ratio=1.0", f"{LOSS}.clip_cov_lb=-1e9", f"{LOSS}.clip_cov_ub=1e9")
     still = ("actor_rollout_ref.actor.optim.weight_decay=0", "trainer.total_training_steps=1")
     silent = lab.run("silent", *words(lab, "clip_cov", *everything, *still))
@@ -47,7 +49,7 @@ def test_tokens_that_are_silenced_do_not_learn(lab: Lab) -> None:
 
 
 def test_the_choice_is_made_over_the_whole_batch(lab: Lab) -> None:
-    """The samples on disk hold it; two updates read it."""
+    """The samples on disk have the selection as a column, and two updates read it."""
     run = lab.run("updates", *words(lab, "kl_cov", f"{LOSS}.kl_cov_ratio=0.2", f"{MINI}=2"))
     spec = policy_loss("kl_cov")
     assert spec.selection is not None

@@ -30,7 +30,7 @@ def test_a_group_size_holds_from_its_step_on(step: int, n: int) -> None:
 
 
 def orders(mini: MiniBatching, step: int) -> list[list[int]]:
-    """The rows of each epoch, in the order of the updates."""
+    """Return the rows of each epoch, in the order of the updates."""
     batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(16))}))
     parts = [part.get().non_tensor_batch["row"] for part in minibatches(batch, 16, mini, step)]
     assert [len(part) for part in parts] == [8] * 4

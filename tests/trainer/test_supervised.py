@@ -1,5 +1,7 @@
-"""Supervised runs against plain loops over transformers' own models, and against themselves cut, stopped and
-resumed in other ways."""
+"""Supervised runs compared with plain loops over transformers' models.
+
+They are also compared with the same runs in other mini-batches, and stopped and resumed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def engine_on(folder: Path, kind: Any, precision: str) -> FSDPEngine:
 def gradients(
     engine: FSDPEngine, batch: DataProto, loss: LossFn, micro: MicroBatching
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The whole gradient by Hugging Face name, and the metrics; the weights stay as they are."""
+    """Return the whole gradient by Hugging Face names, and the metrics, without changing the weights."""
     taken: dict[str, Tensor] = {}
 
     def take(*_: Any) -> None:
@@ -68,7 +70,7 @@ def gradients(
 
 
 def gap(found: dict[str, Tensor], model: Any) -> float:
-    """Relative distance of two gradients, as one vector each."""
+    """Return the relative distance of two gradients, each taken as one vector."""
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(found) == set(wanted)
     apart = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in found)
@@ -77,7 +79,7 @@ def gap(found: dict[str, Tensor], model: Any) -> float:
 
 @pytest.fixture(scope="module")
 def scorer(school: School) -> Path:
-    """A classifier's folder, with a head of its own."""
+    """Make a folder of a classifier that has its own head."""
     torch.manual_seed(3)
     folder = school.folder / "scorer"
     model = AutoModelForSequenceClassification.from_pretrained(school.model, num_labels=1)
@@ -93,7 +95,7 @@ def pairs(school: School, **options: Any) -> PreferenceDataset:
 
 
 def plain_preferences(model: Any, data: PreferenceDataset, rows: range) -> dict[str, float]:
-    """Leaves the gradient of the mean loss in the model; a pair at a time, without padding or packing."""
+    """Put the gradient of the mean loss into the model, one pair at a time, without padding or packing."""
     seen: dict[str, list[float]] = {"loss": [], "margin": [], "reward_chosen": [], "reward_rejected": []}
     for row in rows:
         chosen, rejected = (
@@ -143,7 +145,7 @@ def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
     attention_mask = (torch.arange(width) < tokens.lengths[:, None]).long()
     output = plain(input_ids=tokens.to_padded(0), attention_mask=attention_mask, labels=labels)
     loss = output.loss
-    if precision == "fp64":  # in which transformers takes the loss itself in fp32
+    if precision == "fp64":  # transformers computes the loss itself in fp32
         logits = output.logits[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
     loss.backward()
@@ -154,7 +156,7 @@ def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
 
 
 def test_a_run_validates_on_every_held_out_row_once(school: School, scorer: Path) -> None:
-    """Seven rows in batches of three; the learning rate is zero, so that the model stays what it was."""
+    """Seven rows are read in batches of three; the learning rate is zero, so the model does not change."""
     words = ("data.train_batch_size=3", "optim.lr=0", "trainer.total_training_steps=1", FP64)
     margins = ("data.margin_key=margin", f"center_rewards_coefficient={CENTRE}")
     row = school.run("rm", "held_out", f"model.path={scorer}", *words, *margins).rows[-1]
@@ -228,7 +230,7 @@ def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: Schoo
     words = ("optim.lr=0", "trainer.total_training_steps=1")
 
     def head(name: str, *more: str) -> tuple[Tensor, list[str]]:
-        torch.manual_seed(len(name))  # what was drawn before counts for nothing
+        torch.manual_seed(len(name))  # earlier draws must not matter
         run = school.run("rm", name, *words, *more)
         return run.weights()["score.weight"], run.said
 
@@ -238,7 +240,7 @@ def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: Schoo
     in_double, _ = head("seed_0_fp64", FP64)
     assert torch.equal(first, in_double.float())
     assert not torch.equal(first, head("seed_1", "trainer.seed=1")[0])
-    assert 0.5 < float(first.norm()) < 2  # 32 numbers of variance 1/33
+    assert 0.5 < float(first.norm()) < 2  # 32 numbers with variance 1/33
     kept, said = head("kept", f"model.path={scorer}")
     trained = AutoModelForSequenceClassification.from_pretrained(scorer).score.weight
     assert torch.equal(kept, trained) and not any("score head" in sentence for sentence in said)

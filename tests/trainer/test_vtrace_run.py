@@ -1,4 +1,4 @@
-"""V-trace in the loop: a critic is there without being asked for, and the old log-probs are computed."""
+"""V-trace in a run: a critic is created although no key asks for it, and old log-probs are computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_its_targets_are_those_of_the_files_own_columns(lab: Lab) -> None:
         "algorithm.adv_estimator=vtrace",
         "algorithm.gamma=0.9",
         "algorithm.adv_kwargs={rho_bar: 1.5, c_bar: 0.5}",
-        "actor_rollout_ref.rollout.top_k=3",  # so that the samples are not quite the policy's
+        "actor_rollout_ref.rollout.top_k=3",  # so that the samples do not come from exactly the policy
     )
     assert "critic/explained_variance" in run.rows[-1]
     samples, seen = run.samples(2), 0

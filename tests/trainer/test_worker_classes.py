@@ -1,4 +1,4 @@
-"""Which class plays each role, where, and beside whom."""
+"""Which worker class each role has, in which processes, and which roles share a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
-from tandem.trainer.casting import REWARD_POOL, Cast, load_classes, tenants
+from tandem.trainer.casting import REWARD_POOL, RolePlan, load_classes, plan_groups
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tests.support.runs import Lab
@@ -107,8 +107,8 @@ HELPERS = {"data": (["data"], "controller_pool"), "batch": (["batch"], "controll
 
 
 def groups(placement: Placement, played: frozenset[str]) -> dict[str, tuple[list[str], str]]:
-    """What each group plays, and where."""
-    found = tenants(placement, Cast(played))
+    """Return the roles and the pool of each group."""
+    found = plan_groups(placement, RolePlan(played))
     return {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in found.items()}
 
 
@@ -136,7 +136,7 @@ def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None
 
 def test_a_placement_without_an_actor_is_refused() -> None:
     with pytest.raises(ConfigError, match="no resource pool is mapped to the actor"):
-        tenants(Placement({"a": [1]}, {Role.Critic: "a"}), Cast(EVERYBODY))
+        plan_groups(Placement({"a": [1]}, {Role.Critic: "a"}), RolePlan(EVERYBODY))
 
 
 def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
@@ -145,11 +145,11 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
 
     placement = Placement({"a": [1]}, {Role.ActorRolloutRef: "a"})
     for role, parts in (("ref", ["actor", "rollout"]), ("rollout", ["actor", "ref"])):
-        found = tenants(placement, Cast(EVERYBODY, {role: Mine}))
+        found = plan_groups(placement, RolePlan(EVERYBODY, {role: Mine}))
         assert found[role].worker is Mine
         assert sorted(found["actor"].parts) == parts
         assert found["actor"].worker is ActorWorker
-    fused = tenants(placement, Cast(EVERYBODY, {"actor_rollout": Mine}))
+    fused = plan_groups(placement, RolePlan(EVERYBODY, {"actor_rollout": Mine}))
     assert fused["actor"].worker is Mine
     assert sorted(fused["actor"].parts) == ["actor", "ref", "rollout"]
     assert fused["critic"].worker is CriticWorker
@@ -181,10 +181,10 @@ def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
                                   "@register: compute_values, update_critic")),
         ("rollout", "Constant", ("Constant without generate_sequences, load_weights",)),
         ("data", "Incomplete", ("trainer.worker_classes.data", "describe, train_batch, val_batch")),
-        ("critic", "SavesNoLater", ("trainer.async_save: asks for methods that the worker class",
+        ("critic", "SavesNoLater", ("trainer.async_save: this key needs methods",
                                     "SavesNoLater without begin_save, check_save")),
-        ("critic", "NoWorker", ("trainer.worker_classes.critic: not a worker class", "OwnCritic")),
-        ("critic", "OwnCritik", ("no such worker class", "did you mean 'OwnCritic'?")),
+        ("critic", "NoWorker", ("trainer.worker_classes.critic: this is not a worker class", "OwnCritic")),
+        ("critic", "OwnCritik", ("this worker class does not exist", "did you mean 'OwnCritic'?")),
     ],
 )  # fmt: skip
 def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(

@@ -1,4 +1,4 @@
-"""The largest micro-batch before the first step: it runs, and leaves no trace."""
+"""The largest micro-batch is run before the first step, and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generators() -> list[Any]:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """Everything of an engine that training changes."""
+    """Return everything of an engine that training changes."""
     moments = [t.clone() for slots in engine._state._slots.values() for t in slots.values()]
     return {
         "weights": {name: value.clone() for name, value in engine.weights()},
@@ -44,7 +44,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_nothing_is_changed_by_it(lab: Lab) -> None:
-    """Here the moments are others than zero, too."""
+    """In this test the optimizer moments are not zero either."""
     done = lab.run("once", *PPO)
     config = load_train_config(None, [*lab.overrides(lab.folder / "x"), *PPO, f"{FIRST}=true"]).config
     roles, ran = done.trainer.roles, []
@@ -59,14 +59,14 @@ def test_nothing_is_changed_by_it(lab: Lab) -> None:
     assert ran == [
         12 * 13,
         12 * 13,
-    ]  # 4 prompts of 3 responses, of 8 + 6 tokens, the last of which goes in nowhere
+    ]  # 4 prompts with 3 responses, 8 + 6 tokens; the last token is never an input
 
 
 def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
     runs: list[Finished] = [lab.run(f"first_{on}", *PPO, f"{FIRST}={on}") for on in ("true", "false", "null")]
     first, *others = runs
     told = ["worst batch" in (run.folder / "log/run.log").read_text() for run in runs]
-    assert told == [True, False, False]  # null: on CUDA alone
+    assert told == [True, False, False]  # null: only on CUDA
     for other in others:
         assert same_weights(first, other)
         assert without_times(first.rows) == without_times(other.rows)
