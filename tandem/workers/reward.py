@@ -32,7 +32,7 @@ class RewardWorker(TimedWorker):
         run: the run folder; what functions print goes to its log/rewards-RANK.log.
     """
 
-    aside = True
+    in_thread = True
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, config: RewardConfig, run: RunFolder

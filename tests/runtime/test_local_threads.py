@@ -21,7 +21,7 @@ def multiply() -> int:
 
 
 class Beside(Worker):
-    aside = True
+    in_thread = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def multiply(self) -> int:

@@ -96,7 +96,7 @@ def test_a_reward_that_hangs_ends_the_run_with_its_name(lab: Lab, words: list[st
 
 
 class Waiting(Worker):
-    aside = True
+    in_thread = True
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def slow(self, seconds: float) -> float:
