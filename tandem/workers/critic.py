@@ -52,7 +52,7 @@ class CriticWorker(EngineWorker):
                 updates_per_step=updates_per_step,
                 sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
-                say=self.voice("critic"),
+                say=self.say_for("critic"),
             )
         self.engine = self.hold("critic", engine)
 

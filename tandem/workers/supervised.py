@@ -53,7 +53,7 @@ class SupervisedWorker(EngineWorker):
                 total_steps=total_steps,
                 sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
-                say=self.voice(role),
+                say=self.say_for(role),
             )
         self.engine = self.hold(role, engine)
 
