@@ -188,8 +188,9 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """Return the metrics of `EngineWorker.take_observed` and the rollout engine's counters,
-        `rollout/COUNTER`.
+        """Return the metrics of `EngineWorker.take_observed`, and counters of the rollout engine.
+
+        A counter's name is `rollout/COUNTER`.
         """
         observed = super().take_observed()
         counted = self.parts["rollout"].engine.stats() if "rollout" in self.parts else {}

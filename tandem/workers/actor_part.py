@@ -131,7 +131,7 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worker: EngineWorker, worst: WorstBatch) -> None:
-        """See `tandem.workers.worst_batch.run_worst_batch`."""
+        """Run the largest micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
         run_worst_batch(worker, "actor", self.loss.outputs, self._actor.train_batching, worst)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -169,7 +169,10 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def reward_baselines(self, scores: DataProto) -> DataProto:
-        """Return `reward_baselines` (B): the total rewards of other responses to the same prompts, row by row."""
+        """Return the total rewards of other responses to the same prompts, row by row.
+
+        The column is `reward_baselines` (B).
+        """
         return DataProto({"reward_baselines": scores.dense("scores")})
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
@@ -280,7 +283,10 @@ def group_ids(uids: np.ndarray) -> Tensor:
 
 
 def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
-    """Return the mean score over all samples and per data source, and the means of the reward's other numbers."""
+    """Return metrics of the scores, over all samples and per data source.
+
+    They include the means of the other numbers that the reward returned.
+    """
     metrics = Metrics()
     scores_B, arrays = batch.dense("scores"), batch.non_tensor_batch
     extras, sources = arrays["reward_extra"], arrays["data_source"]
