@@ -1,4 +1,4 @@
-"""`tandem data validate`: what it says of broken files, and that it and training agree."""
+"""`tandem data validate` reports broken files, and agrees with training about what is broken."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lines(rows: Rows) -> bytes:
 
 
 def edit(change: Callable[[dict[str, Any]], Any], write: Callable[[Rows], bytes] = lines) -> Broken:
-    """The file with its last row changed."""
+    """Return the file with its last row changed."""
 
     def broken(rows: Rows) -> bytes:
         change(rows[-1])
@@ -80,10 +80,10 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
 
 
 AT = f"row {LAST} (line {LAST + 1}): "
-"""The last row of a text file."""
+"""The last row of a text file, as messages name it."""
 ALL = f"row 0 to row {LAST}: "
 FILES: dict[str, tuple[str, Broken, str]] = {
-    # how it is broken: (file name, how, what must be said)
+    # the fault: (file name, change, text that the message must contain)
     "an empty file": ("a.parquet", lambda rows: b"", "the data file is empty"),
     "no rows": ("a.parquet", no_rows, "the data file is empty"),
     "parquet cut off": ("a.parquet", lambda rows: parquet(rows)[:-30], "not a readable parquet file"),
@@ -383,7 +383,7 @@ CHANGES = st.lists(
 def test_validation_and_training_agree(
     tokenizer_folder: Path, changes: list[tuple[int, str, Any]], whole: bool, cut: int
 ) -> None:
-    """What passes validation trains."""
+    """A file that passes validation can be used for training."""
     rows = good()
     for at, column, value in changes:
         rows[at][column] = value

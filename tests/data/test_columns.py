@@ -1,4 +1,4 @@
-"""Columns named by keys: answers, system messages, tools, plain questions; and prompts of several turns."""
+"""Columns that config keys name: answers, system messages, tools, plain questions, and multi-turn prompts."""
 
 from __future__ import annotations
 

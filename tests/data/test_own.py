@@ -1,4 +1,4 @@
-"""Datasets and samplers of one's own, with verl's signatures: torch classes that know nothing of Tandem."""
+"""A user's own datasets and samplers with verl's signatures: torch classes that do not know Tandem."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def indices(batches: DrawnBatches, numbers: range) -> list[list[int]]:
 def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
     dataset = own(tmp_path, tokenizer, "Chat", rows=10)
     batches = drawn(tmp_path, dataset, "Sorted")
-    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # 3 and 1 do not fill a batch
+    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # rows 3 and 1 do not fill a batch
     assert indices(batches, range(4)) == one_pass * 2
     again = drawn(tmp_path, dataset, "Sorted")
     again.load_state_dict(drawn(tmp_path, dataset, "Sorted").state_dict() | batches.state_dict())

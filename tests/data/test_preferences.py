@@ -1,4 +1,4 @@
-"""PreferenceDataset: what becomes of a pair, to the token, and the messages for bad rows."""
+"""PreferenceDataset: the exact tokens of a pair, and the errors for bad rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def talk(*contents: str) -> list[dict[str, str]]:
 
 
 def shown(tokens: Ragged, mask: Ragged, tokenizer: Any, row: int = 0) -> tuple[str, str]:
-    """The text of the prompt, and that of the answer."""
+    """Return the text of the prompt and the text of the response."""
     ids, marks = tokens.row(row), mask.row(row)
     return tokenizer.decode(ids[~marks]), tokenizer.decode(ids[marks])
 
@@ -44,7 +44,7 @@ def test_texts_follow_their_prompt_and_end(files: Any, tokenizer: Any) -> None:
 
 
 def test_conversations_end_with_the_answer_as_the_model_writes_it(files: Any, tokenizer: Any) -> None:
-    """Nothing of the template follows the last end-of-sequence token; a prompt column is not read."""
+    """Template text after the last end-of-sequence token is left out, and a prompt column is not read."""
     rows = [
         {"prompt": "unused", "chosen": talk("a", "b", "c", "good"), "rejected": talk("a", "b", "c", "bad")}
     ]

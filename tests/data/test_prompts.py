@@ -1,4 +1,4 @@
-"""PromptDataset: what becomes of good rows, and the message for every kind of bad input."""
+"""PromptDataset: the result for good rows, and the error for every kind of bad input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_several_files_of_several_formats_and_shapes(files: Any, tokenizer: Any,
     first = files.parquet([prompt_row("a", index=1), prompt_row("b")], "a.parquet")
     row = prompt_row("c", "9")
     del row["extra_info"]
-    row["prompt"] = [{"content": "c", "role": "user"}]  # fields in another order
+    row["prompt"] = [{"content": "c", "role": "user"}]  # the fields have another order
     second = files.parquet([row], "b.parquet")
     third = files.text("\n".join(json.dumps(prompt_row(text, level=3)) for text in "de"), "c.jsonl")
     dataset = PromptDataset([first, second, third], tokenizer)
@@ -351,7 +351,7 @@ def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(
 
 @pytest.mark.parametrize("split_special", [False, True])
 def test_texts_are_tokenised_as_the_tokenizer_does_in_a_call(tokenizer: Any, split_special: bool) -> None:
-    """Also where an earlier call left it cutting and filling, as a file of a tokenizer may too."""
+    """This also holds if an earlier call, or the tokenizer's file, turned on truncation and padding."""
     draw = random.Random(repr(split_special))
     tokenizer.split_special_tokens = split_special
     pieces = [*tokenizer.all_special_tokens, "ä", "\U0001f600", "\n\n", "  ", "the", "\u202e", "9", "\x00"]

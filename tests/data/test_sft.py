@@ -1,4 +1,4 @@
-"""SFTDataset: which tokens are learnt, to the token, and the messages for bad rows."""
+"""SFTDataset: the exact tokens that the model learns, and the errors for bad rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.errors import DataError
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation in which user and assistant take turns."""
+    """Return a conversation in which user and assistant alternate."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return first + [
         {"role": ("user", "assistant")[place % 2], "content": content}
@@ -23,7 +23,7 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def learnt(dataset: SFTDataset, tokenizer: Any, row: int = 0) -> list[tuple[str, bool]]:
-    """The text of each run of equal mask values."""
+    """Return the text of each run of equal mask values."""
     tokens, mask = dataset.tokens.row(row), dataset.response_mask.row(row)
     cuts = (mask.diff().nonzero().flatten() + 1).tolist()
     runs = zip(tokens.tensor_split(cuts), mask.tensor_split(cuts), strict=True)
@@ -55,7 +55,7 @@ def test_every_turn_of_the_assistant_is_learnt_and_nothing_else(files: Any, toke
 
 
 def test_the_answers_first_token_is_the_one_the_model_would_write(files: Any, tokenizer: Any) -> None:
-    """The tokenizer merges newline + "h", which stand on both sides of the turn's beginning."""
+    """The tokenizer would merge a newline before the turn with the "h" that starts the response."""
     messages = turns("a", "hi")
     dataset = SFTDataset(files.parquet([{"messages": messages}]), tokenizer)
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)

@@ -40,7 +40,7 @@ def test_a_call_on_an_unfinished_future_returns_at_once(threads):
     toy = WorkerGroup(threads, partial(Toy, 3.0), ResourcePool([3]))
     batch = make_batch(5)
     chained = toy.double(slow.step(batch))
-    # the controller is here, and nothing has run
+    # the call has returned, and nothing has run yet
     assert not any(handle.promise.done() for handle in threads.groups[0].handles + threads.groups[1].handles)
     gate.set()
     assert torch.equal(chained.get(timeout_s=10).dense("doubled"), batch.dense("score") * 3)
@@ -201,7 +201,7 @@ def test_errors_of_a_stream_are_raised_wherever_it_is_read(threads):
     group = WorkerGroup(threads, Streamer, ResourcePool([3]))
     stream = group.stream_and_fail(make_batch(3))
     seen = []
-    for _ in range(2):  # also when it is read again
+    for _ in range(2):  # the second iteration reads the result again
         with pytest.raises(ValueError, match="broken in the middle"):
             stream.map(lambda part: seen.append(len(part)) or part)
     with pytest.raises(ValueError, match="broken in the middle"):
