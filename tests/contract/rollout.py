@@ -1,4 +1,6 @@
-"""The contract of every rollout engine. A test module uses the suite with a subclass:
+"""The contract of every rollout engine.
+
+A test module uses the suite with a subclass:
 
     class TestMine(RolloutContract):
         @pytest.fixture(scope="class", params=[EngineKind("mine", make, source)], ids=str)

@@ -91,7 +91,10 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
 
 
 def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
-    """Training and RL behave alike. A text that has the token gets no second one, and templates write their own."""
+    """Training and RL behave alike.
+
+    A text that already has the token gets no second one. Templates write their own begin token.
+    """
     tokenizer = metaspace(MARKERS, PLAIN)
     first = tokenizer.bos_token_id
     for form in (

@@ -137,7 +137,7 @@ def test_what_follows_the_end_only_at_the_last_turn_is_not_in_the_others() -> No
 
 
 def test_a_turn_that_nothing_ends_is_ended_by_the_token_that_begins_the_next() -> None:
-    """This includes the last turn, with the token of the next speaker: the model stops there and must learn it."""
+    """The last turn ends with the token of the next speaker too: the model stops there and must learn it."""
     assert shown(OPEN, talk("1?", "2", "3?", "4")) == [[f"{U}\n1?{A}", f"*\n2{U}", f"\n3?{A}", f"*\n4{U}"]]
     called = [*talk("1?"), {"role": "assistant", "content": "", "tool_calls": CALL}]
     answered = [*called, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "3"}]

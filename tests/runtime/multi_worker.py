@@ -169,7 +169,10 @@ class ThreadBackend:
 
 
 def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
-    """Return a batch with ragged tokens and log-probs of equal lengths, ragged prompts, a dense score and uids."""
+    """Return a batch with several ragged columns, a dense score and uids.
+
+    Tokens and log-probs have equal lengths; prompts have other lengths.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 6, (rows,), generator=generator)
     total = int(lengths.sum())

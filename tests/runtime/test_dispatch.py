@@ -21,7 +21,10 @@ from tests.runtime.multi_worker import assert_same, make_batch
 
 
 def toy_mesh(dp: int, tp: int, pp: int) -> Mesh:
-    """Return a mesh with rank = (pp, dp, tp), tp fastest, in which tensor rank 0 of the last stage collects."""
+    """Return a mesh with rank = (pp, dp, tp), tp fastest.
+
+    Tensor rank 0 of the last stage collects.
+    """
     return Mesh(
         tuple(
             MeshPlace(dp_rank, dp, collects=tp_rank == 0 and stage == pp - 1)

@@ -25,8 +25,8 @@ def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
     log = tmp_path / "policy_0.log"
     own = [f"line {i}" for i in range(50)]
     log.write_text("\n".join([log_header(7), "of an earlier start", log_header(8), *own, "trace", "back\n"]))
-    assert tail(log, 8, but="trace\nback\n", lines=3) == "line 47\nline 48\nline 49"
-    assert tail(log, 8, but="another", lines=2) == "trace\nback"
+    assert tail(log, 8, without="trace\nback\n", lines=3) == "line 47\nline 48\nline 49"
+    assert tail(log, 8, without="another", lines=2) == "trace\nback"
     assert tail(log, 8, lines=1000).splitlines() == [*own, "trace", "back"]
     assert tail(tmp_path / "none.log", 8) == ""
     log.write_text(f"{log_header(7)}\nof an earlier start\n{log_header(8)}\n")
