@@ -50,7 +50,7 @@ def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_siz
     """
     if not 1 <= batch_size <= rows:
         raise DataError(
-            "the training data have fewer rows than one batch",
+            "the training data do not fill one batch",
             field=field,
             got=f"batch size {batch_size}, {rows} row(s) of data",
             expected=f"a batch size from 1 to {rows}",

@@ -252,7 +252,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a number beyond 64 bits": (
         "a.json",
         lambda rows: json.dumps([{**rows[0], "extra_info": {"index": 10**30}}, *rows]).encode(),
-        "row 0: extra_info.index: 64 bits do not hold the number 1000",
+        "row 0: extra_info.index: the number 1000",
     ),
     "lists in lists without end": (
         "a.jsonl",
@@ -262,7 +262,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "images": (
         "a.parquet",
         every(sets("images", ["cat.png"])),
-        ALL + "images: not empty; models of text alone",
+        ALL + "images: not empty",
     ),
     "control characters": ("a.jsonl", edit(truth("1", "\x1b[2J")), AT + r"data_source '\x1b[2J': no reward"),
 }
@@ -338,7 +338,7 @@ def test_rows_of_the_other_commands(
     asked, told = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     (tmp_path / "sft.jsonl").write_bytes(lines([{"messages": [asked, told]}, {"messages": [told, asked]}]))
     assert main(["data", "validate", "--sft", str(tmp_path / "sft.jsonl")]) == 1
-    assert capsys.readouterr().out == "row 1 (line 2): messages: the assistant speaks first\n"
+    assert capsys.readouterr().out == "row 1 (line 2): messages: the first message is the assistant's\n"
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": wrong} for wrong in ("3", "2", None)]
     (tmp_path / "rm.jsonl").write_bytes(lines(pairs))
     assert main(["data", "validate", "--rm", str(tmp_path / "rm.jsonl")]) == 1

@@ -145,7 +145,7 @@ def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None
     with pytest.raises(ConfigError, match="lacks methods") as caught:
         loaded(dataset, own, "Deaf")
     assert "update, state_dict, load_state_dict" in str(caught.value.got)
-    with pytest.raises(ConfigError, match="cannot be made") as caught:
+    with pytest.raises(ConfigError, match="cannot be created") as caught:
         loaded(dataset, own, "Own", begin=1)
     assert caught.value.field == "data.sampler.kwargs"
 

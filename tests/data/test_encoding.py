@@ -182,7 +182,7 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     entry(cache, "used", "used", Path.touch)
     assert (entry(cache, "new", "new", build) / "there").is_file()
     assert sorted(path.name for path in cache.iterdir()) == ["new", "used"]
-    with pytest.raises(DataError, match=r"^data.cache_dir: the data cannot be kept there"):
+    with pytest.raises(DataError, match=r"^data.cache_dir: "):
         entry(cache / "used/below", "x", "x", Path.touch)
 
 
@@ -213,6 +213,6 @@ def test_what_goes_wrong_in_a_process_arrives_with_its_row(
         caught.value
     )
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match=r"(?s)a process that makes tokens died.*b.parquet row (3|2)0 and"):
+    with pytest.raises(DataError, match=r"(?s)process died.*b.parquet row (3|2)0 on"):
         PromptDataset(paths, tokenizer, form=Deadly(), **options)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("tokens")]

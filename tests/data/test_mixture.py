@@ -103,7 +103,5 @@ def test_of_data_that_grew_new_rows_come_in_with_the_epoch_and_no_uid_twice() ->
 
 
 def test_a_source_without_rows_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"(?s)^data.mixture: a source that the training data do not have.*got:      b"
-    ):
+    with pytest.raises(DataError, match=r"(?s)^data.mixture: .*got:      b"):
         MixedOrder({"a": 1.0, "b": 1.0}, np.zeros(4, int), shuffle=True, seed=0)

@@ -208,7 +208,7 @@ def test_a_template_that_changes_what_was_is_blamed_and_one_that_refuses_a_row_i
     with pytest.raises(DataError, match="changes the first 1 message") as caught:
         shown(counting, talk("1?", "2"))
     assert caught.value.field == "tokenizer.chat_template"
-    with pytest.raises(DataError, match="leaves out the response, message 1"):
+    with pytest.raises(DataError, match="omits the response, message 1"):
         shown(PLAIN.replace("m.content + eos_token", "'' if m.role == 'assistant' else 1"), talk("1?", "2"))
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
     tokenizer = byte_level(MARKERS, strict)

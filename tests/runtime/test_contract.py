@@ -191,5 +191,5 @@ def test_a_stream_over_a_mesh_takes_the_parts_of_those_that_collect(start: Start
 
 
 def test_parts_that_make_no_whole(start: Start) -> None:
-    with pytest.raises(DataError, match=r"the parts of Streamer\.stream_wrongly do not make a whole"):
+    with pytest.raises(DataError, match=r"the parts of Streamer\.stream_wrongly do not form a whole batch"):
         start(Streamer, 3).stream_wrongly(uneven(9)).all()

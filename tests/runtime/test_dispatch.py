@@ -133,7 +133,7 @@ def test_batches_of_different_size_are_refused():
 
 
 def test_collected_lists_must_be_lists():
-    with pytest.raises(DataError, match="rank 1 returned no list"):
+    with pytest.raises(DataError, match="rank 1 did not return a list"):
         collect_lists(Mesh.flat(2), [[1], None])
 
 

@@ -241,7 +241,7 @@ def test_balanced_by_a_column_that_is_not_there():
     share = future.chunk(2, balance="nothere")[0]
     make(handles, [make_batch(4)])
     for wait in (share.get, lambda: future.chunk(2, balance="score")):
-        with pytest.raises(DataError, match="no ragged column to balance by"):
+        with pytest.raises(DataError, match="no batch has the ragged column"):
             wait()
 
 

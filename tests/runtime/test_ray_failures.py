@@ -88,7 +88,7 @@ def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: st
     if how == "sleep":
         assert "time.sleep(1000)" in report  # the stack shows the line that runs
     if how == "crash":
-        log = Path(report.partition("the end of its log, ")[2].partition(":")[0])
+        log = Path(report.partition("end of the log ")[2].partition(":")[0])
         assert "Fatal Python error: Segmentation fault" in log.read_text()
         assert "faulty.py" in report  # the stack shows where the process crashed
     backend.shutdown()
@@ -222,7 +222,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(backend: RayBac
         backend.reserve([ResourcePool([1, 1], "wide"), ResourcePool([1], "narrow")])
     message = str(caught.value)
     assert "wide: 1 + 1 process(es) on 2 node(s)" in message
-    assert "at most what 1 node(s) have" in message
+    assert "at most the resources of 1 node(s)" in message
     assert "trainer.cluster.address=auto" in message
     assert not list(tmp_path.glob("*.log"))
 
@@ -240,7 +240,8 @@ def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path
     backend = RayBackend(log_dir=tmp_path, start_s=0.01)
     try:
         with pytest.raises(
-            WorkerFailure, match=r"not all were up within trainer.timeouts.start=0.01 s\n  answered: 0 of 1"
+            WorkerFailure,
+            match=r"not all processes were up within trainer.timeouts.start=0.01 s\n  answered: 0 of 1",
         ):
             backend.reserve([ResourcePool([1], "slow")])
     finally:

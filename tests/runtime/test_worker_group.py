@@ -54,7 +54,7 @@ def test_mesh_names_that_cannot_be_resolved(threads):
     group.init_rollout(1)
     with pytest.raises(ConfigError, match=r"rolout\n.*\['rollout', 'train'\]"):
         group.misspelt(make_batch(2))
-    with pytest.raises(ConfigError, match="not clear which mesh"):
+    with pytest.raises(ConfigError, match="the mesh is not clear"):
         group.forward(make_batch(2))
 
 
@@ -276,7 +276,7 @@ def test_batches_of_different_sizes_are_refused_as_far_as_they_are_known(threads
 
     later = WorkerGroup(threads, Slow, ResourcePool([1])).step(batch)
     threading.Timer(0.05, gate.set).start()
-    with pytest.raises(DataError, match="another number of rows"):
+    with pytest.raises(DataError, match="different number of rows"):
         balancer.add(batch, later)
 
 

@@ -194,7 +194,7 @@ class Team:
         return self.gathered(([len(part.batch) for part in parts], same))
 
     def moved(self, count: int) -> bool:
-        """Return whether a separate rollout with the actor's weights generates the same as the actor's own."""
+        """Return whether a separate rollout with the actor's weights generates the same as the actor's."""
         apart = make_actor(self.config, "rollout", rank=self.rank, world=self.world)
         before = apart.generate_sequences(self.prompts(count), N, PARAMS)
         for number in range(self.actor.weight_buckets()):

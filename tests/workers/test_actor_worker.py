@@ -92,7 +92,7 @@ def test_a_frozen_rollout_follows_the_actor(config: Any, worker: Any) -> None:
     written = apart.generate_sequences(PROMPTS, 1, LONG)
     versions = written.ragged("policy_version").values[written.ragged("response_mask").values]
     assert set(versions.tolist()) == {1}
-    with pytest.raises(EngineError, match="this worker does not hold"):
+    with pytest.raises(EngineError, match="this worker does not have"):
         worker.load_weights(buckets[0])
 
 

@@ -86,7 +86,7 @@ def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
         ("token_level_scores", RewardError, "let the reward return finite numbers"),
         ("values", NonFiniteError, "the critic has diverged"),
         ("old_log_probs", NonFiniteError, "the policy has diverged"),
-        ("rollout_log_probs", NonFiniteError, "an engine that gives no log-probs"),
+        ("rollout_log_probs", NonFiniteError, "an engine that returns no log-probs"),
         ("ref_log_probs", NonFiniteError, "reference policy"),
     ],
 )

@@ -112,7 +112,7 @@ def test_another_tokenizer_reads_the_conversation_anew_from_text(
         out.ragged("token_level_scores"), TEXTS, strict=True)]  # fmt: skip
     assert last == pytest.approx([*wanted[:2].tolist(), 0.0, wanted[3].item()], abs=1e-6)
     assert not out.dense("reward_failed").any()
-    assert "reads conversations anew from text" in capsys.readouterr().out
+    assert "formatted again from text" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_text_gets_no_template_and_an_end(
@@ -136,7 +136,7 @@ def test_another_template_alone_is_reason_enough(folder: Path, policys: Any, bat
     assert worker_of(folder, policys, models, role="c").reader.own.eos_token == "<end>"  # type: ignore
     out = worker_of(folder, policys, models, role="a").compute_rm_score(batch)
     assert out.dense("reward_failed").all()  # the template has no assistant turn
-    assert "leaves out the response" in out.non_tensor_batch["reward_why"][0]
+    assert "omits the response" in out.non_tensor_batch["reward_why"][0]
     assert out.dense("scores").tolist() == [0.0] * 4
 
 
@@ -146,7 +146,7 @@ def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: An
     out = worker_of(folder, policys, f"{{a: {{path: {folder / 'short'}}}}}").compute_rm_score(batch)
     lengths = batch.ragged("tokens").lengths
     assert out.dense("reward_failed").tolist() == (lengths > 9).tolist() == [True, False, False, True]
-    assert out.non_tensor_batch["reward_why"][0] == f"{int(lengths[0])} tokens, of at most 9"
+    assert out.non_tensor_batch["reward_why"][0] == f"{int(lengths[0])} tokens, but at most 9 are allowed"
     kept = ~out.dense("reward_failed")
     assert torch.equal(out.dense("scores")[kept], same.dense("scores")[kept])
     assert out.dense("scores")[~kept].tolist() == [0.0, 0.0]
@@ -177,10 +177,13 @@ def test_steps_are_scored_where_they_end(
 def test_a_token_classifier_over_other_tokens(
     folder: Path, policys: Any, batch: DataProto, labels: int
 ) -> None:
-    """Scores are read at the ends of steps in the model's tokens, and placed at the ends in the policy's tokens."""
+    """Scores are read at the ends of steps in the model's tokens.
+
+    They are placed at the ends of steps in the policy's tokens.
+    """
     path = make_scorer(folder / f"steps {labels}", folder / "model", by_token=True, labels=labels)
     own = AutoTokenizer.from_pretrained(folder / "own")
-    with pytest.raises(ModelError, match="what parts them is not said"):
+    with pytest.raises(ModelError, match="step_separator is missing"):
         worker_of(folder, policys, f"{{a: {{path: '{path}'}}}}")
     models = f"{{a: {{path: '{path}', tokenizer_path: {folder / 'own'}, step_separator: '.'}}}}"
     out = worker_of(folder, policys, models).compute_rm_score(batch)

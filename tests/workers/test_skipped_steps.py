@@ -78,12 +78,10 @@ def test_a_skipped_step_changes_nothing_and_is_reported(
     assert policy.step(bad=True) == {"skipped_steps": 2}
     assert policy.engine.version == 1 and same(policy.state(), before)
     paths = [tmp_path / "log" / f"{role}_update_1{again}_rank_0.pt" for again in ("", "_again_1")]
-    advice = "lower the learning rate or check the rewards"
-    assert policy.said == [
-        f"{role} update 1: the loss is not finite; no weight has changed; skipped, {count} in succession of "
-        f"2 allowed; look at the batch: DataProto.load('{path}'); {advice}"
-        for count, path in enumerate(paths, 1)
-    ]
+    assert len(policy.said) == 2
+    for count, (path, sentence) in enumerate(zip(paths, policy.said, strict=True), 1):
+        assert sentence.startswith(f"{role} update 1: ") and f"({count} in a row, 2 allowed)" in sentence
+        assert f"DataProto.load('{path}')" in sentence
     assert all(DataProto.load(path).ragged(policy.column).values.isnan().any() for path in paths)
     after = policy.step(bad=False)
     assert (

@@ -1,4 +1,7 @@
-"""Weights that do not arrive correctly stop the run with an error that names them, in every way of syncing."""
+"""Weights that do not arrive correctly stop the run, in every way of syncing.
+
+The error names the weights.
+"""
 
 from __future__ import annotations
 
@@ -272,6 +275,6 @@ def test_an_engine_that_takes_no_weights_is_refused_for_training(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.engines.rollout.own_weights.kinds_taken", lambda own: frozenset())
-    with pytest.raises(ConfigError, match="weights cannot be changed") as caught:
+    with pytest.raises(ConfigError, match="cannot receive new weights") as caught:
         roles.make_actor(config, "actor", "rollout")
     assert caught.value.field == "actor_rollout_ref.rollout.name"

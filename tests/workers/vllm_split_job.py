@@ -84,7 +84,7 @@ class Ranks:
         return "nothing"
 
     def apart(self) -> bool:
-        """Return whether a rollout that received the weights in buckets generates the same as the actor's own."""
+        """Return whether a rollout with weights from buckets generates the same as the actor's own."""
         other = roles.make_actor(self.config, "rollout", rank=self.rank, world=2)
         for number in range(self.worker.weight_buckets()):
             bucket = [self.worker.export_weights(number)]
