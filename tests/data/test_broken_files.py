@@ -162,7 +162,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a column of another name": (
         "a.parquet",
         every(renamed("prompt", "Prompts")),
-        "is 'Prompts' the 'prompt'?",
+        "is 'Prompts' the column 'prompt'?",
     ),
     "two columns missing": (
         "a.parquet",

@@ -142,7 +142,7 @@ def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None
     with pytest.raises(ConfigError, match="no such class") as caught:
         loaded(dataset, own, "Owm")
     assert "Own" in str(caught.value.expected)
-    with pytest.raises(ConfigError, match="lacks methods") as caught:
+    with pytest.raises(ConfigError, match="lacks required methods") as caught:
         loaded(dataset, own, "Deaf")
     assert "update, state_dict, load_state_dict" in str(caught.value.got)
     with pytest.raises(ConfigError, match="cannot be created") as caught:

@@ -141,7 +141,7 @@ def test_what_was_made_is_taken_until_anything_changes(
     def made(**options: Any) -> list[str]:
         PromptDataset(path, tokenizer, cache_dir=str(cache), **{"workers": 1, **options})
         said = capfd.readouterr().err.splitlines()
-        return [line.split()[1] for line in said if " kept in " in line]
+        return [line.split()[1] for line in said if " written to the cache" in line]
 
     assert made() == ["rows", "tokens"]
     assert made() == [] and made(workers=None) == []

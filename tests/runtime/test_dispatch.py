@@ -140,7 +140,7 @@ def test_collected_lists_must_be_lists():
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ([MeshPlace(0, 1), MeshPlace(0, 2)], "disagree"),
+        ([MeshPlace(0, 1), MeshPlace(0, 2)], "different data-parallel sizes"),
         ([MeshPlace(0, 2), MeshPlace(0, 2, False)], "missing"),
         ([MeshPlace(0, 2), MeshPlace(2, 2)], "out of range"),
         ([MeshPlace(0, 1), MeshPlace(0, 1)], "exactly one"),
