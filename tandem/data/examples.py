@@ -37,7 +37,7 @@ class ConversationForm:
 
     @property
     def expected(self) -> str:
-        return f"{self.key}: [{{role, content}}, …] with a turn of the assistant that is not the first"
+        return f"{self.key}: [{{role, content}}, …] with a turn of the assistant after the first message"
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
         return _of(self.key, turns_problem(row[self.key])) or tools_problem(row, self.tools_key)

@@ -33,7 +33,7 @@ TRL uses them for the responses too. As in TRL, data columns with these names ar
 function.
 """
 PARAMETERS = "the parameters or arguments of your reward function"
-"""A further place, for messages, where columns are named."""
+"""The text for messages about where else column names come from."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PromptForm:
         if self.answer_key is not None:
             parts.append(f"{self.answer_key}: an answer")
         if self.tools_key is not None:
-            parts.append(f"{self.tools_key}: a list of JSON schemas, or that as JSON")
+            parts.append(f"{self.tools_key}: a list of JSON schemas, or such a list as JSON")
         return "; ".join(parts)
 
     def problem(self, row: Mapping[str, Any]) -> str | None:

@@ -99,7 +99,7 @@ class MixedOrder:
                 "the training data have no rows of a source",
                 field="data.mixture",
                 got=missing[0],
-                remedy="use the source names in the column data.reward_fn_key; `tandem data show FILE` "
+                remedy="use the names in the column that data.reward_fn_key sets; `tandem data show FILE` "
                 "lists them",
             )
         self._keys = [(seed, zlib.crc32(name.encode())) for name in weights]
