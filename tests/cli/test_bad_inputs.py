@@ -86,7 +86,7 @@ ROWS: dict[str, tuple[Rows, str]] = {
     "no ground truth": (with_(reward_model={"style": "rule", "ground_truth": None}), "no ground_truth"),
     "no name of a source": (with_(data_source=None), "data_source is None"),
     "a source without a reward": (with_(data_source="nobody/knows"), "nobody/knows"),
-    "a picture": (with_(images=[b"x"]), "models of text alone"),
+    "a picture": (with_(images=[b"x"]), "images: not empty"),
 }
 
 

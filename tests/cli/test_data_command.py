@@ -192,7 +192,7 @@ def test_rows_that_cannot_be_converted_are_named_or_left_out(
         (SUM, ["--columns", "question"], "expected: NAME=YOURS"),
         (SUM, ["--columns", "question=frage"], "missing column 'frage'"),
         ({"prompt": "1", "answer": "2"}, [], "no data_source"),
-        ({"conversations": TALK[1:]}, [], "the assistant speaks first"),
+        ({"conversations": TALK[1:]}, [], "the first message is the assistant's"),
         ({"conversations": [*TALK, {"from": "narrator", "value": "x"}]}, [], "'narrator' is not one of"),
         ({"conversations": [*TALK, {"from": "human", "value": None}]}, [], "'content' is null"),
         ({"conversations": "hi"}, [], "must be a list of turns"),

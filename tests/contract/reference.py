@@ -1,4 +1,4 @@
-"""Sampling by definition: one row, float64, loops. What the samplers of all engines are held against."""
+"""Sampling by its definition: one row, float64 and loops, as a reference for the samplers of all engines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Row = np.ndarray
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of one next token, all over the vocabulary.
+    """The distribution of one next token over the whole vocabulary.
 
     Attributes:
-        logits: after bars, biases, penalties and temperature, before anything is cut.
-        probabilities: of the distribution sampled from; greedy ones are not cut.
+        logits: The logits after bars, biases, penalties and temperature, before any cut.
+        probabilities: The probabilities that are sampled from. Greedy ones are not cut.
         whole: softmax(the model's logits / temperature).
     """
 
@@ -34,7 +34,7 @@ def softmax(logits: Row) -> Row:
 
 
 def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: Sequence[int]) -> Row:
-    """Barred, biased and penalised logits."""
+    """Return logits with bars, biases and penalties applied."""
     out = np.array(logits, dtype=np.float64)
     if len(written) < params.min_tokens:
         for token in params.stop_token_ids:
@@ -54,8 +54,10 @@ def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: 
 
 
 def cut(probabilities: Row, params: SamplingParams) -> Row:
-    """min-p, then top-k, then top-p, each on what the one before left; tokens as likely as the last one kept
-    are kept."""
+    """Apply min-p, then top-k, then top-p, each to the result of the step before.
+
+    Tokens as likely as the last kept token are kept too.
+    """
     left = np.array(probabilities)
     left[left < params.min_p * left.max()] = 0
     if 0 < params.top_k < len(left):
@@ -74,7 +76,7 @@ def cut(probabilities: Row, params: SamplingParams) -> Row:
 def distribution(
     logits: Row, params: SamplingParams, prompt: Sequence[int] = (), written: Sequence[int] = ()
 ) -> Distribution:
-    """Of the token after `prompt` and `written`, from the model's `logits`."""
+    """Return the distribution of the token after `prompt` and `written`, given the model's `logits`."""
     temperature = params.temperature or 1.0
     processed = edited(logits, params, prompt, written) / temperature
     probabilities = softmax(processed)

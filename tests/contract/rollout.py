@@ -1,4 +1,6 @@
-"""What every rollout engine must do. A test module makes the suite its own by a subclass:
+"""The contract of every rollout engine.
+
+A test module uses the suite with a subclass:
 
     class TestMine(RolloutContract):
         @pytest.fixture(scope="class", params=[EngineKind("mine", make, source)], ids=str)
@@ -6,7 +8,7 @@
         def kind(cls, request):
             return request.param
 
-One engine serves all tests of a class; tests that need other options make one of their own.
+One engine serves all tests of a class. Tests that need other options create their own engine.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from tests.contract.world import (
 
 
 class RolloutContract:
-    """The suite. A subclass has the fixture `kind`."""
+    """The test suite. A subclass defines the fixture `kind`."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -60,11 +62,11 @@ class RolloutContract:
         engine = kind.make(world, **{"max_length": MAX_LENGTH, "max_num_seqs": 64, **kind.options})
         yield engine
         engine.close()
-        engine.close()  # does nothing
+        engine.close()  # a second call does nothing
 
     @pytest.fixture
     def engine(self, kind: EngineKind, shared: RolloutEngine, world: World) -> RolloutEngine:
-        """Idle, with the world's module, counters at zero."""
+        """Return an idle engine with the module of the world and counters at zero."""
         assert shared.pending() == 0, "the test before left requests"
         if kind.source is not None:
             shared.update_weights(kind.source(world.module), 0)
@@ -76,7 +78,7 @@ class RolloutContract:
     def written(
         cls, kind: EngineKind, shared: RolloutEngine, world: World
     ) -> dict[str, list[tuple[Request, Sample]]]:
-        """Samples by all parameters, written together."""
+        """Return samples of all sampling parameters, generated together."""
         if kind.source is not None:
             shared.update_weights(kind.source(world.module), 0)
         requests = {name: requests_of(params, 3, 2, name) for name, params in PARAMS.items()}
@@ -104,7 +106,7 @@ class RolloutContract:
             assert sample.versions.tolist() == [0] * len(sample.token_ids)
 
     def test_the_cases_show_what_they_are_for(self, written: dict[str, list[tuple[Request, Sample]]]) -> None:
-        """Tokens repeat where penalties are tried, and some but not all of the samples stop early."""
+        """Tokens repeat in the cases with penalties, and some but not all samples stop early."""
         for name in ("presence", "frequency", "rewarded"):
             assert any(len(set(s.token_ids.tolist())) < len(s.token_ids) for _, s in written[name])
         assert {s.finish_reason for _, s in written["min_tokens"]} >= {"stop"}
@@ -130,8 +132,10 @@ class RolloutContract:
     def test_neither_company_nor_order_changes_a_sample(
         self, kind: EngineKind, world: World, engine: RolloutEngine
     ) -> None:
-        """Alone, permuted, two at a time, in small steps: the same tokens. Seed, uid and sample index
-        change them."""
+        """A sample has the same tokens alone, in another order, two at a time, and in small steps.
+
+        Seed, uid and sample index change its tokens.
+        """
         if not kind.keyed:
             pytest.skip("draws by a generator of its own")
         requests = [
@@ -172,7 +176,7 @@ class RolloutContract:
             assert short.finish_reason == "stop"
 
     def test_only_what_the_request_names_ends_it(self, engine: RolloutEngine) -> None:
-        """The model's own end of sequence is a token like any other."""
+        """The model's own end-of-sequence token is a token like any other."""
         biased = SamplingParams(logit_bias=((EOS, 50.0),), max_tokens=6)
         [sample] = generate(engine, requests_of(biased, 1))
         assert sample.token_ids.tolist() == [EOS] * 6
@@ -184,8 +188,11 @@ class RolloutContract:
         assert (later.token_ids.tolist().index(EOS), later.finish_reason) == (3, "stop")
 
     def test_a_stop_string_ends_and_is_kept(self, world: World, engine: RolloutEngine) -> None:
-        """Across tokens; one that never comes, or stands in the prompt, ends nothing; the end of one that
-        falls among the first min_tokens does not count."""
+        """A stop string may extend over several tokens.
+
+        A string that never appears or is only in the prompt stops nothing. A string that ends within the
+        first min_tokens tokens does not count.
+        """
         full = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20)
         [request] = requests_of(full, 1)
         [long] = generate(engine, [request])
@@ -332,7 +339,7 @@ class RolloutContract:
         assert [s.token_ids.tolist() for s in after] == before
         assert after[0].versions.tolist() == [3] * 6
         engine.sleep()
-        engine.update_weights(kind.source(world.module), 4)  # wakes it too
+        engine.update_weights(kind.source(world.module), 4)  # this also wakes the engine
         assert [s.token_ids.tolist() for s in generate(engine, requests)] == before
 
     def test_stats_count_and_start_anew_and_progress_goes_on(self, engine: RolloutEngine) -> None:
@@ -353,7 +360,7 @@ class RolloutContract:
         assert engine.progress() - start == 30
 
     def test_logprobs_modes(self, kind: EngineKind, world: World) -> None:
-        """What `log_probs` holds; the tokens are the same in all."""
+        """`log_probs` depend on the mode, and the tokens do not."""
         params = SamplingParams(
             temperature=0.7, top_k=20, repetition_penalty=1.4, logit_bias=((5, 2.0),), max_tokens=6, seed=3
         )

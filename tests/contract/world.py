@@ -1,4 +1,4 @@
-"""What the contract of rollout engines is tried on: models, tokenizer, requests, the check of a sample."""
+"""Models, tokenizer and requests for the contract of rollout engines, and the check of a sample."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ STATS = {
 
 @dataclass(frozen=True)
 class World:
-    """What engines are made from.
+    """The models that engines are created from.
 
     Attributes:
-        module: a random causal LM in float32, never changed.
-        other: one with other weights.
+        module: A random causal LM in float32, which no test changes.
+        other: The same model with other weights.
         folder: `module` and its tokenizer as a checkpoint. Each token is one character.
     """
 
@@ -52,16 +52,19 @@ class World:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How an engine is made, and what of the contract it offers.
+    """How an engine is created, and which parts of the contract it supports.
 
     Attributes:
-        make: from the world and any of max_length, max_num_seqs, max_num_batched_tokens and logprobs_mode.
-        source: a module's weights in a form that the engine takes; None: they cannot be changed.
-        keyed: draws with this project's sampler, so that each token follows from its key.
-        untruncated: samples carry `untruncated_log_probs`.
-        modes: the `logprobs_mode`s to try.
-        tolerance: of log-probs, nats, against a full forward in float32.
-        options: of `make`, for the engine that serves all tests.
+        make: A function from the world and any of max_length, max_num_seqs, max_num_batched_tokens and
+            logprobs_mode to an engine.
+        source: A function from a module to weights in the form that the engine accepts; None if its weights
+            cannot be changed.
+        keyed: Whether the engine uses this project's sampler, so that the key of a token determines the
+            token.
+        untruncated: Whether samples have `untruncated_log_probs`.
+        modes: The values of `logprobs_mode` to test.
+        tolerance: The tolerance of log-probs, in nats, against a full forward pass in float32.
+        options: The options of `make` for the engine that serves all tests.
     """
 
     name: str
@@ -88,7 +91,7 @@ def make_model(seed: int) -> PreTrainedModel:
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=256,
-            initializer_range=0.15,  # large enough for a peaked distribution
+            initializer_range=0.15,  # large enough to make the distribution peaked
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=EOS,
@@ -115,14 +118,14 @@ def requests_of(params: SamplingParams, prompts: int, n: int = 1, name: str = "p
 
 
 def logits_of(module: PreTrainedModel, request: Request, token_ids: np.ndarray) -> np.ndarray:
-    """(R, V) float64, the module's own before each of the tokens, by one full forward."""
+    """Return the module's logits before each of the tokens, (R, V) float64, from one full forward pass."""
     ids = torch.from_numpy(np.concatenate((request.prompt_ids, token_ids)))[None]
     with torch.no_grad():
         return module(ids).logits[0, len(request.prompt_ids) - 1 : -1].double().numpy()
 
 
 def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
-    """Every token against the reference distribution at its position."""
+    """Check every token against the reference distribution at its position."""
     assert sample.id == request.id
     assert len(sample.log_probs) == len(sample.versions) == len(sample.token_ids)
     params, given = request.params, request.prompt_ids.tolist()

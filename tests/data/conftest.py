@@ -21,7 +21,10 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token per byte, the merges "ab" and newline + "h", and special tokens; none stands before texts."""
+    """Save a tokenizer with one token per byte, two merges and special tokens.
+
+    The merges are "ab" and newline + "h". No special token is put before texts.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("Ċ", "h")]
     vocab = {token: i for i, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
@@ -45,7 +48,7 @@ def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerBase:
 
 
 class Files:
-    """Writes data files into one folder."""
+    """A writer of data files in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +70,7 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture(scope="session")
 def prompt_row() -> Callable[..., dict[str, Any]]:
-    """Makes a row in the users' data format; the prompt is one user message, or what is given."""
+    """Return a row in the users' data format; the prompt is one user message unless given."""
 
     def row(prompt: Any, truth: Any = "1", source: str = "arithmetic", **extra: Any) -> dict[str, Any]:
         return {

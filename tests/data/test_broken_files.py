@@ -1,4 +1,4 @@
-"""`tandem data validate`: what it says of broken files, and that it and training agree."""
+"""`tandem data validate` reports broken files, and agrees with training about what is broken."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lines(rows: Rows) -> bytes:
 
 
 def edit(change: Callable[[dict[str, Any]], Any], write: Callable[[Rows], bytes] = lines) -> Broken:
-    """The file with its last row changed."""
+    """Return the file with its last row changed."""
 
     def broken(rows: Rows) -> bytes:
         change(rows[-1])
@@ -80,10 +80,10 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
 
 
 AT = f"row {LAST} (line {LAST + 1}): "
-"""The last row of a text file."""
+"""The last row of a text file, as messages name it."""
 ALL = f"row 0 to row {LAST}: "
 FILES: dict[str, tuple[str, Broken, str]] = {
-    # how it is broken: (file name, how, what must be said)
+    # the fault: (file name, change, text that the message must contain)
     "an empty file": ("a.parquet", lambda rows: b"", "the data file is empty"),
     "no rows": ("a.parquet", no_rows, "the data file is empty"),
     "parquet cut off": ("a.parquet", lambda rows: parquet(rows)[:-30], "not a readable parquet file"),
@@ -162,7 +162,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a column of another name": (
         "a.parquet",
         every(renamed("prompt", "Prompts")),
-        "is 'Prompts' the 'prompt'?",
+        "is 'Prompts' the column 'prompt'?",
     ),
     "two columns missing": (
         "a.parquet",
@@ -252,7 +252,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "a number beyond 64 bits": (
         "a.json",
         lambda rows: json.dumps([{**rows[0], "extra_info": {"index": 10**30}}, *rows]).encode(),
-        "row 0: extra_info.index: 64 bits do not hold the number 1000",
+        "row 0: extra_info.index: the number 1000",
     ),
     "lists in lists without end": (
         "a.jsonl",
@@ -262,7 +262,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
     "images": (
         "a.parquet",
         every(sets("images", ["cat.png"])),
-        ALL + "images: not empty; models of text alone",
+        ALL + "images: not empty",
     ),
     "control characters": ("a.jsonl", edit(truth("1", "\x1b[2J")), AT + r"data_source '\x1b[2J': no reward"),
 }
@@ -338,7 +338,7 @@ def test_rows_of_the_other_commands(
     asked, told = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     (tmp_path / "sft.jsonl").write_bytes(lines([{"messages": [asked, told]}, {"messages": [told, asked]}]))
     assert main(["data", "validate", "--sft", str(tmp_path / "sft.jsonl")]) == 1
-    assert capsys.readouterr().out == "row 1 (line 2): messages: the assistant speaks first\n"
+    assert capsys.readouterr().out == "row 1 (line 2): messages: the first message is the assistant's\n"
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": wrong} for wrong in ("3", "2", None)]
     (tmp_path / "rm.jsonl").write_bytes(lines(pairs))
     assert main(["data", "validate", "--rm", str(tmp_path / "rm.jsonl")]) == 1
@@ -383,7 +383,7 @@ CHANGES = st.lists(
 def test_validation_and_training_agree(
     tokenizer_folder: Path, changes: list[tuple[int, str, Any]], whole: bool, cut: int
 ) -> None:
-    """What passes validation trains."""
+    """A file that passes validation can be used for training."""
     rows = good()
     for at, column, value in changes:
         rows[at][column] = value

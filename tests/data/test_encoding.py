@@ -1,4 +1,7 @@
-"""Large files: mapped from the cache, tokenised by several processes, and the same as if they were small."""
+"""Large files are mapped from the cache and tokenized by several processes.
+
+The result is the same as for small files.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Row = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is a large one, and ten rows are much work."""
+    """Make every file count as large, and ten rows as much work."""
     monkeypatch.setattr(files_module, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(encoding, "PART_ROWS", 10)
 
@@ -101,7 +104,7 @@ def test_every_format_is_mapped_and_reads_as_before(
 ) -> None:
     monkeypatch.setattr(formats_module, "BLOCK_BYTES", 400)
     rows = rows_of(prompt_row, 30)
-    rows[-1]["extra_info"]["note"] = "late"  # a column within, that the first blocks lack
+    rows[-1]["extra_info"]["note"] = "late"  # a nested column that the first blocks lack
     table = pa.Table.from_pylist(rows)
     paths = [files.parquet(rows), files.text("\n".join(map(json.dumps, rows)) + "\n\n", "rows.jsonl")]
     paths.append(files.text(json.dumps(rows), "rows.json"))
@@ -138,7 +141,7 @@ def test_what_was_made_is_taken_until_anything_changes(
     def made(**options: Any) -> list[str]:
         PromptDataset(path, tokenizer, cache_dir=str(cache), **{"workers": 1, **options})
         said = capfd.readouterr().err.splitlines()
-        return [line.split()[1] for line in said if " kept in " in line]
+        return [line.split()[1] for line in said if " written to the cache" in line]
 
     assert made() == ["rows", "tokens"]
     assert made() == [] and made(workers=None) == []
@@ -150,7 +153,7 @@ def test_what_was_made_is_taken_until_anything_changes(
     stamp = os.stat(path)
     shutil.copy2(path, tmp_path / "moved.parquet")
     path = str(tmp_path / "moved.parquet")
-    assert made() == []  # the same file in another place
+    assert made() == []  # the same file in another folder
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     assert made() == ["rows", "tokens"]
     assert not list(cache.glob(".building*"))
@@ -169,7 +172,7 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     cache = tmp_path / "cache"
 
     def build(place: Path) -> None:
-        (cache / "new").mkdir()  # the other run was faster
+        (cache / "new").mkdir()  # another run was faster
         (cache / "new/there").touch()
         place.mkdir()
 
@@ -179,13 +182,13 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     entry(cache, "used", "used", Path.touch)
     assert (entry(cache, "new", "new", build) / "there").is_file()
     assert sorted(path.name for path in cache.iterdir()) == ["new", "used"]
-    with pytest.raises(DataError, match=r"^data.cache_dir: the data cannot be kept there"):
+    with pytest.raises(DataError, match=r"^data.cache_dir: "):
         entry(cache / "used/below", "x", "x", Path.touch)
 
 
 @dataclass(frozen=True)
 class Deadly(PromptForm):
-    """Ends the process at a certain row."""
+    """A form that kills the process at a certain row."""
 
     def pieces(self, row: Any, template: Any) -> Any:
         if row["extra_info"]["level"] == 33:
@@ -210,6 +213,6 @@ def test_what_goes_wrong_in_a_process_arrives_with_its_row(
         caught.value
     )
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match=r"(?s)a process that makes tokens died.*b.parquet row (3|2)0 and"):
+    with pytest.raises(DataError, match=r"(?s)process died.*b.parquet row (3|2)0 on"):
         PromptDataset(paths, tokenizer, form=Deadly(), **options)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("tokens")]

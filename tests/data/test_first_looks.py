@@ -1,4 +1,4 @@
-"""What is wrong with a file as a whole: it is said before what it also lacks."""
+"""Faults of a whole file are reported before missing columns."""
 
 from __future__ import annotations
 

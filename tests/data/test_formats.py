@@ -1,4 +1,4 @@
-"""The same rows from files of every format, from folders and from patterns."""
+"""Files of every format, folders and patterns give the same rows."""
 
 from __future__ import annotations
 

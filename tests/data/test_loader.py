@@ -1,4 +1,4 @@
-"""The order of batches: what each epoch holds, and going on from a saved state."""
+"""The order of batches: the rows of each epoch, and continuing from a saved state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.protocol import DataProto
 
 
 class Numbers:
-    """Rows 0 … n-1."""
+    """A dataset with rows 0 … n-1."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -107,7 +107,7 @@ def test_rows_that_were_added_join_in_the_next_epoch(taken: int) -> None:
     before = rows_of(old, taken)
     new.load_state_dict(old.state_dict())
     after = rows_of(new, 9 - taken % 3)
-    begun = -(-taken // 3)  # epochs of the 11 rows, which are finished as they began
+    begun = -(-taken // 3)  # epochs that started with 11 rows end with 11 rows
     whole = rows_of(loader_of(11, 3, shuffle=True, seed=7), 3 * begun)
     assert (before + after)[: 3 * begun] == whole
     for epoch in (begun, begun + 1):
@@ -124,7 +124,7 @@ def test_data_that_grew_twice_go_on_exactly_in_between() -> None:
     rows_of(first, 3)
     second = loader_of(10, 2, shuffle=True, seed=1)
     second.load_state_dict(first.state_dict())
-    rows_of(second, 4)  # the last of epoch 0, then three of epoch 1
+    rows_of(second, 4)  # the last batch of epoch 0, then three of epoch 1
     third = loader_of(14, 2, shuffle=True, seed=1)
     third.load_state_dict(second.state_dict())
     assert third.stretches == ((0, 8), (1, 10), (2, 14))

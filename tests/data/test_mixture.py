@@ -1,4 +1,4 @@
-"""Mixtures: the shares of sources in every batch, and the rows that fill them."""
+"""Mixtures: the share of each source in every batch, and the rows that are drawn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAMES = ("a", "b", "c")
 def order_of(
     weights: dict[str, float], counts: dict[str, int], *, shuffle: bool = True, seed: int = 3
 ) -> MixedOrder:
-    """Rows 0, 1, … of the sources in turns, as far as each has them."""
+    """Return rows 0, 1, … with alternating sources, as long as each source has rows."""
     places = [name for place in range(max(counts.values())) for name in counts if place < counts[name]]
     sources = np.array([list(weights).index(name) for name in places])
     return MixedOrder(weights, sources, shuffle=shuffle, seed=seed)
 
 
 def sequence(shares: Mapping[str, Any], length: int) -> list[str]:
-    """The slow reference: each place to the source with the least (2 count + 1) / share."""
+    """Assign each place to the source with the smallest (2 count + 1) / share: the slow reference."""
     shares = {name: Fraction(repr(share)) for name, share in shares.items()}
     counts, found = Counter(dict.fromkeys(shares, 0)), []
     for _ in range(length):
@@ -67,7 +67,7 @@ def test_a_source_that_is_exhausted_comes_again_in_a_new_order(shuffle: bool) ->
     turns = [[row for _, row in of_b[start : start + 4]] for start in range(0, len(of_b), 4)]
     assert len(of_b) == 51 and all(sorted(turn) == [1, 3, 5, 7] for turn in turns[:-1])
     assert [turn for turn, _ in of_b] == [place // 4 for place in range(51)]
-    assert len(set(zip(passes.tolist(), rows.tolist(), strict=True))) == 102  # no uid comes twice
+    assert len(set(zip(passes.tolist(), rows.tolist(), strict=True))) == 102  # no uid appears twice
     assert (len({tuple(turn) for turn in turns[:-1]}) > 3) == shuffle
 
 
@@ -103,7 +103,5 @@ def test_of_data_that_grew_new_rows_come_in_with_the_epoch_and_no_uid_twice() ->
 
 
 def test_a_source_without_rows_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"(?s)^data.mixture: a source that the training data do not have.*got:      b"
-    ):
+    with pytest.raises(DataError, match=r"(?s)^data.mixture: .*got:      b"):
         MixedOrder({"a": 1.0, "b": 1.0}, np.zeros(4, int), shuffle=True, seed=0)

@@ -1,4 +1,4 @@
-"""Datasets and samplers of one's own, with verl's signatures: torch classes that know nothing of Tandem."""
+"""A user's own datasets and samplers with verl's signatures: torch classes that do not know Tandem."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def test_long_rows_are_left_out_or_cut(tmp_path: Path, tokenizer: Any) -> None:
     ("name", "error", "said"),
     [
         ("Broken", DataError, "row 3: reward_model is null"),
-        ("Strange", ConfigError, "data.custom_cls.name: it cannot be made so"),
-        ("Missing", ConfigError, "data.custom_cls.name: no dataset of that name"),
+        ("Strange", ConfigError, "data.custom_cls.name: the dataset class does not accept"),
+        ("Missing", ConfigError, "data.custom_cls.name: there is no dataset class"),
     ],
 )
 def test_what_is_wrong_is_said_before_training(
@@ -190,7 +190,7 @@ def indices(batches: DrawnBatches, numbers: range) -> list[list[int]]:
 def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
     dataset = own(tmp_path, tokenizer, "Chat", rows=10)
     batches = drawn(tmp_path, dataset, "Sorted")
-    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # 3 and 1 do not fill a batch
+    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # rows 3 and 1 do not fill a batch
     assert indices(batches, range(4)) == one_pass * 2
     again = drawn(tmp_path, dataset, "Sorted")
     again.load_state_dict(drawn(tmp_path, dataset, "Sorted").state_dict() | batches.state_dict())
@@ -209,5 +209,5 @@ def test_it_is_told_of_scores_and_goes_on_by_its_own_state(tmp_path: Path, token
     assert indices(again, range(2, 3)) == [[8, 9, 0, 1]]
     learning = drawn(tmp_path, dataset, "Learning")
     learning.batch(0)
-    with pytest.raises(DataError, match="Learning with update, and without state_dict"):
+    with pytest.raises(DataError, match="Learning with update and without state_dict"):
         drawn(tmp_path, dataset, "Learning").load_state_dict(learning.state_dict())

@@ -1,4 +1,4 @@
-"""PreferenceDataset: what becomes of a pair, to the token, and the messages for bad rows."""
+"""PreferenceDataset: the exact tokens of a pair, and the errors for bad rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def talk(*contents: str) -> list[dict[str, str]]:
 
 
 def shown(tokens: Ragged, mask: Ragged, tokenizer: Any, row: int = 0) -> tuple[str, str]:
-    """The text of the prompt, and that of the answer."""
+    """Return the text of the prompt and the text of the response."""
     ids, marks = tokens.row(row), mask.row(row)
     return tokenizer.decode(ids[~marks]), tokenizer.decode(ids[marks])
 
@@ -44,7 +44,7 @@ def test_texts_follow_their_prompt_and_end(files: Any, tokenizer: Any) -> None:
 
 
 def test_conversations_end_with_the_answer_as_the_model_writes_it(files: Any, tokenizer: Any) -> None:
-    """Nothing of the template follows the last end-of-sequence token; a prompt column is not read."""
+    """Template text after the last end-of-sequence token is left out, and a prompt column is not read."""
     rows = [
         {"prompt": "unused", "chosen": talk("a", "b", "c", "good"), "rejected": talk("a", "b", "c", "bad")}
     ]
@@ -87,7 +87,7 @@ def test_each_half_is_cut_by_itself(files: Any, tokenizer: Any) -> None:
     assert shown(data.chosen, data.chosen_mask, tokenizer) == ("1234", "x<|im_end|>")
     assert shown(data.rejected, data.rejected_mask, tokenizer) == ("34", "xyz<|im_end|>")
     assert "row 0: 8 tokens" in raised(path, tokenizer, max_length=6)
-    assert "none of its 4 tokens is learnt" in raised(path, tokenizer, max_length=4, truncation="right")
+    assert "none of its 4 tokens" in raised(path, tokenizer, max_length=4, truncation="right")
 
 
 ROW = {"prompt": "1", "chosen": "2", "rejected": "3", "margin": 1.0}
@@ -111,8 +111,8 @@ def test_wrong_rows_of_texts(files: Any, tokenizer: Any, changes: dict[str, Any]
     ("chosen", "problem"),
     [
         (talk("a"), "chosen: no turn of the assistant"),
-        (talk("a", "b", "c"), "chosen: the assistant does not have the last word"),
-        (talk("a", "b")[1:], "chosen: the assistant speaks first"),
+        (talk("a", "b", "c"), "chosen: the last message is not the assistant's"),
+        (talk("a", "b")[1:], "chosen: the first message is the assistant's"),
         (None, "chosen: not a list of messages but null"),
     ],
 )
@@ -157,7 +157,7 @@ def test_texts_without_a_prompt_are_the_whole(files: Any, tokenizer: Any) -> Non
     ("row", "problem"),
     [
         ({"prompt": "a text"}, "chosen: messages, but the prompt is not"),
-        ({"rejected": talk("", "b", "c")[1:]}, "rejected: the assistant does not have the last word"),
+        ({"rejected": talk("", "b", "c")[1:]}, "rejected: the last message is not the assistant's"),
     ],
 )
 def test_answers_that_follow_no_prompt(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""SFTDataset: which tokens are learnt, to the token, and the messages for bad rows."""
+"""SFTDataset: the exact tokens that the model learns, and the errors for bad rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.errors import DataError
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation in which user and assistant take turns."""
+    """Return a conversation in which user and assistant alternate."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return first + [
         {"role": ("user", "assistant")[place % 2], "content": content}
@@ -23,7 +23,7 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def learnt(dataset: SFTDataset, tokenizer: Any, row: int = 0) -> list[tuple[str, bool]]:
-    """The text of each run of equal mask values."""
+    """Return the text of each run of equal mask values."""
     tokens, mask = dataset.tokens.row(row), dataset.response_mask.row(row)
     cuts = (mask.diff().nonzero().flatten() + 1).tolist()
     runs = zip(tokens.tensor_split(cuts), mask.tensor_split(cuts), strict=True)
@@ -55,7 +55,7 @@ def test_every_turn_of_the_assistant_is_learnt_and_nothing_else(files: Any, toke
 
 
 def test_the_answers_first_token_is_the_one_the_model_would_write(files: Any, tokenizer: Any) -> None:
-    """The tokenizer merges newline + "h", which stand on both sides of the turn's beginning."""
+    """The tokenizer would merge a newline before the turn with the "h" that starts the response."""
     messages = turns("a", "hi")
     dataset = SFTDataset(files.parquet([{"messages": messages}]), tokenizer)
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
@@ -105,8 +105,8 @@ def test_template_whose_turns_cannot_be_found(files: Any, tokenizer: Any) -> Non
         "{% if add_generation_prompt %}A:{% endif %}"
     )
     text = raised(files.parquet([{"messages": turns("1", "2")}]), tokenizer)
-    assert text.startswith("tokenizer.chat_template: the tokenizer's chat template does not show what")
-    assert "it changes the first 1 message(s) once others follow" in text and "row" not in text
+    assert text.startswith("tokenizer.chat_template: ")
+    assert "it changes the first 1 message(s)" in text and "row" not in text
     assert "model.custom_chat_template=" in text
 
 
@@ -169,8 +169,8 @@ def test_overlong_rows_and_rows_with_nothing_left(files: Any, tokenizer: Any) ->
         "data.max_length: 1 row(s) of 3 are over the length limit\n  got:      row 2: 11 tok"
     )
     text = raised(path, tokenizer, max_length=6, truncation="right")
-    assert "train.parquet: 1 row(s) with nothing left to learn once cut to the length limit\n" in text
-    assert "row 2: none of its 6 tokens is learnt" in text
+    assert "train.parquet: 1 row(s) without any token to train on" in text
+    assert "row 2: none of its 6 tokens" in text
 
 
 def test_no_end_token(files: Any, tokenizer: Any) -> None:
@@ -188,7 +188,7 @@ def test_no_template(files: Any, tokenizer: Any) -> None:
     ("row", "problem"),
     [
         ({"messages": turns("1")}, "messages: no turn of the assistant"),
-        ({"messages": turns("1", "2")[::-1]}, "messages: the assistant speaks first"),
+        ({"messages": turns("1", "2")[::-1]}, "messages: the first message is the assistant's"),
         ({"messages": []}, "messages: an empty list of messages"),
         ({"messages": None}, "messages: not a list of messages but null"),
     ],

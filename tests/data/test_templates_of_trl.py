@@ -1,6 +1,8 @@
-"""Chat templates of real models, those that an installed trl holds (or the folder TANDEM_CHAT_TEMPLATES):
-every turn of the assistant is learnt after what generation meets, to its end. What is refused, the template
-refuses itself: roles that it does not know."""
+"""Chat templates of real models, from an installed trl or from the folder TANDEM_CHAT_TEMPLATES.
+
+Every turn of the assistant is learned up to its end, after the text that precedes it in generation. Only
+conversations that the template itself rejects are refused, because it does not know their roles.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_a_real_template_trains_what_generation_meets(path: Path, kind: str) -> 
 
 
 def refusals(path: Path, kind: str) -> dict[str, str]:
-    """Check all conversations; return which the template refuses itself, and why."""
+    """Check all conversations, and return which ones the template itself rejects, and why."""
     source = path.read_text(encoding="utf-8")
     tokenizer = KINDS[kind](sorted(set(_MARKER.findall(source))), source)
     template = ChatTemplate(tokenizer, None)
@@ -105,7 +107,7 @@ def _follows(
         )
         (ids, mask), wanted = rows[0], whole["input_ids"]
         text = tokenizer.decode(wanted)
-        assert tokenizer.decode(ids)[: len(text)] == text  # the token that ends the last turn may be more
+        assert tokenizer.decode(ids)[: len(text)] == text  # the end token of the last turn may follow
         if ids == wanted and marked:
             assert mask == list(map(bool, whole["assistant_masks"]))
     for turn, prompt in zip(turns, prompts, strict=True):

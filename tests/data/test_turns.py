@@ -1,4 +1,4 @@
-"""Chat templates with the habits of real ones: what each turn follows, and what of it is learnt."""
+"""Chat templates with the quirks of real ones: the text before each turn, and the learned part of it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def encoder(tokenizer: Any) -> Encoder:
 
 
 def shown(source: str, messages: list[dict[str, Any]], **options: Any) -> list[list[str]]:
-    """The examples, what is learnt with a star."""
+    """Return the examples, with a star before each learned piece."""
     template = ChatTemplate(byte_level(MARKERS, source), options)
     return [["*" * learnt + str(text) for text, learnt in each] for each in examples(template, messages)]
 
@@ -101,7 +101,7 @@ def test_a_template_that_keeps_what_was_makes_one_example() -> None:
 
 
 def test_reasoning_that_the_prompt_begins_is_gone_on_with() -> None:
-    """The turn as rendered has none of it; the model meets its beginning."""
+    """The rendered turn has no reasoning, but the generation prompt starts it."""
     first = f"{U}1?{END}{A}"
     assert shown(BEGUN, THOUGHT) == [
         [first + "<think>\n", f"*hm\n</think>\n\n2{END}"],
@@ -137,7 +137,7 @@ def test_what_follows_the_end_only_at_the_last_turn_is_not_in_the_others() -> No
 
 
 def test_a_turn_that_nothing_ends_is_ended_by_the_token_that_begins_the_next() -> None:
-    """Also the last, by the token of who would speak then: the model stops there, and must learn it."""
+    """The last turn ends with the token of the next speaker too: the model stops there and must learn it."""
     assert shown(OPEN, talk("1?", "2", "3?", "4")) == [[f"{U}\n1?{A}", f"*\n2{U}", f"\n3?{A}", f"*\n4{U}"]]
     called = [*talk("1?"), {"role": "assistant", "content": "", "tool_calls": CALL}]
     answered = [*called, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "3"}]
@@ -159,7 +159,7 @@ def test_marks_of_the_template_say_what_is_learnt() -> None:
 
 
 def test_a_template_of_parts_is_given_parts() -> None:
-    """In prompts too: a text as content would leave nothing of it."""
+    """This includes prompts: such a template would render nothing for content that is plain text."""
     assert shown(PARTS, talk("1?", "2")) == [[f"{U}1?{END}{A}", f"*2{END}"]]
     template = ChatTemplate(byte_level(MARKERS, PARTS), None)
     assert template.prompt(talk("1?")) == [(f"{U}1?{END}{A}", False)]
@@ -179,7 +179,7 @@ def test_arguments_of_calls_are_given_as_the_template_wants_them(arguments: Any)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_turn_follows_what_the_model_meets(name: str, kind: str) -> None:
-    """In tokens; each turn of the assistant is learnt once, and a preference is its last."""
+    """The test compares tokens. Each turn is learned once, and a preference learns its last turn."""
     follows_prompts(KINDS[kind](MARKERS, TEMPLATES[name]), THOUGHT)
 
 
@@ -208,7 +208,7 @@ def test_a_template_that_changes_what_was_is_blamed_and_one_that_refuses_a_row_i
     with pytest.raises(DataError, match="changes the first 1 message") as caught:
         shown(counting, talk("1?", "2"))
     assert caught.value.field == "tokenizer.chat_template"
-    with pytest.raises(DataError, match="leaves out the response, message 1"):
+    with pytest.raises(DataError, match="omits the response, message 1"):
         shown(PLAIN.replace("m.content + eos_token", "'' if m.role == 'assistant' else 1"), talk("1?", "2"))
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
     tokenizer = byte_level(MARKERS, strict)

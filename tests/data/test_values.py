@@ -1,4 +1,4 @@
-"""What stands in a file is what is read, or the file is refused and the row named."""
+"""Values are read as they are in the file, or the file is refused with an error that names the row."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def answers(path: Path, cache: str | None) -> list[Any]:
 
 
 def json_files(folder: Path, values: tuple[str, ...]) -> list[Path]:
-    """JSON lines, and a list, of rows with these answers."""
+    """Write JSON lines, and a JSON list, of rows with these answers."""
     rows = [f'{{"prompt": "x", "answer": {value}}}' for value in values]
     (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "a.json").write_text(f"[{', '.join(rows)}]")

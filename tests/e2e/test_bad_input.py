@@ -153,7 +153,7 @@ def test_rows_of_the_wrong_shape_are_named(user: User) -> None:
             "row 1: prompt: an empty list of messages",
             "row 3: reward_model has no ground_truth",
             "row 4: data_source is None",
-            "mend or remove these rows",
+            "fix or remove these rows",
         ),
     )
 

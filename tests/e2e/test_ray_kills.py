@@ -72,7 +72,7 @@ def do(harm: Harm, words: list[str], folder: Path) -> None:
     assert time.monotonic() - start < LIMIT_S
     assert run.process.returncode == 1, printed
     assert f"pid {victim}" in printed, printed
-    assert printed.count("  meanwhile:") == 1, printed
+    assert printed.count("  other processes:") == 1, printed
     assert "Traceback (most recent call last):\n  File" not in printed  # the controller prints no traceback
     assert run.survivors() == []
 

@@ -33,7 +33,7 @@ def test_a_completion_column_is_no_problem() -> None:
             PromptForm(needs=("answer",)).problem({"prompt": "1+1=", "answer": "2", name: ROW[name]}) is None
         )
     wrong = PromptForm(needs=("answer",)).problem({"prompt": "1+1=", "answer": "2", "response": "3"})
-    assert wrong is not None and "a column is named response" in wrong
+    assert wrong is not None and "column name response" in wrong
 
 
 @pytest.mark.parametrize("source", FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Backends and groups for the tests of the controller."""
+"""Backends and worker groups for the tests of the controller."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ def threads() -> Iterator[ThreadBackend]:
 
 
 def ray_backend() -> Backend:
-    """On the Ray of this test process; loaded late, so that the folder is collected without Ray."""
+    """Return a backend on the Ray of this test process.
+
+    Ray is imported late, so that pytest can collect the folder without Ray.
+    """
     backend: Backend = import_module("tandem.runtime.ray_backend").RayBackend()
     return backend
 
 
 @pytest.fixture(scope="module", params=[ThreadBackend, ray_backend])
 def backend(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Backend]:
-    """Every backend that runs several workers; one of each kind for all tests of a file."""
+    """Return each backend that runs several workers; all tests of a file share it."""
     made: Backend = request.param()
     yield made
     made.shutdown()
@@ -38,7 +41,10 @@ Start = Callable[..., WorkerGroup]
 
 @pytest.fixture
 def start(backend: Backend) -> Iterator[Start]:
-    """(worker, processes, balance=False) to a group; groups of one size share their processes."""
+    """Return a function from (worker, processes, balance=False) to a group.
+
+    Groups of the same size share their processes.
+    """
     groups: list[WorkerGroup] = []
     number = itertools.count()
 

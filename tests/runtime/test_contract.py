@@ -1,4 +1,4 @@
-"""What a group of workers does, alike on every backend."""
+"""The behavior of worker groups, which is the same on every backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.toys import Balancer, Custom, Parallel, Streamer, Toy
 
 
 def uneven(rows: int) -> DataProto:
-    """Each sample with a uid of its own."""
+    """Return samples with different uids."""
     batch = make_batch(rows, seed=rows)
     batch.non_tensor_batch["uid"] = np.array([f"0/{row}" for row in range(rows)], dtype=object)
     return batch
@@ -35,7 +35,7 @@ def test_every_mode_on_four_workers(start: Start) -> None:
     history = group.history()
     assert isinstance(history, Future)
     assert history.get(timeout_s=30.0) == [[2], [2], [2], [1]]
-    assert history.get() == [[2], [2], [2], [1]]  # as often as one asks
+    assert history.get() == [[2], [2], [2], [1]]  # the result can be read repeatedly
     shifted = group.scores(batch, offset=1.0)
     assert torch.equal(shifted.dense("score"), batch.dense("score") + 1)
     assert list(shifted.non_tensor_batch["uid"]) == list(batch.non_tensor_batch["uid"])
@@ -191,5 +191,5 @@ def test_a_stream_over_a_mesh_takes_the_parts_of_those_that_collect(start: Start
 
 
 def test_parts_that_make_no_whole(start: Start) -> None:
-    with pytest.raises(DataError, match=r"the parts of Streamer\.stream_wrongly do not make a whole"):
+    with pytest.raises(DataError, match=r"the parts of Streamer\.stream_wrongly do not form a whole batch"):
         start(Streamer, 3).stream_wrongly(uneven(9)).all()

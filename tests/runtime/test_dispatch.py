@@ -21,7 +21,10 @@ from tests.runtime.multi_worker import assert_same, make_batch
 
 
 def toy_mesh(dp: int, tp: int, pp: int) -> Mesh:
-    """Rank = (pp, dp, tp), tp fastest; tensor rank 0 of the last stage collects."""
+    """Return a mesh with rank = (pp, dp, tp), tp fastest.
+
+    Tensor rank 0 of the last stage collects.
+    """
     return Mesh(
         tuple(
             MeshPlace(dp_rank, dp, collects=tp_rank == 0 and stage == pp - 1)
@@ -130,14 +133,14 @@ def test_batches_of_different_size_are_refused():
 
 
 def test_collected_lists_must_be_lists():
-    with pytest.raises(DataError, match="rank 1 returned no list"):
+    with pytest.raises(DataError, match="rank 1 did not return a list"):
         collect_lists(Mesh.flat(2), [[1], None])
 
 
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ([MeshPlace(0, 1), MeshPlace(0, 2)], "disagree"),
+        ([MeshPlace(0, 1), MeshPlace(0, 2)], "different data-parallel sizes"),
         ([MeshPlace(0, 2), MeshPlace(0, 2, False)], "missing"),
         ([MeshPlace(0, 2), MeshPlace(2, 2)], "out of range"),
         ([MeshPlace(0, 1), MeshPlace(0, 1)], "exactly one"),

@@ -1,4 +1,4 @@
-"""What evaluating an expression fetches and copies, and what its pickle holds."""
+"""What evaluating an expression fetches and copies, and what its pickle contains."""
 
 import pickle
 import threading
@@ -24,7 +24,7 @@ def stored(parts: list[DataProto], borrowed: bool = False) -> tuple[BatchFuture,
 
 
 def unmade(parts: list[DataProto], shares: object = None) -> tuple[BatchFuture, list[StoredHandle]]:
-    """A future of methods that have not ended."""
+    """Return a future of methods that have not ended."""
     handles = [StoredHandle(None) for _ in parts]
     return BatchFuture.collected(handles, "W.m", shares), handles
 
@@ -35,7 +35,7 @@ def make(handles: list[StoredHandle], parts: list[DataProto]) -> None:
 
 
 def named(future: BatchFuture) -> set[int]:
-    """The results that a future's expression mentions."""
+    """Return the results that a future's expression mentions."""
     return {source.handle.key for source in sources(future._node)}
 
 
@@ -44,7 +44,7 @@ def there_and_back(future: BatchFuture) -> BatchFuture:
 
 
 def apply(future: BatchFuture, batch: DataProto, name: str, number: int) -> tuple[BatchFuture, DataProto]:
-    """One operation on a future, and the same on its batch."""
+    """Apply one operation to a future and to its batch."""
     generator = torch.Generator().manual_seed(number)
     if name == "rows":
         pick = torch.randint(0, max(len(batch), 1), (min(4, len(batch)),), generator=generator)
@@ -185,7 +185,7 @@ def test_a_share_mentions_only_its_own_results():
     before = sum(StoredHandle.asked.values())
     assert len(mini.chunk(8)[5].index) == 8
     assert_same(there_and_back(shares[3]).get(), batch.get()[96:128])
-    assert sum(StoredHandle.asked.values()) == before  # sizes travel with the share
+    assert sum(StoredHandle.asked.values()) == before  # the share carries the sizes
 
 
 def test_rows_of_what_is_not_there_yet_are_numbers_at_once():
@@ -241,7 +241,7 @@ def test_balanced_by_a_column_that_is_not_there():
     share = future.chunk(2, balance="nothere")[0]
     make(handles, [make_batch(4)])
     for wait in (share.get, lambda: future.chunk(2, balance="score")):
-        with pytest.raises(DataError, match="no ragged column to balance by"):
+        with pytest.raises(DataError, match="no batch has the ragged column"):
             wait()
 
 
@@ -312,7 +312,7 @@ def test_one_limit_for_all_sources():
 
 
 def test_traffic_of_a_step_at_the_controller():
-    """Indices in and arguments out, with 4,096 samples of two thousand tokens on eight ranks."""
+    """The traffic consists of indices and arguments, for 4,096 samples of 2,000 tokens on eight ranks."""
     rows, ranks, uids = 4096, 8, [f"12/{row // 8}" for row in range(4096)]
     lengths = torch.randint(1, 4096, (rows,), generator=torch.Generator().manual_seed(0))
     table = Ragged.from_lengths(torch.zeros(int(lengths.sum()), dtype=torch.bool), lengths)

@@ -25,8 +25,8 @@ def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
     log = tmp_path / "policy_0.log"
     own = [f"line {i}" for i in range(50)]
     log.write_text("\n".join([log_header(7), "of an earlier start", log_header(8), *own, "trace", "back\n"]))
-    assert tail(log, 8, but="trace\nback\n", lines=3) == "line 47\nline 48\nline 49"
-    assert tail(log, 8, but="another", lines=2) == "trace\nback"
+    assert tail(log, 8, without="trace\nback\n", lines=3) == "line 47\nline 48\nline 49"
+    assert tail(log, 8, without="another", lines=2) == "trace\nback"
     assert tail(log, 8, lines=1000).splitlines() == [*own, "trace", "back"]
     assert tail(tmp_path / "none.log", 8) == ""
     log.write_text(f"{log_header(7)}\nof an earlier start\n{log_header(8)}\n")
@@ -56,9 +56,9 @@ def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path: Path) 
     assert str(failure).splitlines() == [
         "actor rank 1 of 2 failed in update_actor: its process died (killed)",
         "  where:    pool policy, node 10.0.0.1, pid 101",
-        f"  the end of its log, {log}:",
+        f"  end of the log {log}:",
         "    loading",
-        "  meanwhile:",
+        "  other processes:",
         "    policy rank 0 of 2 (node 10.0.0.1, pid 100): running actor.update_actor for 3.2 s",
         "    policy rank 2 of 2 (node 10.0.0.1, pid 102): idle",
     ]
@@ -78,4 +78,4 @@ def test_an_error_the_user_must_act_on_is_not_worth_a_restart(
 def test_of_many_processes_the_first_are_shown() -> None:
     report = str(Fault(place(0), "gone").report({place(rank): "idle" for rank in range(1, 101)}))
     assert report.count(": idle") == 16
-    assert report.endswith("84 more processes: not shown")
+    assert report.endswith("and 84 more processes")

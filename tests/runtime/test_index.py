@@ -11,7 +11,7 @@ from tests.runtime.multi_worker import make_batch
 
 
 def assert_index_of(index: Index, batch: DataProto) -> None:
-    """The index says of `batch` what the batch says of itself."""
+    """Check that the index agrees with `batch`."""
     assert len(index) == len(batch)
     assert set(index.columns) == set(batch.columns)
     ragged = {name: c for name, c in batch.batch.items() if isinstance(c, Ragged)}
@@ -111,7 +111,7 @@ def test_an_index_is_small(rows, n):
     names = ("tokens", "response_mask", "rollout_log_probs", "policy_version")
     uids = np.array([f"0/{1234 + row // n}" for row in range(rows)], dtype=object)
     index = Index.of(DataProto({**dict.fromkeys(names, values), "prompts": prompts}, {"uid": uids}))
-    length_bytes = (2 + 4) * rows  # two families, the second of lengths beyond two bytes
+    length_bytes = (2 + 4) * rows  # two distinct length tensors, the second with lengths beyond two bytes
     assert len(pickle.dumps(index)) <= 64 * rows + length_bytes
     if rows >= 512:
         assert len(pickle.dumps(index)) <= 16 * rows + length_bytes

@@ -1,4 +1,4 @@
-"""Threads that work beside training leave the cores to it."""
+"""Threads that run beside training leave the CPU cores to it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.runtime import Dispatch, LocalBackend, ResourcePool, Worker, WorkerG
 
 
 def multiply() -> int:
-    """Run a kernel that PyTorch divides among threads; return how many this process then has."""
+    """Run a kernel that PyTorch divides among threads, and return the number of threads of this process."""
     torch.ones(1 << 20).mul_(2)
     return len(os.listdir("/proc/self/task"))
 
 
 class Beside(Worker):
-    aside = True
+    in_thread = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def multiply(self) -> int:

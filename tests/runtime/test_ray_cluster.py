@@ -1,4 +1,4 @@
-"""Joining a Ray cluster leaves the controller's process as it was."""
+"""Joining a Ray cluster leaves the controller's process unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_the_controllers_breakpoint_is_the_users() -> None:
-    """Ray would have its own debugger there, and in every process started from here."""
+    """Ray would set its own debugger, also in every process that this process starts."""
     assert "PYTHONBREAKPOINT" not in os.environ
 
 

@@ -1,4 +1,7 @@
-"""Real processes on real Ray that raise, die, stop or never end: one report in time, and nobody left."""
+"""Real processes on Ray that raise, die, stop or never end.
+
+Each failure gives one report in time, and no process remains.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +73,11 @@ def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: st
         future.get()
     assert time.monotonic() - start < LIMIT_S
     report = str(caught.value)
-    rank = 0 if how == "sleep" else 1  # both run for too long, and no one can tell who waits for whom
+    rank = 0 if how == "sleep" else 1  # both run too long, and either could be waiting for the other
     assert report.startswith(f"policy rank {rank} of 2 failed in fail: ")
     assert says in report.splitlines()[0]
     assert f"pid {pids[1]}" in report
-    assert how == "crash" or f"about to {how}" in report  # the end of that process's log
+    assert how == "crash" or f"about to {how}" in report  # the end of the process's log
     assert f"faulty rank {1 - rank} of 2 (node {_node(report)}, pid {pids[1 - rank]})" in report
     assert f"other rank 0 of 1 (node {_node(report)}, pid {pids[2]}): idle" in report
     assert caught.value.restartable
@@ -83,11 +86,11 @@ def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: st
         assert "faulty.py" in report
         assert "host.py" not in report
     if how == "sleep":
-        assert "time.sleep(1000)" in report  # where it is
+        assert "time.sleep(1000)" in report  # the stack shows the line that runs
     if how == "crash":
-        log = Path(report.partition("the end of its log, ")[2].partition(":")[0])
+        log = Path(report.partition("end of the log ")[2].partition(":")[0])
         assert "Fatal Python error: Segmentation fault" in log.read_text()
-        assert "faulty.py" in report  # where it crashed
+        assert "faulty.py" in report  # the stack shows where the process crashed
     backend.shutdown()
     assert gone_within(pids, 5)
 
@@ -140,7 +143,7 @@ def test_a_value_belongs_to_whoever_got_it(backend: RayBackend) -> None:
         batch.dense("x").zero_()
     assert [batch.dense("x").tolist() for batch in future.get()] == [[1.0] * 1000] * 2
     shared = DataProto({"x": torch.ones(100_000)})
-    assert group.spoil(shared) == [100_000.0, 100_000.0]  # each rank has a copy of its own
+    assert group.spoil(shared) == [100_000.0, 100_000.0]  # each rank has its own copy
     assert group.spoil([shared, shared]) == [200_000.0, 200_000.0]
     assert bool((shared.dense("x") == 1).all())
 
@@ -184,7 +187,7 @@ def test_each_pool_listens_on_a_port_of_its_own(ray_cluster: None, tmp_path: Pat
 
 
 def _free_port() -> int:
-    """The first of three that are free in a row, below those that systems give out by themselves."""
+    """Return the first of three consecutive free ports, below the range that systems assign automatically."""
     while True:
         port = random.randrange(10_000, 30_000)
         with suppress(OSError), ExitStack() as held:
@@ -219,7 +222,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(backend: RayBac
         backend.reserve([ResourcePool([1, 1], "wide"), ResourcePool([1], "narrow")])
     message = str(caught.value)
     assert "wide: 1 + 1 process(es) on 2 node(s)" in message
-    assert "at most what 1 node(s) have" in message
+    assert "at most the resources of 1 node(s)" in message
     assert "trainer.cluster.address=auto" in message
     assert not list(tmp_path.glob("*.log"))
 
@@ -237,7 +240,8 @@ def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path
     backend = RayBackend(log_dir=tmp_path, start_s=0.01)
     try:
         with pytest.raises(
-            WorkerFailure, match=r"not all were up within trainer.timeouts.start=0.01 s\n  answered: 0 of 1"
+            WorkerFailure,
+            match=r"not all processes were up within trainer.timeouts.start=0.01 s\n  answered: 0 of 1",
         ):
             backend.reserve([ResourcePool([1], "slow")])
     finally:

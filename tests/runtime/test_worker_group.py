@@ -40,7 +40,7 @@ def test_a_call_on_an_unfinished_future_returns_at_once(threads):
     toy = WorkerGroup(threads, partial(Toy, 3.0), ResourcePool([3]))
     batch = make_batch(5)
     chained = toy.double(slow.step(batch))
-    # the controller is here, and nothing has run
+    # the call has returned, and nothing has run yet
     assert not any(handle.promise.done() for handle in threads.groups[0].handles + threads.groups[1].handles)
     gate.set()
     assert torch.equal(chained.get(timeout_s=10).dense("doubled"), batch.dense("score") * 3)
@@ -54,7 +54,7 @@ def test_mesh_names_that_cannot_be_resolved(threads):
     group.init_rollout(1)
     with pytest.raises(ConfigError, match=r"rolout\n.*\['rollout', 'train'\]"):
         group.misspelt(make_batch(2))
-    with pytest.raises(ConfigError, match="not clear which mesh"):
+    with pytest.raises(ConfigError, match="the mesh is not clear"):
         group.forward(make_batch(2))
 
 
@@ -201,7 +201,7 @@ def test_errors_of_a_stream_are_raised_wherever_it_is_read(threads):
     group = WorkerGroup(threads, Streamer, ResourcePool([3]))
     stream = group.stream_and_fail(make_batch(3))
     seen = []
-    for _ in range(2):  # also when it is read again
+    for _ in range(2):  # the second iteration reads the result again
         with pytest.raises(ValueError, match="broken in the middle"):
             stream.map(lambda part: seen.append(len(part)) or part)
     with pytest.raises(ValueError, match="broken in the middle"):
@@ -276,7 +276,7 @@ def test_batches_of_different_sizes_are_refused_as_far_as_they_are_known(threads
 
     later = WorkerGroup(threads, Slow, ResourcePool([1])).step(batch)
     threading.Timer(0.05, gate.set).start()
-    with pytest.raises(DataError, match="another number of rows"):
+    with pytest.raises(DataError, match="different number of rows"):
         balancer.add(batch, later)
 
 

@@ -1,4 +1,4 @@
-"""Ways to put a fault into a real run, each by changing the one piece that had it."""
+"""Ways to put a fault into a real run; each changes the one piece of code that had the fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replaces a method by `change(method, self, *its arguments)`; what marks it as a worker's stays."""
+    """Replace a method by `change(method, self, *its arguments)`, and keep its registration."""
     real = getattr(owner, name)
 
     @wraps(real)
@@ -45,7 +45,7 @@ def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> N
 
 
 def rollout(change: Callable[[DataProto], DataProto]) -> Callable[[Patch], None]:
-    """Changes the batch of what the rollout wrote."""
+    """Change the batch that the rollout returns."""
 
     def put_in(patch: Patch) -> None:
         around(patch, RolloutPart, "batch", lambda real, self, *args: change(real(self, *args)))
@@ -61,12 +61,13 @@ def column(batch: DataProto, name: str, values: torch.Tensor) -> DataProto:
 def engine(
     weights: Callable[[Any, Any], Any], *, version: int | None = None, honest: bool = True
 ) -> Callable[[Patch], None]:
-    """The engine loads other weights than it is given.
+    """Let the engine load other weights than it is given.
 
     Args:
-        weights: of the first module that it was given and the newest, those that it takes.
-        version: that it says they are; None: the newest.
-        honest: whether its digest is of what it holds.
+        weights: A function from the first module and the newest module that the engine was given to the
+            weights that it loads.
+        version: The version that the engine reports; None reports the newest.
+        honest: Whether the engine's digest describes the weights that it holds.
     """
 
     def put_in(patch: Patch) -> None:
@@ -84,7 +85,7 @@ def engine(
 
 
 def copied(module: Any) -> Any:
-    """A model of its own with the same weights."""
+    """Return a separate model with the same weights."""
     made = AutoModelForCausalLM.from_config(module.config, dtype=module.dtype).eval()
     with torch.no_grad():
         for name, value in made.named_parameters():
@@ -93,7 +94,7 @@ def copied(module: Any) -> Any:
 
 
 def changed(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Any, Any], Any]:
-    """The newest weights, some of them changed."""
+    """Return the newest weights with some of them changed."""
 
     def weights(first: Any, newest: Any) -> Any:
         module = copied(newest)
@@ -121,7 +122,7 @@ def rounded(weights: dict[str, torch.Tensor]) -> None:
 
 
 def requests(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Changes what the engine reads of each request."""
+    """Change the requests that the engine reads."""
 
     def put_in(patch: Patch) -> None:
         around(patch, HFEngine, "submit", lambda real, self, asked: real(self, list(map(change, asked))))
@@ -178,7 +179,10 @@ def base_weights(patch: Patch) -> None:
 
 
 def leaking(at_once: bool) -> Callable[[Patch], None]:
-    """Packed sequences see those before them, from the start or once samples have been written."""
+    """Let packed sequences see the sequences before them.
+
+    The leak starts at once, or after samples were generated.
+    """
 
     def put_in(patch: Patch) -> None:
         leaks: list[bool] = [at_once]
@@ -196,7 +200,7 @@ def leaking(at_once: bool) -> Callable[[Patch], None]:
 
 
 def dropout(patch: Patch) -> None:
-    """On once the model has been trained, as after a call of train() that nothing undoes."""
+    """Turn dropout on after the first training step, as if train() were called and never undone."""
     trained: list[int] = []
     real = policy.decode
 
@@ -252,10 +256,11 @@ def against(patch: Patch) -> None:
 
 
 def prompts(change: Callable[[list[int]], list[int]], **special: Any) -> Callable[[Patch], None]:
-    """Changes the token ids of all prompts.
+    """Change the token ids of all prompts.
 
     Args:
-        special: what tokens are said to mean.
+        change: The change.
+        special: The special tokens that the checks know.
     """
 
     def put_in(patch: Patch) -> None:
@@ -281,7 +286,7 @@ def read_ahead(patch: Patch) -> None:
 
 
 def turned_kl(patch: Patch) -> None:
-    """The estimator r - 1 - log r with the sign of the logarithm turned round."""
+    """Return the estimator r - 1 - log r with the wrong sign of the logarithm."""
 
     def term(real: Any, self: Any, given: Any) -> Any:
         kl_T = real(self, given)[0] + 2 * (given["ref_log_probs"] - given["log_probs"])
@@ -299,4 +304,4 @@ def no_rate(patch: Patch) -> None:
 
 
 def nothing(patch: Patch) -> None:
-    """The fault is in the config."""
+    """Change nothing: the fault is in the config."""

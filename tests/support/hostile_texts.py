@@ -1,4 +1,4 @@
-"""Texts that a policy, a prompt or a reward may hold and that no page may obey."""
+"""Texts of a policy, a prompt or a reward that contain commands which no page may follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure museum: faults that users of the field met, and what a run says of each."""
+"""The failure museum: faults that users of RL libraries reported, and the messages of a run about each."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ UPDATES = f"{ACTOR}.ppo_mini_batch_size=2"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and what a run says of it.
+    """A fault and the message of a run about it.
 
     Attributes:
-        what: the fault.
-        met: where users met it.
-        named: the name of the warning, or a piece of the error that ends the run.
-        effect: the first step in which the fault can show.
-        put_in: puts it in.
-        words: of the run's config.
-        symptom: whether only what it looks like is said, with a list of causes.
+        what: The fault.
+        met: Where users met it.
+        named: The name of the warning, or a part of the error that ends the run.
+        effect: The first step in which the fault can show.
+        put_in: A function that puts the fault in.
+        words: Words of the run's config.
+        symptom: Whether the message describes only the symptom, with a list of possible causes.
     """
 
     what: str
@@ -67,7 +67,7 @@ class Fault:
 
 
 START, END = 3, 44
-"""Tokens that stand for the beginning of a text and the end of a turn: the vocabulary has none of its own."""
+"""Tokens that stand for the beginning of a text and the end of a turn, which the vocabulary lacks."""
 
 FAULTS = {
     "weights never sent": Fault(

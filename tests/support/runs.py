@@ -1,4 +1,4 @@
-"""Whole runs of the real trainer on a tiny model, in this process."""
+"""Complete runs of the real trainer on a tiny model, in this process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Finished:
     """A run that ended.
 
     Attributes:
-        trainer: the controller, its workers shut down, which on the local backend leaves them readable.
-        folder: the run folder.
-        said: the sentences it printed.
+        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
+        folder: The run folder.
+        said: The messages that the run printed.
     """
 
     trainer: PPOTrainer
@@ -45,12 +45,12 @@ class Finished:
 
     @property
     def actor(self) -> Any:
-        """The actor's worker; the local backend has it in this process."""
+        """The actor's worker, which the local backend keeps in this process."""
         return self.trainer.roles.actor._workers._worker
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What does not depend on the machine."""
+    """Return only the metrics that do not depend on the machine."""
     timed = ("timing", "perf", "controller")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
@@ -62,10 +62,10 @@ def same_weights(a: Finished, b: Finished) -> bool:
 
 @contextmanager
 def broken_off(step: int) -> Iterator[None]:
-    """The run within ends by an error in the middle of `step`, of which nothing is kept."""
+    """End the run inside the block with an error in the middle of `step`; nothing of this step is kept."""
 
     class Stop(Exception):
-        """Stands for whatever ends a process."""
+        """An error that stands for anything that ends a process."""
 
     original = PPOTrainer.step
 
@@ -82,7 +82,7 @@ def broken_off(step: int) -> Iterator[None]:
 
 
 class Lab:
-    """Makes runs over one model and one pair of data files."""
+    """A maker of runs that share one model and one pair of data files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,11 +129,13 @@ class Lab:
         trainer: type[PPOTrainer] = PPOTrainer,
         schedule: Schedule[Any] | None = None,
     ) -> Finished:
-        """A run in the folder `name`, with `key=value` words on top of the usual ones.
+        """Run in the folder `name`, with `key=value` words in addition to the usual ones.
 
         Args:
-            trainer: its class.
-            schedule: the order of its steps.
+            name: The name of the run folder.
+            words: Words of the config.
+            trainer: The class of the trainer.
+            schedule: The order of the steps.
         """
         said: list[str] = []
         made = self.trainer(self.folder / name, *words, said=said, trainer=trainer, schedule=schedule)

@@ -1,4 +1,4 @@
-"""What pages show of the files about `tandem plan`."""
+"""Figures about `tandem plan` that docs pages show."""
 
 from __future__ import annotations
 

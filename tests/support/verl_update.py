@@ -1,5 +1,6 @@
-"""One optimizer step on a given batch, from scores to the gradient: by Tandem's workers, and by verl's
-functions in verl's interpreter.
+"""One optimizer step on a given batch, from scores to the gradient.
+
+It is taken by Tandem's workers, and by verl's functions in verl's interpreter.
 
 Shapes: B samples, T the longest response, K components of the reward.
 """
@@ -50,7 +51,10 @@ ALGORITHM: dict[str, Any] = {
         "loss_type": "ppo_clip",
     },
 }
-"""verl's defaults of what its functions are given; those of its actor are its dataclass's."""
+"""The defaults of verl for the arguments of its functions.
+
+The defaults of its actor are in verl's dataclass.
+"""
 CRITIC = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean", "loss_scale_factor": None}
 ACTOR = (
     "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "policy_loss",
@@ -63,12 +67,12 @@ class Case:
     """A step on a batch.
 
     Attributes:
-        words: of verl's command line.
-        columns: see `batch`.
-        micro: the rows of each micro-batch.
-        ours: further words for Tandem alone.
-        verl: further words for verl alone.
-        applied: whether bypass mode reaches verl's loss, as it does in its older trainer alone.
+        words: The words of verl's command line.
+        columns: See `batch`.
+        micro: The rows of each micro-batch.
+        ours: Further words for Tandem alone.
+        verl: Further words for verl alone.
+        applied: Whether bypass mode reaches verl's loss, which is the case only in verl's older trainer.
     """
 
     words: tuple[str, ...]
@@ -82,13 +86,16 @@ class Case:
 def batch(
     seed: int, *, spread: float = 0.3, holes: float = 0.0, empty: int = 0, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
-    """A random ragged batch: 16 samples, 4 of each prompt, 2 to 24 response tokens, a reward of 0 or 1 at
-    the last.
+    """Return a random ragged batch: 16 samples, 4 per prompt, with 2 to 24 response tokens.
+
+    The reward is 0 or 1 at the last token.
 
     Args:
-        spread: standard deviation of the log-ratio, nats.
-        holes: share of the tokens between the first and the last that a tool wrote.
-        empty: how many responses have no token.
+        seed: The seed.
+        spread: The standard deviation of the log-ratio, in nats.
+        holes: The share of the tokens between the first and the last that a tool wrote.
+        empty: The number of responses without tokens.
+        dtype: The dtype of the columns.
     """
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
@@ -125,7 +132,7 @@ def batch(
 
 
 def verl_case(case: Case) -> dict[str, Any]:
-    """The case as verl_update.py reads it."""
+    """Return the case in the form that verl_update.py reads."""
     words = [word.lstrip("+") for word in (*case.words, *case.verl)]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     assert isinstance(given, dict)
@@ -153,7 +160,7 @@ def verl_case(case: Case) -> dict[str, Any]:
 
 
 def by_verl(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The steps as verl takes them; see verl_update.py for the numbers."""
+    """Take the steps with verl; see verl_update.py for the numbers."""
     assert PYTHON.exists(), "make peers"
     with tempfile.TemporaryDirectory() as folder:
         given, answers = Path(folder) / "given.pt", Path(folder) / "answers.pt"
@@ -168,7 +175,7 @@ def by_verl(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def configured(case: Case, folder: Path) -> TrainConfig:
-    """The config that Tandem makes of the case's words, with files of `folder` in place of theirs."""
+    """Return the config that Tandem makes of the case's words, with files of `folder`."""
     model, rows, reward = folder / "model", folder / "rows.parquet", folder / "reward.py"
     if not model.exists():
         model.mkdir(parents=True)
@@ -200,7 +207,7 @@ def configured(case: Case, folder: Path) -> TrainConfig:
 
 
 def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
-    """The step as Tandem's workers take it; what `by_verl` gives, as rectangles."""
+    """Take the step with Tandem's workers, and return the same tensors as `by_verl`."""
     config = configured(case, folder)
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -225,7 +232,7 @@ def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
 def _accumulated(
     loss: ActorLoss | CriticLoss, table: DataProto, outputs: dict[str, Tensor], by: str, case: Case
 ) -> tuple[Tensor, Tensor]:
-    """The mini-batch's loss and its gradient, summed over micro-batches as a training engine does."""
+    """Return the mini-batch's loss and gradient, summed over micro-batches like in a training engine."""
     mask = table.ragged("response_mask")
     kept = mask.to_padded().bool()
     counts = Counts(tokens=int(kept.sum()), sequences=int(kept.any(1).sum()))
@@ -245,14 +252,14 @@ def _accumulated(
 
 
 def _flat(column: Tensor, columns: Mapping[str, Tensor], rows: Sequence[int]) -> Tensor:
-    """Rows of a rectangle, end to end, with a prompt of zeros before each."""
+    """Return the rows of a rectangle end to end, with a prompt of zeros before each row."""
     lengths = columns["lengths"].tolist()
     before = torch.zeros(PROMPT, dtype=column.dtype)
     return torch.cat([torch.cat((before, column[row, : lengths[row]])) for row in rows])
 
 
 def _table(columns: Mapping[str, Tensor], components: Sequence[str], *, without_old: bool) -> DataProto:
-    """The batch with prompts, before its advantages."""
+    """Return the batch with prompts, before its advantages."""
     everyone, lengths = range(SAMPLES), columns["lengths"] + PROMPT
     names = {name: name for name in columns if columns[name].shape == (SAMPLES, LONGEST)}
     names |= {"ref_log_prob": "ref_log_probs"}
@@ -275,5 +282,5 @@ def _rectangle(column: Ragged) -> Tensor:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The length of the difference over that of `wanted`."""
+    """Return the norm of the difference divided by the norm of `wanted`."""
     return float((found - wanted).double().norm() / wanted.double().norm())

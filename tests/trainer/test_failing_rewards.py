@@ -57,7 +57,7 @@ def test_a_failed_score_counts_as_nothing(lab: Lab, words: list[str], capfd) -> 
         round(12 * share) for share in shares
     )
     printed = "".join(capfd.readouterr())
-    assert printed.count("a score failed, and counts as 0") == 1
+    assert printed.count("a score failed, so it counts as 0") == 1
     assert "of the data, data_source 'arithmetic'" in printed
     assert "scored in" in (finished.folder / "log" / "rewards-0.log").read_text()
     assert "scored in" not in printed
@@ -96,7 +96,7 @@ def test_a_reward_that_hangs_ends_the_run_with_its_name(lab: Lab, words: list[st
 
 
 class Waiting(Worker):
-    aside = True
+    in_thread = True
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def slow(self, seconds: float) -> float:

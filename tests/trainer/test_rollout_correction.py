@@ -202,7 +202,7 @@ def test_where_all_is_rejected_nothing_is_learnt_and_the_run_goes_on(lab: Lab) -
         assert len(made.rows) == 2 and made.actor.actor.version == 0
         assert all(row["rollout_corr/rollout_rs_masked_fraction"] == 1 for row in made.rows)
         log = (made.folder / "log" / "run.log").read_text()
-        assert log.count("actor update 0: every token was rejected; nothing is learnt from it") >= 2
+        assert log.count("actor update 0: every token was rejected") >= 2
 
 
 def test_a_critic_does_not_learn_from_what_was_rejected(lab: Lab) -> None:

@@ -93,4 +93,4 @@ def test_two_run_where_an_update_has_several(lab: Lab) -> None:
     words = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60", "trainer.device=cpu")
     done = lab.run("several", *words, f"{FIRST}=true")
     said = (done.folder / "log/run.log").read_text()
-    assert "actor: the worst batch ran before the first step: twice, as gradients add up, 56 tokens" in said
+    assert "actor: the largest batch ran before the first step: 2 × 56 tokens" in said

@@ -1,4 +1,4 @@
-"""Run on ranks: FOLDER of models, RESULTS to write."""
+"""A job for several ranks. Arguments: FOLDER of models, RESULTS to write."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ def main() -> None:
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
     config = roles.make_config(folder)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    record = roles.programme(roles.Team(config, rank, world))
+    record = roles.program(roles.Team(config, rank, world))
     if rank == 0:
         torch.save(record, results)
     leave_distributed(together=True)

@@ -1,5 +1,8 @@
-"""Run on two ranks: FOLDER of models, RESULTS to write. An actor whose adapters learn, its
-reference and its native rollout, over sharded weights and over layers that the ranks split."""
+"""A job for two ranks. Arguments: FOLDER of models, RESULTS to write.
+
+An actor trains adapters, with its reference and its native rollout. The rollout uses sharded weights or
+layers that are split over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ DIVIDED = {
 
 
 def run(folder: Path, rank: int, words: tuple[str, ...]) -> dict[str, Any]:
-    """Two updates; how far rollouts are from the actor, and what they wrote."""
+    """Take two updates; return how far rollouts are from the actor, and the generated tokens."""
     config = roles.make_config(folder, *LORA, *words)
     worker = roles.make_actor(config, *roles.ALL, rank=rank, world=2)
     prompts = roles.make_prompts(4).chunk(2)[rank]

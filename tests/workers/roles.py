@@ -1,4 +1,4 @@
-"""Workers over tiny models, one by one or as the ranks of a job, and one programme that uses them all."""
+"""Workers over tiny models, alone or as the ranks of a job, and one program that uses all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL = ("actor", "rollout", "ref")
 
 
 def make_folder(folder: Path) -> Path:
-    """A policy, a reward model over its tokens, and data files that nobody reads."""
+    """Create a policy, a reward model with the same tokens, and data files that are not read."""
     make_model(folder / "model")
     write_problems(folder)
     torch.manual_seed(5)
@@ -118,7 +118,7 @@ def make_prompts(count: int) -> DataProto:
 
 
 def with_targets(batch: DataProto) -> DataProto:
-    """Advantages and returns that depend on nothing but each sample's tokens."""
+    """Add advantages and returns that depend only on each sample's tokens."""
     tokens = batch.ragged("tokens")
     noise_T = torch.sin(tokens.values.double() + tokens.positions())
     columns = {"advantages": tokens.with_values(noise_T), "returns": tokens.with_values(2 * noise_T)}
@@ -126,10 +126,9 @@ def with_targets(batch: DataProto) -> DataProto:
 
 
 class Team:
-    """All roles of one rank, and one step of PPO with given advantages.
+    """All roles of one rank, with one step of PPO on given advantages.
 
-    Args:
-        count: prompts of the whole team; this rank has its even share of them.
+    In the methods, `count` is the number of prompts of the whole team. This rank has an even share of them.
     """
 
     def __init__(self, config: TrainConfig, rank: int, world: int) -> None:
@@ -143,7 +142,7 @@ class Team:
         return make_prompts(count).chunk(self.world)[self.rank]
 
     def step(self, count: int) -> dict[str, Any]:
-        """What every method gave: its rows of all ranks below each other, and the updates' metrics."""
+        """Return the results of all methods: the rows of all ranks, and the metrics of the updates."""
         batch = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
         made = [
             self.actor.compute_log_prob(batch),
@@ -166,7 +165,7 @@ class Team:
         }
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return the value of every rank."""
         values = [None] * self.world
         dist.all_gather_object(values, value)
         return values
@@ -176,8 +175,11 @@ class Team:
         return actor | {f"critic {name}": value.clone() for name, value in self.critic.engine.weights()}
 
     def streamed(self, count: int) -> list[tuple[list[int], bool]]:
-        """Of each rank, the sizes of the parts of a stream, and whether their rows are those of
-        `generate_sequences`; before that the stream was left after its first part."""
+        """Test streams, and return two facts for each rank.
+
+        The facts are the sizes of the stream's parts, and whether their rows equal those of
+        `generate_sequences`. Another stream is abandoned after its first part before.
+        """
         prompts = self.prompts(count)
         whole = self.actor.generate_sequences(prompts, N, PARAMS)
         left = self.actor.stream_sequences(prompts, N, PARAMS)
@@ -192,7 +194,7 @@ class Team:
         return self.gathered(([len(part.batch) for part in parts], same))
 
     def moved(self, count: int) -> bool:
-        """Whether a rollout elsewhere, given the actor's weights, writes what the actor's own writes."""
+        """Return whether a separate rollout with the actor's weights generates the same as the actor's."""
         apart = make_actor(self.config, "rollout", rank=self.rank, world=self.world)
         before = apart.generate_sequences(self.prompts(count), N, PARAMS)
         for number in range(self.actor.weight_buckets()):
@@ -206,8 +208,10 @@ class Team:
         return same and changed and apart.engines["rollout"].version == self.actor.actor.version
 
     def non_finite(self, batch: DataProto) -> list[tuple[str, str, DataProto]]:
-        """Of each rank, the error of an update in which one rank's share alone is bad, and what was
-        saved of it."""
+        """Run an update in which only one rank's share is bad.
+
+        Return for each rank the error's field, the name of the saved file, and its content.
+        """
         share = batch.chunk(self.world)[self.rank]
         advantages = share.ragged("advantages")
         if self.rank == self.world - 1:
@@ -223,7 +227,7 @@ class Team:
 
 
 def equal(first: DataProto, second: DataProto) -> bool:
-    """The same columns with the same bits."""
+    """Return whether both have the same columns, bit for bit."""
     if set(first.columns) != set(second.columns):
         return False
     for name, column in first.batch.items():
@@ -234,8 +238,8 @@ def equal(first: DataProto, second: DataProto) -> bool:
     return all(list(array) == list(arrays[name]) for name, array in first.non_tensor_batch.items())
 
 
-def programme(team: Team) -> dict[str, Any]:
-    """Everything; 7 and 3 prompts leave some of four ranks with fewer or none."""
+def program(team: Team) -> dict[str, Any]:
+    """Run everything. With 7 and 3 prompts, some of four ranks have fewer prompts or none."""
     first = team.step(7)
     record = {"first": first, "second": team.step(3), "weights": team.weights()}
     record |= {"streamed": team.streamed(7), "streamed few": team.streamed(3), "moved": team.moved(3)}

@@ -1,5 +1,7 @@
-"""A rollout engine that takes weights as a stream into a module of its own, as engines in other processes do,
-and the ways in which weights can fail to arrive."""
+"""A rollout engine that receives weights as a stream into its own module, and faults of such streams.
+
+Engines in other processes receive weights in the same way.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ TWIN = "model.layers.1.self_attn.v_proj.weight"
 
 
 class StreamedEngine:
-    """See the module.
+    """A rollout engine that receives weights as a stream.
 
     Attributes:
-        fault: what becomes of the weights on their way; None lets them be.
+        fault: A function that changes the stream of weights; None changes nothing.
     """
 
     takes = frozenset({WeightStream})
@@ -48,7 +50,7 @@ class StreamedEngine:
 
 
 def damaged(stream: Stream) -> Stream:
-    """One number in the last place."""
+    """Change the last bit of one number."""
     for name, tensor in stream:
         if name == NAME:
             tensor = tensor.clone()
@@ -66,7 +68,7 @@ def swapped(stream: Stream) -> Stream:
 
 
 def rows_exchanged(stream: Stream) -> Stream:
-    """As if two ranks' shards were put together in the wrong order."""
+    """Exchange halves of a tensor, as if two ranks' shards were joined in the wrong order."""
     return ((name, tensor.roll(len(tensor) // 2, 0) if name == NAME else tensor) for name, tensor in stream)
 
 
@@ -76,4 +78,4 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "swapped": (swapped, f"{NAME} .* is {TWIN}"),
     "rows exchanged": (rows_exchanged, f"{NAME} .* is damaged"),
 }
-"""Each with what the error says of the first weight it concerns."""
+"""For each fault: the change, and the text of the error about the first affected weight."""

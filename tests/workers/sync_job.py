@@ -1,5 +1,7 @@
-"""Run on two ranks: FOLDER of models, RESULTS to write. Weights on their three ways, in order and
-with faults; of each fault, what each rank raised."""
+"""A job for two ranks. Arguments: FOLDER of models, RESULTS to write.
+
+It syncs weights in all three ways, without and with faults, and records what each rank raised for each fault.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.workers.streamed import FAULTS, NAME, StreamedEngine
 
 
 class Ranks:
-    """An actor on two ranks, its first batch, and the weights that it had then."""
+    """An actor on two ranks, its first batch, and its weights at that time."""
 
     def __init__(self, config: Any, rank: int) -> None:
         self.config, self.rank = config, rank
@@ -38,7 +40,7 @@ class Ranks:
         self.worker.update_actor(batch.union(old, old.rename("old_log_probs", "ref_log_probs")))
 
     def raised(self, call: Callable[[], Any]) -> list[str]:
-        """Of each rank."""
+        """Return the error of each rank."""
         found = "nothing"
         try:
             call()
@@ -52,7 +54,7 @@ class Ranks:
         return values
 
     def stale_gather(self) -> list[str]:
-        """The second rank gathers a layer's old weights; afterwards, the new ones."""
+        """Let the second rank gather a layer's old weights."""
         layer = self.worker.actor.module.decoder.layers[1]
         original = type(layer).unshard
 
@@ -68,7 +70,7 @@ class Ranks:
             type(layer).unshard = original
 
     def streamed(self) -> dict[str, list[str]]:
-        """Faults of streams, on all ranks; then a stream as it should be."""
+        """Try all faults of streams, then a correct stream."""
         engine, shared = self.worker.parts["rollout"].engine, self.generate()
         path, dtype = self.config.actor_rollout_ref.model.path, self.worker.actor.compute_dtype
         self.worker.parts["rollout"].engine = StreamedEngine(path, dtype)
@@ -82,7 +84,7 @@ class Ranks:
         return found
 
     def apart(self) -> dict[str, list[str]]:
-        """Buckets of several tensors to a rollout of two ranks, with one left out, then whole."""
+        """Send buckets of several tensors to a rollout of two ranks, first without one bucket, then all."""
         other = roles.make_actor(self.config, "rollout", rank=self.rank, world=2)
 
         def send(left_out: int | None) -> None:
@@ -109,7 +111,7 @@ def main() -> None:
     config = roles.make_config(folder, "actor_rollout_ref.rollout.name=hf")
     actor_part.buckets = lambda sizes, limit: buckets(
         sizes, 8192
-    )  # the model is smaller than any limit in MiB
+    )  # a limit in MiB would be larger than the model
     ranks = Ranks(config, int(os.environ["RANK"]))
     ranks.learn()
     shards, whole = ranks.worker.actor.digest(), digest(ranks.worker.actor.weights())

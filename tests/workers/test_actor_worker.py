@@ -1,4 +1,4 @@
-"""The policy's worker by parts, its streams, and what all workers share, in one process."""
+"""The parts of the policy's worker, its streams, and the common features of workers, in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(folder: Path, tmp_path: Path) -> Any:
-    # two rows at a time, so that samples finish one after the other
+    # two rows at a time, so that samples finish at different times
     return roles.make_config(
         folder, f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.max_num_seqs=2"
     )
@@ -81,9 +81,9 @@ def test_a_frozen_rollout_follows_the_actor(config: Any, worker: Any) -> None:
     assert apart.generate_sequences(PROMPTS, 1, LONG).ragged("tokens").equal(batch.ragged("tokens"))
     worker.update_actor(batch)
     buckets = [worker.export_weights(number) for number in range(worker.weight_buckets())]
-    worker.update_actor(batch)  # what was exported is a copy
+    worker.update_actor(batch)  # the exported weights are a copy
     for bucket in buckets:
-        apart.load_weights(pickle.loads(pickle.dumps(bucket)))  # as between processes
+        apart.load_weights(pickle.loads(pickle.dumps(bucket)))  # as if sent between processes
     assert apart.engines["rollout"].version == buckets[0].version == 1
     exported = {name: value for bucket in buckets for name, value in bucket.tensors.items()}
     found = dict(apart.engines["rollout"].weights())
@@ -92,7 +92,7 @@ def test_a_frozen_rollout_follows_the_actor(config: Any, worker: Any) -> None:
     written = apart.generate_sequences(PROMPTS, 1, LONG)
     versions = written.ragged("policy_version").values[written.ragged("response_mask").values]
     assert set(versions.tolist()) == {1}
-    with pytest.raises(EngineError, match="this worker does not hold"):
+    with pytest.raises(EngineError, match="this worker does not have"):
         worker.load_weights(buckets[0])
 
 

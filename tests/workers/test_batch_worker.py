@@ -24,7 +24,7 @@ def test_groups_are_numbered_by_first_appearance() -> None:
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path: Path, estimator: str) -> None:
-    """And the same numbers as in fp32, to its precision; GAE against its recursion."""
+    """The numbers equal those in fp32 up to its precision, and GAE equals its recursion."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([4, 2, 3, 5])
     count = int(lengths.sum())
@@ -66,8 +66,10 @@ def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path: Path, estimator: str) 
 
 
 def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
-    """Three samples of 3, 2 and 4 tokens, the first of each a prompt, with NaN in all columns but the
-    rewards there."""
+    """Return three samples of 3, 2 and 4 tokens, the first token of each a prompt.
+
+    All columns except the rewards are NaN at prompts.
+    """
     lengths = torch.tensor([3, 2, 4])
     mask = Ragged.from_lengths(torch.ones(9, dtype=torch.bool), lengths)
     mask.values[mask.offsets[:-1]] = False
@@ -84,7 +86,7 @@ def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
         ("token_level_scores", RewardError, "let the reward return finite numbers"),
         ("values", NonFiniteError, "the critic has diverged"),
         ("old_log_probs", NonFiniteError, "the policy has diverged"),
-        ("rollout_log_probs", NonFiniteError, "an engine that gives no log-probs"),
+        ("rollout_log_probs", NonFiniteError, "an engine that returns no log-probs"),
         ("ref_log_probs", NonFiniteError, "reference policy"),
     ],
 )
@@ -95,8 +97,10 @@ def test_what_is_not_finite_is_refused_where_it_counts(
     worker = BatchWorker(config, RunFolder(tmp_path / "run"))
     uids = {"uid": ["a", "a", "b"]}
     columns = vtrace_batch()
-    worker.compute_advantages(DataProto(columns, uids), 0.5)  # NaN in prompts, and where nothing reads it
-    columns[column].values[[4, 7]] = bad  # the last token of the second sample, one of the third
+    worker.compute_advantages(
+        DataProto(columns, uids), 0.5
+    )  # NaN in prompts and in columns that are not read
+    columns[column].values[[4, 7]] = bad  # the last token of sample 1, and one of sample 2
     with pytest.raises(error, match=f"{column}: (rewards|numbers) are not finite") as caught:
         worker.compute_advantages(DataProto(columns, uids), 0.5)
     assert caught.value.got == "2 NaN or infinite, the first in sample 1"
@@ -121,7 +125,7 @@ def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
     batch = DataProto(vtrace_batch(), {"uid": ["a", "a", "a"], "reward_extra": extras})
     got = worker.compute_advantages(batch, 0.0)
     first, second = (got.ragged("advantages").row(i)[-1] for i in (0, 1))
-    assert first < second  # without the weights they would be equal
+    assert first < second  # without the weights both would be equal
 
 
 def test_the_estimator_reads_the_corrections_weights(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) ->
     config = AlgorithmConfig(adv_estimator="grpo", rollout_correction=correction)
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=1.0))
     columns = vtrace_batch()
-    columns["rollout_log_probs"].values[2] = -1.0  # far from training's 0.25
+    columns["rollout_log_probs"].values[2] = -1.0  # far from 0.25 in training
     worker = BatchWorker(config, RunFolder(tmp_path / "run"), actor)
     got = worker.compute_advantages(DataProto(columns, {"uid": ["a", "a", "b"]}), 0.0)
     kept = got.ragged("kept_mask").values

@@ -1,4 +1,4 @@
-"""The worker that has the data: batches by number, and what it says of them."""
+"""The data worker: batches by number, and the facts that it reports."""
 
 from __future__ import annotations
 

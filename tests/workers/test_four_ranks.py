@@ -1,4 +1,4 @@
-"""All model workers on four ranks, with uneven and empty shares, against one rank in this process."""
+"""All model workers on four ranks, with uneven and empty shares, compared with one rank in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
     config = roles.make_config(folder, f"trainer.default_local_dir={folder / 'one'}")
-    return roles.programme(roles.Team(config, 0, 1))
+    return roles.program(roles.Team(config, 0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_losses_and_weights_are_those_of_one_rank(one: dict[str, Any], four: dic
             found, wanted = four[step]["metrics"][role], one[step]["metrics"][role]
             assert set(found) == set(wanted) and "loss" in found and "grad_norm" in found
             for name, value in wanted.items():
-                # of numbers near zero the difference counts: kl and clipping vanish in a first update
+                # compare absolute differences of numbers near zero, such as kl and clipping in a first update
                 assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), (step, role, name)
     assert set(four["weights"]) == set(one["weights"])
     for name, value in one["weights"].items():
@@ -81,7 +81,7 @@ def test_losses_and_weights_are_those_of_one_rank(one: dict[str, Any], four: dic
 
 
 def test_a_stream_gives_the_rows_of_generate_sequences(four: dict[str, Any]) -> None:
-    """Two prompts of two samples make four parts at most; a rank without prompts has none."""
+    """Two prompts with two samples each give at most four parts, and a rank without prompts gives none."""
     for name, shares in (("streamed", [4, 4, 4, 2]), ("streamed few", [2, 2, 2, 0])):
         assert [sum(sizes) for sizes, _ in four[name]] == shares
         assert all(same for _, same in four[name])
@@ -110,8 +110,10 @@ def test_collectives_are_reported_by_role(one: dict[str, Any], four: dict[str, A
 
 
 def test_what_is_observed_of_several_ranks(one: dict[str, Any], four: dict[str, Any]) -> None:
-    """Seconds and bytes as of one rank, as all times of roles are; tokens of all; of counters of a rank's own
-    batch the greatest."""
+    """Metrics of ranks are combined in three ways.
+
+    Seconds and bytes are averaged, token counts are summed, and other counters are the maximum.
+    """
     found, ranks = four["first"]["observed"], four["first"]["observed by rank"]
     for role in ("actor", "ref", "critic", "reward_model"):
         for name in (f"perf/collective_s/{role}", f"perf/collective_bytes/{role}"):

@@ -1,4 +1,4 @@
-"""The start of a run on CUDA names the kernels that each model runs on."""
+"""At the start of a run on CUDA, a message names the kernels of each model."""
 
 from types import SimpleNamespace
 

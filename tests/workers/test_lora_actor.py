@@ -1,4 +1,4 @@
-"""An actor that trains adapters: its reference, its rollouts of either engine, and a rollout elsewhere."""
+"""An actor that trains adapters: its reference, its rollouts with both engines, and a separate rollout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def generate(worker: Any) -> DataProto:
 
 
 def learn(worker: Any, batch: DataProto) -> DataProto:
-    """One update; the batch with its log-probs before it."""
+    """Take one update, and return the batch with its log-probs before the update."""
     batch = roles.with_targets(batch)
     batch = batch.union(worker.compute_log_prob(batch)).union(worker.compute_ref_log_prob(batch))
     worker.update_actor(batch)
@@ -42,7 +42,7 @@ def learn(worker: Any, batch: DataProto) -> DataProto:
 
 
 def gap(worker: Any, batch: DataProto) -> float:
-    """How far the rollout's log-probs are from those that the actor computes."""
+    """Return how far the rollout's log-probs are from those that the actor computes."""
     mask = batch.ragged("response_mask").values
     old = worker.compute_log_prob(batch).ragged("old_log_probs").values
     return float((old - batch.ragged("rollout_log_probs").values)[mask].abs().max())
@@ -53,7 +53,7 @@ def test_the_reference_is_the_base_without_a_second_engine(folder: Path, tmp_pat
     worker = roles.make_actor(config, *roles.ALL)
     assert set(worker.engines) == {"actor"}
     batch = learn(worker, generate(worker))
-    for name in ("old_log_probs", "ref_log_probs"):  # nothing was learnt before
+    for name in ("old_log_probs", "ref_log_probs"):  # no update was taken yet
         assert batch.ragged(name).values.abs().max() > 1
     assert torch.equal(batch.ragged("old_log_probs").values, batch.ragged("ref_log_probs").values)
     again = worker.compute_ref_log_prob(batch).ragged("ref_log_probs").values
@@ -119,7 +119,7 @@ def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
-    """Streams of merged weights from shards, and from parts of layers, to each rank's own rollout."""
+    """Each rank's rollout receives merged weights as a stream, from shards or from parts of layers."""
     run_ranks(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")
     record = torch.load(tmp_path / "record.pt", weights_only=False)
     worker = roles.make_actor(

@@ -1,4 +1,4 @@
-"""The losses that workers compose, against formulas written out in float64."""
+"""The losses that workers combine, compared with formulas in float64."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_loss_names_only_columns_that_it_reads() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """A toy term: each token's place, once for each unit of a column that no other term reads."""
+    """A toy term: each token's position, times a column that no other term reads."""
 
     coefficient: float = 0.25
     share: str | None = "length_loss"
@@ -158,7 +158,7 @@ def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens() -> None:
 
 
 def test_the_preference_loss_takes_the_last_token_of_each_half() -> None:
-    """Two pairs of sequences of 2, 3, 1 and 1 tokens; elsewhere the scores are not looked at."""
+    """Two pairs of sequences of 2, 3, 1 and 1 tokens; scores at other tokens are ignored."""
     out = {"scores": torch.tensor([9.0, 1.0, 9.0, 9.0, -1.0, 0.5, 2.0], dtype=torch.float64)}
     margin = torch.tensor([0.5, 0.0])
     loss, metrics = PreferenceLoss(0.1)(out, {"margin": margin}, torch.tensor([0, 2, 5, 6, 7]), COUNTS)

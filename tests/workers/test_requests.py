@@ -1,4 +1,4 @@
-"""Requests to a rollout engine, made of prompts."""
+"""Requests to a rollout engine, made from prompts."""
 
 from __future__ import annotations
 

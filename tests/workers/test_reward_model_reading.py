@@ -1,4 +1,4 @@
-"""What a reward model reads: another tokenizer's tokens, another template, steps, and what is too long."""
+"""How a reward model reads samples: another tokenizer or template, steps, and samples that are too long."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def worker_of(folder: Path, policys: Any, models: str, *words: str, role: str = 
 def head_outputs(
     path: Path, rows: list[list[int]], kind: Any = AutoModelForSequenceClassification
 ) -> list[Any]:
-    """The head's outputs at every token, each row alone, by transformers."""
+    """Return the head's outputs at every token, each row alone, computed with transformers."""
     model: Any = kind.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():
         return [model.score(model.model(torch.tensor([row])).last_hidden_state)[0] for row in rows]
@@ -105,21 +105,21 @@ def test_another_tokenizer_reads_the_conversation_anew_from_text(
     for messages, (_, answer) in zip(PROMPTS, TEXTS, strict=True):
         text = own.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
         assert text.endswith("<end>?")
-        rows.append(own.encode(text.removesuffix("?"), add_special_tokens=False))  # as `tandem rm` trains
+        rows.append(own.encode(text.removesuffix("?"), add_special_tokens=False))  # like `tandem rm`
     wanted = torch.stack([scores[-1, 0] for scores in head_outputs(folder / "same", rows)]).float()
     assert torch.allclose(out.dense("scores"), wanted, atol=1e-6)
     last = [row[-1].item() if answer else 0.0 for row, (_, answer) in zip(
         out.ragged("token_level_scores"), TEXTS, strict=True)]  # fmt: skip
     assert last == pytest.approx([*wanted[:2].tolist(), 0.0, wanted[3].item()], abs=1e-6)
     assert not out.dense("reward_failed").any()
-    assert "conversations are always encoded again from text" in capsys.readouterr().out
+    assert "formatted again from text" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_text_gets_no_template_and_an_end(
     folder: Path, policys: Any, batch: DataProto
 ) -> None:
     batch.non_tensor_batch["messages"][0] = [{"role": "", "content": "1+2="}]
-    batch.non_tensor_batch["messages"][1] = []  # the prompt was token ids
+    batch.non_tensor_batch["messages"][1] = []  # as if the prompt were token ids
     out = worker_of(folder, policys, OTHER.format(folder=folder)).compute_rm_score(batch)
     own = AutoTokenizer.from_pretrained(folder / "own")
     rows = [[*own.encode(text, add_special_tokens=False), 1] for text in ("1+2=ab.12", "12+30=4.")]
@@ -135,8 +135,8 @@ def test_another_template_alone_is_reason_enough(folder: Path, policys: Any, bat
     assert worker_of(folder, policys, models, role="b").reader.own is None
     assert worker_of(folder, policys, models, role="c").reader.own.eos_token == "<end>"  # type: ignore
     out = worker_of(folder, policys, models, role="a").compute_rm_score(batch)
-    assert out.dense("reward_failed").all()  # it knows no turn of the assistant's
-    assert "leaves out the response" in out.non_tensor_batch["reward_why"][0]
+    assert out.dense("reward_failed").all()  # the template has no assistant turn
+    assert "omits the response" in out.non_tensor_batch["reward_why"][0]
     assert out.dense("scores").tolist() == [0.0] * 4
 
 
@@ -146,7 +146,7 @@ def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: An
     out = worker_of(folder, policys, f"{{a: {{path: {folder / 'short'}}}}}").compute_rm_score(batch)
     lengths = batch.ragged("tokens").lengths
     assert out.dense("reward_failed").tolist() == (lengths > 9).tolist() == [True, False, False, True]
-    assert out.non_tensor_batch["reward_why"][0] == f"{int(lengths[0])} tokens, of at most 9"
+    assert out.non_tensor_batch["reward_why"][0] == f"{int(lengths[0])} tokens, but at most 9 are allowed"
     kept = ~out.dense("reward_failed")
     assert torch.equal(out.dense("scores")[kept], same.dense("scores")[kept])
     assert out.dense("scores")[~kept].tolist() == [0.0, 0.0]
@@ -157,7 +157,7 @@ def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: An
 def test_steps_are_scored_where_they_end(
     folder: Path, policys: Any, batch: DataProto, step_score: str, total: Any
 ) -> None:
-    """By hand: ab. 12<eos>, 4., nothing, a. b. c<eos>; what is blank is no step."""
+    """The ends are counted by hand: ab. 12<eos>, 4., nothing, a. b. c<eos>. Blank text is not a step."""
     models = f"{{a: {{path: {folder / 'same'}, step_separator: '.', step_score: {step_score}}}}}"
     out = worker_of(folder, policys, models).compute_rm_score(batch)
     ends = [[4 + 2, 4 + 5], [6 + 1], [], [2 + 1, 2 + 4, 2 + 8]]
@@ -177,10 +177,13 @@ def test_steps_are_scored_where_they_end(
 def test_a_token_classifier_over_other_tokens(
     folder: Path, policys: Any, batch: DataProto, labels: int
 ) -> None:
-    """Scores are taken where the steps end in its own tokens, and stand where they end in the policy's."""
+    """Scores are read at the ends of steps in the model's tokens.
+
+    They are placed at the ends of steps in the policy's tokens.
+    """
     path = make_scorer(folder / f"steps {labels}", folder / "model", by_token=True, labels=labels)
     own = AutoTokenizer.from_pretrained(folder / "own")
-    with pytest.raises(ModelError, match="what parts them is not said"):
+    with pytest.raises(ModelError, match="step_separator is missing"):
         worker_of(folder, policys, f"{{a: {{path: '{path}'}}}}")
     models = f"{{a: {{path: '{path}', tokenizer_path: {folder / 'own'}, step_separator: '.'}}}}"
     out = worker_of(folder, policys, models).compute_rm_score(batch)
@@ -188,8 +191,8 @@ def test_a_token_classifier_over_other_tokens(
     pieces = [own.tokenize(text) for text in texts]
     rows = [own.convert_tokens_to_ids(row) for row in pieces]
     assert pieces[0] == ["u", ".", "1", "+", "2", "=", "?", "a", ".", "ab", ".", "12", "<end>"]
-    ends = [[10, 12], [11], [], [8, 11, 15]]  # in its tokens, counted by hand
-    places = [[6, 9], [7], [], [3, 6, 10]]  # in the policy's
+    ends = [[10, 12], [11], [], [8, 11, 15]]  # in the model's tokens, counted by hand
+    places = [[6, 9], [7], [], [3, 6, 10]]  # in the policy's tokens
     found = head_outputs(path, rows, AutoModelForTokenClassification)
     for row, scores, at, placed in zip(range(4), found, ends, out.ragged("token_level_scores"), strict=True):
         values = scores[:, 0] if labels == 1 else scores.softmax(-1)[:, 1]

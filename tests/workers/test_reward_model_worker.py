@@ -1,4 +1,4 @@
-"""The reward model's worker against transformers' classifier."""
+"""The reward model's worker, compared with transformers' classifier."""
 
 from __future__ import annotations
 

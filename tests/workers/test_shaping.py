@@ -1,4 +1,4 @@
-"""What the batch's worker says of groups and lengths, on tables made by hand."""
+"""Methods of the batch worker about groups and lengths, on tables made by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scored(scores: list[float], extras: list[dict[str, float]] | None = None) ->
 
 
 def test_the_metric_is_the_rewards_own_number_or_the_score_before_the_punishment(worker: BatchWorker) -> None:
-    """Two prompts: the first differs in the score after, the second in acc."""
+    """Responses to the first prompt differ in the score after the punishment, those to the second in acc."""
     extras = [{"acc": 1.0, "score": 1.0}] * 2 + [{"acc": 0.0, "score": 1.0}, {"acc": 1.0, "score": 1.0}]
     batch = scored([0.5, 0.25, 1.0, 1.0], extras)
     for metric, expected in (
@@ -50,7 +50,7 @@ def test_a_number_that_is_not_finite_is_refused_and_not_filtered(worker: BatchWo
 
 
 def test_the_punishment_is_at_the_last_response_token(worker: BatchWorker) -> None:
-    """Responses of 0, 2 and 4 tokens; one reward is spread over its tokens."""
+    """Responses have 0, 2 and 4 tokens, and one reward is spread over its tokens."""
     mask = Ragged.from_list([[False], [False, True, True], [False, False, True, True, True, True]])
     rewards = Ragged.from_list(
         [[0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.25, 0.25, 0.0, 0.5]], dtype=torch.float32
@@ -93,7 +93,7 @@ def test_cut_responses_are_those_that_ended_at_the_limit(worker: BatchWorker) ->
 
 
 def test_advantages_without_failed_scores_are_those_of_the_other_samples_alone(worker: BatchWorker) -> None:
-    """Two prompts with three and two responses; of each one failed, and of the second all."""
+    """Of three responses to the first prompt one failed, and of two to the second both failed."""
     generator = np.random.default_rng(7)
     lengths = [4, 3, 5, 2, 3]
     scores = torch.from_numpy(generator.normal(size=5)).to(torch.float32)
@@ -127,7 +127,7 @@ def test_advantages_without_failed_scores_are_those_of_the_other_samples_alone(w
 
 UIDS = ["a", "a", "a", "b", "b", "b", "c", "d", "d"]
 FAILED = [False, True, False, True, False, True, False, True, True]
-"""Two are left of the first prompt, one of the second, none of the last; the third had one from the start."""
+"""The first prompt has two samples left, the second one, the last none; the third has only one sample."""
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "gdpo", "grpo_passk")
 BY_GROUP += ("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline")
 
@@ -183,7 +183,7 @@ def test_a_batch_of_failures_alone_teaches_nothing(worker: BatchWorker) -> None:
 
 
 def test_failed_samples_do_not_make_a_prompt_differ(worker: BatchWorker) -> None:
-    """The metric is a number of the reward, which failed samples lack."""
+    """The metric is a number of the reward that failed samples do not have."""
     extras = [{"right": 1.0}, {}, {"right": 1.0}, {"right": 0.0}, {}, {"right": 1.0}, {}, {}, {"right": 1.0}]
     batch = scored([0.0] * 9, extras)
     batch.batch["reward_failed"] = torch.tensor(["right" not in extra for extra in extras])

@@ -1,4 +1,4 @@
-"""What a worker does with a step whose gradient is not finite."""
+"""A step whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Policy:
-    """The actor's or the critic's update, with what is said and saved."""
+    """The update of the actor or the critic, with its messages and saved files."""
 
     def __init__(self, folder: Path, run: Path, role: str, *words: str) -> None:
         config = roles.make_config(folder, f"trainer.default_local_dir={run}", *words)
@@ -54,7 +54,7 @@ class Policy:
         return self.update(DataProto({**kept, self.column: column})).to_floats()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies of weights and of the optimizer's state."""
+        """Return copies of the weights and the optimizer state."""
         found = {f"weight {name}": value.clone() for name, value in self.engine.weights()}
         for optimizer in self.engine._state.optimizers:
             for number, slots in enumerate(optimizer.state.values()):
@@ -78,17 +78,15 @@ def test_a_skipped_step_changes_nothing_and_is_reported(
     assert policy.step(bad=True) == {"skipped_steps": 2}
     assert policy.engine.version == 1 and same(policy.state(), before)
     paths = [tmp_path / "log" / f"{role}_update_1{again}_rank_0.pt" for again in ("", "_again_1")]
-    advice = "lower the learning rate or check the rewards"
-    assert policy.said == [
-        f"{role} update 1: the loss is not finite; no weight has changed; skipped, {count} in succession of "
-        f"2 allowed; look at the batch: DataProto.load('{path}'); {advice}"
-        for count, path in enumerate(paths, 1)
-    ]
+    assert len(policy.said) == 2
+    for count, (path, sentence) in enumerate(zip(paths, policy.said, strict=True), 1):
+        assert sentence.startswith(f"{role} update 1: ") and f"({count} in a row, 2 allowed)" in sentence
+        assert f"DataProto.load('{path}')" in sentence
     assert all(DataProto.load(path).ragged(policy.column).values.isnan().any() for path in paths)
     after = policy.step(bad=False)
     assert (
         after["skipped_steps"] == 2 and after["lr"] == 0.01 / 4
-    )  # the schedule's second step, not its fourth
+    )  # the second step of the schedule, not the fourth
     assert policy.engine.version == 2 and not same(policy.state(), before)
 
 
@@ -96,7 +94,7 @@ def test_a_run_with_skipped_steps_goes_on_as_one_without(folder: Path, tmp_path:
     policies = [
         Policy(folder, tmp_path / name, "actor", f"{ACTOR}.skip_non_finite_steps=1") for name in ("a", "b")
     ]
-    for bad in (False, True, False, True, False):  # never two in succession
+    for bad in (False, True, False, True, False):  # never two in a row
         policies[0].step(bad=bad)
         if not bad:
             policies[1].step(bad=False)

@@ -1,4 +1,7 @@
-"""Weights that do not arrive stop the run, by name, whichever way they go."""
+"""Weights that do not arrive correctly stop the run, in every way of syncing.
+
+The error names the weights.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def config(folder: Path, tmp_path: Path) -> Any:
 
 
 def streaming(config: Any, *parts: str) -> Any:
-    """A worker whose rollout engine takes streams."""
+    """Return a worker whose rollout engine receives streams."""
     worker = roles.make_actor(config, *parts)
     dtype = worker.parts["rollout"].policy.compute_dtype
     worker.parts["rollout"].engine = StreamedEngine(config.actor_rollout_ref.model.path, dtype)
@@ -55,7 +58,10 @@ def generate(worker: Any) -> DataProto:
 
 
 def same(first: DataProto, second: DataProto) -> bool:
-    """The same tokens, and log-probs but for the last bits, which depend on where a tensor lies in memory."""
+    """Return whether tokens are equal, and log-probs equal except for the last bits.
+
+    The last bits depend on the tensors' addresses in memory.
+    """
     a, b = (batch.ragged("rollout_log_probs").values for batch in (first, second))
     return first.ragged("tokens").equal(second.ragged("tokens")) and torch.allclose(a, b, rtol=0, atol=1e-12)
 
@@ -146,7 +152,7 @@ def test_a_bucket_of_old_weights_is_refused(config: Any, monkeypatch: pytest.Mon
 def test_a_fault_in_the_shared_module_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """bf16 over fp32, so that the unsharded weights are a copy that can go wrong."""
+    """With bf16 over fp32, the unsharded weights are a copy that can be wrong."""
     words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
     worker = roles.make_actor(roles.make_config(folder, *words, *MIXED), "actor", "rollout")
     batch = generate(worker)
@@ -184,7 +190,7 @@ def test_a_fault_in_the_shared_module_is_named(
 def test_a_module_that_the_engine_has_copied_is_sharded_again_before_it_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA, where the native engine has packed copies."""
+    """This is the case on CUDA, where the native engine has packed copies of the weights."""
     config = roles.make_config(folder, f"trainer.default_local_dir={tmp_path}")
     worker, plain = (roles.make_actor(config, "actor", "rollout") for _ in range(2))
     engine, actor = worker.parts["rollout"].engine, worker.actor
@@ -223,7 +229,7 @@ def test_memory_is_given_back_after_generation_as_the_config_says(
 
 
 def test_the_first_error_is_the_one_that_is_seen(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes of it when the engine is put to sleep is not."""
+    """A second error, from putting the engine to sleep, is not shown."""
     worker = streaming(config, "actor", "rollout")
 
     def fails(message: str) -> Any:
@@ -239,7 +245,7 @@ def test_the_first_error_is_the_one_that_is_seen(config: Any, monkeypatch: pytes
     monkeypatch.setattr(
         worker.parts["rollout"].engine, "poll", worker.parts["rollout"].engine._inner.poll, raising=False
     )
-    with pytest.raises(EngineError, match="requests are pending"):  # where it is the first, it is seen
+    with pytest.raises(EngineError, match="requests are pending"):  # if it is the first error, it is shown
         generate(worker)
 
 
@@ -273,6 +279,6 @@ def test_an_engine_that_takes_no_weights_is_refused_for_training(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.engines.rollout.own_weights.kinds_taken", lambda own: frozenset())
-    with pytest.raises(ConfigError, match="weights cannot be changed") as caught:
+    with pytest.raises(ConfigError, match="cannot receive new weights") as caught:
         roles.make_actor(config, "actor", "rollout")
     assert caught.value.field == "actor_rollout_ref.rollout.name"

@@ -1,6 +1,8 @@
-"""One optimizer step, from scores to the gradient, against verl's own functions: real scripts, every
-estimator, every loss. Where verl trains something else, docs/verl-differences.md says so, with figures that
-are held here."""
+"""One optimizer step, from scores to the gradient, compared with verl's own functions.
+
+The tests cover real scripts, every estimator and every loss. If verl trains something else,
+docs/verl-differences.md says so, and these tests check the figures on that page.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "k3+")
 REJECTED = (f"{C}rollout_is=token", f"{C}rollout_rs=seq_mean_k1", f"{C}rollout_rs_threshold='0.9_1.1'")
 TINY = 1e-6
-"""verl has constants of float32; all else is float64."""
+"""The tolerance: verl has constants in float32, and everything else is float64."""
 
 
 def case(
@@ -48,13 +50,16 @@ def case(
 
 
 def alone(estimator: str, *, seed: int) -> Case:
-    """A step on prompts of one response each."""
+    """Return a step on prompts with one response each."""
     made = case(f"algorithm.adv_estimator={estimator}", seed=seed)
     return Case(made.words, {**made.columns, "group": torch.arange(16)}, made.micro)
 
 
 def scripts() -> dict[str, Case]:
-    """Their words as they are; verl's mini-batch in one micro-batch, since it learns otherwise in several."""
+    """Return the steps of real scripts.
+
+    Each mini-batch is one micro-batch, because verl's result differs with several.
+    """
     return {
         f"script {method}": Case((*script["words"], "data.max_response_length=24"), batch(seed), WHOLE)
         for seed, (method, script) in enumerate(SCRIPTS.items(), 50)
@@ -62,7 +67,7 @@ def scripts() -> dict[str, Case]:
 
 
 def same() -> dict[str, Case]:
-    """Steps of which verl takes the same."""
+    """Return steps that are equal in verl."""
     found: dict[str, Case] = {}
     for seed, name in enumerate(ESTIMATORS):
         words = [f"algorithm.adv_estimator={name}"]
@@ -100,7 +105,7 @@ def same() -> dict[str, Case]:
 
 
 def different() -> dict[str, Case]:
-    """By row of the page: steps of which verl takes others."""
+    """Return steps that differ in verl, by row of the page."""
     loss, estimator = f"{A}policy_loss.loss_mode", "algorithm.adv_estimator"
     terms = (f"{A}use_kl_loss=true", f"{A}kl_loss_coef=0.1", f"{A}entropy_coeff=0.01")
     return {
@@ -129,7 +134,7 @@ def answers() -> dict[str, dict[str, Tensor]]:
 
 
 def distances(name: str, step: Case, folder: Path) -> dict[str, float]:
-    """How far Tandem's numbers are from verl's, relative to verl's; advantages at response tokens."""
+    """Return how far Tandem's numbers are from verl's, relative to verl's; advantages at response tokens."""
     ours, theirs, mask = by_tandem(step, folder), answers()[name], step.columns["response_mask"]
     assert "error" not in theirs, theirs
     assert ours.keys() == theirs.keys()
@@ -141,14 +146,14 @@ def distances(name: str, step: Case, folder: Path) -> dict[str, float]:
 
 
 def documented() -> Mapping[str, tuple[float, float]]:
-    """The page's rows: how far the loss and the gradient differ."""
+    """Return the rows of the page: how far the loss and the gradient differ."""
     page = (ROOT / "docs" / "verl-differences.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     return {name.replace("`", ""): (float(loss), float(gradient)) for name, loss, gradient in rows}
 
 
 SCRIPTS_WITH_A_DIFFERENCE = ("script gpg", "script rollout correction", "script dppo, megatron")
-"""By gpg's scale, rejected tokens, and the longest response: one factor each."""
+"""These differ by one factor each: gpg's scale, rejected tokens, and the longest response."""
 
 
 @pytest.mark.parametrize("name", list(scripts()))
@@ -173,7 +178,7 @@ def test_the_step_is_that_of_verl(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(different()))
 def test_a_difference_is_as_large_as_the_page_says(name: str, tmp_path: Path) -> None:
     found = distances(name, different()[name], tmp_path)
-    within = 0.1 if name == "clip_cov" else 0.006  # verl draws anew
+    within = 0.1 if name == "clip_cov" else 0.006  # verl draws random numbers again
     assert documented()[name] == pytest.approx((found["loss"], found["gradient"]), abs=within)
 
 

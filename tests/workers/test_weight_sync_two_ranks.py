@@ -1,4 +1,4 @@
-"""Weights on their ways from an actor of two ranks."""
+"""Weight sync from an actor on two ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Run on two ranks: FOLDER of models, RESULTS to write. A policy that FSDP shards over both and that samples
-with one vLLM engine over both: two updates, faults of its weights, a rollout apart from the actor."""
+"""A job for two ranks. Arguments: FOLDER of models, RESULTS to write.
+
+FSDP shards the policy over both ranks, and one vLLM engine over both samples from it. The job takes two
+updates, tries faults of the weights, and uses a separate rollout.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.workers.streamed import FAULTS
 
 
 class Ranks:
-    """The worker of this rank. Both ranks sample the whole batch together; each trains on half of it."""
+    """The worker of this rank. Both ranks sample the whole batch together, and each trains on half of it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         rollout = "actor_rollout_ref.rollout"
@@ -53,7 +56,7 @@ class Ranks:
         }
 
     def streamed(self) -> bool:
-        """Whether a stream gives the batch's rows after another was left at its first part."""
+        """Return whether a stream gives the batch's rows after another stream was left at its first part."""
         prompts, whole = roles.make_prompts(5), self.generate()
         left = self.worker.stream_sequences(prompts, 2, roles.PARAMS)
         next(left)
@@ -68,7 +71,7 @@ class Ranks:
         return len(parts) > 1 and all(torch.equal(rows[row], wanted[row]) for row in range(len(wanted)))
 
     def fault(self, name: str) -> str:
-        """What is said of weights that went wrong on their way to the second rank alone."""
+        """Return the error if weights are damaged only on their way to the second rank."""
         load, (spoil, _) = vllm_engine.load_weights, FAULTS[name]
         if self.rank == 1:
             vllm_engine.load_weights = lambda model, stream: load(model, spoil(iter(stream)))
@@ -81,7 +84,7 @@ class Ranks:
         return "nothing"
 
     def apart(self) -> bool:
-        """Whether a rollout that got the actor's weights in buckets writes what the actor's own does."""
+        """Return whether a rollout with weights from buckets generates the same as the actor's own."""
         other = roles.make_actor(self.config, "rollout", rank=self.rank, world=2)
         for number in range(self.worker.weight_buckets()):
             bucket = [self.worker.export_weights(number)]
