@@ -46,10 +46,8 @@ def vtrace(
         offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         gamma: discount, in [0, 1].
         lam: decay of the trace, in [0, 1]; 0 relies on the critic's values only, 1 on the rewards only.
-        rho_bar: upper bound of the weight of a token's own temporal difference; decides what the values
-            converge to.
-        c_bar: upper bound of the weights along the trace, at most rho_bar; decides how fast the values
-            converge.
+        rho_bar: bound of the weight of a token's own error; decides what the values converge to.
+        c_bar: bound of the weights along the trace, at most rho_bar; decides how fast they converge.
 
     Returns:
         The advantages A (N), not whitened, and the returns v (N).
@@ -59,7 +57,7 @@ def vtrace(
 
     When to use: samples from an older policy or another engine, with a critic. The advantages already contain
         the importance weight, so add no other rollout correction.
-    Watch: `rollout/log_prob_diff_mean` shows how far the samples are from the policy;
+    Watch: `rollout/log_prob_diff_mean` is the distance of the samples from the policy;
         `critic/explained_variance` shows whether you can trust the critic.
     Cost: a critic, and log-probs recomputed before the updates.
     Source: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, eq. 1 and section 4.2; remark 2 for lam.
