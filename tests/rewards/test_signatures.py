@@ -65,7 +65,7 @@ def test_an_unclear_signature_is_an_error(tmp_path: Path, parameters: str, probl
 
 
 def test_a_misspelt_parameter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\? rename its"):
+    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\?"):
         load(tmp_path, "def f(prompt, respnse, answer): return 0.0")
 
 
