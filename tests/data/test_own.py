@@ -48,7 +48,7 @@ class Chat(Dataset):
 
 
 class Padded(Chat):
-    """As verl 0.6: ids, padded on the left."""
+    """Rows as in verl 0.6: token ids with padding on the left."""
 
     def __init__(self, data_files, tokenizer, processor, config):
         super().__init__(data_files, tokenizer, config, processor)

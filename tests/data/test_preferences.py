@@ -156,7 +156,7 @@ def test_texts_without_a_prompt_are_the_whole(files: Any, tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "a text"}, "chosen: messages, but the prompt is not"),
+        ({"prompt": "a text"}, "chosen: a list of messages, but the prompt is not"),
         ({"rejected": talk("", "b", "c")[1:]}, "rejected: the last message is not the assistant's"),
     ],
 )

@@ -255,7 +255,7 @@ def test_tools_are_shown_to_the_template_of_prompts_and_completions(files: Any, 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "a text"}, "completion: messages, but the prompt is not"),
+        ({"prompt": "a text"}, "completion: a list of messages, but the prompt is not"),
         ({"completion": turns("only the user")}, "completion: no turn of the assistant"),
         ({"tools": "7"}, "tools: not a list of JSON schemas but"),
     ],
