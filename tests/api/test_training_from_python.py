@@ -162,7 +162,7 @@ def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
         ({"rewards": own, "train": [{"prompt": "1"}] * 5}, "answer"),
         (
             {"rewards": digits, "train": [{"prompt": "1", "answer": "1", "response": "x"}] * 5},
-            "named response",
+            "column name response",
         ),
         ({"rewards": 7}, "rewards"),
         ({"rewards": digits, "config": {"trainer.sede": 1}}, "trainer.seed"),

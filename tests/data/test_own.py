@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 
 class Chat(Dataset):
-    """As verl 0.7 and later: messages, formatted by whoever generates."""
+    """Rows as in verl 0.7 and later: messages, which the rollout formats."""
 
     def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
         assert processor is None and config.prompt_key == "prompt" and config.get("missing", 7) == 7
@@ -74,7 +74,7 @@ class Strange(Chat):
 '''
 SAMPLERS = '''
 class Sorted:
-    """verl's AbstractCurriculumSampler in shape."""
+    """A sampler with the interface of verl's AbstractCurriculumSampler."""
 
     def __init__(self, data_source, data_config):
         self.sources = [data_source[row]["data_source"] for row in range(len(data_source))]
