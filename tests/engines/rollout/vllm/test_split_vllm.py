@@ -15,6 +15,7 @@ import torch
 
 from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.vllm import process
+from tandem.engines.rollout.vllm.memory import caches
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
@@ -138,7 +139,8 @@ def test_a_head_that_both_ranks_hold_is_compared(engines, ranks):
 def held(engines: dict[int, Any], rank: int, number: int) -> tuple[int, int]:
     """Return the bytes of the weights and of the cache."""
     engine = engines[number]
-    return sum(p.untyped_storage().nbytes() for p in engine._model.parameters()), engine._cache_bytes()
+    parts = engine._model.parameters(), caches(engine._engine)
+    return tuple(sum(part.untyped_storage().nbytes() for part in each) for each in parts)
 
 
 def test_each_rank_holds_its_part_and_gives_it_back(engines, ranks):

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.engines.rollout.base import generate
+from tandem.engines.rollout.vllm.memory import caches
 from tandem.engines.weight_sync import Sent, WeightSyncError, check_arrival, digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
@@ -219,8 +220,8 @@ def test_sleep_gives_memory_back(engine, model):
     engine.abort([requests[0].id])
 
     def held() -> tuple[int, int]:
-        weights = sum(p.untyped_storage().nbytes() for p in engine._model.parameters())
-        return weights, engine._cache_bytes()
+        parts = engine._model.parameters(), caches(engine._engine)
+        return tuple(sum(part.untyped_storage().nbytes() for part in each) for each in parts)
 
     weights, cache = held()
     engine.sleep(("kv_cache",))
