@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from tandem.api.arguments import reward_keys
 from tandem.errors import ConfigError, TandemError
 from tests.support.tiny import make_model
 
@@ -53,6 +54,12 @@ def test_a_run_from_start_to_end(model, tmp_path):
     assert run.samples(step=2)[0]["prompt"].endswith("=")
     assert (run.export(tmp_path / "exported") / "config.json").is_file()
     assert tandem.open(tmp_path / "run").best == run.best
+
+
+def test_the_weight_of_an_only_reward_counts(tmp_path):
+    (term,) = reward_keys({digits: 0.5}, tmp_path)["custom_reward_function.terms"]
+    assert (term["name"], term["weight"]) == ("digits", 0.5)
+    assert reward_keys({digits: 1.0}, tmp_path)["custom_reward_function.name"] == "digits"
 
 
 @pytest.mark.slow

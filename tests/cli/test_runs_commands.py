@@ -123,6 +123,12 @@ def test_pruning_by_the_metric_that_the_config_names(typed: Typed) -> None:
     assert [line.split()[2] for line in out.splitlines()[:-1]] == ["a/checkpoints/step_000002"]
 
 
+def test_the_best_that_is_kept_is_the_best_of_those_saved(typed: Typed) -> None:
+    write_run(Path("a"), [0.1, 0.9, 0.6, 0.2, 0.3], checkpoints=[1, 3, 5])
+    out = typed("prune", "a")[1]
+    assert [line.split()[2] for line in out.splitlines()[:-1]] == ["a/checkpoints/step_000001"]
+
+
 def test_a_run_without_a_whole_checkpoint_loses_none(typed: Typed) -> None:
     run = write_run(Path("a"), [0.1, 0.9], checkpoints=[1, 2])
     for checkpoint in (run / "checkpoints").iterdir():

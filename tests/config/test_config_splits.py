@@ -75,3 +75,12 @@ def test_a_model_in_stages_has_no_adapters(errors):
 def test_a_schedule_of_one_stage_is_said_to_do_nothing(load):
     notices = load(f"{SCHEDULE}=gpipe").notices
     assert f"{SCHEDULE}: no effect; used only if {STAGES} is 2 or more." in notices
+
+
+def test_a_reference_that_is_split_otherwise_than_its_actor_is_checked_too(errors, load, model):
+    (Path(model) / "config.json").write_text(json.dumps(SIZES))
+    tokens = "actor_rollout_ref.ref.ulysses_sequence_parallel_size"
+    given = ("trainer.n_gpus_per_node=8", f"{A}.use_kl_loss=true")
+    found = errors(*given, f"{tokens}=8")
+    assert list(found) == [tokens] and "8 devices, 12 heads in" in str(found[tokens].got)
+    assert load(*given, f"{tokens}=4").config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 4

@@ -141,6 +141,7 @@ def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
             f"{A}.optim.lr_wsd_decay_style",
         ),
         ([f"{A}.optim.zero_indexed_step=false"], f"{A}.optim.zero_indexed_step"),
+        ([f"{A}.optim.zero_indexed_step=1"], f"{A}.optim.zero_indexed_step"),
         ([f"{R}.over_sample_rate=0.1"], f"{R}.over_sample_rate"),
         ([f"{R}.multi_turn=true"], f"{R}.multi_turn"),
         (

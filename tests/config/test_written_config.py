@@ -105,6 +105,11 @@ def test_a_secret_that_is_given_as_it_is_is_left_out_and_must_be_given_again(
     assert changes(tree, config) == []
 
 
+def test_secrets_in_a_list_are_left_out(words: list[str]) -> None:
+    config = _config(words, KWARGS + ".api_key=[sk-the-first-of-two, {a: plain}]")
+    assert at_key(to_dict(config), KWARGS) == {"api_key": [LEFT_OUT, {"a": "plain"}]}
+
+
 @pytest.mark.parametrize(
     "given",
     ["algorithm.adv_estimator=${oc.env:SHORT}", "trainer.seed=${oc.env:SHORT}", 
@@ -176,6 +181,12 @@ def test_texts_are_masked_in_the_forms_that_a_value_takes() -> None:
         assert "secret" not in masked(text) and "<mark>" in masked(text)
     assert masked("short") == "short"
     assert "line" not in str(DataError("no", got="multi\nline 'secret'"))
+
+
+def test_of_a_hidden_value_within_another_nothing_is_left() -> None:
+    hide("hidden-inside", "<inner>")
+    hide("before-hidden-inside-after", "<outer>")
+    assert masked("a before-hidden-inside-after b hidden-inside c") == "a <outer> b <inner> c"
 
 
 @pytest.mark.parametrize(("mode", "expected"), [(0o700, 0o700), (0o777, 0o755)])

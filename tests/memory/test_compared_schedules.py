@@ -13,9 +13,10 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.load import load_train_config
 from tandem.errors import ConfigError
+from tandem.memory.device_file import Device
 from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.schedules import Schedule, chosen, compare
-from tandem.memory.seconds import Lengths
+from tandem.memory.seconds import Lengths, Rates
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock, Stages
 
@@ -157,6 +158,19 @@ def test_stages_are_the_step_taken_apart() -> None:
     assert half["generate_sequences"] > 1.2 * whole["generate_sequences"]
     assert found.generation == pytest.approx(half["generate_sequences"] + half["reward"])
     assert found.step(ahead=False) == pytest.approx(half["step"] + sent)
+
+
+def test_rewards_belong_to_generation() -> None:
+    """A millisecond each, as was measured."""
+    config = load_train_config(None, list(BASE), elsewhere=True).config
+    measured = Device(Rates(1e15, 3e12), 2, {"reward": [0.0, 0.0, 0.0, 0.0, 1e-3]})
+    clock = Clock.of({"NVIDIA H100 80GB": measured}, "H100", 80, cuda=True)
+    assert clock is not None
+    lengths = Lengths(np.full(64, 1024), np.full((64, 8), 1024))
+    whole = clock.step(config, shape_of("Qwen/Qwen2.5-7B"), lengths)
+    stages = clock.stages(config, shape_of("Qwen/Qwen2.5-7B"), lengths)
+    assert whole["reward"] > 0.01
+    assert stages.generation == pytest.approx(whole["generate_sequences"] + whole["reward"])
 
 
 def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,11 @@ def test_a_group_method_with_its_options(load) -> None:
     assert config.actor_rollout_ref.model.lora_rank == 8
 
 
+def test_a_kl_of_no_weight_is_left_out(load) -> None:
+    config = load(*GROUPED.replace("1e-3", "0").split())
+    assert (config.actor_rollout_ref.actor.use_kl_loss, config.algorithm.use_kl_in_reward) == (False, False)
+
+
 def test_what_has_no_counterpart_is_named() -> None:
     words = "--async_train --enable_ema --normalize_reward --label_key x --no_such 1 --remote_rm_url http://x"
     refused = {row.name for row in migrate_openrlhf(words.split()).rows if row.verdict == "refused"}

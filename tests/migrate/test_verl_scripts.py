@@ -229,6 +229,14 @@ def test_a_script_reads_what_it_wrote(write: Write, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.sh"]
 
 
+def test_what_the_users_own_shells_read_first_does_not_count(
+    kind: type, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.sh").write_text("OWN=1\n")
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "own.sh"))
+    assert called(write(f"{MAIN} a=1 own=$OWN")).words[-2:] == ("a=1", "own=")
+
+
 def test_without_protection_no_script_is_read(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

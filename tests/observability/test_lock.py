@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.observability.lock import ProcessLock
+from tandem.observability.lock import ProcessLock, is_held, process_began
 
 HOLDER = """
 import sys, time
@@ -99,6 +99,14 @@ def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path: Path) -> Non
     assert len(said) == 1
     assert "process 17 on node7" in said[0]
     assert "between machines" in said[0]
+
+
+def test_a_later_process_of_the_same_number_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    held = {"host": socket.gethostname(), "pid": os.getpid()}
+    for began, expected in ((process_began(os.getpid()), True), ("1", False)):
+        path.write_text(json.dumps(held | {"began": began}))
+        assert is_held(path) == expected
 
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

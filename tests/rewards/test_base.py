@@ -14,6 +14,7 @@ import torch
 
 from tandem.errors import RewardError
 from tandem.rewards import Item, Reward, Scored, base, known_data_sources, register_reward, reward_for, score
+from tandem.rewards.base import WeightedSum
 
 ITEMS = [Item("a", "first", "1", {"level": 3}, index=7), Item("b", "second " * 100, "2")]
 
@@ -123,6 +124,14 @@ def test_numbers_beside_the_score_are_kept() -> None:
     expected = Scored(1.0, {"acc": 1.0, "format": 0.5}, "42", reads_answers=True, why=why)
     assert score(ITEMS[:1], returning(value)) == [expected]
     assert value["score"] == 1
+
+
+def test_the_answer_of_a_sum_is_that_of_the_first_function_that_reads_one() -> None:
+    right = returning({"score": 1, "pred": "42"})
+    other = returning({"score": 0, "pred": "43"})
+    total = WeightedSum((("short", returning(0.5), 1.0), ("right", right, 2.0), ("other", other, 1.0)))
+    (scored,) = score(ITEMS[:1], total)
+    assert (scored.score, scored.answer, scored.reads_answers) == (2.5, "42", True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, {"score": math.nan}])

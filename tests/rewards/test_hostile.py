@@ -267,8 +267,14 @@ def deep(data_source, solution_str, ground_truth, extra_info=None):
 def wrapped(data_source, solution_str, ground_truth, extra_info=None):
     try: raise ConnectionResetError
     except OSError as error: raise ValueError("no score") from error
+
+def nested(data_source, solution_str, ground_truth, extra_info=None):
+    return own_helper(solution_str)
+
+def own_helper(text):
+    raise LookupError(text)
 """
-LINES = {"refused": 8, "status": 12, "late": 15, "deep": 19, "wrapped": 23}
+LINES = {"refused": 8, "status": 12, "late": 15, "deep": 19, "wrapped": 23, "nested": 29}
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -283,7 +289,7 @@ def test_an_error_is_at_the_users_own_line_and_one_of_the_network_can_be_tried_a
     pool.close()
     assert f"(own.py, line {LINES[name]})" in caught.value.message
     remedy = str(caught.value.remedy)
-    assert ("reward.retries" in remedy and "reward.on_error" in remedy) == (name != "deep")
+    assert ("reward.retries" in remedy and "reward.on_error" in remedy) == (name not in ("deep", "nested"))
 
 
 IMPORTS = {

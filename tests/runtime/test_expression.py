@@ -218,6 +218,8 @@ def test_a_column_on_both_sides_of_a_union_must_agree():
     assert len(first.union(other).chunk(2)[0].get()) == 3
     with pytest.raises(DataError, match="score"):
         first.union(other).chunk(2)[1].get()
+    with pytest.raises(DataError, match="score"):
+        BatchFuture.concat([first, first.union(other)]).get()
     with pytest.raises(DataError, match="different size"):
         first.union(stored([batch[:4].select(["score"])])[0]).get()
 

@@ -246,3 +246,14 @@ def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path
             backend.reserve([ResourcePool([1], "slow")])
     finally:
         backend.shutdown()
+
+
+def test_what_a_machine_says_itself_counts_before_what_was_found_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = pytest.importorskip("tandem.runtime.ray_backend.actor")
+    monkeypatch.setattr(actor, "set_threads", lambda count: None)
+    own = {"NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}
+    monkeypatch.setattr(os, "environ", own)
+    actor._Host.join(None, {"RANK": "1"}, {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}, 1)
+    assert own == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "1"}

@@ -45,3 +45,24 @@ def test_offload_without_effect(
         f"{ACTIVATIONS}: on a CPU nothing is moved; its size is only counted.",
     ]
     assert said == sentences * told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type"),
+        ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty"),
+    ],
+)
+def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, words: tuple[str, str]
+) -> None:
+    def none(*_: Any) -> None:
+        raise AssertionError("a backend is made")
+
+    monkeypatch.setattr(assembly, "make_backend", none)
+    own = lab.folder / "own_kl.py"
+    own.write_text("def distance(log_probs, reference):\n    return log_probs - reference\n")
+    switch, key = words
+    with pytest.raises(ConfigError, match="'reference' is no column"):
+        lab.trainer(lab.folder / "unmade", switch, f"{key}={own}:distance")

@@ -155,6 +155,14 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
     assert fused["critic"].worker is CriticWorker
 
 
+def test_a_class_for_several_references_needs_the_methods_of_one() -> None:
+    several = Cast(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
+    with pytest.raises(ConfigError, match="the worker class lacks methods") as caught:
+        tenants(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
+    assert caught.value.field == "trainer.worker_classes.ref"
+    assert caught.value.got == "CriticWorker without compute_ref_log_prob"
+
+
 def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
     words = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
     ours = lab.run("ours", *words)

@@ -113,6 +113,12 @@ def test_a_reward_falls_to_nothing_ten_steps_after_the_fall() -> None:
     assert warned(rows(10, 0.032)) == {}
 
 
+def test_the_best_steps_are_those_before_the_last_ten() -> None:
+    """At step 20 the last ten have a tenth, and the ten before them nine tenths."""
+    rows = run(30, reward__min=lambda _: 0.0, reward__mean=lambda step: float(2 <= step <= 11))
+    assert warned(rows) == {"reward_fell": 21}
+
+
 def test_a_reward_that_was_never_well_above_the_least_does_not_fall() -> None:
     assert warned(run(60, reward__mean=lambda step: 0.19 if step < 20 else 0.0)) == {}
     assert warned(run(60, reward__mean=lambda step: 0.21 if step < 20 else 0.0)).keys() == {"reward_fell"}

@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.protocol import SamplingParams
 from tandem.watch.checks import Facts
+from tandem.watch.integrity import broken_rules
 from tandem.watch.watch import Watch
 
 FACTS = Facts(SamplingParams(temperature=1.0, max_tokens=4, seed=0), 1.0, 8, updates=1, recompute_old=False)
@@ -47,3 +48,11 @@ def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
                 before, watch = watch, Watch(8, tell)
                 watch.restore(rows, before.named)
         assert told == [("leftover", 4), ("lost_prompts", 6), ("reward_constant", 10)], resumed_at
+
+
+def test_a_step_that_goes_back_in_the_data_is_told() -> None:
+    before = {"training/prompts_used": 24.0}
+    for used, names in ((8.0, ["lost_prompts"]), (24.0, []), (32.0, []), (40.0, ["lost_prompts"])):
+        found = broken_rules({"training/prompts_used": used}, before, FACTS)
+        assert list(found) == names, used
+        assert not found or f"ends after {used:.0f} prompts" in found["lost_prompts"]

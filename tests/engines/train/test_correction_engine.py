@@ -115,3 +115,10 @@ def test_two_ranks_are_as_one(engine, batch, folder, tmp_path):
         wanted, told = synthetic.gradients(engine, batch, loss, synthetic.CUTS["all"])
         assert synthetic.relative_difference(gradient, wanted) < 1e-9, (name, share)
         assert metrics == pytest.approx(told, rel=1e-9, abs=1e-9), (name, share)
+
+
+def test_a_token_is_kept_where_it_is_within_the_bounds_of_all_modes():
+    config = RolloutCorrectionConfig(rollout_rs="token_k2,token_k1", rollout_rs_threshold="0.001,0.8_1.2")
+    old, mask = torch.tensor([0.0, 0.1, 0.5, -0.5, 0.0]), torch.tensor([True, True, True, True, False])
+    found = Correction(config)(old, torch.zeros(5), mask, torch.tensor([0, 5]), Metrics())
+    assert found.kept.tolist() == [True, False, False, False, False]
