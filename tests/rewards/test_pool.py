@@ -140,8 +140,8 @@ def test_a_leak_replaces_its_process_but_not_what_the_first_call_keeps(source: P
 
 def test_the_limit_is_that_of_each_call_however_many_a_process_is_sent(tmp_path: Path, made: Maker) -> None:
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\ndef compute_score(**given):\n    time.sleep(0.4)\n    return 1.0\n")
-    pool = made(load_custom(str(slow)), num_workers=1, timeout=1.2)
+    slow.write_text("import time\ndef compute_score(**given):\n    time.sleep(0.25)\n    return 1.0\n")
+    pool = made(load_custom(str(slow)), num_workers=1, timeout=1.5)
     assert [s.score for s in pool.score(items_of(["any"] * 8))] == [1.0] * 8
     assert not pool.counts
 
