@@ -67,10 +67,10 @@ class _Linear:
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = [
-            self.product(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if len(self.weights) == 1:  # without a list: this runs for every map of every layer and step
+            return self.product(x, self.weights[0], self.biases[0])
+        maps = zip(self.weights, self.biases, strict=True)
+        return torch.cat([self.product(x, weight, bias) for weight, bias in maps], -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _COMPILE = (
@@ -65,11 +64,6 @@ def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
         function.argtypes, function.restype = types, None
     library.max_value_dim.restype = ctypes.c_int64
     return library
-
-
-def addresses(*tensors: Tensor | None) -> list[int | None]:
-    """Return the addresses of the tensors as arguments of the kernels. None stays None."""
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _build(defines: tuple[str, ...]) -> Path:

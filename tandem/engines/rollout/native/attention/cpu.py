@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.native.kernels import addresses, load_kernels
+from tandem.engines.rollout.native.kernels import load_kernels
 from tandem.engines.rollout.native.paged import PagedCache, StepInput, dense_rows
 from tandem.errors import EngineError
 
@@ -49,10 +49,11 @@ class CPUAttention:
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         assert keys_THD.dtype == values_THD.dtype == self.cache.dtype
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
+        shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         self._kernels.write(
             *(keys_THD.data_ptr(), *keys_THD.stride()[:2], values_THD.data_ptr(), *values_THD.stride()[:2]),
-            *addresses(step.slots_T, self.cache.keys[layer], self.cache.values[layer]),
-            *(len(step.slots_T), *self.cache.layers[layer], self.cache.block_size, torch.get_num_threads()),
+            *(step.slots_T.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(step.slots_T.shape[0], *shape, self.cache.block_size, torch.get_num_threads()),
         )
 
     def attend(
@@ -63,10 +64,9 @@ class CPUAttention:
         shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         out_TND = torch.empty(tokens, heads, shape.value_dim, dtype=self.cache.dtype)
         self._kernels.attend(
-            *addresses(out_TND, query_TND, keys, values, step.starts_S1, step.tables_SB),
-            step.tables_SB.stride(0),
-            step.positions_T.data_ptr(),
-            *(len(step.lengths_S), heads, *shape, self.cache.block_size),
+            *(out_TND.data_ptr(), query_TND.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(step.starts_S1.data_ptr(), step.tables_SB.data_ptr(), step.tables_SB.stride(0)),
+            *(step.positions_T.data_ptr(), step.lengths_S.shape[0], heads, *shape, self.cache.block_size),
             *(window, softcap, torch.get_num_threads()),
         )
         return out_TND
