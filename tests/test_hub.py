@@ -64,7 +64,10 @@ def test_a_name_that_cannot_be_had_is_an_error_with_what_to_do(snapshot: Path, t
     with pytest.raises(ConfigErrors) as caught:
         load_train_config(None, words(tmp_path, "tiny/other"))
     told = str(caught.value)
-    assert "actor_rollout_ref.model.path: this folder does not exist, and the hub has no model of that name" in told
+    assert (
+        "actor_rollout_ref.model.path: this folder does not exist, and the hub has no model of that name"
+        in told
+    )
     assert "remedy:   `hf download tiny/other` where there is a network" in told
 
 

@@ -203,7 +203,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     assert "expected: 1 to 4" in refused(f"data.path={data}", "eval.k=5")
     assert "missing column 'texts'" in refused(f"data.path={data}", "data.response_key=texts")
-    assert "set only with model.path" in refused(f"data.path={data}", "rollout.n=4")
+    assert "model.path" in refused(f"data.path={data}", "rollout.n=4")
     odd = write_rows(tmp_path / "odd.parquet", [{**problem(1, 1), "data_source": "x", "responses": "2"}])
     assert "no reward function for this data source" in refused(f"data.path={odd}")
     none = write_rows(tmp_path / "none.parquet", [{**problem(1, 1), "responses": []}])

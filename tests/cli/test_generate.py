@@ -164,7 +164,9 @@ def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ends in .parquet or .jsonl" in refused(out=tmp_path / "out.csv")
     write_rows(tmp_path / "clash.parquet", [{"prompt": "1+1=", "responses": "2"}])
     fresh = tmp_path / "fresh.jsonl"
-    assert "responses: the data already have a column" in refused(out=fresh, data=str(tmp_path / "clash.parquet"))
+    assert "responses: the data already have a column" in refused(
+        out=fresh, data=str(tmp_path / "clash.parquet")
+    )
     write_rows(tmp_path / "bytes.parquet", [{"prompt": "1+1=", "image": b"\x00"}])
     assert "image: binary cannot be written as JSON" in refused(
         out=fresh, data=str(tmp_path / "bytes.parquet")

@@ -1,5 +1,6 @@
 """Every block of code in README, pages and docstrings: Python runs, lines of shell are ones that the commands
-take. What nobody runs has a reason beside it, and is counted."""
+take. What nobody runs has a reason beside it, and is counted.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +94,9 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if block.file:
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")
         code = compile("\n" * block.line + block.text, str(page), "exec")
-        exec(code, dict(names) if block.file else names)  # a file alone, the rest of a page together
+        given = dict(names) if block.file else names  # a file alone, the rest of a page together
+        with ThreadPoolExecutor(1) as thread:  # another test's browser may keep an event loop in this thread
+            thread.submit(exec, code, given).result()
     for module in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
             del sys.modules[module]

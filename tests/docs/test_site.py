@@ -1,5 +1,6 @@
 """The site: it builds without a warning, its search finds what a newcomer asks, and what is made from the
-code holds all of it."""
+code holds all of it.
+"""
 
 from __future__ import annotations
 

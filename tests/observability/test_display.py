@@ -24,7 +24,7 @@ from typing import Any
 import pyte
 import pytest
 
-from tandem.observability.display import Picture, Screen, keep_up, sparkline
+from tandem.observability.display import Picture, Screen, show_until_end, sparkline
 from tandem.observability.run import read_metrics
 from tests.support.runs import Lab
 from tests.support.warm import WarmProcess
@@ -129,7 +129,7 @@ def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once
         ended.set()
     printed, into = os.pipe()
     os.close(into)
-    keep_up(Picture(Path(), 0, 1, os.getpid()), printed, screen, ended)
+    show_until_end(Picture(Path(), 0, 1, os.getpid()), printed, screen, ended)
     os.close(printed)
     assert terminal.getvalue() == b"picture\n" + (b"\x1b[1F\x1b[J" if told else b"")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.observability.lock import ProcessLock, is_held, process_began
+from tandem.observability.lock import ProcessLock, is_held, process_start
 
 HOLDER = """
 import sys, time
@@ -104,7 +104,7 @@ def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path: Path) -> Non
 def test_a_later_process_of_the_same_number_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     held = {"host": socket.gethostname(), "pid": os.getpid()}
-    for began, expected in ((process_began(os.getpid()), True), ("1", False)):
+    for began, expected in ((process_start(os.getpid()), True), ("1", False)):
         path.write_text(json.dumps(held | {"began": began}))
         assert is_held(path) == expected
 

@@ -361,28 +361,19 @@ def test_the_server_and_the_keepers_have_one_thread(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_a_server_that_was_killed_costs_no_batch(tmp_path: Path) -> None:
-    pool = Pool(
-        load_custom(written(tmp_path, "os.kill(os.getpid(), 9)")),
-        RewardConfig(num_workers=1, on_error="zero"),
-    )
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_server_that_dies_costs_no_batch(tmp_path: Path, suspended: bool) -> None:
+    """A suspended server does not take the request before it dies."""
+    source = written(tmp_path, "os.kill(os.getpid(), 9)")
+    pool = Pool(load_custom(source), RewardConfig(num_workers=1, on_error="zero"))
     pool.score(texts("1"))
     (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
-    server.kill()
-    assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
-    pool.close()
-
-
-def test_a_request_that_a_server_did_not_take_is_made_again(tmp_path: Path) -> None:
-    pool = Pool(
-        load_custom(written(tmp_path, "os.kill(os.getpid(), 9)")),
-        RewardConfig(num_workers=1, on_error="zero"),
-    )
-    pool.score(texts("1"))
-    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
-    server.suspend()
-    end = threading.Timer(2.0, server.kill)
+    if suspended:
+        server.suspend()
+    end = threading.Timer(2.0 if suspended else 0.0, server.kill)
     end.start()
+    if not suspended:
+        end.join()
     assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
     end.join()
     pool.close()

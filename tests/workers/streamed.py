@@ -75,7 +75,7 @@ def rows_exchanged(stream: Stream) -> Stream:
 FAULTS: dict[str, tuple[Fault, str]] = {
     "damaged": (damaged, f"{NAME} .* is damaged"),
     "skipped": (skipped, f"{NAME} .* is still that of version 0"),
-    "swapped": (swapped, f"{NAME} .* is {TWIN}"),
+    "swapped": (swapped, f"{NAME} .* is the weight {TWIN}"),
     "rows exchanged": (rows_exchanged, f"{NAME} .* is damaged"),
 }
 """For each fault: the change, and the text of the error about the first affected weight."""
