@@ -32,7 +32,7 @@ def checks() -> list[Check]:
     return equations.collected()
 
 
-def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:
+def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:  # noqa: D417
     """Scores times a number. It
     goes on.
 
@@ -66,7 +66,7 @@ def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:
     Cost: nothing.
     Source: Somebody 1999, https://arxiv.org/abs/1234.56789, eq. 1;
     others 2001 (Them), https://arxiv.org/abs/2345.67890.
-    """  # noqa: D205, D417 (the docstring is test data)
+    """  # noqa: D205 (the docstring is test data)
 
 
 def test_a_docstring_is_taken_apart() -> None:
