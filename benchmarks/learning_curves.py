@@ -92,8 +92,8 @@ OF_LOSSES: Mapping[str, tuple[str, ...]] = {
 }
 """Further keys of an algorithm.
 
-An algorithm that collapsed or missed the goal with the common settings has a smaller learning rate, or one update
-per step.
+An algorithm that collapsed or missed the goal with the common settings has a smaller learning rate, or one
+update per step.
 """
 
 
