@@ -22,13 +22,13 @@ class Part:
 
     Attributes:
         title: the heading of the page.
-        says: one sentence that says what the modules are for.
+        purpose: one sentence that says what the modules are for.
         modules: the modules whose public names the page lists: all of `__all__`, or without `__all__` the
             public classes and functions that the module itself defines.
     """
 
     title: str
-    says: str
+    purpose: str
     modules: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ PARTS = {
 
 def pages() -> dict[str, str]:
     """Return the Markdown of every page by its path below api/."""
-    rows = "\n".join(f"- [{part.title}]({name}.md): {part.says}" for name, part in PARTS.items())
+    rows = "\n".join(f"- [{part.title}]({name}.md): {part.purpose}" for name, part in PARTS.items())
     index = (
         "# Python\n\nThe public names, with their signatures and docstrings. Most users need only `tandem`; "
         f"the other modules are for people who extend it.\n\n{rows}\n"
@@ -94,8 +94,8 @@ def _own(module: Any) -> list[str]:
 
 
 def _page(part: Part) -> str:
-    said = "\n\n".join(_described(name, value) for name, value in public(part))
-    return f"# {part.title}\n\n{part.says}\n\n{said}\n"
+    described = "\n\n".join(_described(name, value) for name, value in public(part))
+    return f"# {part.title}\n\n{part.purpose}\n\n{described}\n"
 
 
 def _described(name: str, value: Any) -> str:

@@ -38,13 +38,13 @@ class Arrow:
 
     Attributes:
         start, end: the names of the boxes.
-        says: the label beside the middle of the arrow.
+        label: the text beside the middle of the arrow.
         soft: draw a dashed line.
     """
 
     start: str
     end: str
-    says: str = ""
+    label: str = ""
     soft: bool = False
 
 
@@ -199,11 +199,11 @@ def _arrow(name: str, shown: Drawing, arrow: Arrow) -> Iterator[str]:
     (x1, y1), (x2, y2) = _ends(shown.boxes[arrow.start], shown.boxes[arrow.end])
     dashed = ' class="soft"' if arrow.soft else ""
     yield f'<path d="M{x1:g} {y1:g} L{x2:g} {y2:g}" marker-end="url(#head-{name})"{dashed}/>'
-    if arrow.says:
+    if arrow.label:
         x, y = (x1 + x2) / 2, (y1 + y2) / 2
-        beside = len(arrow.says) * _LETTER / 2 + 4 if abs(y2 - y1) > abs(x2 - x1) else 0
+        beside = len(arrow.label) * _LETTER / 2 + 4 if abs(y2 - y1) > abs(x2 - x1) else 0
         y -= 0 if beside else 5
-        yield f'<text x="{x + beside:g}" y="{y:g}" text-anchor="middle">{escape(arrow.says)}</text>'
+        yield f'<text x="{x + beside:g}" y="{y:g}" text-anchor="middle">{escape(arrow.label)}</text>'
 
 
 def _ends(start: Box, end: Box) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -36,7 +36,7 @@ class Entry:
         name: the name in the config, or the title of the page.
         aliases: other names that the config accepts.
         fn: the function or class.
-        said: the parsed docstring.
+        docstring: the parsed docstring.
         spec: the registered spec; None if the function is not registered.
         settings: the config keys that select the algorithm, with their values.
     """
@@ -45,7 +45,7 @@ class Entry:
     name: str
     aliases: tuple[str, ...]
     fn: Any
-    said: Docstring
+    docstring: Docstring
     spec: Spec | None
     settings: dict[str, Any]
 

@@ -41,7 +41,7 @@ class Check:
         page: the page, as the mark names it.
         file: the path from the root of the repository.
         test: the name of the test function.
-        says: the first paragraph of the test's docstring, on one line.
+        summary: the first paragraph of the test's docstring, on one line.
         where: where the test runs if `make test` skips it, in words; empty otherwise.
         verl: whether the test compares with verl's function.
     """
@@ -49,7 +49,7 @@ class Check:
     page: str
     file: str
     test: str
-    says: str
+    summary: str
     where: str
     verl: bool
 
@@ -75,7 +75,7 @@ def checks_of(item: pytest.Item) -> Iterator[Check]:
                 page=name.format(**parameters),
                 file=os.path.relpath(item.path, ROOT),
                 test=item.originalname,
-                says=" ".join((item.function.__doc__ or "").split("\n\n")[0].split()),
+                summary=" ".join((item.function.__doc__ or "").split("\n\n")[0].split()),
                 where=", ".join(where),
                 verl=item.get_closest_marker("verl") is not None,
             )
@@ -136,7 +136,7 @@ def page(entries: list[Entry], checks: list[Check]) -> str:
         title = members[0].kind.singular
         parts.append(f"## {title[0].upper()}{title[1:]}")
         for entry in members:
-            parts += [f"### [`{entry.name}`]({entry.path})", *shown(entry.said)]
+            parts += [f"### [`{entry.name}`]({entry.path})", *shown(entry.docstring)]
             parts.append(_listed([check for check in found[entry.path] if not check.verl]))
             like_verl = [check for check in found[entry.path] if check.verl]
             parts += [f"Compared with verl's function:\n\n{_listed(like_verl)}"] if like_verl else []
@@ -150,10 +150,10 @@ calculated by hand. {verl} more tests compare with verl's own function (`make te
 `make docs` generates this page from marks in the tests."""
 
 
-def shown(said: Docstring) -> list[str]:
+def shown(docstring: Docstring) -> list[str]:
     """Return the equation and its symbols in Markdown."""
-    parts = [f"```text\n{said.equation}\n```"] if said.equation else []
-    return [*parts, f"Where: {said.symbols}."] if said.symbols else parts
+    parts = [f"```text\n{docstring.equation}\n```"] if docstring.equation else []
+    return [*parts, f"Where: {docstring.symbols}."] if docstring.symbols else parts
 
 
 def _listed(checks: list[Check]) -> str:
@@ -165,8 +165,8 @@ def _listed(checks: list[Check]) -> str:
         for name, same in groupby(members, key=lambda check: check.test):
             first = next(same)
             where = f" ({first.where})" if first.where else ""
-            says = f": {first.says.rstrip('.:')}" if first.says else ""
-            lines.append(f"  - `{name}`{where}{says}")
+            summary = f": {first.summary.rstrip('.:')}" if first.summary else ""
+            lines.append(f"  - `{name}`{where}{summary}")
     return "\n".join(lines)
 
 

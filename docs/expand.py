@@ -25,12 +25,12 @@ def expanded(text: str) -> str:
 
 def help_of(command: str) -> str:
     """Return the `--help` output of a command, as in a terminal of 100 columns without colours."""
-    said = io.StringIO()
+    printed = io.StringIO()
     plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     # argparse raises SystemExit
-    with redirect_stdout(said), patch.dict("os.environ", plain), suppress(SystemExit):
+    with redirect_stdout(printed), patch.dict("os.environ", plain), suppress(SystemExit):
         main([*command.split(), "--help"])
-    return f"```text\n{said.getvalue().strip()}\n```"
+    return f"```text\n{printed.getvalue().strip()}\n```"
 
 
 _MAKE: Mapping[str, Callable[[str], str]] = {"help": help_of, "drawing": drawings.drawing}

@@ -170,12 +170,12 @@ def page() -> str:
 
 def _entries(members: Iterable[Message]) -> Iterator[str]:
     for message in members:
-        said = (
+        shown = (
             escaped(message.text)
             if message.text.strip("… ")
             else "(the text of the error that caused this one)"
         )
-        lines = [f"**{said}** ([{Path(message.file).name}](../{message.file}))"]
+        lines = [f"**{shown}** ([{Path(message.file).name}](../{message.file}))"]
         lines += [f"- {name}: {escaped(text)}" for name, text in message.parts]
         yield lines[0] + ("\n\n" + "\n".join(lines[1:]) if lines[1:] else "")
 

@@ -30,9 +30,9 @@ class Figure:
     """A figure on a page.
 
     Attributes:
-        shown: as it stands there, without its unit.
-        unit: of what is shown, in those of the file.
-        file, path: where its value is.
+        shown: the digits on the page, without the unit.
+        unit: the unit on the page, as a number of the file's units.
+        file, path: the result file and the path of the value in that file.
     """
 
     shown: str

@@ -46,21 +46,21 @@ def default_of(name: str, declared: Any) -> Any:
 
 def page(entry: Entry) -> str:
     """Return the page of an algorithm in Markdown."""
-    said, labelled = entry.said, entry.said.labelled
-    parts = [f"# `{entry.name}`", _sentence(said.summary)]
+    docstring, labelled = entry.docstring, entry.docstring.labelled
+    parts = [f"# `{entry.name}`", _sentence(docstring.summary)]
     also = f"; also called {_ticked(entry.aliases)}" if entry.aliases else ""
     parts.append(_sentence(f"{entry.kind.singular}{also}. Code: {_source_link(entry)}"))
     if "When to use" in labelled:
         parts += ["## When to use", _sentence(labelled["When to use"])]
-    if said.equation:
-        parts += ["## Equation", *equations.shown(said)]
-    parts += said.notes
+    if docstring.equation:
+        parts += ["## Equation", *equations.shown(docstring)]
+    parts += docstring.notes
     config = list(_config(entry))
     parts += ["## Config", *config] if config else []
     if entry.spec and entry.spec.columns:
-        parts += ["## Inputs", _columns(entry.spec, entry.said.arguments)]
-    if said.returns and entry.spec:
-        parts += [_sentence(f"Returns {said.returns[0].lower()}{said.returns[1:]}")]
+        parts += ["## Inputs", _columns(entry.spec, entry.docstring.arguments)]
+    if docstring.returns and entry.spec:
+        parts += [_sentence(f"Returns {docstring.returns[0].lower()}{docstring.returns[1:]}")]
     if "Watch" in labelled:
         items = re.split(r";\s+(?=`)", labelled["Watch"])
         parts += ["## What to watch", "\n".join(f"- {item}" for item in items)]
@@ -104,7 +104,7 @@ def _config(entry: Entry) -> Iterator[str]:
 def arguments_of(entry: Entry) -> dict[str, str]:
     """Return the meaning of each argument of the function and of its token selection, if any."""
     choice = entry.spec.selection if isinstance(entry.spec, PolicyLossSpec) else None
-    return (parse(choice.fn).arguments if choice else {}) | entry.said.arguments
+    return (parse(choice.fn).arguments if choice else {}) | entry.docstring.arguments
 
 
 def options_of(entry: Entry) -> dict[str, tuple[str, Any]]:
@@ -143,8 +143,8 @@ def index(all_entries: list[Entry]) -> str:
                 entry.kind.singular,
                 needs(entry.spec) if entry.spec else entry.kind.needs,
                 level_of(entry) if entry.spec else entry.kind.level,
-                entry.said.labelled.get("Cost", "").rstrip("."),
-                paper(entry.said.labelled.get("Source", "")),
+                entry.docstring.labelled.get("Cost", "").rstrip("."),
+                paper(entry.docstring.labelled.get("Source", "")),
             )
         )
     return "\n\n".join([INTRODUCTION, _table(rows)]) + "\n"

@@ -67,8 +67,8 @@ def _settings(table: Mapping[str, Rule], defaults: Mapping[str, object]) -> str:
         for name, rule in table.items():
             key = ", ".join(f"`{part}`" for now in rule.now for part in now.split(", "))
             verdict = "ignored: " if rule.nothing else "not supported: " if rule.refused else ""
-            said = verdict + rule.reason
-            here = f"{key}: {said}" if key and said else key or said
+            details = verdict + rule.reason
+            here = f"{key}: {details}" if key and details else key or details
             yield f"`{name}`", f"`{defaults.get(name)}`", here.replace("|", "\\|")
 
     return _table(("setting", "default", "in Tandem"), rows())

@@ -70,21 +70,21 @@ def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:  # n
 
 
 def test_a_docstring_is_taken_apart() -> None:
-    said = parse(explained)
-    assert said.summary == "Scores times a number. It goes on."
-    assert said.symbols == "s a score, k the scale"
-    assert said.equation == "A = s * k        (always)\nB = 0"
-    assert said.notes == ["A further word, and what it means:\n\n    code"]
-    assert said.arguments == {
+    found = parse(explained)
+    assert found.summary == "Scores times a number. It goes on."
+    assert found.symbols == "s a score, k the scale"
+    assert found.equation == "A = s * k        (always)\nB = 0"
+    assert found.notes == ["A further word, and what it means:\n\n    code"]
+    assert found.arguments == {
         "scores": "(N) of each token.",
         "mask": "(N) of each token.",
         "scale": "k, > 0.",
     }
-    assert (said.returns, said.raises) == ("Two things.", "ConfigError: never.")
-    assert said.labelled["When to use"] == "seldom, if at all."
-    assert said.labelled["Watch"] == "`a/b` falls; `c/d` rises."
-    assert said.labelled["Cost"] == "nothing."
-    assert generate.paper(said.labelled["Source"]) == (
+    assert (found.returns, found.raises) == ("Two things.", "ConfigError: never.")
+    assert found.labelled["When to use"] == "seldom, if at all."
+    assert found.labelled["Watch"] == "`a/b` falls; `c/d` rises."
+    assert found.labelled["Cost"] == "nothing."
+    assert generate.paper(found.labelled["Source"]) == (
         "[Somebody 1999](https://arxiv.org/abs/1234.56789); [others 2001 (Them)](https://arxiv.org/abs/2345.67890)"
     )
 
@@ -133,14 +133,14 @@ def test_every_algorithm_says_when_to_use_it_what_to_watch_and_what_it_costs() -
     missing = {
         entry.name: lacking
         for entry in ENTRIES
-        if (lacking := [label for label in LABELS if label not in entry.said.labelled])
+        if (lacking := [label for label in LABELS if label not in entry.docstring.labelled])
     }
     assert missing == {}
 
 
 @pytest.mark.slow
 def test_every_algorithm_has_an_equation_and_a_test_that_holds_it_to_that(checks: list[Check]) -> None:
-    assert [entry.path for entry in ENTRIES if not entry.said.equation] == []
+    assert [entry.path for entry in ENTRIES if not entry.docstring.equation] == []
     found = equations.by_page(ENTRIES, checks)
     assert [path for path, of in found.items() if all(check.verl for check in of)] == []
 
@@ -163,7 +163,7 @@ def test_marks_are_read_with_the_parameters_of_their_test(checks: list[Check]) -
 
 
 def test_a_mark_that_names_no_page_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    astray = Check(page="kl/k9", file="tests/test_a.py", test="test_b", says="", where="", verl=False)
+    astray = Check(page="kl/k9", file="tests/test_a.py", test="test_b", summary="", where="", verl=False)
     with pytest.raises(ValueError, match=r"tests/test_a.py::test_b .*'kl/k9'"):
         equations.by_page(ENTRIES, [astray])
     (tmp_path / "test_own.py").write_text(
@@ -174,7 +174,7 @@ def test_a_mark_that_names_no_page_and_one_that_cannot_be_read_are_refused(tmp_p
 
 
 def test_what_to_watch_names_something_that_is_logged() -> None:
-    assert [entry.name for entry in ENTRIES if "`" not in entry.said.labelled.get("Watch", "`")] == []
+    assert [entry.name for entry in ENTRIES if "`" not in entry.docstring.labelled.get("Watch", "`")] == []
 
 
 def test_every_registered_name_has_a_page_and_a_row() -> None:
@@ -187,7 +187,7 @@ def test_every_registered_name_has_a_page_and_a_row() -> None:
         for alias in entry.aliases:
             assert f"`{alias}`" in made[entry.path]
     for entry in REGISTERED:
-        assert entry.said.equation in made[entry.path]
+        assert entry.docstring.equation in made[entry.path]
         for column in entry.spec.columns:
             assert f"| `{column}` |" in made[entry.path]
 
