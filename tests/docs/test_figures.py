@@ -1,7 +1,8 @@
-"""The figures that pages show are those of the files in benchmarks/results.
+"""Tests that the figures on pages equal the numbers in benchmarks/results.
 
-For each file a function of its name says what pages show of it, as it stands there, made from the file's
-numbers. Where a page names the file in a comment behind the figure (`docs/figures.py`), `test_site.py` looks.
+Each file has a function of the same name. The function builds the phrases that the pages show from
+the numbers in the file. If a page names the file in a comment after the figure (`docs/figures.py`),
+`test_site.py` checks the figure.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ def tutorials(file: Any) -> Shown:
 
 
 def scoreboard(file: Any) -> Shown:
-    """The table is held by the tests of the scoreboard."""
+    """Yield the phrases of the scoreboard; other tests check its table."""
     loads = span((load for row in file["rows"] for load in row["load"]), ".0f")
     yield "docs/scoreboard.md", f"a run ends when it is {file['target']}"
     yield "docs/scoreboard.md", f"the machine had other work (load {loads} on two cores)"
@@ -352,7 +353,7 @@ SHOWN = {
     )
 }
 UNSHOWN = {"weight_sync.json"}
-"""Files of which no page shows a figure."""
+"""Files without a figure on any page."""
 
 
 def test_there_is_a_function_for_every_file() -> None:

@@ -45,7 +45,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
          ("actor_rollout_ref.model.path: this folder does not exist", "/nowhere", "check the path")),
         ("data.train_files=/nowhere.parquet",
          ("data.train_files: this file does not exist", "/nowhere.parquet", "check the path")),
-        ("custom_reward_function.path=/nowhere.py", ("custom_reward_function.path: this file does not exist",)),
+        ("custom_reward_function.path=/nowhere.py",
+         ("custom_reward_function.path: this file does not exist",)),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be(user: User, word: str, telling: tuple[str, ...]) -> None:
@@ -80,7 +81,7 @@ def test_model_folders_that_cannot_be_used(user: User) -> None:
     empty = user.folder / "empty"
     empty.mkdir()
     user.is_refused(f"actor_rollout_ref.model.path={empty}",
-                    telling=("actor_rollout_ref.model.path: this folder has no config.json", "config.json"))  # fmt: skip
+                    telling=("actor_rollout_ref.model.path: this folder has no config.json",))  # fmt: skip
     for name, damage, telling in (
         ("garbled", {"config.json": "{"}, "config.json"),
         ("weightless", {"model.safetensors": None}, "contains no weights"),

@@ -1,4 +1,4 @@
-"""Which worker class each role has, in which processes, and which roles share a group."""
+"""Tests of the worker class of each role, of its processes, and of the roles that share a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.workers.reward import at_last_token
 
 
 class OwnCritic(CriticWorker):
-    """Ours, with values of its own and a method more."""
+    """A critic with changed values and an additional method."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_values(self, batch):
@@ -39,7 +39,7 @@ class OwnCritic(CriticWorker):
 
 
 class Constant(BaseWorker):
-    """A reward from nothing, by the name a reward model has."""
+    """A reward worker with the method names of a reward model."""
 
     def __init__(self, tokenizer, reward, config, run):
         super().__init__()
@@ -55,7 +55,7 @@ class Constant(BaseWorker):
 
 
 class Plain(BaseWorker):
-    """A rollout from nothing, which gives all samples at once and measures nothing."""
+    """A rollout worker that returns all samples at once and measures nothing."""
 
     def __init__(self, *args, **kwargs):
         self.inner = ActorWorker(*args, **kwargs)
@@ -77,7 +77,7 @@ class Incomplete(BaseWorker):
 
 
 class SavesNoLater(Constant):
-    """A critic that has what every run calls."""
+    """A critic with only the methods that every run calls."""
 
     @register()
     def compute_values(self, batch): ...
@@ -156,9 +156,9 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
 
 
 def test_a_class_for_several_references_needs_the_methods_of_one() -> None:
-    several = Cast(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
+    several = RolePlan(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
     with pytest.raises(ConfigError, match="the worker class lacks methods") as caught:
-        tenants(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
+        plan_groups(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
     assert caught.value.field == "trainer.worker_classes.ref"
     assert caught.value.got == "CriticWorker without compute_ref_log_prob"
 
