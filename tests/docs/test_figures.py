@@ -283,10 +283,10 @@ def demo_tasks(file: Any) -> Shown:
 
 
 def healthy_runs(file: Any) -> Shown:
-    told = f"{word(len(file['alarms']))} is told anything"
+    told = f"{word(len(file['alarms']))} got a warning"
     yield (
         "docs/museum.md",
-        f"Of {file['runs']} healthy runs of {file['steps']} steps with settings by lot"
+        f"Of {file['runs']} healthy runs of {file['steps']} steps with random settings"
         f" (`python benchmarks/healthy_runs.py`), {told}",
     )
 
