@@ -71,8 +71,9 @@ def plan_time(file: Any) -> Shown:
     yield name, f"factors of {fitted['runs']} runs predict the step of {held['runs']} others"
     yield name, f"of models from {sizes} million parameters in fp32"
     yield name, f"{word(estimators)} estimators with and without a critic"
-    yield name, f"Off by {held['median']:.1%} in the median and {held['worst']:.1%} at worst; the"
-    yield name, f"{fitted['runs']} that were fitted, {fitted['median']:.1%} and {fitted['worst']:.1%}"
+    yield name, f"off by {held['median']:.1%} in the median and {held['worst']:.1%} at worst; for the"
+    errors = f"{fitted['median']:.1%} and {fitted['worst']:.1%}"
+    yield name, f"{fitted['runs']} runs that were fitted, the errors are {errors}"
     yield name, f"(load {file['load']['least']:.2f} to {file['load']['most']:.2f})"
 
 
