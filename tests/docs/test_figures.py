@@ -134,7 +134,7 @@ def log_prob_head(file: Any) -> Shown:
         f" for verl 0.9.1's chunked head, in {half} and {less} of their time",
     )
     yield "docs/questions/systems.md", f"for {tokens} over {words} words {own} against {full}"
-    yield "docs/performance.md", f"a vocabulary of {words} go through tiles"
+    yield "docs/performance.md", f"a vocabulary of {words} are computed in tiles"
     yield "docs/performance.md", f"For {tokens} in bf16"
 
 
