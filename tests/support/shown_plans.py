@@ -38,11 +38,14 @@ def plan_memory(file: Any) -> Shown:
     (middle, worst), (middle_held, worst_held) = (totals(held, "update") for held in (False, True))
     yield (
         MEASURED,
-        f"total of the update off by {middle} (median) and {worst} (worst) in {count[0]} designed"
+        f"total of the update is off by {middle} (median) and {worst} (worst) in {count[0]} designed"
         f" configurations, {middle_held} and {worst_held} in {count[1]} held-out ones",
     )
     (middle, worst), (middle_held, worst_held) = (totals(held, "log_prob") for held in (False, True))
-    yield MEASURED, f"of the log-prob pass by {middle} and {worst}, {middle_held} and {worst_held}"
+    yield (
+        MEASURED,
+        f"total of the log-prob pass is off by {middle} and {worst}, {middle_held} and {worst_held}",
+    )
     ranks = span((row["case"]["shards"] * row["case"]["tensor"] for row in file["rows"].values()), "")
     yield MEASURED, f"0.5B to 72B, {ranks} ranks"
     large, small = "Llama-3-70B 3 layers, 8192 tokens mode={} shards=64", "Qwen2.5-0.5B 4 layers, 4096 tokens"
