@@ -42,7 +42,9 @@ def planned(file: Path) -> tuple[int, int, Plan]:
 
 def examples() -> Iterator[str]:
     """A row for each config: GiB of each phase on a device."""
-    yield "| config | devices | " + " | ".join(_PHASES) + " | left at the worst | host of a node |"
+    yield (
+        "| config | devices | " + " | ".join(_PHASES) + " | free at the worst moment | host memory per node |"
+    )
     yield "|---|---|" + "---|" * (len(_PHASES) + 2)
     for file in EXAMPLES:
         count, size, made = planned(file)
@@ -56,7 +58,7 @@ def examples() -> Iterator[str]:
 def savings() -> Iterator[str]:
     """A row for each model: of an update's activations, and of all that it holds beside weights and moments,
     the share that a lever saves; one micro-batch of 8,192 tokens on one of eight devices."""
-    yield "| model | none: activations, all | ops | full | full, on the host |"
+    yield "| model | none: activations, everything | ops | full | full, offloaded |"
     yield "|---|---|---|---|---|"
     for name in (
         "Qwen/Qwen2.5-3B",
@@ -102,7 +104,7 @@ _THEIRS = (
 def beside_theirs() -> Iterator[str]:
     """A row for each model: GiB of an update in one micro-batch and in several, of 8,192 tokens a device,
     with all that saves memory, beside the figure of a table that states neither lengths nor batches."""
-    yield "| model | devices | GB, elsewhere | one micro-batch | several | several, reduced once |"
+    yield "| model | devices | GB, in that table | one micro-batch | several | several, reduced once |"
     yield "|---|---|---|---|---|---|"
     for name, devices, theirs in _THEIRS:
         nodes = devices // 8
@@ -155,8 +157,8 @@ def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
 
 def fitted() -> Iterator[str]:
     """A row for each pair: what was found, GiB that are left, and the floor of a step."""
-    head = ("model", "devices", "tensor, sequence, stages, shards", "again", "on the host")
-    head += ("tokens: update, log-probs", "rollout: split, share", "left", "floor, s")
+    head = ("model", "devices", "tensor, sequence, stages, shards", "recomputed", "offloaded")
+    head += ("tokens: update, log-probs", "rollout: split, share", "free", "floor, s")
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * 9
     for pair in PAIRS:

@@ -31,7 +31,10 @@ def plan_memory(file: Any) -> Shown:
     state = max(abs(part[kind]) for part in parts for kind in ("weights", "optimizer"))
     yield MEMORY, f"Weights and optimizer state are exact to {state:.1%}"
     drawn = sum(name.startswith("drawn") for name in file["rows"])
-    yield MEMORY, f"{count[0]} configurations of 0.5B to 72B shapes, levers on and off, and {count[1]} that"
+    yield (
+        MEMORY,
+        f"{count[0]} configurations of 0.5B to 72B shapes, with memory settings on and off, and {count[1]}",
+    )
     yield MEMORY, f"these {drawn} are among the {count[0]}"
     most = max(abs(part["total"]) for part in parts)
     yield "README.md", f"within {most:.1%} of traces of the model's own operations"
@@ -54,7 +57,7 @@ def plan_memory(file: Any) -> Shown:
         return float(file["rows"][name]["traced"]["update"]["total"]) / 2**30
 
     kept, again = (traced(large.format(mode)) for mode in ("none", "full"))
-    yield MEMORY, f"one of 64 devices: {kept:.1f} GiB with nothing made again, {again:.1f} with everything"
+    yield MEMORY, f"one of 64 devices: {kept:.1f} GiB without recomputation, {again:.1f} with everything"
     none, ops, full = (traced(f"{small} shards=8 mode={mode}") for mode in ("none", "ops", "full"))
     yield MEMORY, f"on one of 8, 4,096 tokens: {none:.2f}, `ops` {ops:.2f}, `full` {full:.2f}"
 
