@@ -1,7 +1,8 @@
-"""Checks that the figures on the docs pages equal those in benchmarks/results.
+"""Tests that the figures on pages equal the numbers in benchmarks/results.
 
-For each file, the function of the same name yields phrases that the pages must contain, made from the file's
-numbers. Figures with a comment that names the file (`docs/figures.py`) are checked by `test_site.py`.
+Each file has a function of the same name. The function builds the phrases that the pages show from
+the numbers in the file. If a page names the file in a comment after the figure (`docs/figures.py`),
+`test_site.py` checks the figure.
 """
 
 from __future__ import annotations
@@ -311,7 +312,7 @@ def tutorials(file: Any) -> Shown:
 
 
 def scoreboard(file: Any) -> Shown:
-    """Yield phrases about the scoreboard. `tests/benchmarks/test_scoreboard.py` checks the table."""
+    """Yield the phrases of the scoreboard; other tests check its table."""
     loads = span((load for row in file["rows"] for load in row["load"]), ".0f")
     yield "docs/scoreboard.md", f"a run ends when it is {file['target']}"
     yield "docs/scoreboard.md", f"the machine had other work (load {loads} on two cores)"
@@ -361,7 +362,7 @@ SHOWN = {
     )
 }
 UNSHOWN = {"weight_sync.json"}
-"""Files whose figures are on no page."""
+"""Files without a figure on any page."""
 
 
 def test_there_is_a_function_for_every_file() -> None:
