@@ -44,7 +44,7 @@ def planned(file: Path) -> tuple[int, int, Plan]:
 
 def examples() -> Iterator[str]:
     """Yield a table row for each config: the GiB that each phase needs on a device."""
-    yield "| config | devices | " + " | ".join(_PHASES) + " | left at the worst | host of a node |"
+    yield "| config | devices | " + " | ".join(_PHASES) + " | free at worst | host memory |"
     yield "|---|---|" + "---|" * (len(_PHASES) + 2)
     for file in EXAMPLES:
         count, size, made = planned(file)
@@ -61,7 +61,7 @@ def savings() -> Iterator[str]:
     A cell has two shares: of the activations, and of everything that the update holds besides weights and
     optimizer moments. The update has one micro-batch of 8,192 tokens, on one of eight devices.
     """
-    yield "| model | none: activations, all | ops | full | full, on the host |"
+    yield "| model | none: activations, everything | ops | full | full, offloaded |"
     yield "|---|---|---|---|---|"
     for name in (
         "Qwen/Qwen2.5-3B",
@@ -164,8 +164,8 @@ def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
 
 def fitted() -> Iterator[str]:
     """Yield a table row for each pair: what was found, the free GiB, and the floor of a step."""
-    head = ("model", "devices", "tensor, sequence, stages, shards", "again", "on the host")
-    head += ("tokens: update, log-probs", "rollout: split, share", "left", "floor, s")
+    head = ("model", "devices", "tensor, sequence, stages, shards", "recomputed", "offloaded")
+    head += ("tokens: update, log-probs", "rollout: split, share", "free", "floor, s")
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * 9
     for pair in PAIRS:

@@ -79,43 +79,43 @@ FAULTS = {
         effect=2,
     ),
     "weights damaged": Fault(
-        "one number of one weight changes on the way", "slime, opt-in digests", "is damaged",
+        "one number of one weight changes during the transfer", "slime, opt-in digests", "is damaged",
         engine(changed(damage)), (HF,),
     ),
     "weights exchanged": Fault(
-        "gate and up projection change places", "vllm#52689",
+        "the weights of the gate and up projections are swapped", "vllm#52689",
         "model.layers.0.mlp.gate_proj.weight", engine(changed(exchange)), (HF,),
     ),
     "old weights": Fault(
-        "the rollout is an update behind, and no digest tells", "open-instruct#1473", "stale",
+        "the rollout's weights are one update old, and no digest shows it", "open-instruct#1473", "stale",
         engine(lambda first, newest: first, version=0, honest=False), (HF,), effect=2,
     ),
     "something old left": Fault(
-        "after an update the engine computes with something of before it, and says it does not",
+        "after an update the engine still uses old state, but reports the new version",
         "prime-rl, prefix cache", "leftover",
         engine(lambda first, newest: first, honest=False), (HF,), effect=2, symptom=True,
     ),
     "adapters never sent": Fault(
-        "the rollout gets the base without its adapters", "unsloth#8701, ms-swift#9855", "unadapted",
+        "the rollout gets the base model without the adapters", "unsloth#8701, ms-swift#9855", "unadapted",
         base_weights, LORA, effect=2,
     ),
     "encoded again": Fault(
-        "text is encoded anew and gives other tokens", "verl#6501, TRL#5224, slime#2263", "retokenised",
-        rollout(reencoded),
+        "the text is encoded again and gives different tokens", "verl#6501, TRL#5224, slime#2263",
+        "retokenised", rollout(reencoded),
     ),
     "top-p": Fault(
-        "the engine cuts tokens and returns the probabilities of the rest", "TRL#6789", "reshaped",
-        requests(lambda r: replace(r, params=replace(r.params, top_p=0.7))), (HF,),
+        "the engine cuts off tokens and returns probabilities over the remaining tokens", "TRL#6789",
+        "reshaped", requests(lambda r: replace(r, params=replace(r.params, top_p=0.7))), (HF,),
     ),
     "temperature": Fault(
-        "log-probs are those before the temperature", "vLLM's raw_logprobs", "unscaled",
+        "log-probs are computed before the temperature is applied", "vLLM's raw_logprobs", "unscaled",
         raw_log_probs, (HF, f"{ROLLOUT}.temperature=0.7"),
     ),
     "log-probs late": Fault(
-        "log-probs stand at the token behind theirs", "off by one", "late", rollout(late_log_probs), (HF,),
+        "log-probs are shifted by one token", "off by one", "late", rollout(late_log_probs), (HF,),
     ),
     "mask early": Fault(
-        "the response mask begins at the last prompt token", "wrong mask by one", "early_mask",
+        "the response mask starts at the last prompt token", "wrong mask by one", "early_mask",
         rollout(early_mask), (UPDATES,),
     ),
     "mask late": Fault(
@@ -130,13 +130,13 @@ FAULTS = {
         "packed sequences see each other", "transformers#46851", "packed", leaking(at_once=True),
     ),
     "leak later": Fault(
-        "packed sequences see each other in some shapes", "slime#1686", "leaked", leaking(at_once=False),
+        "packed sequences see each other for some shapes", "slime#1686", "leaked", leaking(at_once=False),
     ),
     "dropout": Fault(
-        "dropout stays on where log-probs are computed", "NeMo#2260", "unrepeatable", dropout, effect=2,
+        "dropout stays on while log-probs are computed", "NeMo#2260", "unrepeatable", dropout, effect=2,
     ),
     "numerics": Fault(
-        "the engine computes with weights rounded to bf16", "TRL#4772", "numerics",
+        "the engine computes with weights that are rounded to bf16", "TRL#4772", "numerics",
         engine(changed(rounded), honest=False), (HF,), symptom=True,
     ),
     "loss scale": Fault(
@@ -144,35 +144,36 @@ FAULTS = {
         "loss_scale", own_counts, (f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",),
     ),
     "ratio": Fault(
-        "old log-probs are computed anew before each update", "ratio always 1", "same_ratio", fresh_old,
+        "old log-probs are recomputed before each update", "ratio always 1", "same_ratio", fresh_old,
         (UPDATES,),
     ),
     "reference": Fault(
         "the reference shares the policy's weights", "KL always 0", "same_reference", one_model, (KL,),
         effect=2,
     ),
-    "KL": Fault("the KL's estimate has a sign turned round", "negative KL", "negative_kl", turned_kl, (KL,),
+    "KL": Fault("a sign in the KL estimate is wrong", "negative KL", "negative_kl", turned_kl, (KL,),
         effect=2,
     ),
     "optimizer": Fault(
-        "the optimizer holds other parameters than the model", "weights never move", "unmoved", nothing_moves,
-        effect=2,
+        "the optimizer updates parameters that are not the model's", "weights never move",
+        "unmoved", nothing_moves, effect=2,
     ),
     "learning rate": Fault(
         "the schedule gives a learning rate of zero", "nothing is learnt", "no_learning_rate", no_rate,
     ),
     "groups": Fault(
-        "a batch is reordered and its uids are not", "groups mixed up", "mixed_groups", rollout(mixed),
+        "a batch is reordered but its uids are not", "groups mixed up", "mixed_groups", rollout(mixed),
     ),
     "scores": Fault(
-        "scores come back in another order", "rewards of other samples", "foreign_scores", other_scores,
+        "scores are returned in a different order", "rewards of other samples",
+        "foreign_scores", other_scores,
     ),
     "rows twice": Fault("a sample is in the batch twice", "duplicated rows", "repeated", rollout(repeated)),
     "sign": Fault("advantages have the wrong sign", "reward falls steadily", "opposed", against,
         (f"{ROLLOUT}.n=6",),
     ),
     "end of turn": Fault(
-        "the token that ends a turn is none of the engine's stop tokens", "wrong eos", "run_on",
+        "the token that ends a turn is not one of the engine's stop tokens", "wrong eos", "run_on",
         prompts(lambda ids: ids, ends=frozenset({1, 13})),
     ),
     "two begins": Fault(
@@ -180,7 +181,7 @@ FAULTS = {
         prompts(lambda ids: [START, START, *ids[-5:]], begin=START),
     ),
     "ended prompts": Fault(
-        "prompts end like a finished turn", "no generation prompt", "ended_prompts",
+        "prompts end with the end of a turn", "no generation prompt", "ended_prompts",
         prompts(lambda ids: [*ids[-6:], END], ends=frozenset({1, END})),
     ),
     "padded prompts": Fault(
@@ -188,8 +189,8 @@ FAULTS = {
         prompts(lambda ids: [0, *ids[-6:]]),
     ),
     "lost prompts": Fault(
-        "the saved position is that of what was read ahead", "NeMo#3599, OpenRLHF#1322", "lost_prompts",
-        read_ahead, effect=3,
+        "the saved position includes prompts that were read ahead but not used", "NeMo#3599, OpenRLHF#1322",
+        "lost_prompts", read_ahead, effect=3,
     ),
     "reward always zero": Fault(
         "the reward function never finds an answer", "verl#3407, AReaL#1426", "reward_constant", nothing,
