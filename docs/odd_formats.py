@@ -1,8 +1,8 @@
-r"""Writes the table of docs/verl-rewards.md: odd ways of writing an answer, and their scores.
+r"""Write the table of docs/verl-rewards.md: odd ways of writing an answer, and their scores.
 
     python -m docs.odd_formats
 
-The data stands here; tests/rewards holds both columns against the scorers themselves.
+The data is in this file. Tests in tests/rewards run the scorers and compare both columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMS = {
     "math_dapo": "Answer: {}",
     "numina_cn_k12": "\\boxed{{{}}}",
 }
-"""The scorers compared, and the form in which each wants an answer."""
+"""The compared scorers, and the form in which each of them needs an answer."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Odd:
     """An odd way of writing an answer.
 
     Attributes:
-        written: as it stands after the marker or in the box.
+        written: the text after the marker or in the box.
         truth: the ground truth.
-        tandem, verl: a character for each of FORMS: 1 right, 0 wrong, - where the scorer takes no such truth.
+        tandem, verl: one character per entry of FORMS: 1 right, 0 wrong, - if it accepts no such truth.
         why: what is right, and the reason.
-        whole: `written` is the whole response.
+        whole: whether `written` is the whole response.
     """
 
     written: str
@@ -193,14 +193,14 @@ MARK = "<!-- The table below is made by python -m docs.odd_formats -->\n"
 
 
 def table() -> str:
-    """The table, in Markdown."""
+    """Return the table in Markdown."""
     rows = [f"| `{odd.written}` | `{odd.truth}` | {odd.tandem} | {odd.verl} | {odd.why} |" for odd in ODD]
     head = ["| written | truth | Tandem | verl | what is right, and why |", "|---|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 
 def page(text: str) -> str:
-    """The page with its table as it should be."""
+    """Return the page with its current table."""
     return text.partition(MARK)[0] + MARK + "\n" + table()
 
 
