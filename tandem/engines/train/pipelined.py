@@ -111,8 +111,7 @@ class Pipelined(Execution):
                 taken of this loss. None: no gradients.
 
         Returns:
-            The outputs of each micro-batch, if there is no loss and this is the last stage. Otherwise an
-            empty list.
+            The outputs of each micro-batch if this is the last stage and there is no loss, else no outputs.
 
         Raises:
             TandemError: the error that `share_of` raised, on the last stage.
