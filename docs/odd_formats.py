@@ -1,8 +1,8 @@
-r"""Write the table of docs/verl-rewards.md: unusual ways to write an answer, and their scores.
+r"""Write the table of docs/verl-rewards.md: odd ways of writing an answer, and their scores.
 
     python -m docs.odd_formats
 
-This module contains the data. tests/rewards compares both columns with the scorers.
+The data is in this file. Tests in tests/rewards run the scorers and compare both columns.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ FORMS = {
     "math_dapo": "Answer: {}",
     "numina_cn_k12": "\\boxed{{{}}}",
 }
-"""The scorers that are compared, and the form in which each scorer expects an answer."""
+"""The compared scorers, and the form in which each of them needs an answer."""
 
 
 @dataclass(frozen=True)
 class Odd:
-    """An unusual way to write an answer.
+    """An odd way of writing an answer.
 
     Attributes:
         written: the text after the marker or in the box.
         truth: the ground truth.
-        tandem, verl: one character for each of FORMS: 1 correct, 0 wrong, - if the scorer does not accept
-        such a truth.
-        why: the correct verdict and its reason.
-        whole: `written` is the whole response.
+        tandem, verl: one character per entry of FORMS: 1 right, 0 wrong, - if it accepts no such truth.
+        why: what is right, and the reason.
+        whole: whether `written` is the whole response.
     """
 
     written: str
@@ -52,30 +51,30 @@ ODD = (
         "1234",
         "11111",
         "00111",
-        "Right. Groups of three digits separated by a space are one number.",
+        "Right. Groups of three digits with spaces between them are one number.",
     ),
     Odd(
         "1 234",
         "235",
         "00000",
         "00000",
-        "Wrong. The space is not an addition, but math-verify alone reads it so.",
+        "Wrong. A space does not add numbers. (math-verify alone would add them.)",
     ),
     Odd("1,234", "1234", "11111", "10011", "Right. The comma separates thousands."),
-    Odd(r"1\,234", "1234", "11111", "00000", "Right. A thin space of TeX separates thousands."),
+    Odd(r"1\,234", "1234", "11111", "00000", "Right. TeX's thin space separates thousands."),
     Odd(".5", "0.5", "11111", "00101", "Right. The zero before the decimal point is optional."),
     Odd(".5", "5", "00000", "00000", "Wrong. The decimal point is part of the number."),
     Odd("1/2", "0.5", "11111", "00101", "Right. A fraction equals its quotient."),
-    Odd("1/2", "1", "00000", "10000", "Wrong. A numerator is not the answer."),
-    Odd("1/2", "2", "00000", "01000", "Wrong. A denominator is not the answer."),
-    Odd("1e3", "1000", "11111", "00001", "Right. This is how programs and calculators write 1000."),
+    Odd("1/2", "1", "00000", "10000", "Wrong. The numerator is not the answer."),
+    Odd("1/2", "2", "00000", "01000", "Wrong. The denominator is not the answer."),
+    Odd("1e3", "1000", "11111", "00001", "Right. Programs and calculators write 1000 like this."),
     Odd("1e3", "1", "00000", "10000", "Wrong. The exponent is part of the number."),
     Odd(
         r"\boxed{72}",
         "72",
         "01111",
         "01111",
-        "Right for scorers that expect a box or accept any number. GSM8K's strict form is `####`.",
+        "Right if a box is requested or any number is accepted. GSM8K's strict method needs `####`.",
         whole=True,
     ),
     Odd(
@@ -83,7 +82,7 @@ ODD = (
         "72",
         "11111",
         "01111",
-        "Right. The response has the marker, and the box does not matter.",
+        "Right. The marker is present, so the box does not matter.",
         whole=True,
     ),
     Odd(
@@ -91,7 +90,7 @@ ODD = (
         "72",
         "01111",
         "01001",
-        r"Right, as above. MATH's own solutions use `\fbox` too.",
+        r"Right, as above. MATH's own solutions also use `\fbox`.",
         whole=True,
     ),
     Odd(
@@ -102,8 +101,8 @@ ODD = (
         "Right, as above. MATH's own solutions sometimes omit the braces.",
         whole=True,
     ),
-    Odd("**72**", "72", "11111", "01000", "Right. Bold type is not part of a number."),
-    Odd("£5", "5", "11111", "01000", "Right. The truths of these datasets omit currencies."),
+    Odd("**72**", "72", "11111", "01000", "Right. Bold marks are not part of the number."),
+    Odd("£5", "5", "11111", "01000", "Right. The true answers of these datasets have no currency."),
     Odd(r"\$5", "5", "11111", "01111", "Right, as above."),
     Odd("£5", r"\$5", "--000", "--000", "Wrong. The two currencies differ."),
     Odd(
@@ -111,11 +110,15 @@ ODD = (
         "5",
         "11111",
         "11000",
-        "Right. A question mark is not part of a number. In `5!` the mark is: it is 120.",
+        "Right. A question mark is not part of a number. (The `!` in `5!` is, and `5!` is 120.)",
     ),
     Odd("5.", "5", "11111", "00001", "Right. The period ends a sentence."),
     Odd(
-        "5!", "5", "11000", "11000", "Wrong in mathematics: this is a factorial. GSM8K takes only the number."
+        "5!",
+        "5",
+        "11000",
+        "11000",
+        "Wrong in mathematics, because it is a factorial. GSM8K takes only the number.",
     ),
     Odd(
         "4 = 5",
@@ -130,7 +133,7 @@ ODD = (
         "5",
         "01111",
         "01011",
-        "Right. The equation is true and ends with the answer. After `####` GSM8K expects only a number.",
+        "Right. The equation is true and ends with the answer. After `####`, GSM8K needs the number itself.",
     ),
     Odd("x = 5", "5", "11111", "01111", "Right, as above."),
     Odd(
@@ -138,25 +141,25 @@ ODD = (
         "2",
         "00000",
         "11101",
-        "Wrong. The text also allows other numbers.",
+        "Wrong. The answer includes other numbers.",
     ),
     Odd("2 or more", "2", "00000", "11000", "Wrong, as above."),
-    Odd(r"24 \text{ students}", "24", "11111", "11111", "Right. The response may name what is counted."),
+    Odd(r"24 \text{ students}", "24", "11111", "11111", "Right. The answer may name what is counted."),
     Odd(
         "5 m",
         "5 cm",
         "--000",
         "--000",
-        "Wrong. The two units differ. Units are not converted: `500 cm` is wrong here too.",
+        "Wrong. The two units differ. Units are not converted: `500 cm` is wrong here, too.",
     ),
     Odd(r"5\text{ m}", r"5\text{ cm}", "--000", "--111", "Wrong, as above."),
-    Odd(r"5\text{ cm}", "5", "11111", "11111", "Right. The truths of these datasets omit units."),
+    Odd(r"5\text{ cm}", "5", "11111", "11111", "Right. The true answers of these datasets have no units."),
     Odd(
         "5",
         r"5\text{ cm}",
         "--111",
         "--111",
-        "Right. If only one of them has a unit, the numbers are compared.",
+        "Right. If only one of the two has a unit, the numbers are compared.",
     ),
     Odd(
         "[5,5]",
@@ -170,13 +173,11 @@ ODD = (
         "(5,5)",
         "--000",
         "--000",
-        "Wrong. One interval includes its ends and the other does not; or one of them is not a point.",
+        "Wrong. One interval includes its ends and the other does not; or only one of them is a point.",
     ),
-    Odd(
-        "a", "A", "--000", "--001", "Wrong. Upper and lower case are different symbols: side a and vertex A."
-    ),
-    Odd("monday", r"\text{Monday}", "--111", "--001", "Right. Words are compared without case."),
-    Odd("5 6", "11", "00000", "00000", "Wrong. Two numbers side by side are not their sum."),
+    Odd("a", "A", "--000", "--001", "Wrong. Case distinguishes symbols, such as side a and vertex A."),
+    Odd("monday", r"\text{Monday}", "--111", "--001", "Right. Case does not distinguish words."),
+    Odd("5 6", "11", "00000", "00000", "Wrong. Two numbers next to each other are not their sum."),
     Odd("1011_3", "1011_2", "--000", "--001", "Wrong. The two bases differ."),
     Odd("0.3333", r"\frac{1}{3}", "--000", "--000", "Wrong. The decimal does not equal the fraction."),
     Odd(
@@ -184,7 +185,7 @@ ODD = (
         "0.5",
         "11111",
         "00101",
-        "Right. Another form of the same value.",
+        "Right. This is another form of the same value.",
     ),
 )
 
@@ -199,7 +200,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with an up-to-date table."""
+    """Return the page with its current table."""
     return text.partition(MARK)[0] + MARK + "\n" + table()
 
 

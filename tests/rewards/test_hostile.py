@@ -1,8 +1,4 @@
-"""Reward functions that misbehave, in real processes.
-
-Each has a named outcome within the time limit, the other scores are right, nothing that a function started
-remains, and the next batch is scored.
-"""
+"""Misbehaving reward functions fail in time, cost only their own scores, and leave no processes behind."""
 
 from __future__ import annotations
 
