@@ -34,14 +34,14 @@ def check(arguments: list[str]) -> int:
       --here  exit with status 1 also if this machine lacks something that the run needs
       --sft   check a config of `tandem sft`, not of `tandem train`
       --rm    check a config of `tandem rm`
-      --run   then build the run and take two steps with learning rate 0, in a temporary folder. The log-probs
-              of rollout and training must agree within rounding, and the weights must not change; otherwise the
-              exit status is 1.
-      --model DIR   test the architecture of a model folder on the CPU, with a small copy of it in float64. The
-              test has three questions. Are sequences that are packed into one row independent of
-              each other? Does each get the same log-probs as alone in transformers' own model, also beyond the
-              model's attention windows? Can the native rollout engine run the model? The exit status is 1 if
-              training, or generation with the native engine, would be wrong.
+      --run   then build the run and take two steps with learning rate 0, in a temporary folder. The
+              log-probs of rollout and training must agree within rounding, and the weights must not change;
+              otherwise the exit status is 1.
+      --model DIR   test the architecture of a model folder on the CPU, with a small copy of it in float64.
+              The test has three questions. Are sequences that are packed into one row independent of each
+              other? Does each get the same log-probs as alone in transformers' own model, also beyond the
+              model's attention windows? Can the native rollout engine run the model? The exit status is 1
+              if training, or generation with the native engine, would be wrong.
       --from-verl SCRIPT.sh, --call N, --script-limit SECONDS
               read the settings from a shell script that calls verl, as `tandem train` does
     """

@@ -145,8 +145,7 @@ def _convert(
 
 
 def _show(words: list[str], n: Annotated[int, typer.Option("--n", min=0)] = 2, full: bool = False) -> None:
-    """Show what data files contain: rows, columns, data sources, lengths and
-    examples.
+    """Show the rows, columns, data sources, lengths and examples of data files.
 
     If you name a model (actor_rollout_ref.model.path=…), lengths are counted in
     tokens, and the first prompt is shown as the model gets it.
