@@ -81,8 +81,9 @@ def _list(folders: Folders = None, as_json: Annotated[bool, typer.Option("--json
 def _compare(named: list[Path], metric: list[str] | None = None) -> None:
     """Compare the configs and the metrics of runs, side by side.
 
-    Of the configs, only the differences are shown. For each metric the table has the first and the last value; for the metric
-    that a run is judged by, also the best value.
+    Of the configs, only the differences are shown. For each metric the table
+    has the first and the last value; for the metric that a run is judged by,
+    also the best value.
 
     Args:
         named: run folders
