@@ -164,8 +164,8 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
         raise ConfigError(
             f"the function cannot be sent to other processes: {error}",
             field=name,
-            remedy="create what it holds (clients, locks, open files, models) inside the function, or put the "
-            "function into a file and give its name: file.py:function",
+            remedy="create what it holds (clients, locks, open files, models) inside the function, or "
+            "put the function into a file and give its name: file.py:function",
         ) from error
     try:
         told = inspect.getsource(function).encode()
