@@ -18,7 +18,7 @@ MAIN = "python3 -m verl.trainer.main_ppo"
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that trains a model of its folder, in whose environment the process may be left."""
+    """Return a script that trains a model in its folder, in an environment that the process may keep."""
     monkeypatch.chdir(tmp_path)
     for name in ("NCCL_DEBUG", "VERL_LOGGING_LEVEL", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

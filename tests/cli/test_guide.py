@@ -1,4 +1,4 @@
-"""The beginning of each command's --help."""
+"""The first part of each command's `--help`."""
 
 from __future__ import annotations
 

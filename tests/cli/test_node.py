@@ -1,5 +1,4 @@
-"""`tandem node`: what it says when it cannot, and what it starts, passes on and ends. Ray is a stand-in
-here."""
+"""`tandem node`: its errors, and the processes that it starts, signals and ends. Ray is a stand-in."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tandem.cli.node_file import Head, HeadFile, known_token
 from tandem.errors import TandemError
 from tests.cli.launching import ROOT, free_port, launch, wait_for
 
-# "up", a child in a session of its own, and patience.
+# Print that Ray is up, start a child in its own session, and wait.
 STAND_IN = """#!/bin/sh
 echo "$@" > "$(dirname "$0")/words"
 echo "$RAY_AUTH_MODE $(cat "$RAY_AUTH_TOKEN_PATH")" > "$(dirname "$0")/auth"
@@ -43,7 +42,7 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port of this machine that something listens on."""
+    """Yield a port of this machine on which something listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -63,7 +62,7 @@ def stand_in(tmp_path: Path) -> Path:
 
 
 def _sentence(rank: int | None, *words: str, ray: str = "ray", **environment: str) -> str:
-    """What the command says on its way out with status 1."""
+    """Return the error that the command prints when it exits with status 1."""
     command = launch(ray, rank, *words, **environment)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -204,7 +203,7 @@ with Processes() as processes:
 
 
 def test_the_end_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Not even what has left its parent, its group and its session, and hears no signal."""
+    """A process that left its parent, group and session, and ignores signals, ends too."""
     subprocess.run([sys.executable, "-c", STRAY, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

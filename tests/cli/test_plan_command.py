@@ -1,4 +1,4 @@
-"""`tandem plan`: what it prints, refuses and imports."""
+"""`tandem plan`: its output, refusals and imports."""
 
 import json
 import subprocess
