@@ -258,8 +258,7 @@ def _stay(settings: Settings, processes: Processes, ray: RayNode, head: Head) ->
             again = leave_at < math.inf
             leave_at = time.monotonic() + (0 if again else settings.grace_s)
             settings.say(
-                f"this node leaves {head} "
-                + ("now" if again else f"when it ends, or after {settings.grace_s:g} s")
+                f"leaving {head} " + ("now" if again else f"when it ends, or after {settings.grace_s:g} s")
             )
         processes.received.clear()
     return 0

@@ -180,7 +180,7 @@ def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]
     assert main(["bench", "compare", str(made / "report.json"), str(made / "report.json")]) == 0
     assert "| step | " in capsys.readouterr().out
     assert main(["bench", "compare", str(made / "report.json"), str(made / "device.json")]) == 1
-    assert "no report of tandem bench" in capsys.readouterr().err
+    assert "not a report of tandem bench" in capsys.readouterr().err
 
 
 def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,11 +221,11 @@ def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path
 def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
     for words, told in (
-        (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "nothing to make a model of"),
+        (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "does not describe a model"),
         (["--dummy", model, *SIZES, "--lengths", "999"], "lengths out of range"),
         (
             ["--dummy", model, *SIZES, "trainer.worker_classes={actor: tandem.workers.actor:ActorWorker}"],
-            "worker of its own",
+            "its own worker",
         ),
         ([model, "data.train_batch_sise=4"], "data.train_batch_size"),
     ):

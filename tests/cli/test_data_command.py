@@ -179,7 +179,7 @@ def test_rows_that_cannot_be_converted_are_named_or_left_out(
     assert "2 rows for `tandem train`, 3 left out" in capsys.readouterr().out
     assert [row["extra_info"]["index"] for row in read(tmp_path / "out.parquet")] == [0, 4]
     assert main([*words, "--skip"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "this file exists" in capsys.readouterr().err
     assert main([*words, "--skip", "--overwrite"]) == 0
 
 

@@ -82,7 +82,7 @@ def test_what_is_refused_stands_in_the_table(script: Path, capsys: pytest.Captur
     lines = [line.split() for line in error.splitlines()]
     assert ["trainer.no_such_key", "refused", "unknown"] in [line[:3] for line in lines]
     assert ["trainer.nnodes", "0", "refused"] in [line[:3] for line in lines]
-    assert "2 of the script's settings cannot be taken over" in error
+    assert "2 of the script's settings cannot be used" in error
 
 
 def test_a_dry_run_prints_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_a_head_that_is_killed(cluster: Cluster) -> None:
     began = time.monotonic()
     assert follower.wait(timeout=40) == 1
     assert time.monotonic() - began < 30
-    assert "stopped answering and did not end in order" in cluster.log(1).read_text()
+    assert "stopped answering and did not end normally" in cluster.log(1).read_text()
     assert cluster.processes() == []
 
 

@@ -72,7 +72,7 @@ def test_which_ones(
         (["--step", "7"], "expected: 1, 2"),
         (["--val", "--step", "1"], "no validation samples of this step"),
         (["--prompt", "q17"], "one of 1 prompts, such as u0: user: q0"),
-        (["--worst", "--best"], "one or the other"),
+        (["--worst", "--best"], "exclude each other"),
     ],
 )
 def test_what_is_not_there(

@@ -186,17 +186,17 @@ def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) ->
     assert rows[0]["step"] < rows[1]["step"] and found["choose"] == rows[0]["name"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "choose synchronous, together" in out and "one step off is not there" in out
+    assert "choose synchronous, together" in out and "cannot train one step off" in out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--device", "80GB", "trainer.n_gpus_per_node=1"), "one device cannot be divided"),
-        (("algorithm.filter_groups.enable=true",), "none can be answered ahead"),
-        (("trainer.resource_pools={a: [4], b: [4]}",), "roles are placed already"),
-        (("trainer.device=cpu",), "run tandem bench once"),
-        (("--fit", "8x80GB"), "do not go together"),
+        (("algorithm.filter_groups.enable=true",), "generated in advance"),
+        (("trainer.resource_pools={a: [4], b: [4]}",), "already have devices"),
+        (("trainer.device=cpu",), "run `tandem bench` once"),
+        (("--fit", "8x80GB"), "exclude each other"),
     ],
 )
 def test_what_is_refused(

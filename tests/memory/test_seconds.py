@@ -165,12 +165,12 @@ def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
     assert (there["gpu"].rates, there["gpu"].item) == (Rates(1e12, 1e12), 2)
     for other in ('{"format": 9}', "[]", '{"format": 1, "devices": {"cpu": {"rates": {}}}}'):
         path.write_text(other)
-        with pytest.raises(DataError, match="no file of measured devices"):
+        with pytest.raises(DataError, match="not a file of measured devices"):
             read_devices(path)
 
 
 def test_a_model_of_other_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lacks a size"):
+    with pytest.raises(ConfigError, match="size is missing"):
         model_shape({"hidden_size": 3})
 
 

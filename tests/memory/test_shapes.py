@@ -66,7 +66,7 @@ def test_what_is_not_known():
     assert (
         published("gpt2") is None and published("x/Qwen2.5-70B") is None and published("Qwen2.5-7Bx") is None
     )
-    with pytest.raises(ConfigError, match="lacks a size") as caught:
+    with pytest.raises(ConfigError, match="size is missing") as caught:
         model_shape({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9})
     assert caught.value.field == "num_hidden_layers"
 
