@@ -66,9 +66,9 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
             f"the run in this folder used different settings for learning\n{side_by_side(learnt)}",
             field="trainer.default_local_dir",
             got=file.parent,
-            remedy="set these keys back to their old values; or use a different trainer.default_local_dir; or set "
-            "trainer.resume_mode=disable to move this run away; or set trainer.resume_with_changes=true to "
-            "continue from its checkpoint anyway",
+            remedy="set these keys back to their old values; or use a different trainer.default_local_dir; "
+            "or set trainer.resume_mode=disable to move this run away; or set "
+            "trainer.resume_with_changes=true to continue from its checkpoint anyway",
         )
     if learnt:
         say(f"Changed since {checkpoint}, with an effect on what is learned:\n{side_by_side(learnt)}")

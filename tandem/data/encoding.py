@@ -37,7 +37,7 @@ PART_SECONDS = 600
 """A process that needs longer than this for one part counts as hung."""
 _ALLOCATIONS = 1_000_000
 _PER_SEQUENCE = ("lengths", "rows", "digests")
-"""The arrays with one value per sequence, which are kept beside the tokens."""
+"""The arrays with one value per sequence, which are kept in addition to the tokens."""
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def listed(source: IO[bytes]) -> Iterator[Row]:
     """Yield the rows of a JSON list.
 
     Raises:
-        ValueError: The text is not JSON, or it is nested too deep.
+        ValueError: The text is not JSON, or it is nested too deeply.
     """
     for row in parse_exact(Shallow(source).read()):
         yield row, None

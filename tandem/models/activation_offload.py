@@ -4,8 +4,8 @@ When a layer has run, the tensors that it saved for its backward pass are copied
 back just before the backward pass needs them. Whole storages are copied, not tensors, so a storage that a
 layer saved twice, or in two views, is copied once.
 
-The copies of one layer run beside the computation of the next layer, so the device holds the saved tensors of
-two layers at a time. Nothing here makes the host wait for the device.
+The copies of one layer run in parallel to the computation of the next layer, so the device holds the saved
+tensors of two layers at a time. Nothing here makes the host wait for the device.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class PackedCheck:
 
     Attributes:
         gradient: the largest entry of the gradient of a sequence's log-probs with respect to the embeddings
-            of the other sequences packed beside it.
+            of the other sequences packed next to it.
         others: the largest change of a sequence's log-probs when the tokens of the other sequences change.
         alone: the largest difference from transformers' own model run on each sequence alone, for sequences
             within every window, chunk and angle limit.

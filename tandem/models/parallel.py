@@ -143,7 +143,7 @@ def require_plain(kind: str, field: str, size: int, problem: str) -> None:
 def init_distributed(device: torch.device, *, timeout_s: float | None = None) -> None:
     """Start the process group unless one exists.
 
-    With torchrun's environment variables it is torchrun's group, else a group of this process alone, without
+    With torchrun's environment variables it is torchrun's group, else a group with only this process, without
     a network port. Host tensors always use gloo, so that counting does not wait for a GPU.
 
     Args:

@@ -1,6 +1,6 @@
 """A live display of a run at the bottom of a terminal.
 
-`python -m tandem.observability.display RUN …` is a process beside the run that reads its folder. Everything
+`python -m tandem.observability.display RUN …` is a separate process that reads the run folder. Everything
 that the run and its libraries print comes through a pipe and is written above the display, byte by byte. This
 works also while the run computes and when the run dies.
 """

@@ -1,6 +1,6 @@
 """`tandem eval`: measure how well a model answers, or how good the responses in a file are.
 
-Responses are scored as they finish. Responses and scores go to journals beside the report, so a run that was
+Responses are scored as they finish. Responses and scores go to journals next to the report, so a run that was
 killed continues from there. Measures are averaged over problems, and each problem counts the same.
 """
 
@@ -129,7 +129,7 @@ def _from_column(config: EvalConfig, needs: Sequence[str]) -> Responses:
 
 
 def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], None]) -> dict[str, Source]:
-    """Write the report to `config.data.output_path`, and the rows with scored responses beside it.
+    """Write the report to `config.data.output_path`, and the rows with scored responses next to it.
 
     Args:
         config: the config of the command.

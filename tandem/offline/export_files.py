@@ -1,4 +1,4 @@
-"""Files beside the weights in a model's folder, which an export copies unchanged."""
+"""Files next to the weights in a model's folder, which an export copies unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.texts import parse_json
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-# Not copied: weights in any format, their indexes, a trainer's own files, adapters beside a model, and locks.
+# Not copied: weights in any format, their indexes, a trainer's own files, adapters of a model, and locks.
 _LEFT = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*"),
     *("*.index.json", "*.tflite", "*.npz", "*.pkl", "adapter_*", "*.lock"),

@@ -1,6 +1,6 @@
 """`tandem generate`: turn a file of prompts into a file of responses, without training.
 
-Each finished response goes to a journal beside the output. If a run was killed, the same command continues
+Each finished response goes to a journal next to the output. If a run was killed, the same command continues
 with the missing responses. The random numbers of a response depend only on the seed, its row and its number,
 so a continued run produces the same responses.
 """
@@ -84,7 +84,7 @@ def alone(output: Path, field: str, say: Callable[[str], None]) -> ProcessLock:
     """Return the lock of an output that only one process may write. Taking the lock creates the folder.
 
     Args:
-        output: the file or folder; the lock's file is beside it.
+        output: the file or folder; the lock's file is next to it.
         field: the config key or argument that names the output.
         say: prints a sentence to the user.
     """

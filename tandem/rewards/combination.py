@@ -149,7 +149,7 @@ def load_combine(reference: str, timeout: float) -> None:
 
 
 def combination_of(config: TrainConfig) -> Combination | None:
-    """Return how a run's rewards are combined; None if reward functions alone give the reward.
+    """Return how a run's rewards are combined; None if only reward functions give the reward.
 
     Raises:
         ConfigError: The user's function cannot be loaded.

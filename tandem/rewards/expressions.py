@@ -3,7 +3,7 @@ r"""Decide whether two mathematical answers are the same, however they are writt
 The library math-verify parses expressions, and a separate process (comparer_program.py) compares their values
 exactly. The library drops words and units, adds up numbers that are separated by spaces, ignores the case of
 letters, and takes the right side of an equation whatever the left side is. Therefore numbers are first
-written in one form, everything beside the value is compared separately (measures.py), and a few kinds of
+written in one form, everything except the value is compared separately (measures.py), and a few kinds of
 answers are never compared as values.
 """
 

@@ -3,7 +3,7 @@
 A scoring process calls reward functions. The server imports what these processes need, and forks a keeper for
 each. The keeper forks the scoring process and writes its output to the log. When the scoring process ends or
 is no longer needed, the keeper ends everything that it started, including daemons. Server and keeper run no
-code of the user's and have only one thread, because a process that is forked beside other threads may inherit
+code of the user's and have only one thread, because a process that forks while other threads run may inherit
 their locks and half-changed memory.
 """
 

@@ -1,7 +1,7 @@
 """Ask a server with OpenAI's chat completions API, within limits, and pay for each answer only once.
 
 The limits hold for all processes of a machine that ask the same address. The processes share locks on files
-beside the cached answers; the system releases a lock when its process dies.
+next to the cached answers; the system releases a lock when its process dies.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _parted(text: str) -> tuple[str, str | None]:
 
 
 def _beside(written: str, word: str, known: bool) -> bool:
-    """Return whether plain words stand beside the value; a letter right after a number is a factor."""
+    """Return whether plain words stand next to the value; a letter right after a number is a factor."""
     if not written[0].isspace():
         return known and len(word) > 1
     return known or (len(word) > 2 and word not in FUNCTIONS) or word == "or"

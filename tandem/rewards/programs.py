@@ -5,7 +5,7 @@ output, or, with `fn_name`, a function's arguments (one JSON value per line) and
 `assert_case`, a list of statements.
 
 The expected results are compared in this process and never reach the program. There is one exception: a
-statement that does not compare a call with plain values is executed beside the solution. Such tests are
+statement that does not compare a call with plain values is executed next to the solution. Such tests are
 counted as `cooperative`, because a solution could cheat them.
 """
 

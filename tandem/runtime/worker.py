@@ -24,7 +24,7 @@ class Worker:
         world_size: The number of workers in the group.
         tell: A function that shows a message to the user. A backend may replace it on the instance.
         in_thread: Whether a backend that has all workers in one process may run this worker's methods in a
-            thread, beside other workers. This suits workers that mostly wait for something outside the
+            thread, next to other workers. This suits workers that mostly wait for something outside the
             process.
     """
 

@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
         role_plan: The roles of the run, and the worker class of each.
         placed: The worker groups, by role, with their processes.
         reward: The user's own reward function; None if each data source uses its own reward.
-        combination: How the parts of the reward are combined; None if reward functions alone give the reward.
+        combination: How the parts of the reward are combined; None if only reward functions give the reward.
         tokenizer: The tokenizer of the policy.
         stops: The tokens that end a response.
     """

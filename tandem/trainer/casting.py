@@ -28,7 +28,7 @@ from tandem.workers.reward import RewardWorker
 from tandem.workers.reward_model import RewardModelWorker
 
 CONTROLLER_POOL = ResourcePool([1], "controller_pool", on_device=False, beside_controller=True)
-"""The process beside the controller that reads the data and computes over whole batches."""
+"""The separate process that reads the data and computes over whole batches."""
 REWARD_POOL = ResourcePool([1], "reward_pool", on_device=False, beside_controller=True)
 """The process of the reward functions, if the config does not place them elsewhere."""
 
@@ -220,7 +220,7 @@ def plan_groups(placement: Placement, role_plan: RolePlan) -> dict[str, GroupPla
 
     Actor, rollout and reference on the same pool are one group, so that they share weights. A role with a
     worker class of the user's own has its own group. The helpers that read data and compute over whole
-    batches run beside the controller.
+    batches run in parallel to the controller.
 
     Args:
         placement: The pools, and the pool of each role.

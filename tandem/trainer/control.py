@@ -133,7 +133,7 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
 def shared_place(config: TrainConfig) -> Path | None:
     """Return the parent of the temporary run folder; None for the default.
 
-    Workers on other machines can see a folder beside the run's own folder.
+    Workers on other machines can see a folder next to the run's own folder.
     """
     if config.trainer.resolved_backend == "local":
         return None

@@ -176,7 +176,7 @@ class Gatherer:
         """Return `reward_baselines`: the total reward of the greedy response to each prompt.
 
         The greedy response has the same limits, sampling penalties and length penalty as the samples. Each
-        value is repeated n times, beside the prompt's n samples. The timing is `gen_max`.
+        value is repeated n times, once for each of the prompt's n samples. The timing is `gen_max`.
         """
         greedy = replace(self.params, temperature=0.0)
         samples, scores = roles.generate(prompts, 1, greedy, self.dealer, phase="gen_max")

@@ -179,7 +179,7 @@ def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
     first = "no single key makes it fit"
     if found:
         first = f"change first {' '.join(found[0].words)}, which saves {gib(found[0].gain)}"
-        first += "; the run fits then" if found[0].fits else "; this alone is not enough"
+        first += "; then the run fits" if found[0].fits else "; this is not enough"
     return made, f"Warning: {sentence}; {first}. The run continues, because a plan can be wrong."
 
 

@@ -16,7 +16,7 @@ class Scoring:
     its scores are normalized.
 
     Args:
-        combination: How the parts are combined; None if reward functions alone give the reward.
+        combination: How the parts are combined; None if only reward functions give the reward.
     """
 
     def __init__(self, combination: Combination | None) -> None:

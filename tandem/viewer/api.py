@@ -29,7 +29,7 @@ from tandem.viewer.timeline import waits
 
 # Limits of one answer.
 EXCERPT = 300  # characters of a text in a list
-SIDE_BY_SIDE = 4_000  # characters of a text that is shown beside others
+SIDE_BY_SIDE = 4_000  # characters of a text that is shown next to others
 LARGEST = 1e300  # size of a value in a curve; no measured value is larger
 POINTS = 4_000  # points of a curve; a longer curve keeps the least and the greatest value of each stretch
 COMMUNICATION = "perf/communication_share"  # not a limit: a metric that is computed here from others

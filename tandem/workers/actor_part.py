@@ -136,7 +136,7 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hold_reference_head(self, worker: EngineWorker, head: Tensor) -> None:
-        """Keep the reference's output embedding (V, D) beside the actor, for the exact KL.
+        """Keep the reference's output embedding (V, D) next to the actor, for the exact KL.
 
         On each rank it takes as many bytes as the actor's own output embedding in compute dtype.
         """

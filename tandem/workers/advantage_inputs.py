@@ -66,7 +66,7 @@ def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]
     """Return the components of each sample's reward, (B, K) fp64.
 
     Args:
-        extras: (B) For each sample: the finite numbers by name that the reward returned beside "score".
+        extras: (B) For each sample: the finite numbers by name that the reward returned, except "score".
         keys: The components in the order of the columns. If empty, all numbers are used in the order of their
             names, and all samples must have the same names.
 
@@ -79,7 +79,7 @@ def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]
         raise RewardError(
             "the advantage estimator needs components of the reward, but there are none",
             field="sample 0",
-            got="a reward without numbers beside 'score'",
+            got="a reward without numbers except 'score'",
             expected="a dict such as {'score': 1.0, 'format': 1.0, 'accuracy': 0.0}",
             remedy="return such a dict from the reward function, or set reward models in reward_model.models",
         )
@@ -90,7 +90,7 @@ def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]
                 if not keys
                 else "the reward lacks a component",
                 field=f"sample {sample}",
-                got=", ".join(sorted(extra)) or "no numbers beside 'score'",
+                got=", ".join(sorted(extra)) or "no numbers except 'score'",
                 expected=", ".join(names) + (f" ({_KEYS})" if keys else ", as in sample 0"),
                 remedy=f"return the same numbers for every sample, or list in {_KEYS} those that all have",
             )

@@ -346,7 +346,7 @@ class EngineWorker(TimedWorker):
             error.field = f"{role} update {engine.version}"
             error.remedy = (
                 f"inspect the batch with DataProto.load('{path}')"
-                + (" and the other ranks' shares beside it" if self.world_size > 1 else "")
+                + (" and the other ranks' shares in addition to it" if self.world_size > 1 else "")
                 + "; lower the learning rate or check the rewards"
             )
             if before >= optim.skip_non_finite_steps:

@@ -1,4 +1,4 @@
-"""The worker that reads, checks and tokenizes data files in its own process, beside the controller."""
+"""The worker that reads, checks and tokenizes data files in its own process, parallel to the controller."""
 
 from __future__ import annotations
 

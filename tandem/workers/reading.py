@@ -29,7 +29,7 @@ class Reading:
 
     Attributes:
         tokens: B sequences of the model's own token ids.
-        judged: Ragged bool beside `tokens`, true where steps are scored. None if each sequence is scored at
+        judged: Ragged bool like `tokens`, true where steps are scored. None if each sequence is scored at
             its last token.
         places: (K) int64, for each scored token in order: the place of the step's end in the samples' flat
             `tokens`. None if each sequence is scored at its last token.

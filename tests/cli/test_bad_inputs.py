@@ -1,4 +1,4 @@
-"""Bad inputs: `check`, `check --here` and the command that trains say the same, and nothing is begun."""
+"""Bad inputs: `check`, `check --here` and the training command report the same error, and no run starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMS = [problem(a, 5) for a in range(3, 11)]
 
 
 def with_(**changes: Any) -> Rows:
-    """Rows that are right but for one, the third, of which these columns are others."""
+    """Return good rows, except that the third row has other values in these columns."""
     return [
         {**row, **(changes if place == 2 else {name: row.get(name) for name in changes})}
         for place, row in enumerate(SUMS)
@@ -161,7 +161,7 @@ def supervised(folder: Path, model: Path, rows: Rows) -> list[str]:
 
 @pytest.fixture
 def say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Same:
-    """Three commands are given an input: each refuses it, says what is wrong, and begins no run."""
+    """Check that three commands refuse an input, say what is wrong, and start no run."""
 
     def run(command: str, words: list[str], telling: str) -> None:
         checks = ["check", *([] if command == "train" else [f"--{command}"])]

@@ -1,4 +1,4 @@
-"""`tandem check --run`: a run that is sound, and runs whose rollout does what it should not."""
+"""`tandem check --run`: a correct run, and runs with faulty rollouts."""
 
 from __future__ import annotations
 

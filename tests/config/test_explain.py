@@ -84,7 +84,7 @@ def test_show_command(capsys, required):
 
 
 def test_command_used_wrongly():
-    with pytest.raises(ConfigError, match="unknown use"):
+    with pytest.raises(ConfigError, match="not a use"):
         config_command(["explian", "trainer.seed"])
 
 

@@ -1,4 +1,4 @@
-"""Data files that are nested too deep for a process to read."""
+"""Data files that are nested too deeply for a process to read."""
 
 from __future__ import annotations
 

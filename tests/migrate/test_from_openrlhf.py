@@ -124,7 +124,7 @@ def test_a_script_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     out = tmp_path / "made.yaml"
     assert main(["from-openrlhf", str(script), "--bf16", "-o", str(out)]) == 3
     said = capsys.readouterr().err
-    assert "refused, so the config does without: advantage_estimator (exit status 3)" in said
+    assert "refused, so the config lacks them: advantage_estimator (exit status 3)" in said
     lines = [line.split() for line in said.splitlines()]
     assert ["n_samples_per_prompt", "4", "renamed"] in [line[:3] for line in lines]
     assert ["zero_stage", "3", "ignored"] in [line[:3] for line in lines]

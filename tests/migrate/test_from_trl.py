@@ -330,7 +330,7 @@ def test_the_command_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = [line.split() for line in shown.splitlines()]
     assert ["seed", "f()", "refused"] in [line[:3] for line in lines]
     assert ["train_dataset", "rows", "renamed"] in [line[:3] for line in lines]
-    assert "refused, so the config does without: **, bias, seed (exit status 3)" in shown
+    assert "refused, so the config lacks them: **, bias, seed (exit status 3)" in shown
     words = ["actor_rollout_ref.model.path=model", "custom_reward_function.path=reward.py"]
     assert load_train_config(str(tmp_path / "made.yaml"), words).config.actor_rollout_ref.model.lora_rank == 4
     assert main(["from-trl", "sft", "--max_length", "7"]) == 0

@@ -143,7 +143,7 @@ def test_a_run_without_a_plan_is_told_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8, "vocab_size": 9}')
     words = (*SEVEN, f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu")
     assert told(*words).startswith(
-        "There is no plan of this run's memory: the model's config.json lacks a size"
+        "There is no plan of this run's memory: a size is missing in the model's config.json"
     )
     elsewhere = told(*SEVEN, "trainer.n_gpus_per_node=8", "trainer.device=cuda")
     assert "There is no plan" in elsewhere or "on each GPU" in elsewhere

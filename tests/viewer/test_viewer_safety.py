@@ -161,4 +161,4 @@ def test_the_command_refuses_a_missing_folder_and_a_taken_port(
     assert main(["view", str(tmp_path / "none"), "--no-browser"]) == 1
     assert "no such folder" in capsys.readouterr().err
     assert main(["view", str(hostile), "--no-browser", "--port", str(client.server.server_port)]) == 1
-    assert "name another port" in capsys.readouterr().err
+    assert "choose another port" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from tandem.config.optim import OptimConfig
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of one step (the first step is 0).
 
-    It depends on the step number alone, so a resumed run needs no schedule state.
+    It depends only on the step number, so a resumed run needs no schedule state.
 
     Warm-up rises linearly from 0 over w steps: lr · step / w. As in transformers, the first step of a
     warm-up changes nothing. After the warm-up, with x = (step - w) / (total - w), at most 1:

@@ -113,8 +113,8 @@ class Setup:
 class _Host:
     """One process of a pool.
 
-    The methods of the group "control" run beside the main lane. All other methods run on the main lane, one
-    after the other.
+    The methods of the group "control" run in parallel to the main lane. All other methods run on the main
+    lane, one after the other.
 
     Args:
         setup: The facts about this process.

@@ -52,7 +52,7 @@ class Hosts:
         pool: The pool.
         actors: The actor of each rank.
         found: The location of each rank.
-        group: The placement group that the processes reserve; None for helpers beside the controller.
+        group: The placement group that the processes reserve; None for helpers next to the controller.
     """
 
     pool: ResourcePool

@@ -22,7 +22,7 @@ from tandem.lifetime import children_of, kill_trees, last_words
 from tandem.runtime.resource_pool import ResourcePool
 
 PROCESS = "tandem_process"
-"""The resource that each process takes from a Ray that was started for this run alone.
+"""The resource that each process takes from a Ray that was started only for this run.
 
 Cores are not counted there, because the user may want more processes than cores.
 """

@@ -31,7 +31,7 @@ _ROPE_TYPES = (
     "linear",
     "llama3",
     "yarn",
-)  # the angles of these types depend on the position alone
+)  # the angles of these types depend only on the position
 _PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 

@@ -4,7 +4,7 @@ It runs the model's own forward on the step's tokens as one row. A special atten
 the paged cache.
 
 transformers builds no mask for an attention without a mask function, and it looks for packed sequences only
-where it builds a mask. So this function alone decides what a token sees.
+where it builds a mask. So only this function decides what a token sees.
 
 Shape suffixes as in `paged`. A leading 1 is the row.
 """

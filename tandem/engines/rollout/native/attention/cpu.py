@@ -18,7 +18,7 @@ def why_not_cpu(cache: PagedCache) -> str | None:
     if kernels is None:
         return f"this machine has no kernels for {cache.dtype}"
     if cache.block_size % kernels.lanes():
-        return f"the block size of {cache.block_size} tokens is no multiple of {kernels.lanes()}"
+        return f"the block size of {cache.block_size} tokens is not a multiple of {kernels.lanes()}"
     widest = max(layer.value_dim for layer in cache.layers)
     if widest > kernels.max_value_dim():
         return f"value heads have {widest} numbers, but at most {kernels.max_value_dim()} are supported"

@@ -3,7 +3,7 @@
 A step in which every sequence has one token is a decode step. It reads every key once. So it runs at memory
 speed if all of the device's processors read. If there are too few sequences × key heads for that, several
 programs share a sequence's columns, and a second kernel adds up their results (FlashDecoding). The number of
-programs follows from shapes alone, so that a CUDA graph can record the launch. Every other step runs in tiles
+programs follows only from shapes, so that a CUDA graph can record the launch. Every other step runs in tiles
 of the query heads of a few tokens.
 """
 
