@@ -76,12 +76,11 @@ def chosen(columns: Columns, order: list[int]) -> Columns:
     """Return the sequences with the given indices, in that order."""
     spans = [torch.arange(row.start, row.stop) for row in rows(columns)]
     tokens = torch.cat([spans[i] for i in order])
-    count = len(columns["response_mask"])
     per_sequence = ("group", "reward_baselines", "reward_components")
     out = {
         name: column.detach()[order if name in per_sequence else tokens]
         for name, column in columns.items()
-        if name in per_sequence or len(column) == count
+        if name != "offsets"
     }
     return out | {"offsets": offsets_of([len(spans[i]) for i in order])}
 
