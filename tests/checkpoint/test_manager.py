@@ -4,6 +4,7 @@ import random
 import shutil
 import signal
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -47,18 +48,14 @@ def test_round_trip(tmp_path):
     assert manager.latest() is None
     path = manager.save(12, {"actor": lambda folder: (folder / "w.bin").write_bytes(b"abc")}, state)
     assert path == tmp_path / "run" / "checkpoints" / "step_000012"
-    assert sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) == [
-        "actor/w.bin", "manifest.json", "state.pt",
-    ]  # fmt: skip
+    files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    assert files == ["actor/w.bin", "manifest.json", "state.pt"]
     found = manager.latest()
     assert (found.path, found.step) == (path, 12)
     assert torch.equal(found.state.pop("rng"), state.pop("rng"))
     assert found.state == state
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["files"]["actor/w.bin"] == {
-        "bytes": 3,
-        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
-    }
+    assert manifest["files"]["actor/w.bin"] == {"bytes": 3, "sha256": sha256(b"abc").hexdigest()}
     assert open_checkpoint(path).step == 12
 
 
@@ -150,29 +147,27 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert not (tmp_path / "step_000005" / "actor").exists()
 
 
-def test_a_writer_that_raises_leaves_nothing_and_its_error_is_its_own(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyError("a bug"), KeyError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(5, "Input/output error"), CheckpointError),
+    ],
+)
+def test_a_writer_that_raises_leaves_nothing(tmp_path, error, raised):
     manager = saved(tmp_path, 1, 2)
 
     def broken(folder: Path) -> None:
         (folder / "half").write_bytes(b"x")
-        raise KeyError("a bug")
+        raise error
 
     for step in (2, 3):
-        with pytest.raises(KeyError, match="a bug"):
+        with pytest.raises(raised) as caught:
             manager.save(step, {"actor": broken}, {})
+        assert str(error) in str(caught.value)
     assert names(tmp_path) == ["step_000001", "step_000002"]
     assert_whole(manager.latest().path, 2)
-
-
-def test_ctrl_c_during_a_save_leaves_nothing(tmp_path):
-    manager = saved(tmp_path, 1)
-
-    def interrupted(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        manager.save(2, {"actor": interrupted}, {})
-    assert names(tmp_path) == ["step_000001"]
 
 
 def test_an_interrupted_replacement_is_ended_at_the_start(tmp_path):
@@ -209,36 +204,21 @@ def write_torch(folder: Path) -> None:
     torch.save(torch.zeros(750_000), folder / "w.pt")
 
 
-@pytest.mark.parametrize("write", [write_plain, write_torch])
+@pytest.mark.parametrize("write", [write_plain, write_torch, None])
 @pytest.mark.parametrize("step", [1, 2])
 def test_full_disk(small_disk, write, step):
+    """The disk is full while a member writes, or while the state is written."""
     manager = CheckpointManager(small_disk, log=silent)
     manager.save(1, {"actor": lambda folder: (folder / "w.bin").write_bytes(bytes(500_000))}, {"n": 1})
+    parts = ({"actor": write}, {"n": 2}) if write else ({}, {"noise": torch.rand(750_000)})
     with pytest.raises(CheckpointError, match="disk is full") as error:
-        manager.save(step, {"actor": write}, {"n": 2})
+        manager.save(step, *parts)
     assert "MB" in error.value.got and "written" in error.value.got
     assert "about 0.5 MB" in error.value.expected
     assert names(small_disk) == ["step_000001"]
     assert manager.latest().state == {"n": 1}
     manager.save(3, {}, {"n": 3})
     assert manager.latest().state == {"n": 3}
-
-
-def test_a_full_disk_while_the_state_is_written(small_disk):
-    manager = CheckpointManager(small_disk, log=silent)
-    with pytest.raises(CheckpointError, match="disk is full"):
-        manager.save(1, {}, {"noise": torch.rand(750_000)})
-    assert names(small_disk) == []
-    assert manager.latest() is None
-
-
-def test_another_failure_of_the_disk_is_spoken(tmp_path):
-    def unreadable(folder: Path) -> None:
-        raise OSError(5, "Input/output error")
-
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        CheckpointManager(tmp_path, log=silent).save(1, {"actor": unreadable}, {})
-    assert names(tmp_path) == []
 
 
 def killed_after(root: Path, seconds: float) -> None:

@@ -50,8 +50,7 @@ def test_any_shape(sizes, span, tile, temperature, scale, blocks, seed):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 2e-3), BFLOAT16],
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 2e-3), BFLOAT16]
 )
 def test_types(dtype, tolerance, monkeypatch):
     cut(monkeypatch, 128, 256)
