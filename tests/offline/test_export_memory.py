@@ -20,15 +20,25 @@ from tandem.offline.export import export_checkpoint
 from tests.support.runs import Lab
 from tests.support.tiny import make_tokenizer
 
-CHILD = Path(__file__).parents[1] / "checkpoint" / "export_child.py"
+CHILD = """
+import sys, torch
+from pathlib import Path
+from tandem.offline.export import export_checkpoint
+
+def kilobytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name + ":")).split()[1])
+
+run, out, max_shard_bytes = sys.argv[1:]
+torch.empty(1)
+before = kilobytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
+export_checkpoint(Path(run), Path(out), max_shard_bytes=int(max_shard_bytes))
+print(1024 * (kilobytes("VmHWM") - before))
+"""
 SHAPE = {
-    "vocab_size": 2000,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
+    **{"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 18},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True},
 }
 SHARD = 20_000_000
 
@@ -62,7 +72,7 @@ def test_the_peak_is_a_shard_and_a_tensor(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(CHILD), str(run), str(out), str(SHARD)],
+        [sys.executable, "-c", CHILD, str(run), str(out), str(SHARD)],
         env=environment, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -86,19 +96,22 @@ def test_the_peak_is_a_shard_and_a_tensor(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 def test_merged_experts_are_stored_one_by_one(tmp_path: Path, max_shard_bytes: int) -> None:
-    sizes = {**SHAPE, "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(
-        **{**sizes, "intermediate_size": 48, "tie_word_embeddings": False},
-        num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, head_dim=8,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "head_dim": 8,
+    }
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "wanted")
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    export(
-        model.named_parameters(), config, tokenizer.save_pretrained, tmp_path / "out", torch.float32,
-        max_shard_bytes=max_shard_bytes,
-    )  # fmt: skip
+    target = (tokenizer.save_pretrained, tmp_path / "out", torch.float32)
+    export(model.named_parameters(), config, *target, max_shard_bytes=max_shard_bytes)
     with safe_open(tmp_path / "wanted" / "model.safetensors", framework="pt") as wanted:
         found = {}
         for file in (tmp_path / "out").glob("*.safetensors"):
