@@ -73,16 +73,6 @@ def test_neither_an_empty_response_nor_a_masked_token_changes_anything(mode, exp
         assert torch.equal(gradient != 0, values.isfinite())
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize(("tokens", "sequences"), [(0, 0), (5, 2)])
-def test_a_ghost_micro_batch_adds_zero(mode, tokens, sequences):
-    values, mask = torch.ones(2, requires_grad=True), torch.zeros(2, dtype=torch.bool)
-    sizes = {"tokens": tokens, "sequences": sequences, "norm_length": 4}
-    loss = aggregate(values, mask, torch.tensor([0, 2]), mode=mode, **sizes)
-    assert loss.item() == 0.0
-    assert torch.autograd.grad(loss, values)[0].tolist() == [0.0, 0.0]
-
-
 def test_unknown_mode_and_missing_length():
     arguments = (torch.ones(1), torch.ones(1, dtype=torch.bool), torch.tensor([0, 1]))
     for mode, telling in (("mean", "token-mean"), ("seq-mean-token-sum-norm", "loss_scale_factor")):
