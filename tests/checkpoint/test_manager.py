@@ -17,20 +17,20 @@ from tandem.lifetime import THREADLESS
 from tests.checkpoint.saving_child import save, save_forever, values
 
 
-def silent(sentence: str) -> None:
+def silent(sentence):
     raise AssertionError(f"nothing was to be said: {sentence}")
 
 
-def assert_whole(path: Path, step: int) -> None:
+def assert_whole(path, step):
     for part, name in enumerate(("actor/shard_0.pt", "actor/shard_1.pt", "critic/shard.pt")):
         assert torch.equal(torch.load(path / name), values(step, part))
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def saved(root: Path, *steps: int, keep: int | None = None) -> CheckpointManager:
+def saved(root, *steps, keep=None):
     manager = CheckpointManager(root, keep, log=silent)
     for step in steps:
         save(manager, step)
@@ -79,20 +79,20 @@ def test_keep_below_one(tmp_path):
         CheckpointManager(tmp_path, 0)
 
 
-def flip_bit(file: Path) -> None:
+def flip_bit(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def truncate(file: Path) -> None:
+def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink, lambda file: file.write_bytes(b"")])
 @pytest.mark.parametrize("name", ["actor/shard_1.pt", "state.pt", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, name):
-    said: list[str] = []
+    said = []
     saved(tmp_path, 1, 2, 3)
     damage(tmp_path / "step_000003" / name)
     manager = CheckpointManager(tmp_path, log=said.append)
@@ -120,7 +120,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
 
 
 def test_all_damaged_is_not_taken_for_a_fresh_start(tmp_path):
-    said: list[str] = []
+    said = []
     saved(tmp_path, 1, 2)
     for step in (1, 2):
         flip_bit(tmp_path / f"step_00000{step}" / "state.pt")
@@ -158,7 +158,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_a_writer_that_raises_leaves_nothing(tmp_path, error, raised):
     manager = saved(tmp_path, 1, 2)
 
-    def broken(folder: Path) -> None:
+    def broken(folder):
         (folder / "half").write_bytes(b"x")
         raise error
 
@@ -184,7 +184,7 @@ def test_a_replacement_that_fails_at_the_last_moment_is_undone(tmp_path, monkeyp
     manager = saved(tmp_path, 1, 2)
     rename = Path.rename
 
-    def failing(path: Path, target: Path) -> Path:
+    def failing(path, target):
         if path.suffix == ".tmp":
             raise OSError(5, "Input/output error")
         return rename(path, target)
@@ -196,11 +196,11 @@ def test_a_replacement_that_fails_at_the_last_moment_is_undone(tmp_path, monkeyp
     assert_whole(manager.latest().path, 2)
 
 
-def write_plain(folder: Path) -> None:
+def write_plain(folder):
     (folder / "w.bin").write_bytes(bytes(3_000_000))
 
 
-def write_torch(folder: Path) -> None:
+def write_torch(folder):
     torch.save(torch.zeros(750_000), folder / "w.pt")
 
 
@@ -221,7 +221,7 @@ def test_full_disk(small_disk, write, step):
     assert manager.latest().state == {"n": 3}
 
 
-def killed_after(root: Path, seconds: float) -> None:
+def killed_after(root, seconds):
     """Start a process that saves checkpoints in an endless loop, and kill it after a while."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([save_forever.__module__])

@@ -81,12 +81,6 @@ def assert_equal(found, wanted, tolerance=0.0):
         assert (found[name] - value).norm() <= tolerance * value.norm(), name
 
 
-def wrapped(policy, run):
-    """Let every layer run as `run(index, layer, forward, …)`. Call this before layers are wrapped."""
-    for index, layer in enumerate(policy.decoder.layers):
-        layer.forward = partial(run, index, layer, layer.forward)
-
-
 class Operators(TorchDispatchMode):
     """A mode that counts the operators that really run."""
 
@@ -106,7 +100,7 @@ def saved_bytes(policy, at_least=0):
     """Return, per layer, the bytes of distinct saved storages; parameters and keywords do not count."""
     found = []
 
-    def run(index, layer, forward, *args, packing, position_embeddings, position_ids, **kwargs):
+    def run(layer, forward, *args, packing, position_embeddings, position_ids, **kwargs):
         shared = [*layer.parameters(), *packing.tensors, *position_embeddings, position_ids]
         outside = {tensor.untyped_storage().data_ptr() for tensor in shared}
         storages = {}
@@ -123,7 +117,8 @@ def saved_bytes(policy, at_least=0):
         found.append(sum(nbytes for nbytes in storages.values() if nbytes >= at_least))
         return out
 
-    wrapped(policy, run)
+    for layer in policy.decoder.layers:
+        layer.forward = partial(run, layer, layer.forward)
     loss_of(policy)
     return found
 
@@ -143,23 +138,6 @@ def test_other_architectures(model_folder, mode):
     policy, offload = managed(model_folder, **MODES[mode], **OFFLOADS["async"])
     offload.lane = SameStream()
     assert_equal(gradients(policy), wanted, 1e-12)
-
-
-@pytest.mark.parametrize("mode", AGAIN)
-def test_the_layers_named_run_again_and_no_others(folder, mode):
-    policy, runs = policy_of(folder), Counter()
-
-    def run(index, layer, forward, *args, **kwargs):
-        runs[index] += 1
-        return forward(*args, **kwargs)
-
-    wrapped(policy, run)
-    manage_activations(policy.decoder.layers, BackboneConfig(path="", **MODES[mode]), CPU)
-    gradients(policy)
-    assert dict(runs) == {index: 1 + (index in AGAIN[mode]) for index in range(LAYERS)}
-    with torch.no_grad():
-        loss_of(policy)
-    assert runs.total() == 2 * LAYERS + len(AGAIN[mode])
 
 
 @PRECISIONS

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tandem.checkpoint.hf_export import export
 from tandem.cli.main import main
 from tandem.errors import CheckpointError
 from tandem.offline.export import export_checkpoint
-from tests.support.runs import Lab
 from tests.support.tiny import make_tokenizer
 
 CHILD = """
@@ -43,13 +41,13 @@ SHAPE = {
 SHARD = 20_000_000
 
 
-def values(name: str, shape: torch.Size) -> torch.Tensor:
+def values(name, shape):
     """Return content that depends only on the name."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """Create a run whose policy has 290 MB, with a checkpoint as an engine writes it."""
     folder = tmp_path_factory.mktemp("run")
     make_tokenizer(folder / "model")
@@ -68,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_peak_is_a_shard_and_a_tensor(run: Path, tmp_path: Path) -> None:
+def test_the_peak_is_a_shard_and_a_tensor(run, tmp_path):
     out = tmp_path / "out"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -95,7 +93,7 @@ def test_the_peak_is_a_shard_and_a_tensor(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
-def test_merged_experts_are_stored_one_by_one(tmp_path: Path, max_shard_bytes: int) -> None:
+def test_merged_experts_are_stored_one_by_one(tmp_path, max_shard_bytes):
     sizes = {
         "vocab_size": 40,
         "hidden_size": 32,
@@ -129,7 +127,7 @@ def test_merged_experts_are_stored_one_by_one(tmp_path: Path, max_shard_bytes: i
 KEPT = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.total_training_steps=4")
 
 
-def test_the_best_of_a_run_is_kept_and_exported(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_of_a_run_is_kept_and_exported(lab, capsys):
     """The best step is chosen by the entropy, which every step has and which changes."""
     first = lab.run("all", *KEPT[::2])
     entropies = {row["step"]: row["actor/entropy"] for row in first.rows}
@@ -152,7 +150,7 @@ def test_the_best_of_a_run_is_kept_and_exported(lab: Lab, capsys: pytest.Capture
     )
 
 
-def test_a_metric_that_no_step_has_is_told_once_and_no_best_is_exported(lab: Lab) -> None:
+def test_a_metric_that_no_step_has_is_told_once_and_no_best_is_exported(lab):
     run = lab.run("unjudged", *KEPT, "trainer.keep_best=actor/entropie")
     told = [sentence for sentence in run.said if "trainer.keep_best" in sentence]
     assert len(told) == 1 and "step 1 has no finite actor/entropie" in told[0]

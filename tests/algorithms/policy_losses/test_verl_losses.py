@@ -29,7 +29,7 @@ SAMPLES, LONGEST = 8, 32
 BY_SEQUENCE = ("geo_mean", "sapo")
 CLIPS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
 
-OPTIONS: dict[str, list[dict[str, float]]] = {
+OPTIONS = {
     "cispo": [{}, CLIPS],
     "clip_cov": [
         {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0},  # selects all candidates
