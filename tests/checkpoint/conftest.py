@@ -1,12 +1,10 @@
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """Yield a file system with room for 2 MB; skip the test if this user may not mount one."""
     folder = tmp_path / "small_disk"
     folder.mkdir()

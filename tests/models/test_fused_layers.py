@@ -12,39 +12,19 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tandem.engines.train import module as engine_module
 from tandem.engines.train.base import MicroBatching
 from tandem.models import fused
 from tandem.models.fused import fuse, gated, rms_norm
-from tests.engines.train.synthetic import (
-    SyntheticLoss,
-    gradients,
-    make_batch,
-    make_engine,
-    relative_difference,
-)
+from tests.engines.train import synthetic
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def random(*shape, dtype, scale=1.0):
@@ -79,17 +59,11 @@ def test_norm(rows, features, programs, block, dtype, scale):
         patch.setattr(fused, "_PROGRAMS", programs)
         patch.setattr(fused, "_BLOCK", block)
         leaves = random(2, rows, features, dtype=dtype, scale=scale), random(features, dtype=dtype)
-        check(
-            lambda x, weight: rms_norm(x, weight, 1e-6),
-            lambda x, weight: weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt(),
-            leaves,
-            LIMITS[dtype],
-        )
+        plain = lambda x, weight: weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # noqa: E731
+        check(lambda x, weight: rms_norm(x, weight, 1e-6), plain, leaves, LIMITS[dtype])
 
 
-not_interpreted = pytest.mark.skipif(
-    DEVICE.type == "cpu", reason="the interpreter cuts digits off for bfloat16"
-)
+not_interpreted = pytest.mark.skipif(DEVICE.type == "cpu", reason="interpreted bfloat16 loses digits")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=not_interpreted)])
@@ -136,10 +110,9 @@ def test_views_no_rows_and_a_frozen_weight():
 
 
 def small(kind, dtype=torch.float32):
-    config, model = KINDS[kind]
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return model(config(**sizes, **heads)).to(DEVICE, dtype)
+    return AutoModelForCausalLM.from_config(KINDS[kind](**sizes, **heads)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,10 +143,8 @@ def test_double_precision_runs_as_it_is(monkeypatch):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"enable_gradient_checkpointing": False},
-        {"gradient_checkpointing_mode": "full"},
-        {"gradient_checkpointing_mode": "ops"},
-        {"lora_rank": 2},
+        *({"enable_gradient_checkpointing": False}, {"lora_rank": 2}),
+        *({"gradient_checkpointing_mode": mode} for mode in ("full", "ops")),
     ],
     ids=str,
 )
@@ -186,16 +157,16 @@ def test_an_engine_has_the_same_gradients(keys, qwen2_folder, monkeypatch):
     for choose in (engine_module.choose_kernels, fused_kernels):
         monkeypatch.setattr(engine_module, "choose_kernels", choose)
         torch.manual_seed(0)
-        engine = make_engine(qwen2_folder, precision="fp32", model=keys)
+        engine = synthetic.make_engine(qwen2_folder, precision="fp32", model=keys)
         fuses = choose is fused_kernels
         assert ("forward" in vars(engine.module.decoder.norm)) == fuses
         assert str(engine.kernels).endswith("fused Triton kernels" if fuses else "layers by transformers")
         for parameter in engine.module.parameters():
             if not parameter.requires_grad:  # `gradients` needs the gradients of all
                 parameter.grad = torch.zeros_like(parameter)
-        batch = make_batch(dtype=torch.float32)
-        found.append(gradients(engine, batch, SyntheticLoss(), MicroBatching(max_samples=4))[0])
-    assert relative_difference(*found) < 1e-5
+        given = synthetic.make_batch(dtype=torch.float32), synthetic.SyntheticLoss()
+        found.append(synthetic.gradients(engine, *given, MicroBatching(max_samples=4))[0])
+    assert synthetic.relative_difference(*found) < 1e-5
 
 
 @pytest.mark.gpu

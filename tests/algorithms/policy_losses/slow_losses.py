@@ -4,11 +4,9 @@ Each function returns the loss of each token and its slope with respect to the t
 has a single loss, it returns that loss and its slopes with respect to all its log-probs.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 
 @dataclass(frozen=True)
@@ -22,36 +20,31 @@ class Token:
     weight: float = 1.0
 
     @property
-    def moved(self) -> float:
+    def moved(self):
         return min(max(self.now - self.old, -20.0), 20.0)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self):
         return math.exp(self.moved)
 
     @property
-    def ratio_slope(self) -> float:
+    def ratio_slope(self):
         """The slope of the ratio with respect to the log-prob: the ratio itself, or 0 beyond the clamp."""
         return self.ratio if abs(self.now - self.old) <= 20 else 0.0
 
 
-Result = tuple[list[float], list[float]]
-"""Losses and slopes, one of each per token."""
-
-SlowLoss = Callable[..., Result]
-
-
-def by_token(function: Callable[..., tuple[float, float]]) -> SlowLoss:
+def by_token(function):
     """Turn a loss of one token into a loss of a sequence of independent tokens."""
 
-    def sequence(tokens: Sequence[Token], **options: float) -> Result:
+    @wraps(function)
+    def sequence(tokens, **options):
         found = [function(token, **options) for token in tokens]
         return [loss for loss, _ in found], [slope for _, slope in found]
 
     return sequence
 
 
-def clipped(advantage: float, ratio: float, slope: float, low: float, high: float) -> tuple[float, float]:
+def clipped(advantage, ratio, slope, low, high):
     """Return the loss and slope of PPO's clipped objective, the larger loss of both ratios."""
     within = min(max(ratio, 1 - low), 1 + high)
     if -advantage * ratio >= -advantage * within:
@@ -118,11 +111,8 @@ def clip_cov(token, clip_ratio_low=0.2, clip_ratio_high=0.2):
 def kl_cov(token, ppo_kl_coef=0.1):
     difference = token.now - token.old
     pull = ppo_kl_coef if token.selected else 0.0
-    sign = (difference > 0) - (difference < 0)
-    return (
-        -token.ratio * token.advantage + pull * abs(difference),
-        -token.ratio_slope * token.advantage + pull * sign,
-    )
+    loss, slope = -token.ratio * token.advantage, -token.ratio_slope * token.advantage
+    return loss + pull * abs(difference), slope + pull * ((difference > 0) - (difference < 0))
 
 
 @by_token
@@ -130,19 +120,14 @@ def reinforce(token):
     return -token.advantage * token.now, -token.advantage
 
 
-gpg = reinforce
-
-
 @by_token
 def dro(token, dro_beta=0.0):
     difference = token.now - token.old
-    return (
-        -(token.advantage * token.now - dro_beta / 2 * difference**2),
-        -(token.advantage - dro_beta * difference),
-    )
+    loss = -token.advantage * token.now + dro_beta / 2 * difference**2
+    return loss, -token.advantage + dro_beta * difference
 
 
-def _weighed(token: Token, inside: bool, bound: float) -> tuple[float, float]:
+def _weighed(token, inside, bound):
     weight = min(token.ratio, bound) if inside else 0.0
     return -weight * token.advantage * token.now, -weight * token.advantage
 
@@ -163,17 +148,5 @@ def dppo_kl(token, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0):
     return _weighed(token, p <= q if token.advantage > 0 else p >= q, clip_ratio_c)
 
 
-SLOW: dict[str, SlowLoss] = {
-    "cispo": cispo,
-    "clip_cov": clip_cov,
-    "dppo_kl": dppo_kl,
-    "dppo_tv": dppo_tv,
-    "dro": dro,
-    "geo_mean": geo_mean,
-    "gpg": gpg,
-    "gspo": gspo,
-    "kl_cov": kl_cov,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "vanilla": vanilla,
-}
+ALL = (cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, gspo, kl_cov, reinforce, sapo, vanilla)
+SLOW = {loss.__name__: loss for loss in ALL} | {"gpg": reinforce}
