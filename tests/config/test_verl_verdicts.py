@@ -91,8 +91,8 @@ def test_the_defaults_of_other_versions_ask_for_nothing(load, version):
     config, plain = load(*words).config, load().config
     assert differing_values(config, plain) <= words_of("""
         A.fsdp_config.dtype REF.fsdp_config.dtype critic.fsdp_config.dtype
-        critic.fsdp_config.use_torch_compile reward_model.fsdp_config.dtype reward_model.model.use_remove_padding
-        R.update_weights_bucket_megabytes trainer.timeouts.collective
+        critic.fsdp_config.use_torch_compile reward_model.fsdp_config.dtype
+        reward_model.model.use_remove_padding R.update_weights_bucket_megabytes trainer.timeouts.collective
     """)  # fmt: skip
 
 

@@ -105,13 +105,7 @@ def test_a_kl_of_no_weight_is_left_out(load) -> None:
 def test_what_has_no_counterpart_is_named() -> None:
     words = "--async_train --enable_ema --normalize_reward --label_key x --no_such 1 --remote_rm_url http://x"
     refused = {row.name for row in migrate_openrlhf(words.split()).rows if row.verdict == "refused"}
-    assert refused == {
-        "async_train",
-        "enable_ema",
-        "normalize_reward",
-        "no_such",
-        "remote_rm_url",
-    }
+    assert refused == {"async_train", "enable_ema", "normalize_reward", "no_such", "remote_rm_url"}
 
 
 def test_a_script_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

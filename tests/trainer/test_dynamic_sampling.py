@@ -37,9 +37,7 @@ def odd(lab: Lab) -> str:
     rows 0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18, 20, 21 and 23 are odd.
     """
     return rewarded(
-        lab,
-        "odd",
-        "return float(int(ground_truth) % 2 == 1 and seen[ground_truth, extra_info['index']] % 2)",
+        lab, "odd", "return float(int(ground_truth) % 2 == 1 and seen[ground_truth, extra_info['index']] % 2)"
     )
 
 

@@ -81,9 +81,7 @@ def test_a_reward_that_differed_once_is_not_constant() -> None:
 def test_groups_count_as_alike_when_19_of_20_are() -> None:
     def rows(share: float, mean: float = 0.5) -> list[Row]:
         return run(
-            40,
-            reward__mean=lambda _: mean,
-            reward__zero_std_share=lambda step: share if step > 20 else 0.4,
+            40, reward__mean=lambda _: mean, reward__zero_std_share=lambda step: share if step > 20 else 0.4
         )
 
     assert warned(rows(1.0)) == {"groups_alike": 30}
