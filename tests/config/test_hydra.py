@@ -171,9 +171,7 @@ def test_verls_own_files_among_the_defaults_stand_for_verls_defaults(tmp_path: P
     assert tree == {"trainer": {**verls, "seed": 5, "nnodes": 2}}
 
 
-def test_interpolations_name_given_keys_the_environment_or_defaults(
-    required: list[str], monkeypatch, tmp_path: Path
-) -> None:
+def test_interpolations_name_given_keys_the_environment_or_defaults(required, monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_TEST_NAME", "n")
     file = tmp_path / "mine.yaml"
     file.write_text(

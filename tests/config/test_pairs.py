@@ -92,9 +92,7 @@ def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(loaded,
 
 
 @pytest.mark.parametrize("loss", [*IGNORES_AGGREGATION, "gmpo"])
-def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(
-    load, loaded, loss: str
-) -> None:
+def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(load, loaded, loss):
     given, mode = f"GRPO trainer.defaults=verl A.policy_loss.loss_mode={loss}", full("A.loss_agg_mode")
     for set_to in ("token-mean", "token-sum"):
         loaded(f"{given} {mode}={set_to}", f"A.aggregation=seq-mean-token-mean critic.aggregation={set_to}")

@@ -63,9 +63,7 @@ def _config(words: list[str], *more: str) -> TrainConfig:
          ["${oc.env:BELOW}/*.parquet"]),
     ],
 )  # fmt: skip
-def test_a_value_from_the_environment_stays_a_reference(
-    words: list[str], tmp_path: Path, given: str, key: str, value: Any, written: Any
-) -> None:
+def test_a_value_from_the_environment_stays_a_reference(words, tmp_path, given, key, value, written):
     config = _config(words, given)
     found = at_key(config.model_dump(), key)
     assert value is None or found == value
@@ -91,9 +89,7 @@ def test_a_value_by_way_of_another_key(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["api_key", "OPENAI_API_KEY", "password", "hf_token", "secret"])
-def test_a_secret_that_is_given_as_it_is_is_left_out_and_must_be_given_again(
-    words: list[str], tmp_path: Path, name: str
-) -> None:
+def test_a_secret_that_is_given_as_it_is_is_left_out_and_must_be_given_again(words, tmp_path, name):
     config = _config(words, f"{KWARGS}.{name}=sk-given-as-it-is", KWARGS + ".url=https://me:pass@host/v1")
     tree = to_dict(config)
     assert at_key(tree, KWARGS) == {name: LEFT_OUT, "url": LEFT_OUT}
@@ -190,9 +186,7 @@ def test_of_a_hidden_value_within_another_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [(0o700, 0o700), (0o777, 0o755)])
-def test_a_run_folder_is_made_for_its_user_alone_unless_asked_otherwise(
-    tmp_path: Path, mode: int, expected: int
-) -> None:
+def test_a_run_folder_is_made_for_its_user_alone_unless_asked_otherwise(tmp_path, mode, expected):
     before = os.umask(0o022)
     try:
         with ProcessLock(tmp_path / "a" / "run" / "run.lock", "field", print, folder_mode=mode):

@@ -252,9 +252,7 @@ def test_a_default_that_is_not_taken_over_is_a_note() -> None:
         ("SFTConfig", {"torch_dtype": "bfloat16"}, {"fsdp_config.model_dtype": "bf16"}),
     ],
 )
-def test_names_of_earlier_versions_are_read(
-    name: str, given: dict[str, Any], expected: dict[str, Any], load
-) -> None:
+def test_names_of_earlier_versions_are_read(name, given, expected, load):
     made = migrate(name, given, devices=1)
     assert {key: made.config.get(key) for key in expected} == expected
     assert {row.name for row in made.rows} == set(given)

@@ -12,8 +12,9 @@ SECTIONS = {
     "REF": "actor_rollout_ref.ref", "V": "actor_rollout_ref.rollout.val_kwargs",
     "C": "algorithm.rollout_correction", "F": "algorithm.filter_groups",
     "P": "trainer.placement", "Q": "trainer.resource_pools", "W": "trainer.worker_classes",
+    "steps": "trainer.total_training_steps",
 }  # fmt: skip
-"""A capital letter at the beginning of a key, and the section that it stands for."""
+"""The beginning of a key in short, and in full."""
 PHRASES = {
     "GRPO": "algorithm.adv_estimator=grpo R.n=4",
     "GAE": "algorithm.adv_estimator=gae",
@@ -21,6 +22,7 @@ PHRASES = {
     "POOLS": "Q={a: [2], b: [1], c: [1]}",
     "APART": "P={actor_rollout: a, critic: b, reward: c}",
     "VAL": "data.val_files=${data.train_files}",
+    "ADAPTIVE": "algorithm.use_kl_in_reward=true algorithm.kl_ctrl={type: adaptive, horizon: 100}",
 }
 """A word in capital letters, and the words that it stands for."""
 
@@ -28,7 +30,9 @@ PHRASES = {
 def full(text: str) -> str:
     """Return the text with the whole names of its keys."""
     text = re.sub(r"(?<!\S)[A-Z]{3,}(?!\S)", lambda found: PHRASES.get(found[0], found[0]), text)
-    return re.sub(r"(?<![\w.:'])([A-Z]+)(?=[.=])", lambda found: SECTIONS.get(found[0], found[0]), text)
+    return re.sub(
+        r"(?<![\w.:/'-])([A-Z]+|steps)(?=[.=])", lambda found: SECTIONS.get(found[0], found[0]), text
+    )
 
 
 def words(*texts: str) -> list[str]:

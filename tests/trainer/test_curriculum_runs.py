@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tandem.errors import DataError
-from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -43,11 +43,8 @@ def words(lab: Lab) -> tuple[str, ...]:
     (lab.folder / "own_sampler.py").write_text(OWN)
     return (
         f"custom_reward_function.path={lab.folder / 'letters.py'}",
-        f"data.sampler.class_path={lab.folder / 'own_sampler.py'}",
-        "data.sampler.class_name=Worst",
-        "data.sampler.kwargs={longest: 4}",
-        "trainer.total_training_steps=5",
-        "trainer.save_freq=1",
+        f"data.sampler.class_path={lab.folder / 'own_sampler.py'} data.sampler.class_name=Worst",
+        "data.sampler.kwargs={longest: 4} steps=5 trainer.save_freq=1",
     )
 
 
@@ -81,20 +78,16 @@ def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: tuple[str, ...], 
     """With dynamic sampling, the sampler draws several times per step and prompts are given back."""
     if built_in:
         words = (words[0], "data.sampler.class_name=PassRateSampler", *words[4:])
-    words = (*words, "algorithm.filter_groups.enable=true", "data.gen_batch_size=5",
-             "actor_rollout_ref.actor.ppo_mini_batch_size=2")  # fmt: skip
+    words = (*words, "F.enable=true data.gen_batch_size=5 A.ppo_mini_batch_size=2")
     whole = lab.run(f"whole_{built_in}", *words)
     assert any(row["sampling/gen_batches"] > 1 or row["sampling/surplus_groups"] > 0 for row in whole.rows)
-    with broken_off(4):
-        lab.run(f"stopped_{built_in}", *words)
-    resumed = lab.run(f"stopped_{built_in}", *words)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+    resumed = lab.resumed(f"stopped_{built_in}", *words, at=4)
+    assert_same(resumed, whole)
     assert resumed.samples(5)["uid"] == whole.samples(5)["uid"]
 
 
 def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab: Lab, words: tuple[str, ...]) -> None:
-    lab.run("with_sampler", *words, "trainer.total_training_steps=1")
+    lab.run("with_sampler", *words, "steps=1")
     with pytest.raises(DataError) as caught:
         lab.run("with_sampler", words[0], "trainer.resume_with_changes=true")
     assert caught.value.field == "data.sampler.class_name"

@@ -45,11 +45,7 @@ def write(lab: Lab, name: str, rows: int) -> str:
 @pytest.fixture(scope="module")
 def words(lab: Lab) -> tuple[str, ...]:
     (lab.folder / "letters.py").write_text(SCORE)
-    return (
-        f"custom_reward_function.path={lab.folder / 'letters.py'}",
-        "trainer.total_training_steps=5",
-        "trainer.save_freq=1",
-    )
+    return (f"custom_reward_function.path={lab.folder / 'letters.py'} steps=5 trainer.save_freq=1",)
 
 
 def uids(run: Finished, step: int) -> list[str]:
@@ -76,9 +72,7 @@ def test_a_mixture_over_a_file_that_grew(lab: Lab, words: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("change", ["another prompt", "fewer rows"])
-def test_other_old_rows_are_refused_and_other_answers_are_not(
-    lab: Lab, words: tuple[str, ...], change: str
-) -> None:
+def test_other_old_rows_are_refused_and_other_answers_are_not(lab, words, change):
     path, name = write(lab, "old.parquet", 9), change.replace(" ", "_")
     words = (*words, f"data.train_files={path}")
     with broken_off(2):
@@ -87,7 +81,7 @@ def test_other_old_rows_are_refused_and_other_answers_are_not(
     rows[0]["reward_model"]["ground_truth"] = "7"
     write_rows(lab.folder / "old.parquet", rows if change == "another prompt" else rows[:8])
     if change == "another prompt":
-        lab.run(name, *words, "trainer.total_training_steps=3", "trainer.resume_with_changes=true")
+        lab.run(name, *words, "steps=3 trainer.resume_with_changes=true")
         rows[4] = problem(1, 1)
         write_rows(lab.folder / "old.parquet", rows)
     with pytest.raises(DataError, match="another order of the data") as caught:
@@ -98,7 +92,7 @@ def test_other_old_rows_are_refused_and_other_answers_are_not(
 
 def test_a_dataset_of_ones_own_trains_and_goes_on(lab: Lab, words: tuple[str, ...]) -> None:
     (lab.folder / "own_rows.py").write_text(OWN)
-    words = (*words, f"data.custom_cls.path={lab.folder / 'own_rows.py'}", "data.custom_cls.name=Sums")
+    words = (*words, f"data.custom_cls.path={lab.folder / 'own_rows.py'} data.custom_cls.name=Sums")
     whole = lab.run("own", *words)
     assert set(whole.samples(1)["data_source"]) == {"own"}
     with broken_off(2):

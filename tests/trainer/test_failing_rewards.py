@@ -37,12 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def words(lab: Lab) -> list[str]:
     file = lab.folder / "failing.py"
     file.write_text(SOURCE)
-    return [
-        f"custom_reward_function.path={file}",
-        "reward.timeout=1.5",
-        "reward.num_workers=2",
-        "data.shuffle=false",
-    ]
+    return [f"custom_reward_function.path={file} reward.timeout=1.5 reward.num_workers=2 data.shuffle=false"]
 
 
 def test_a_failed_score_counts_as_nothing(lab: Lab, words: list[str], capfd) -> None:
@@ -77,7 +72,7 @@ def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: list[str], monkey
         return steps.minibatches(*args)
 
     monkeypatch.setattr("tandem.trainer.ppo.minibatches", minibatches)
-    finished = lab.run("drop", *words, "reward.on_error=drop", "trainer.total_training_steps=1")
+    finished = lab.run("drop", *words, "reward.on_error=drop steps=1")
     (table,) = (read_samples(path) for path in (finished.folder / "samples").glob("step_000001.parquet"))
     failed = np.isin([json.loads(info)["index"] % 4 for info in table["extra_info"]], [1, 2])
     assert failed.any()

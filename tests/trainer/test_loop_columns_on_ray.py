@@ -10,24 +10,12 @@ from tests.support.runs import Lab
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORDS = (
-    "data.train_batch_size=7",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=7",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
-    "actor_rollout_ref.ref.fsdp_config.model_dtype=fp64",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.actor.kl_loss_type=full",
-    "actor_rollout_ref.actor.kl_loss_coef=0.1",
-    "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_penalty=full",
-    "actor_rollout_ref.ref.reset_interval=2",
-    "custom_reward_function.name=score",
-    "trainer.total_training_steps=3",
-    "trainer.save_freq=3",
+    "data.train_batch_size=7 A.ppo_mini_batch_size=7 A.fsdp_config.model_dtype=fp64",
+    "REF.fsdp_config.model_dtype=fp64 A.use_kl_loss=true A.kl_loss_type=full A.kl_loss_coef=0.1",
+    "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full REF.reset_interval=2",
+    "custom_reward_function.name=score steps=3 trainer.save_freq=3",
 )
-APART = (
-    "trainer.resource_pools={trains: [2], compares: [1]}",
-    "trainer.placement={actor_rollout: trains, ref: compares}",
-)
+APART = "Q={trains: [2], compares: [1]} P={actor_rollout: trains, ref: compares}"
 LEARNT = (
     "reward/mean", "reward/after_kl", "critic/baseline/mean", "advantages/mean", "actor/loss", "actor/kl",
     "actor/kl_in_reward", "actor/grad_norm", "actor/reference_step",
@@ -37,9 +25,9 @@ LEARNT = (
 @pytest.mark.timeout(480)
 def test_roles_apart_find_the_same(lab: Lab, ray_cluster: None) -> None:
     own = loop_columns.write(lab.folder)
-    words = (*WORDS, f"custom_reward_function.path={own}", f"algorithm.adv_estimator={own}:everything")
+    words = (*WORDS, f"custom_reward_function.path={own} algorithm.adv_estimator={own}:everything")
     alone = lab.run("alone", *words).rows
-    apart = lab.run("apart", *words, *APART)
+    apart = lab.run("apart", *words, APART)
     for got, expected in zip(apart.rows, alone, strict=True):
         for name in LEARNT:
             assert got[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-9), name

@@ -15,17 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.cli.main import main
 from tandem.errors import CheckpointError
 from tandem.offline.export import export_checkpoint
-from tests.support.runs import Finished, Lab, broken_off, lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same, lab, without_times
 from tests.support.school import School, school
 
 __all__ = ["lab", "school"]
 
 WORDS = (
-    "actor_rollout_ref.model.lora_rank=8",
-    "actor_rollout_ref.model.lora_alpha=16",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "trainer.total_training_steps=4",
+    "M.lora_rank=8 M.lora_alpha=16 A.use_kl_loss=true A.ppo_mini_batch_size=2 steps=4",
     "trainer.save_freq=2",
 )
 IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
@@ -78,11 +74,7 @@ def test_a_bandit_is_learnt(lab: Lab) -> None:
     run = lab.run(
         "bandit",
         rewarded(lab, "float(text.startswith('7'))"),
-        "actor_rollout_ref.model.lora_rank=8",
-        "data.max_response_length=2",
-        "actor_rollout_ref.rollout.n=16",
-        "actor_rollout_ref.actor.optim.lr=0.02",
-        "trainer.total_training_steps=25",
+        "M.lora_rank=8 data.max_response_length=2 R.n=16 A.optim.lr=0.02 steps=25",
     )
     rewards = [row["reward/mean"] for row in run.rows]
     assert rewards[0] < 0.2
@@ -95,11 +87,8 @@ def log_of(run: Finished) -> list[str]:
 
 
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, words: tuple[str, ...], whole: Finished) -> None:
-    with broken_off(3):
-        lab.run("stopped", *words)
-    resumed = lab.run("stopped", *words)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+    resumed = lab.resumed("stopped", *words, at=3)
+    assert_same(resumed, whole)
 
 
 def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_path: Path) -> None:
@@ -128,9 +117,7 @@ def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_pat
     )
 
 
-def test_a_base_that_changed_is_not_merged(
-    lab: Lab, words: tuple[str, ...], whole: Finished, tmp_path: Path
-) -> None:
+def test_a_base_that_changed_is_not_merged(lab, words, whole, tmp_path):
     """The adapters alone can still be exported."""
     file = lab.model / "model.safetensors"
     kept = file.read_bytes()
@@ -144,36 +131,31 @@ def test_a_base_that_changed_is_not_merged(
         assert not (tmp_path / "merged").exists()
         export_checkpoint(whole.folder, tmp_path / "adapter", adapter=True)
         with pytest.raises(CheckpointError, match=r"model\.norm\.weight: ") as caught:
-            lab.run("whole", *words, "trainer.total_training_steps=6")
+            lab.run("whole", *words, "steps=6")
         assert "1 of " in str(caught.value) and "model.path" in str(caught.value)
     finally:
         file.write_bytes(kept)
 
 
 def test_a_run_without_adapters_has_none_to_export(lab: Lab, tmp_path: Path) -> None:
-    run = lab.run("full", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    run = lab.run("full", "steps=1 trainer.save_freq=1")
     with pytest.raises(CheckpointError, match="has no adapters"):
         export_checkpoint(run.folder, tmp_path / "out", adapter=True)
 
 
 def test_a_critic_with_adapters_learns_and_goes_on(lab: Lab) -> None:
-    words = (
-        "algorithm.adv_estimator=gae",
-        "critic.model.lora_rank=4",
-        "critic.optim.lr=0.01",
-        "trainer.save_freq=2",
-    )
-    run = lab.run("critic", *words, "trainer.total_training_steps=4")
-    lab.run("critic_resumed", *words, "trainer.total_training_steps=2")
-    resumed = lab.run("critic_resumed", *words, "trainer.total_training_steps=4")
+    words = "GAE critic.model.lora_rank=4 critic.optim.lr=0.01 trainer.save_freq=2"
+    run = lab.run("critic", words, "steps=4")
+    lab.run("critic_resumed", words, "steps=2")
+    resumed = lab.run("critic_resumed", words, "steps=4")
     assert math.isfinite(run.rows[-1]["critic/loss"])
     assert without_times(resumed.rows) == without_times(run.rows)
 
 
 def test_fine_tuning(school: School, tmp_path: Path) -> None:
     """Fine-tuning with adapters reaches a low loss, and the exports compute the same."""
-    words = ("model.lora_rank=8", "trainer.save_freq=6")
-    run = school.run("sft", "adapted", *words)
+    words = "model.lora_rank=8 trainer.save_freq=6"
+    run = school.run("sft", "adapted", words)
     assert run.rows[-1]["sft/loss"] < run.rows[0]["sft/loss"]
     merged = AutoModelForCausalLM.from_pretrained(
         export_checkpoint(run.folder, tmp_path / "merged"), dtype=torch.float64
@@ -187,7 +169,7 @@ def test_fine_tuning(school: School, tmp_path: Path) -> None:
 
 def test_a_reward_model(school: School, tmp_path: Path) -> None:
     """The new score head is trained in full and saved with the adapters."""
-    run = school.run("rm", "adapted_rm", "model.lora_rank=4", "trainer.save_freq=6")
+    run = school.run("rm", "adapted_rm", "model.lora_rank=4 trainer.save_freq=6")
     out = export_checkpoint(run.folder, tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float64)
     adapter = export_checkpoint(run.folder, tmp_path / "adapter", adapter=True)

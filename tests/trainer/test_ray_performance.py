@@ -34,11 +34,8 @@ def test_roles_report_their_time(lab: Lab) -> None:
     (lab.folder / "slow.py").write_text(SLOW)
     run = lab.run(
         "usage",
-        f"custom_reward_function.path={lab.folder / 'slow.py'}",
-        "algorithm.adv_estimator=gae",
-        "reward.num_workers=1",
-        "trainer.test_freq=1",
-        f"data.val_files={lab.val}",
+        f"custom_reward_function.path={lab.folder / 'slow.py'} GAE reward.num_workers=1",
+        f"trainer.test_freq=1 data.val_files={lab.val}",
     )
     for row in run.rows[1:]:
         step_s = row["timing/step"]
@@ -71,7 +68,7 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
     for name in ("save_checkpoint", "load_checkpoint"):
         monkeypatch.setattr(ActorWorker, name, slow(getattr(ActorWorker, name)))
     lab.run("saves", "trainer.save_freq=1")
-    run = lab.run("saves", "trainer.save_freq=1", "trainer.total_training_steps=4")
+    run = lab.run("saves", "trainer.save_freq=1 steps=4")
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     for row in run.rows:
         shares = {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
@@ -84,7 +81,7 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
 @pytest.mark.timeout(180)
 def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
     """Numbers that do not depend on the number of ranks are equal, and no step includes starting workers."""
-    one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2", "trainer.save_freq=1")
+    one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2 trainer.save_freq=1")
     assert two.trainer.roles.actor.world_size == 2
     for alone, row in zip(one.rows, two.rows, strict=True):
         for name in ("generated_tokens", "prefill_tokens", "decode_steps"):

@@ -30,21 +30,10 @@ def length(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) + int(ground_truth) / 100
 """
 WORDS = (
-    "custom_reward_function.name=score",
-    "actor_rollout_ref.actor.entropy_coeff=0.01",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "trainer.total_training_steps=5",
-    "trainer.save_freq=2",
+    "custom_reward_function.name=score A.entropy_coeff=0.01 A.ppo_mini_batch_size=2",
+    "A.optim.lr_scheduler_type=cosine steps=5 trainer.save_freq=2",
 )
-PPO = (
-    "algorithm.adv_estimator=gae",
-    "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl.type=adaptive",
-    "algorithm.kl_ctrl.horizon=100",
-    "actor_rollout_ref.actor.shuffle=true",
-    "actor_rollout_ref.actor.ppo_epochs=2",
-)
+PPO = "GAE ADAPTIVE A.shuffle=true A.ppo_epochs=2"
 
 
 def make(lab: Lab, name: str, *words: str) -> Finished:
@@ -55,7 +44,7 @@ def make(lab: Lab, name: str, *words: str) -> Finished:
 @pytest.fixture(scope="module")
 def grpo(lab: Lab) -> Finished:
     """Run two steps, then resume with another learning rate schedule."""
-    make(lab, "grpo", "trainer.total_training_steps=2")
+    make(lab, "grpo", "steps=2")
     return make(lab, "grpo")
 
 
@@ -88,7 +77,7 @@ def test_a_step_is_what_it_was_and_the_folder_stays_as_it_is(lab: Lab, grpo: Fin
 
 
 def test_a_critic_and_a_controller_go_on_from_the_first_model(lab: Lab) -> None:
-    run = make(lab, "ppo", *PPO)
+    run = make(lab, "ppo", PPO)
     found = replay(Run(run.folder), 2)
     assert (found.checkpoint, found.equal) == (0, True)
     assert {"critic/loss", "critic/grad_norm", "actor/kl_in_reward", "actor/kl_coef"} <= set(found.recorded)
@@ -103,7 +92,7 @@ def test_twenty_random_steps(lab: Lab, request: pytest.FixtureRequest, name: str
     if "two" in name:
         request.getfixturevalue("ray_cluster")
         words += ("trainer.n_gpus_per_node=2",)
-    run = make(lab, f"long {name}", *words, f"trainer.total_training_steps={steps}", "trainer.save_freq=3")
+    run = make(lab, f"long {name}", *words, f"steps={steps} trainer.save_freq=3")
     chosen = np.random.default_rng(0).permutation(np.arange(1, steps + 1))[:20]
     differing = [int(step) for step in chosen if not replay(Run(run.folder), int(step)).equal]
     assert differing == []
@@ -112,10 +101,8 @@ def test_twenty_random_steps(lab: Lab, request: pytest.FixtureRequest, name: str
 @pytest.mark.slow
 def test_two_ranks_on_ray(lab: Lab, ray_cluster: None) -> None:
     """Replay a step of two ranks, and the changed step in one process."""
-    run = make(
-        lab, "two", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.save_freq=1"
-    )
-    found = replay(Run(run.folder), 2, Changes(["actor_rollout_ref.actor.entropy_coeff=0.5"]))
+    run = make(lab, "two", "trainer.n_gpus_per_node=2 steps=2 trainer.save_freq=1")
+    found = replay(Run(run.folder), 2, Changes(["A.entropy_coeff=0.5"]))
     assert (found.checkpoint, found.equal) == (1, True)
     assert found.base is not None and found.changed is not None
     for name in ("actor/loss", "actor/grad_norm", "reward/mean"):
@@ -229,9 +216,7 @@ def test_a_gradient_without_a_direction_has_no_cosine(before: float, after: floa
     assert said in shown and "nan" not in shown
 
 
-def test_a_file_that_is_not_the_one_it_was_is_noticed(
-    lab: Lab, grpo: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_not_the_one_it_was_is_noticed(lab, grpo, capsys):
     lines = (grpo.folder / "metrics.jsonl").read_text()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
     rows[-1]["actor/loss"] += 1e-12
@@ -246,9 +231,7 @@ def test_a_file_that_is_not_the_one_it_was_is_noticed(
 
 
 def test_what_a_folder_lacks_is_said_with_the_key_that_keeps_it(lab: Lab, grpo: Finished) -> None:
-    sparse = make(
-        lab, "sparse", "trainer.samples_freq=2", "trainer.total_training_steps=3", "trainer.save_freq=0"
-    )
+    sparse = make(lab, "sparse", "trainer.samples_freq=2 steps=3 trainer.save_freq=0")
     with pytest.raises(DataError, match="did not keep") as caught:
         replay(Run(sparse.folder), 2)
     assert caught.value.got == "no samples of step 1"
@@ -264,7 +247,7 @@ def test_what_a_folder_lacks_is_said_with_the_key_that_keeps_it(lab: Lab, grpo: 
         assert refused.value.field == field
     with pytest.raises(ConfigError, match="names no function"):
         replay(Run(grpo.folder), 2, Changes(reward="score.py"))
-    exact = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"]
+    exact = ["A.use_kl_loss=true A.kl_loss_type=full"]
     with pytest.raises(ConfigError, match="exact KL"):
         replay(Run(grpo.folder), 2, Changes(exact))
     with pytest.raises(ConfigError, match="no such sample"):

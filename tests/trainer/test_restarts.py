@@ -19,7 +19,7 @@ from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.run import run_ppo
 from tests.support.runs import Finished, Lab, without_times
 
-WORDS = ("trainer.total_training_steps=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+WORDS = "steps=4 A.ppo_mini_batch_size=2"
 
 
 class Fails:
@@ -54,7 +54,7 @@ class Fails:
 
 @pytest.fixture(scope="module")
 def whole(lab: Lab) -> Finished:
-    return lab.run("whole", *WORDS)
+    return lab.run("whole", WORDS)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
 
 def attempt(lab: Lab, name: str, fails: Fails, *words: str) -> tuple[Path, list[str]]:
     said: list[str] = []
-    config = load_train_config(None, [*lab.overrides(lab.folder / name), *WORDS, *words]).config
+    config = load_train_config(None, [*lab.overrides(lab.folder / name), WORDS, *words]).config
     try:
         run_ppo(config, say=said.append, trainer=fails.trainer())
     finally:
@@ -95,15 +95,7 @@ def attempt(lab: Lab, name: str, fails: Fails, *words: str) -> tuple[Path, list[
         ("disable", -1, (3,), []),
     ],
 )
-def test_it_finishes_unattended_as_if_nothing_had_failed(
-    lab: Lab,
-    whole: Finished,
-    backends: list[Any],
-    mode: str,
-    save_freq: int,
-    at: tuple[int, ...],
-    resumed: list[int],
-) -> None:
+def test_it_finishes_unattended_as_if_nothing_had_failed(lab, whole, backends, mode, save_freq, at, resumed):
     """The run restarts from its newest checkpoint, whatever its resume mode, or else from the beginning."""
     fails = Fails(*at)
     folder, said = attempt(
@@ -150,7 +142,7 @@ def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
             return super().step(step, prompts)
 
     config = load_train_config(
-        None, [*lab.overrides(lab.folder / "impatient"), *WORDS, "trainer.max_restarts=5"]
+        None, [*lab.overrides(lab.folder / "impatient"), WORDS, "trainer.max_restarts=5"]
     ).config
     with pytest.raises(WorkerFailure):
         run_ppo(config, say=lambda _: None, trainer=Interrupted)
@@ -160,10 +152,10 @@ def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
 @pytest.mark.slow
 def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Finished) -> None:
     """Without a checkpoint of its own, the run restarts from the one it resumed from, not from another."""
-    source = lab.run("source", *WORDS, "trainer.save_freq=1")
+    source = lab.run("source", WORDS, "trainer.save_freq=1")
     checkpoint = source.folder / "checkpoints" / "step_000002"
     for name, at, told in (("early", (3,), 2), ("later", (4,), 3)):
-        strange = lab.run(name, "trainer.seed=9", "trainer.total_training_steps=1", "trainer.save_freq=1")
+        strange = lab.run(name, "trainer.seed=9 steps=1 trainer.save_freq=1")
         assert (strange.folder / "checkpoints" / "step_000001").is_dir()
         folder, said = attempt(
             lab, name, Fails(*at), "trainer.max_restarts=1", "trainer.save_freq=1",
@@ -175,9 +167,7 @@ def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Fini
         assert without_times(read_metrics(folder / "metrics.jsonl"))[-1] == without_times(whole.rows)[-1]
 
 
-def test_the_command_line_says_the_report_and_fails(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backends: list[Any]
-) -> None:
+def test_the_command_line_says_the_report_and_fails(lab, monkeypatch, capsys, backends):
     def dies(self: PPOTrainer, step: int, prompts: Any) -> dict[str, float]:
         raise WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
 
@@ -193,9 +183,7 @@ def test_the_command_line_says_the_report_and_fails(
 
 
 @pytest.mark.parametrize("where", ["data", "launch"])
-def test_what_was_started_ends_when_building_fails(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, backends: list[Any], where: str
-) -> None:
+def test_what_was_started_ends_when_building_fails(lab, monkeypatch, backends, where):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -207,9 +195,7 @@ def test_what_was_started_ends_when_building_fails(
     assert not (lab.folder / f"built_{where}").exists()
 
 
-def test_a_workers_own_error_for_the_user_is_raised_as_it_is(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workers_own_error_for_the_user_is_raised_as_it_is(lab, monkeypatch):
     """The error looks the same as on the local backend; a worker's report around it would hide the remedy."""
     from_worker = ValueError("unused")
     for cause, expected in (

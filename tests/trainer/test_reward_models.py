@@ -16,7 +16,7 @@ from tandem.errors import RewardError
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
 from tandem.trainer.takes import Changes
-from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same, same_weights
 from tests.support.scorers import make_scorer
 from tests.support.tiny import make_model
 
@@ -40,8 +40,8 @@ def words(lab: Lab, models: str, *more: str) -> tuple[str, ...]:
     named = models.replace("SAFE", f"path: {lab.folder / 'safe'}").replace(
         "HELPFUL", f"path: {lab.folder / 'helpful'}"
     )
-    own = (f"custom_reward_function.path={lab.folder / 'mine.py'}", "custom_reward_function.name=share")
-    return ("reward_model.enable=true", f"reward_model.models={named}", *own, *more)
+    own = f"custom_reward_function.path={lab.folder / 'mine.py'} custom_reward_function.name=share"
+    return (f"reward_model.enable=true reward_model.models={named}", own, *more)
 
 
 def extras(run: Finished, step: int) -> list[dict[str, float]]:
@@ -49,7 +49,7 @@ def extras(run: Finished, step: int) -> list[dict[str, float]]:
 
 
 ALL = "{safe: {SAFE, weight: 0.5}, helpful: {HELPFUL, normalize: true}}"
-REFS = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
+REFS = "A.use_kl_loss=true algorithm.use_kl_in_reward=true"
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,9 @@ def whole(lab: Lab) -> Finished:
 
 def references(lab: Lab) -> tuple[str, ...]:
     return (
-        *REFS,
-        "actor_rollout_ref.actor.kl_loss_coef=0.1",
-        "reward.weight=2.0",
-        f"actor_rollout_ref.ref.models={{old: {{weight: 0.25}}, far: {{path: {far(lab)}}}}}",
-        "algorithm.kl_penalty=k2",
-        "trainer.total_training_steps=4",
+        REFS,
+        "A.kl_loss_coef=0.1 reward.weight=2.0",
+        f"REF.models={{old: {{weight: 0.25}}, far: {{path: {far(lab)}}}}} algorithm.kl_penalty=k2 steps=4",
         "trainer.save_freq=2",
     )
 
@@ -120,26 +117,20 @@ def test_the_kl_is_the_weighted_sum_over_the_references(whole: Finished) -> None
 
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab: Lab, whole: Finished) -> None:
     given = words(lab, ALL, *references(lab))
-    with broken_off(3):
-        lab.run("stopped", *given)
-    resumed = lab.run("stopped", *given)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+    resumed = lab.resumed("stopped", *given, at=3)
+    assert_same(resumed, whole)
 
 
 def test_two_references_of_half_weight_are_one(lab: Lab) -> None:
     """Both references are the same policy; the KL in the loss has a gradient from the second update on."""
     given = (
-        *REFS,
-        "actor_rollout_ref.actor.kl_loss_coef=1.0",
-        f"custom_reward_function.path={lab.folder / 'mine.py'}",
-        "custom_reward_function.name=share",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
-        "actor_rollout_ref.ref.fsdp_config.model_dtype=fp64",
-        "trainer.total_training_steps=3",
+        REFS,
+        f"A.kl_loss_coef=1.0 custom_reward_function.path={lab.folder / 'mine.py'}",
+        "custom_reward_function.name=share A.fsdp_config.model_dtype=fp64",
+        "REF.fsdp_config.model_dtype=fp64 steps=3",
     )
     one = lab.run("one", *given)
-    two = lab.run("two", *given, "actor_rollout_ref.ref.models={a: {weight: 0.5}, b: {weight: 0.5}}")
+    two = lab.run("two", *given, "REF.models={a: {weight: 0.5}, b: {weight: 0.5}}")
     assert one.trainer.roles.reference is not None and two.trainer.roles.reference is None
     weights = two.weights()
     for name, value in one.weights().items():
@@ -147,9 +138,9 @@ def test_two_references_of_half_weight_are_one(lab: Lab) -> None:
 
 
 def test_one_model_named_or_not_is_the_same(lab: Lab) -> None:
-    alone = lab.run("alone", "reward_model.enable=true", f"reward_model.model.path={lab.folder / 'safe'}")
+    alone = lab.run("alone", f"reward_model.enable=true reward_model.model.path={lab.folder / 'safe'}")
     named = lab.run(
-        "named", "reward_model.enable=true", f"reward_model.models={{safe: {{path: {lab.folder / 'safe'}}}}}"
+        "named", f"reward_model.enable=true reward_model.models={{safe: {{path: {lab.folder / 'safe'}}}}}"
     )
     assert same_weights(alone, named)
     assert alone.samples(1)["scores"] == named.samples(1)["scores"]
@@ -162,8 +153,7 @@ def test_a_function_makes_the_reward(lab: Lab) -> None:
     run = lab.run(
         "combined",
         *words(lab, "{safe: {SAFE}}", f"reward.combine={lab.folder / 'mine.py'}:least"),
-        f"custom_reward_function.terms={terms}",
-        "trainer.total_training_steps=1",
+        f"custom_reward_function.terms={terms} steps=1",
     )
     rows = run.samples(1)
     for score, extra, placed, mask in zip(
@@ -176,8 +166,8 @@ def test_a_function_makes_the_reward(lab: Lab) -> None:
 
 def test_functions_alone_may_be_combined(lab: Lab) -> None:
     mine = lab.folder / "mine.py"
-    given = [f"custom_reward_function.path={mine}", "custom_reward_function.name=share"]
-    given += ["trainer.total_training_steps=1", "reward.on_error=zero"]
+    given = [f"custom_reward_function.path={mine} custom_reward_function.name=share"]
+    given += ["steps=1 reward.on_error=zero"]
     run = lab.run("functions", *given, f"reward.combine={mine}:odd")
     for score, extra in zip(run.samples(1)["scores"], extras(run, 1), strict=True):
         assert score == pytest.approx(extra["share"] - 1)
@@ -191,8 +181,8 @@ def test_a_response_that_a_model_cannot_read(lab: Lab, on_error: str) -> None:
     path = lab.folder / "short"
     if not path.is_dir():
         make_scorer(path, lab.model, seed=1, max_position_embeddings=10)
-    given = ["reward_model.enable=true", f"reward_model.models={{safe: {{path: {path}, normalize: true}}}}"]
-    given += [f"reward.on_error={on_error}", "trainer.total_training_steps=1"]
+    given = [f"reward_model.enable=true reward_model.models={{safe: {{path: {path}, normalize: true}}}}"]
+    given += [f"reward.on_error={on_error} steps=1"]
     if on_error == "raise":
         with pytest.raises(RewardError, match="the reward model safe could not score a response") as caught:
             lab.run(on_error, *given)
@@ -214,11 +204,8 @@ def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
     model = f"path: {lab.folder / 'safe'}, step_separator: '.', step_score: min"
     run = lab.run(
         f"steps {estimator}",
-        "reward_model.enable=true",
-        f"reward_model.models={{steps: {{{model}}}}}",
-        f"algorithm.adv_estimator={estimator}",
-        "trainer.total_training_steps=1",
-        "data.max_response_length=40",
+        f"reward_model.enable=true reward_model.models={{steps: {{{model}}}}}",
+        f"algorithm.adv_estimator={estimator} steps=1 data.max_response_length=40",
     )
     rows: Any = run.samples(1)
     assert max(np.count_nonzero(placed) for placed in rows["token_level_scores"]) > 1
@@ -253,16 +240,15 @@ def test_steps_are_replayed_without_the_reward_models(lab: Lab, tmp_path: Path) 
         shutil.copytree(lab.folder / name, tmp_path / name)
     shutil.copy(lab.folder / "mine.py", tmp_path / "mine.py")
     safe, helpful = (f"path: {tmp_path / name}" for name in ("safe", "helpful"))
-    own = (f"custom_reward_function.path={tmp_path / 'mine.py'}", "custom_reward_function.name=share")
+    own = f"custom_reward_function.path={tmp_path / 'mine.py'} custom_reward_function.name=share"
     models = ALL.replace("SAFE", safe).replace("HELPFUL", helpful)
     scored = {
-        "summed": (f"reward_model.models={models}", "reward.weight=2.0"),
+        "summed": (f"reward_model.models={models} reward.weight=2.0",),
         "combined": (
-            f"reward_model.models={{safe: {{{safe}}}}}",
-            f"reward.combine={tmp_path / 'mine.py'}:least",
+            f"reward_model.models={{safe: {{{safe}}}}} reward.combine={tmp_path / 'mine.py'}:least",
         ),
     }
-    shared = ("reward_model.enable=true", "trainer.save_freq=1", *own)
+    shared = ("reward_model.enable=true trainer.save_freq=1", own)
     made = {name: lab.run(f"replayed_{name}", *shared, *more) for name, more in scored.items()}
     for name in ("safe", "helpful"):
         shutil.rmtree(tmp_path / name)

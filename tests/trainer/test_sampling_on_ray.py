@@ -18,18 +18,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(zlib.crc32(solution_str.encode()) % 8 == 0)
 """
 WORDS = (
-    "algorithm.filter_groups.enable=true",
-    "algorithm.filter_groups.max_num_gen_batches=20",
-    "algorithm.mask_truncated_completions=true",
-    "reward_model.overlong_buffer.enable=true",
-    "reward_model.overlong_buffer.len=3",
-    "data.sampler.class_name=PassRateSampler",
-    "data.gen_batch_size=5",
-    "actor_rollout_ref.rollout.n_schedule={2: 4}",
-    "actor_rollout_ref.rollout.stop=['1', '2', '3', '4']",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
-    "actor_rollout_ref.actor.adaptive_entropy.enabled=true",
-    "actor_rollout_ref.actor.adaptive_entropy.target_entropy=9",
+    "F.enable=true F.max_num_gen_batches=20 algorithm.mask_truncated_completions=true",
+    "reward_model.overlong_buffer.enable=true reward_model.overlong_buffer.len=3",
+    "data.sampler.class_name=PassRateSampler data.gen_batch_size=5 R.n_schedule={2: 4}",
+    "R.stop=['1', '2', '3', '4'] A.fsdp_config.model_dtype=fp64 A.adaptive_entropy.enabled=true",
+    "A.adaptive_entropy.target_entropy=9",
 )
 NUMBERS = (
     "sampling/gen_batches", "sampling/dropped_groups", "sampling/surplus_groups", "sampling/reward",

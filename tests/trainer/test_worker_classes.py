@@ -156,19 +156,19 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
 
 
 def test_a_class_for_several_references_needs_the_methods_of_one() -> None:
-    several = Cast(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
+    several = RolePlan(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
     with pytest.raises(ConfigError, match="the worker class lacks methods") as caught:
-        tenants(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
+        plan_groups(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
     assert caught.value.field == "trainer.worker_classes.ref"
     assert caught.value.got == "CriticWorker without compute_ref_log_prob"
 
 
 def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
-    words = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
-    ours = lab.run("ours", *words)
+    words = "GAE A.use_kl_loss=true"
+    ours = lab.run("ours", words)
     run = lab.run(
         "theirs",
-        *words,
+        words,
         f"trainer.worker_classes={{critic: '{own}:OwnCritic', reward: '{own}:Constant', "
         f"rollout: '{own}:Plain'}}",
     )
@@ -195,16 +195,9 @@ def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
         ("critic", "OwnCritik", ("this worker class does not exist", "did you mean 'OwnCritic'?")),
     ],
 )  # fmt: skip
-def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(
-    lab: Lab, own: Path, role: str, name: str, telling: tuple[str, ...]
-) -> None:
+def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(lab, own, role, name, telling):
     with pytest.raises(ConfigError) as caught:
-        lab.run(
-            "refused",
-            "algorithm.adv_estimator=gae",
-            "trainer.async_save=true",
-            f"trainer.worker_classes={{{role}: '{own}:{name}'}}",
-        )
+        lab.run("refused", f"GAE trainer.async_save=true W={{{role}: '{own}:{name}'}}")
     for text in telling:
         assert text in str(caught.value)
     assert not (lab.folder / "refused").exists()
