@@ -27,17 +27,9 @@ WORDS = (
 IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
 
 
-def rewarded(lab: Lab, expression: str) -> str:
-    """Write a reward that evaluates this expression of the response `text`, and return the keys for it."""
-    file = lab.folder / f"reward_{len(expression)}.py"
-    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
-    file.write_text(f"{head}\n    text = solution_str\n    return {expression}\n")
-    return f"custom_reward_function.path={file}"
-
-
 @pytest.fixture(scope="module")
 def words(lab: Lab) -> tuple[str, ...]:
-    return (*WORDS, rewarded(lab, "sum(c.isdigit() for c in text) / 6"))
+    return (*WORDS, lab.reward("sum(c.isdigit() for c in response) / 6"))
 
 
 @pytest.fixture(scope="module")
@@ -65,25 +57,7 @@ def test_adapters_alone_move(lab: Lab, whole: Finished) -> None:
     assert first["actor/kl"] >= 0 and last["actor/kl"] > 1e-4
     for row in whole.rows:
         assert row["rollout/log_prob_diff_max"] < 1e-4  # in fp32
-    assert any("parameters are trained" in line for line in log_of(whole))
-
-
-@pytest.mark.slow
-def test_a_bandit_is_learnt(lab: Lab) -> None:
-    """Responses that start with a 7 are rewarded, and the policy learns to write them."""
-    run = lab.run(
-        "bandit",
-        rewarded(lab, "float(text.startswith('7'))"),
-        "M.lora_rank=8 data.max_response_length=2 R.n=16 A.optim.lr=0.02 steps=25",
-    )
-    rewards = [row["reward/mean"] for row in run.rows]
-    assert rewards[0] < 0.2
-    assert sum(rewards[-3:]) / 3 > 0.7
-    assert max(row["rollout/log_prob_diff_max"] for row in run.rows) < 1e-4
-
-
-def log_of(run: Finished) -> list[str]:
-    return (run.folder / "log" / "run.log").read_text().splitlines()
+    assert "parameters are trained" in whole.log
 
 
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, words: tuple[str, ...], whole: Finished) -> None:

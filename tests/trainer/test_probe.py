@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ import torch
 
 from tandem.cli.main import main
 from tandem.cli.probing import Probing
-from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.memory.levers import with_values
 from tandem.protocol import DataProto
 from tandem.trainer.probe import Seen, _quantiles, report, run_probe, teaching
 from tests.support.runs import Lab
+from tests.support.words import words as full_words
 
 REWARDS = """
 import time
@@ -36,14 +35,11 @@ def slow(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def rewards(lab: Lab) -> str:
-    path = lab.folder / "own_rewards.py"
-    path.write_text(REWARDS)
-    return f"custom_reward_function.path={path}"
+    return lab.reward(REWARDS)
 
 
 def config_of(lab: Lab, *words: str) -> TrainConfig:
-    overrides = lab.overrides(lab.folder / "never", trainer__device="cpu")
-    return load_train_config(None, [*overrides, *words]).config
+    return lab.config("trainer.device=cpu", *words)
 
 
 def quiet(sentence: str) -> None:
@@ -147,7 +143,8 @@ def seen_of(groups: int, gen_s: float) -> Seen:
 
 
 def plan(lab: Lab, *words: str) -> int:
-    return main(["plan", *lab.overrides(lab.folder / "never", trainer__device="cpu"), *words])
+    given = full_words("trainer.device=cpu", *words)
+    return main(["plan", *lab.overrides(lab.folder / "never"), *given])
 
 
 def test_the_command_says_it_and_the_seconds(lab, rewards, capsys, monkeypatch, tmp_path):
@@ -213,10 +210,8 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(lab, capsys, monkeypat
 
 
 def test_calls_that_take_too_long_are_counted(lab: Lab) -> None:
-    path = lab.folder / "hangs.py"
-    path.write_text("import time\n\ndef compute_score(*given, **named):\n    time.sleep(60)\n")
-    words = f"custom_reward_function.path={path} reward.timeout=0.3 reward.num_workers=6"
-    config = config_of(lab, words)
+    hangs = lab.reward("import time\n\ndef compute_score(*given, **named):\n    time.sleep(60)\n")
+    config = config_of(lab, hangs, "reward.timeout=0.3 reward.num_workers=6")
     began = time.monotonic()
     seen = run_probe(config, groups=2, limit_s=0, say=quiet)
     assert time.monotonic() - began < 55, "no call was waited for to its end"

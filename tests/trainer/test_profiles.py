@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tandem.config.load import load_train_config
 from tandem.observability.profile import breakdown
 from tandem.observability.timers import read_timeline
 from tests.support.runs import Finished, Lab, assert_same
@@ -81,5 +80,4 @@ def test_the_breakdown_has_the_rows_that_there_are() -> None:
 
 def test_verls_keys_for_it(lab: Lab) -> None:
     for key in ("global_profiler.steps", "trainer.profile_steps"):
-        config = load_train_config(None, [*lab.overrides(lab.folder / "unused"), f"{key}=[3,4]"]).config
-        assert config.trainer.profile.steps == (3, 4)
+        assert lab.config(f"{key}=[3,4]").trainer.profile.steps == (3, 4)

@@ -15,8 +15,7 @@ from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import Finished, Lab, assert_same, broken_off
 
 WORDS = (
-    "ADAPTIVE",
-    "A.use_kl_loss=true A.kl_loss_type=full A.kl_loss_coef=0.1 REF.reset_interval=2",
+    "ADAPTIVE A.use_kl_loss=true A.kl_loss_type=full A.kl_loss_coef=0.1 REF.reset_interval=2",
     "steps=6 trainer.save_freq=3",
 )
 

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.load import load_train_config
 from tandem.trainer.planning import worst_batch
 from tests.support.runs import Finished, Lab, assert_same, lab
 
 __all__ = ["lab"]
 
-FIRST = "trainer.worst_batch_first"
 PPO = "GAE trainer.device=cpu"
-ACTOR = "actor_rollout_ref.actor"
 
 
 def generators() -> list[Any]:
@@ -46,9 +43,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_nothing_is_changed_by_it(lab: Lab) -> None:
     """In this test the optimizer moments are not zero either."""
     done = lab.run("once", PPO)
-    config = load_train_config(
-        None, [*lab.overrides(lab.folder / "x"), PPO, "trainer.worst_batch_first=true"]
-    ).config
+    config = lab.config(PPO, "trainer.worst_batch_first=true")
     roles, ran = done.trainer.roles, []
     for group, section in ((roles.actor, config.actor_rollout_ref.actor), (roles.critic, config.critic)):
         worker: Any = group._workers._worker
@@ -58,10 +53,7 @@ def test_nothing_is_changed_by_it(lab: Lab) -> None:
         assert before["moments"] and set(before["gradients"]) == {None} and before["version"] > 0
         worker.run_worst_batch(worst_batch(config, section, 1))
         assert equal(before, state(engine)) and generators() == drawn
-    assert ran == [
-        12 * 13,
-        12 * 13,
-    ]  # 4 prompts with 3 responses, 8 + 6 tokens; the last token is never an input
+    assert ran == [12 * 13] * 2  # 4 prompts with 3 responses, 8 + 6 tokens; the last is never an input
 
 
 def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
@@ -69,7 +61,7 @@ def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
         lab.run(f"first_{on}", PPO, f"trainer.worst_batch_first={on}") for on in ("true", "false", "null")
     ]
     first, *others = runs
-    told = ["largest batch ran" in (run.folder / "log/run.log").read_text() for run in runs]
+    told = ["largest batch ran" in run.log for run in runs]
     assert told == [True, False, False]  # null: only on CUDA
     for other in others:
         assert_same(first, other)
@@ -79,19 +71,18 @@ def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("words", "ranks", "expected"),
     [
-        ((), 1, (12, 14, False)),
-        (("A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60",), 1, (4, 14, True)),
-        (("A.use_dynamic_bsz=false A.ppo_micro_batch_size_per_gpu=5",), 1, (5, 14, True)),
-        (("A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60",), 4, (3, 14, False)),
+        ("", 1, (12, 14, False)),
+        ("A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60", 1, (4, 14, True)),
+        ("A.use_dynamic_bsz=false A.ppo_micro_batch_size_per_gpu=5", 1, (5, 14, True)),
+        ("A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60", 4, (3, 14, False)),
     ],
 )
 def test_the_largest_micro_batch(lab, words, ranks, expected):
-    config = load_train_config(None, [*lab.overrides(lab.folder / "x"), *words]).config
+    config = lab.config(words)
     assert worst_batch(config, config.actor_rollout_ref.actor, ranks)[:3] == expected
 
 
 def test_two_run_where_an_update_has_several(lab: Lab) -> None:
     words = "A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60 trainer.device=cpu"
     done = lab.run("several", words, "trainer.worst_batch_first=true")
-    said = (done.folder / "log/run.log").read_text()
-    assert "actor: the largest batch ran before the first step: 2 × 56 tokens" in said
+    assert "actor: the largest batch ran before the first step: 2 × 56 tokens" in done.log
