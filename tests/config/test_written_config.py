@@ -24,20 +24,11 @@ KWARGS = "custom_reward_function.reward_kwargs"
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (tmp_path / "data.parquet").touch()
+def words(tmp_path: Path, required: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "score.py").touch()
     for name, value in {"SECRET": SECRET, "SHORT": "k7", "COUNT": "3", "BELOW": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    return [
-        f"data.train_files={tmp_path / 'data.parquet'}",
-        f"actor_rollout_ref.model.path={model}",
-        f"custom_reward_function.path={tmp_path / 'score.py'}",
-        "algorithm.adv_estimator=grpo",
-    ]
+    return [*required, f"custom_reward_function.path={tmp_path}/score.py", "algorithm.adv_estimator=grpo"]
 
 
 def _config(words: list[str], *more: str) -> TrainConfig:
@@ -76,16 +67,12 @@ def test_a_value_from_the_environment_stays_a_reference(words, tmp_path, given, 
 
 
 def test_a_value_by_way_of_another_key(words: list[str]) -> None:
-    keys = (
-        "trainer.project_name=${oc.env:SECRET}",
-        "trainer.experiment_name=x${oc.select:trainer.project_name}",
-    )
-    config = _config(words, *keys, KWARGS + ".key=${trainer.project_name}")
+    keys = ["trainer.project_name=${oc.env:SECRET}", KWARGS + ".key=${trainer.project_name}"]
+    config = _config(words, *keys, "trainer.experiment_name=x${oc.select:trainer.project_name}")
     assert config.trainer.experiment_name == "x" + SECRET
     assert config.custom_reward_function.reward_kwargs == {"key": SECRET}
-    assert SECRET not in str(to_dict(config))
-    other = remade(config, config.model_dump() | {})
-    assert SECRET not in str(to_dict(other))
+    for written in (config, remade(config, config.model_dump() | {})):
+        assert SECRET not in str(to_dict(written))
 
 
 @pytest.mark.parametrize("name", ["api_key", "OPENAI_API_KEY", "password", "hf_token", "secret"])
@@ -161,12 +148,8 @@ def test_who_resumes_is_told_what_cannot_be_compared(words: list[str], tmp_path:
 
 
 def test_tracked_names() -> None:
-    for written, name in {
-        "run-${oc.env:A}-x": "run-A-x",
-        "${oc.decode:${oc.env:N}}": "N",
-        "${a.b}": "a.b",
-    }.items():
-        assert tracked_name("value", written) == name
+    names = {"run-${oc.env:A}-x": "run-A-x", "${oc.decode:${oc.env:N}}": "N", "${a.b}": "a.b"}
+    assert {written: tracked_name("value", written) for written in names} == names
     assert tracked_name("a-$b", "a-$b") == "a-$b"
 
 
