@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tandem.config.rollout import RolloutConfig
+from tandem.engines.rollout.vllm import process
 from tandem.errors import ConfigError
-from tandem.trainer import assembly
+from tandem.trainer import assembly, here
 from tests.support.runs import Lab
 
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
@@ -60,3 +63,12 @@ def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(la
     switch, key = words
     with pytest.raises(ConfigError, match="'reference' is not a column"):
         lab.trainer(lab.folder / "unmade", switch, f"{key}={own}:distance")
+
+
+def test_a_rollout_on_vllm_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (here, process):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    config: Any = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=RolloutConfig(name="vllm")))
+    with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
+        here._vllm(config)
+    assert caught.value.field == "actor_rollout_ref.rollout.name" and caught.value.got == "vllm"

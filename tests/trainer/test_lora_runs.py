@@ -20,16 +20,13 @@ from tests.support.school import School, school
 
 __all__ = ["lab", "school"]
 
-WORDS = (
-    "M.lora_rank=8 M.lora_alpha=16 A.use_kl_loss=true A.ppo_mini_batch_size=2 steps=4",
-    "trainer.save_freq=2",
-)
+WORDS = "M.lora_rank=8 M.lora_alpha=16 A.use_kl_loss=true A.ppo_mini_batch_size=2 steps=4 trainer.save_freq=2"
 IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
 
 
 @pytest.fixture(scope="module")
 def words(lab: Lab) -> tuple[str, ...]:
-    return (*WORDS, lab.reward("sum(c.isdigit() for c in response) / 6"))
+    return (WORDS, lab.reward("sum(c.isdigit() for c in response) / 6"))
 
 
 @pytest.fixture(scope="module")

@@ -39,14 +39,9 @@ CENTRE = 0.05
 
 def engine_on(folder: Path, kind: Any, precision: str) -> FSDPEngine:
     return FSDPEngine(
-        folder,
-        kind=kind,
-        model=BackboneConfig(path=str(folder)),
-        fsdp=FSDPConfig(model_dtype=precision),
-        optim=OptimConfig(lr=0.01),
-        total_steps=10,
-        device=torch.device("cpu"),
-    )
+        folder, kind=kind, model=BackboneConfig(path=str(folder)), fsdp=FSDPConfig(model_dtype=precision),
+        optim=OptimConfig(lr=0.01), total_steps=10, device=torch.device("cpu"),
+    )  # fmt: skip
 
 
 def gradients(
@@ -116,9 +111,8 @@ def test_preference_gradients_are_those_of_a_plain_loop(school, scorer, precisio
     data = pairs(school, margin_key="margin")
     rows = range(11)
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    plain = AutoModelForSequenceClassification.from_pretrained(
-        scorer, dtype=dtype, attn_implementation="sdpa"
-    )
+    load = AutoModelForSequenceClassification.from_pretrained
+    plain = load(scorer, dtype=dtype, attn_implementation="sdpa")
     wanted = plain_preferences(plain, data, rows)
     engine = engine_on(scorer, "score", precision)
     found, metrics = gradients(engine, data.batch(rows, uid_prefix="0"), PreferenceLoss(CENTRE), CUTS[cut])
