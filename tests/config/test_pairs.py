@@ -19,11 +19,7 @@ SHAPES = {"N": 24, "B": 4, "B+1": 5, "K": 2}
 
 
 def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
-    """Return every column that an estimator may need.
-
-    There are four sequences of six tokens, two for each of two prompts. Rewards are at each token, or only at
-    the last one.
-    """
+    """Return every column that an estimator may need, of four sequences of six tokens in two groups."""
     generator = torch.Generator().manual_seed(0)
     columns = {}
     for name, meaning in ADVANTAGES.find("grpo").known_columns.items():
@@ -43,7 +39,6 @@ def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("at_the_end", [True, False])
 def test_the_estimators_named_are_those_whose_tokens_differ(at_the_end: bool) -> None:
-    """Check the list against the results of all registered estimators."""
     columns = random_columns(at_the_end=at_the_end)
     differ = set()
     for name in ADVANTAGES.names:
@@ -120,7 +115,6 @@ def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(loaded, loss: s
 
 @pytest.mark.parametrize("option", LOSS_KEYS)
 def test_a_key_counts_with_the_losses_that_take_it(loaded, refused, option: str) -> None:
-    """With any other loss the key is an error. The keys are those that verl has."""
     value = {"clip_ratio_c": 2.5, "clip_cov_ub": 2.5}.get(option, 0.9)
     key = f"A.{LOSS_KEYS[option]}={value}"
     for loss, options in LOSSES.items():

@@ -1,7 +1,4 @@
-"""A complete GRPO command line written for verl.
-
-Only paths, sizes, device counts, the rollout engine and the parallel sizes are changed to fit one machine.
-"""
+"""A complete GRPO command line written for verl, with paths and sizes for one machine."""
 
 from __future__ import annotations
 

@@ -81,7 +81,6 @@ LISTED = ("0.6.0", "0.6.1", "0.7.0", "0.7.1", "0.8.0", "0.9.0", "0.9.1")
 
 @pytest.mark.parametrize("version", LISTED)
 def test_the_defaults_of_other_versions_ask_for_nothing(load, version):
-    """They change nothing except data types, sizes and time limits."""
     words = [
         given(name, row["default"])
         for name, row in OF_OTHERS.items()

@@ -167,7 +167,6 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
 
 
 def test_a_script_is_read_to_its_end(write: Write, tmp_path: Path) -> None:
-    """A call returns status 0. The commands before and after it are listed and not run."""
     path = write(
         f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n{MAIN} a=b\n{MAIN} status=$?\ntouch after'
     )
@@ -191,7 +190,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def test_a_script_writes_nothing_and_reaches_nobody(kind: type, write: Write, tmp_path: Path) -> None:
-    """This includes redirections, builtins, absolute paths and programs that start other programs."""
     (tmp_path / "kept").write_text("kept")
     python = f"env {sys.executable} -I -S -c"
     sleeper = subprocess.Popen(["sleep", "600"])

@@ -172,10 +172,7 @@ def base_weights(real: Any, self: Adapters, weight: torch.Tensor) -> torch.Tenso
 
 
 def leaking(at_once: bool) -> Callable[[Patch], None]:
-    """Let packed sequences see the sequences before them.
-
-    The leak starts at once, or after samples were generated.
-    """
+    """Let packed sequences see those before them, at once or after samples were generated."""
 
     def put_in(patch: Patch) -> None:
         leaks: list[bool] = [at_once]

@@ -78,11 +78,7 @@ class Taught:
 
 
 class School:
-    """A maker of runs that share one model and its data files.
-
-    Args:
-        folder: An empty folder.
-    """
+    """A maker of runs that share one model and its data files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

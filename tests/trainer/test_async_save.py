@@ -129,7 +129,6 @@ class Stop(Exception):
 
 @pytest.mark.parametrize(("error", "left"), [(Stop, steps(1, 2)), (KeyboardInterrupt, steps(1))])
 def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(lab: Lab, error, left) -> None:
-    """The error or interrupt comes in step 3, while the checkpoint of step 2 is being written."""
 
     def stop(_: Any) -> None:
         raise error
@@ -141,7 +140,6 @@ def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(lab: Lab, e
 
 
 def test_rewards_that_fail_cost_no_checkpoint(lab: Lab) -> None:
-    """A reward fails in the third step of a separate run; the checkpoint before it is complete."""
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
     late = lab.reward(f"calls = 0\n{head}\n    global calls\n    calls += 1\n    return 1 / (calls < 27)\n")
     with pytest.raises(RewardError, match="ZeroDivisionError"):

@@ -50,11 +50,7 @@ def drawn(run: Finished, step: int) -> tuple[list[int], list[float]]:
 
 
 def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: str) -> None:
-    """There are fourteen questions of four characters.
-
-    The first two steps use eight of them. The next step uses the six new ones and those with the worst
-    rewards.
-    """
+    """There are 14 questions of four characters; the third step takes the last six and the worst."""
     run = lab.run("worst", words)
     known = dict.fromkeys(range(14), -1.0)
     for step in range(1, 6):

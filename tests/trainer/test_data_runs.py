@@ -13,7 +13,6 @@ from tests.support.tiny import problem, write_rows
 OWN = """
 from torch.utils.data import Dataset
 
-
 class Sums(Dataset):
     def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
         self.rows = [(a, b) for a in range(4) for b in range(3)]

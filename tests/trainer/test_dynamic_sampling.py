@@ -1,7 +1,4 @@
-"""Dynamic sampling: prompts whose responses all have the same reward are replaced.
-
-The tests check which prompts are replaced, how many, and that a resumed run does the same.
-"""
+"""Dynamic sampling: prompts whose responses all have the same reward are replaced."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ def rewarded(lab: Lab, body: str) -> str:
 
 @pytest.fixture(scope="module")
 def odd(lab: Lab) -> str:
-    """Make a reward under which only prompts with an odd answer have responses that differ.
-
-    Every second response to these prompts is right; all responses to other prompts are wrong. The answers of
-    rows 0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18, 20, 21 and 23 are odd.
-    """
+    """Return a reward under which every second response to a prompt with an odd answer is right, no other."""
     return rewarded(
         lab, "return float(int(ground_truth) % 2 == 1 and seen[ground_truth, extra_info['index']] % 2)"
     )
@@ -71,10 +64,7 @@ def test_a_larger_generation_batch_is_one_generation(lab: Lab, odd: str) -> None
 
 
 def test_what_was_written_and_scored_is_said_of_all_prompts(lab: Lab, odd: str) -> None:
-    """The metrics describe all eight prompts that were answered, not only the four that are learned from.
-
-    All responses have six tokens. Of three responses to five odd prompts, two are right.
-    """
+    """All responses have six tokens; two of three responses to five odd prompts are right."""
     words = "R.ignore_eos=true steps=1"
     (row,) = lab.run("written", ON, odd, words).rows
     assert (row["tokens/response"], row["sampling/response_tokens"]) == (4 * 3 * 6, 8 * 3 * 6)

@@ -78,7 +78,6 @@ def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(la
 
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
 def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: tuple[str, ...]) -> None:
-    """The base model serves as the reference; the numbers equal those of a separate reference."""
     adapted = ("M.lora_rank=4", *words, reward, "steps=3")
     finished = lab.run(f"adapted {words[0]}", *adapted)
     assert set(finished.actor.engines) == {"actor"}

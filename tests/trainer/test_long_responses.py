@@ -1,7 +1,4 @@
-"""Long responses: the length penalty in the reward, and truncated responses that no update uses.
-
-In each loss aggregation, the denominators must count exactly the tokens that are used.
-"""
+"""Long responses: the length penalty in the reward, and truncated responses that no update uses."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ def test_a_greedy_baseline_is_punished_as_the_samples_are(lab: Lab) -> None:
     ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
 )
 def test_denominators_count_only_what_is_learnt_from(lab: Lab, mode: str) -> None:
-    """The loss of one update at the policy that sampled is minus the advantages, as all ratios are one.
-
-    Micro-batches of two samples would have different denominators on their own.
-    """
+    """All ratios are one, so the loss is minus the advantages; micro-batches of two differ."""
     words = f"A.loss_agg_mode={mode} A.ppo_micro_batch_size_per_gpu=2"
     run = lab.run(f"mask_{mode}", lab.letters, SHORT, MASK, words)
     assert 0 < cut(run).sum() < len(cut(run))

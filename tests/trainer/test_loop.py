@@ -14,10 +14,7 @@ WORDS = "steps=4 trainer.save_freq=2"
 
 
 class OneStepOff(Schedule[Any]):
-    """A schedule in which each step learns from samples of the weights before the last update.
-
-    Samples for the next step are generated again after a resume, with the weights of that time.
-    """
+    """A schedule in which each step learns from samples of the weights before the last update."""
 
     def __init__(self) -> None:
         self.ahead: Any = None

@@ -1,7 +1,4 @@
-"""Columns that the loop computes if an estimator declares them, in whole runs.
-
-These are greedy baselines, sums of squared probabilities, and the components of rewards.
-"""
+"""Columns of estimators: greedy baselines, sums of squared probabilities, components of rewards."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ def test_each_prompt_is_answered_greedily_once_and_scored_like_its_samples(lab: 
 
 
 def test_the_samples_are_those_of_a_run_without_baselines(lab: Lab, own: Path) -> None:
-    """Baselines change no other sample, and a column that nothing reads is not computed."""
     with_them, without = (run(lab, own, name, STILL) for name in ("against_greedy", "in_turn"))
     assert with_them.samples(1)["tokens"] == without.samples(1)["tokens"]
     assert "timing/gen_max" not in without.rows[0] and "timing/old_log_prob" not in without.rows[0]

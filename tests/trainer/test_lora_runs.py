@@ -63,7 +63,6 @@ def test_a_resumed_run_equals_the_whole_one(lab: Lab, words: tuple[str, ...], wh
 
 
 def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_path: Path) -> None:
-    """The adapters are exported merged into a transformers folder, and alone as a peft folder."""
     assert main(["export", str(whole.folder), str(tmp_path / "merged")]) == 0
     assert main(["export", str(whole.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -89,7 +88,6 @@ def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_pat
 
 
 def test_a_base_that_changed_is_not_merged(lab, words, whole, tmp_path):
-    """The adapters alone can still be exported."""
     file = lab.model / "model.safetensors"
     kept = file.read_bytes()
     model = AutoModelForCausalLM.from_pretrained(lab.model)
@@ -124,7 +122,6 @@ def test_a_critic_with_adapters_learns_and_goes_on(lab: Lab) -> None:
 
 
 def test_fine_tuning(school: School, tmp_path: Path) -> None:
-    """Fine-tuning with adapters reaches a low loss, and the exports compute the same."""
     words = "model.lora_rank=8 trainer.save_freq=6"
     run = school.run("sft", "adapted", words)
     assert run.rows[-1]["sft/loss"] < run.rows[0]["sft/loss"]
@@ -139,7 +136,6 @@ def test_fine_tuning(school: School, tmp_path: Path) -> None:
 
 
 def test_a_reward_model(school: School, tmp_path: Path) -> None:
-    """The new score head is trained in full and saved with the adapters."""
     run = school.run("rm", "adapted_rm", "model.lora_rank=4 trainer.save_freq=6")
     out = export_checkpoint(run.folder, tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float64)

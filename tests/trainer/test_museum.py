@@ -18,10 +18,7 @@ REWARD = f"custom_reward_function.path={sick.__file__} custom_reward_function.na
 
 
 def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
-    """Return how a run reports the fault, and the step before which it does.
-
-    This is the name of a warning or the text of an error.
-    """
+    """Return the name of the warning or the text of the error about the fault, and its step."""
     steps = 16 if fault.named == "reward_constant" else fault.effect + SOON - 1
     folder = name.replace(" ", "_")
     reward = ("custom_reward_function.name=nothing",) if fault.named == "reward_constant" else ()

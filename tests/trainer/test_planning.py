@@ -63,7 +63,6 @@ def test_a_run_says_its_worst_moment(lab: Lab) -> None:
 
 
 def test_predicted_bytes_stand_beside_the_phases_that_ran(lab: Lab) -> None:
-    """On a CPU no peak is measured, and no number is made up."""
     for word, timed in (("A.use_kl_loss=true", {"ref", "update_actor"}), ("", {"update_actor"})):
         for row in lab.run(f"predicted_{len(timed)}", word, "trainer.device=cpu").rows:
             found = {name.rpartition("/")[2]: row[name] for name in row if "memory_predicted" in name}
@@ -76,11 +75,7 @@ def test_predicted_bytes_stand_beside_the_phases_that_ran(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("where", "phase"), [("train_step", "actor update"), ("forward", "old log-probs")])
 def test_memory_that_does_not_suffice_is_held_against_the_plan(lab, monkeypatch, where, phase):
-    """A device of 100 MB runs out of memory: the pass holds 60 MB, and its plan is close to zero.
-
-    This machine has no device, so the test raises PyTorch's error by hand and sets what a device would
-    report.
-    """
+    """A device of 100 MB, which is made up, runs out of memory: the pass holds 60 MB."""
     use = {"total": 10**8, "used": 90_000_000, "reserved": 80_000_000, "allocated": 60_500_000}
     for module in (recomputation, base):
         monkeypatch.setattr(module, "memory_use", lambda device: use)

@@ -65,7 +65,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(lab: Lab) -> 
 
 
 def test_a_bandit_is_learnt(lab: Lab) -> None:
-    """Responses that start with a 7 are rewarded, and the policy learns to write them."""
     reward = lab.reward("float(response.startswith('7'))")
     run = lab.run("bandit", reward, "data.max_response_length=2 R.n=16 A.optim.lr=0.02 steps=25")
     rewards = [row["reward/mean"] for row in run.rows]
@@ -123,7 +122,6 @@ def test_numbers_of_a_reward_stand_apart_from_the_runs_own(lab: Lab) -> None:
 
 
 def test_a_reward_model_takes_the_place_of_functions(lab: Lab) -> None:
-    """The scores of the samples equal those that transformers computes."""
     torch.manual_seed(5)
     config = AutoConfig.from_pretrained(lab.model, num_labels=1)
     scorer = AutoModelForSequenceClassification.from_config(config)

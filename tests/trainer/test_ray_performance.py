@@ -78,7 +78,6 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
-    """Numbers that do not depend on the number of ranks are equal, and no step includes starting workers."""
     one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2 trainer.save_freq=1")
     assert two.trainer.roles.actor.world_size == 2
     for alone, row in zip(one.rows, two.rows, strict=True):

@@ -1,7 +1,4 @@
-"""Roles that move to other processes between two steps, with the rollout apart from its actor.
-
-The numbers of the run do not change.
-"""
+"""Roles that move to other processes between two steps; the numbers of the run do not change."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> Non
 
 
 def test_a_run_that_moved_can_be_resumed(lab: Lab, whole: Finished) -> None:
-    """The run resumes from the checkpoint of the move, with the metrics of that step."""
 
     class MovesOnce(PPOTrainer):
         def at_step_boundary(self, step: int) -> None:

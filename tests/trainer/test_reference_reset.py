@@ -58,10 +58,7 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab, whole, step, words):
 
 
 def test_with_the_reference_the_optimizer_begins_anew(lab: Lab, whole: Finished) -> None:
-    """The third step is again a first step of Adam.
-
-    Such a step moves each weight by the learning rate, whatever its gradient is.
-    """
+    """A first step of Adam moves each weight by the learning rate, whatever its gradient is."""
     longest = {}
     for name, words in (("kept", ()), ("anew", ("REF.reset_optimizer=true",))):
         before, after = (

@@ -1,7 +1,4 @@
-"""Replayed steps: equal bit for bit without changes, and equal to a plain computation with changes.
-
-Attributed gradients add up to the gradient. The run's folder does not change.
-"""
+"""Replayed steps: equal bit for bit without changes, and equal to a plain computation with changes."""
 
 import hashlib
 import json
@@ -98,7 +95,6 @@ def test_twenty_random_steps(lab: Lab, request: pytest.FixtureRequest, name: str
 
 @pytest.mark.slow
 def test_two_ranks_on_ray(lab: Lab, ray_cluster: None) -> None:
-    """Replay a step of two ranks, and the changed step in one process."""
     run = make(lab, "two", "trainer.n_gpus_per_node=2 steps=2 trainer.save_freq=1")
     found = replay(Run(run.folder), 2, Changes(["actor_rollout_ref.actor.entropy_coeff=0.5"]))
     assert (found.checkpoint, found.equal) == (1, True)

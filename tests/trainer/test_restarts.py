@@ -19,11 +19,7 @@ WORDS = "steps=4 A.ppo_mini_batch_size=2"
 
 
 class Fails:
-    """A loop that fails in some of its steps.
-
-    Args:
-        at: The steps that fail, in order; each start of the run fails at one of them.
-    """
+    """A loop that fails in the steps `at`, one for each start of the run."""
 
     def __init__(self, *at: int, restartable: bool = True) -> None:
         self.at = list(at)

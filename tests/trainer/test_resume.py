@@ -23,10 +23,7 @@ def whole(lab: Lab) -> Finished:
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3, 6))])
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, whole: Finished, step: int) -> None:
-    """The run stops in the middle of `step`, across the end of an epoch.
-
-    Optimizer moments, learning rate schedule and KL controller must be restored.
-    """
+    """The run stops in the middle of `step`, across the end of an epoch."""
     resumed = lab.resumed(f"stopped_{step}", *WORDS, lab.validated, at=step)
     assert_same(resumed, whole)
     assert resumed.samples(8)["tokens"] == whole.samples(8)["tokens"]
@@ -53,7 +50,6 @@ def test_ctrl_c_finishes_the_step_saves_and_the_same_command_goes_on(lab: Lab, w
 
 
 def test_ctrl_c_before_the_first_step_stops_at_once_and_claims_no_save(lab, monkeypatch, capfd):
-    """The interrupt comes in the validation before training."""
 
     def interrupted(self: PPOTrainer, step: int) -> dict[str, float]:
         interrupt(self)

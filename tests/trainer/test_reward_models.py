@@ -202,7 +202,6 @@ def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
 
 @pytest.mark.slow
 def test_steps_are_replayed_without_the_reward_models(lab: Lab, tmp_path: Path) -> None:
-    """A replay uses the recorded scores, or one function instead of everything that made them."""
     combine = f"reward.combine={lab.folder}/mine.py:least"
     summed = lab.run("replayed_summed", *models(lab, ALL, "reward.weight=2.0 trainer.save_freq=1"))
     combined = lab.run("replayed_combined", *models(lab, "{safe: {SAFE}}", combine, "trainer.save_freq=1"))

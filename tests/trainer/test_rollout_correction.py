@@ -27,7 +27,6 @@ import torch
 from tandem.workers.actor import ActorWorker
 from tandem.workers.rollout_part import RolloutPart
 
-
 class ShiftedRollout(RolloutPart):
     \"\"\"Its rollout says that each token was more probable by 0.5 sin(token) nats than it was.\"\"\"
 
@@ -39,10 +38,8 @@ class ShiftedRollout(RolloutPart):
         batch.batch["rollout_log_probs"] = logs.with_values(shifted.to(logs.values.dtype))
         return batch
 
-
 class Shifted(ActorWorker):
     rollout_part = ShiftedRollout
-
 
 class SilentRollout(RolloutPart):
     def batch(self, *args, **kwargs):
@@ -51,18 +48,14 @@ class SilentRollout(RolloutPart):
         batch.batch["rollout_log_probs"] = logs.with_values(torch.full_like(logs.values, torch.nan))
         return batch
 
-
 class Silent(ActorWorker):
     rollout_part = SilentRollout
-
 
 def half(old_log_probs, rollout_log_probs, *, share=0.5):
     return (share * (old_log_probs - rollout_log_probs)).exp()
 
-
 def far(old_log_probs, rollout_log_probs, response_mask, offsets):
     return (old_log_probs - rollout_log_probs).abs()
-
 
 def wrong(old_log_prob, advantages): ...
 """

@@ -16,10 +16,7 @@ def words(lab: Lab, loss: str, **options: float) -> str:
 
 
 def test_tokens_that_are_silenced_do_not_learn(lab: Lab) -> None:
-    """If all tokens are excluded, the weights do not change.
-
-    With one update per batch, old log-probs are computed only because the selection reads them.
-    """
+    """With one update per batch, old log-probs are computed only because the selection reads them."""
     still = "A.optim.weight_decay=0 steps=1"
     all_of_them = words(lab, "clip_cov", clip_cov_ratio=1.0, clip_cov_lb=-1e9, clip_cov_ub=1e9)
     silent = lab.run("silent", all_of_them, still)
@@ -31,7 +28,6 @@ def test_tokens_that_are_silenced_do_not_learn(lab: Lab) -> None:
 
 
 def test_the_choice_is_made_over_the_whole_batch(lab: Lab) -> None:
-    """The samples on disk have the selection as a column, and two updates read it."""
     run = lab.run("updates", words(lab, "kl_cov", kl_cov_ratio=0.2), "A.ppo_mini_batch_size=2")
     spec = policy_loss("kl_cov")
     assert spec.selection is not None

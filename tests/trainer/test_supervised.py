@@ -1,7 +1,4 @@
-"""Supervised runs compared with plain loops over transformers' models.
-
-They are also compared with the same runs in other mini-batches, and stopped and resumed.
-"""
+"""Supervised runs compared with plain loops over transformers' models, and stopped and resumed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward import at_last_token
 
-
 class OwnCritic(CriticWorker):
     """Ours, with values of its own and a method more."""
 

@@ -41,7 +41,6 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_nothing_is_changed_by_it(lab: Lab) -> None:
-    """In this test the optimizer moments are not zero either."""
     done = lab.run("once", PPO)
     config = lab.config(PPO, "trainer.worst_batch_first=true")
     roles, ran = done.trainer.roles, []

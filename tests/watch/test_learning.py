@@ -53,10 +53,7 @@ Change = float | Callable[[int], float | None]
 
 
 def run(steps: int, **changes: Change) -> list[Row]:
-    """Return the steps of a run in the middle of learning, in which some metrics are other values.
-
-    A value may depend on the step; a metric that is None is absent.
-    """
+    """Return a run in the middle of learning; other values may depend on the step, and None is absent."""
     noise, rows = random.Random(0), []
     for step in range(1, steps + 1):
         values = {name.replace("__", "/"): f(step) if callable(f) else f for name, f in changes.items()}

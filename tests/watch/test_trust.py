@@ -95,7 +95,6 @@ def test_nothing_is_named_where_the_engines_agree(worker: Any) -> None:
 
 
 def test_stale_weights(worker: Any) -> None:
-    """The samples come from the first weights, and training uses the weights after two updates."""
     batch = sampled(module_of(worker))
     learnt = roles.with_targets(batch)
     old = worker.compute_log_prob(batch)
