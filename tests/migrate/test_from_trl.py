@@ -246,7 +246,8 @@ def test_a_command_line_is_taken_apart(tmp_path: Path) -> None:
     )
     given = read_words(line.split())
     assert given.settings == {
-        "learning_rate": 1e-5, "beta": 0.2, "use_vllm": True, "top_k": 5, "report_to": ["wandb", "tensorboard"]
+        "learning_rate": 1e-5, "beta": 0.2, "use_vllm": True, "top_k": 5,
+        "report_to": ["wandb", "tensorboard"],
     }  # fmt: skip
     with pytest.raises(ConfigError, match="not a trainer of TRL"):
         read_words(["dpo"])
