@@ -37,15 +37,9 @@ def model(tmp_path_factory) -> Path:
 def test_a_run_from_start_to_end(model, tmp_path):
     heard = []
     run = tandem.train(
-        model,
-        train=ROWS,
-        val=ROWS[:4],
-        rewards=digits,
-        steps=3,
-        out=tmp_path / "run",
-        config=SETTINGS,
+        model, train=ROWS, val=ROWS[:4], rewards=digits, steps=3, out=tmp_path / "run", config=SETTINGS,
         on_step=lambda number, metrics: heard.append((number, metrics["reward/mean"])),
-    )
+    )  # fmt: skip
     assert run.state == "finished" and run.steps == 3
     assert heard == run.curve("reward/mean")
     samples = run.samples(step=2)
@@ -71,14 +65,8 @@ def test_weighted_rewards_are_summed_and_told_apart(model, tmp_path):
         assert len(responses) == 4
         return [None if i else 8.0 for i in range(4)]
 
-    run = tandem.train(
-        model,
-        train=ROWS,
-        rewards={digits: 1.0, length: -0.5, lone: 0.25},
-        steps=1,
-        out=tmp_path / "run",
-        config=SETTINGS,
-    )
+    rewards = {digits: 1.0, length: -0.5, lone: 0.25}
+    run = tandem.train(model, train=ROWS, rewards=rewards, steps=1, out=tmp_path / "run", config=SETTINGS)
     for number, sample in enumerate(run.samples(step=1)):
         own = sum(c.isdigit() for c in sample["response"]) / 4
         first = 2.0 if number % 4 == 0 else 0.0

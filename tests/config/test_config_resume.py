@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +15,8 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
-    model, data = tmp_path / "model", tmp_path / "data.parquet"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    data.touch()
-    return [
-        f"data.train_files={data}",
-        f"actor_rollout_ref.model.path={model}",
-        "algorithm.adv_estimator=grpo",
-    ]
+def words(required: list[str]) -> list[str]:
+    return [*required, "algorithm.adv_estimator=grpo"]
 
 
 def _config(words: list[str], *more: str) -> TrainConfig:

@@ -49,34 +49,14 @@ def test_neither_list_nor_mapping(text: str) -> None:
 
 
 def test_overrides_as_hydra_writes_them() -> None:
-    tree = read(
-        "+a.b={x:1,y:[p,q]}",
-        "++a.c=[m,n]",
-        "a.d={z: null}",
-        "a.e='k,l'",
-        "a.f=1e-6",
-        "~a.c",
-        "hydra.run.dir=x",
-    )
+    given = ("+a.b={x:1,y:[p,q]}", "++a.c=[m,n]", "a.d={z: null}", "a.e='k,l'", "a.f=1e-6", "~a.c")
+    tree = read(*given, "hydra.run.dir=x")
     assert tree == {"a": {"b": {"x": 1, "y": ["p", "q"]}, "d": {"z": None}, "e": "k,l", "f": 1e-6}}
 
 
-def test_a_key_that_is_taken_back_has_its_default(load, tmp_path: Path) -> None:
+def test_a_key_that_is_taken_back_has_its_default(load) -> None:
     loaded = load("trainer.seed=3", "trainer.total_epochs=7", "~trainer.seed", "~trainer.nnodes=1", "~critic")
     assert (loaded.config.trainer.seed, loaded.config.trainer.total_epochs) == (0, 7)
-
-
-def test_what_is_hydras_own_is_said_once(load) -> None:
-    loaded = load("hydra.run.dir=out", "hydra/job_logging=none", "+hydra.searchpath=[file://x]")
-    (notice,) = loaded.notices
-    assert "hydra.run.dir, hydra/job_logging, hydra.searchpath" in notice
-
-
-def test_several_prefixes_are_said_once(load) -> None:
-    assert load("+trainer.seed=1", "+trainer.nnodes=1", "++data.seed=2").notices == (
-        "the prefix + is not needed; 2 keys are read without it.",
-        "++data.seed: the prefix ++ is not needed; the key is read as data.seed.",
-    )
 
 
 @pytest.mark.parametrize(
@@ -171,9 +151,7 @@ def test_verls_own_files_among_the_defaults_stand_for_verls_defaults(tmp_path: P
     assert tree == {"trainer": {**verls, "seed": 5, "nnodes": 2}}
 
 
-def test_interpolations_name_given_keys_the_environment_or_defaults(
-    required: list[str], monkeypatch, tmp_path: Path
-) -> None:
+def test_interpolations_name_given_keys_the_environment_or_defaults(required, monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_TEST_NAME", "n")
     file = tmp_path / "mine.yaml"
     file.write_text(

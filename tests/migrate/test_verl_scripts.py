@@ -117,9 +117,7 @@ def test_ways_to_start_verl(write: Write, line: str) -> None:
     assert understood(called(write(line))).arguments == ("a=b",)
 
 
-def test_the_folder_and_the_environment_are_those_of_the_call(
-    write: Write, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_folder_and_the_environment_are_those_of_the_call(write, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_TEST_KEPT", "as before")
     (tmp_path / "below").mkdir()
     path = write(
@@ -169,7 +167,6 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
 
 
 def test_a_script_is_read_to_its_end(write: Write, tmp_path: Path) -> None:
-    """A call returns status 0. The commands before and after it are listed and not run."""
     path = write(
         f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n{MAIN} a=b\n{MAIN} status=$?\ntouch after'
     )
@@ -193,7 +190,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 
 
 def test_a_script_writes_nothing_and_reaches_nobody(kind: type, write: Write, tmp_path: Path) -> None:
-    """This includes redirections, builtins, absolute paths and programs that start other programs."""
     (tmp_path / "kept").write_text("kept")
     python = f"env {sys.executable} -I -S -c"
     sleeper = subprocess.Popen(["sleep", "600"])
@@ -229,17 +225,13 @@ def test_a_script_reads_what_it_wrote(write: Write, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.sh"]
 
 
-def test_what_the_users_own_shells_read_first_does_not_count(
-    kind: type, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_users_own_shells_read_first_does_not_count(kind, write, tmp_path, monkeypatch):
     (tmp_path / "own.sh").write_text("OWN=1\n")
     monkeypatch.setenv("BASH_ENV", str(tmp_path / "own.sh"))
     assert called(write(f"{MAIN} a=1 own=$OWN")).words[-2:] == ("a=1", "own=")
 
 
-def test_without_protection_no_script_is_read(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_protection_no_script_is_read(write, tmp_path, monkeypatch):
     for each in (Sandlock, Bubblewrap):
         monkeypatch.setattr(each, "version", lambda: None)
     dry._working_runner.cache_clear()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
 from tandem.observability.run import read_metrics, read_samples
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.loop import Schedule
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.tiny import make_model, write_problems
+from tests.support.words import words as full_words
+
+REWARD_HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
 
 
 @dataclass
@@ -40,6 +48,31 @@ class Finished:
     def samples(self, step: int) -> dict[str, list[Any]]:
         return read_samples(self.folder / "samples" / f"step_{step:06d}.parquet")
 
+    def each(self, step: int, *names: str) -> list[tuple[Any, ...]]:
+        """Return these columns of each sample of a step."""
+        samples = self.samples(step)
+        return list(zip(*(samples[name] for name in names), strict=True))
+
+    def tokens(self, step: int) -> list[dict[str, Any]]:
+        """Return each response token of a step with its columns and those of its sample, `sample`."""
+        samples = self.samples(step)
+        found = []
+        for number, mask in enumerate(samples["response_mask"]):
+            own = {name: column[number] for name, column in samples.items()} | {"sample": number}
+            lists = [name for name, value in own.items() if isinstance(value, list)]
+            for place in np.flatnonzero(mask):
+                found.append(own | {name: own[name][place] for name in lists if len(own[name]) == len(mask)})
+        return found
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log" / "run.log").read_text()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The names of the run's checkpoints."""
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
     def weights(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.actor.actor.weights()}
 
@@ -60,6 +93,36 @@ def same_weights(a: Finished, b: Finished) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+def assert_same(a: Finished, b: Finished) -> None:
+    assert same_weights(a, b)
+    assert without_times(a.rows) == without_times(b.rows)
+
+
+@contextmanager
+def at_step(
+    number: int, does: Callable[[Any], object], *, after: bool = False, trainer: type[Any] = PPOTrainer
+) -> Iterator[None]:
+    """Call `does` with the trainer before, or after, the step of this number of runs inside the block."""
+    original = trainer.step
+
+    def step(self: Any, count: int, prompts: Any) -> dict[str, float]:
+        if count == number and not after:
+            does(self)
+        metrics = original(self, count, prompts)
+        if count == number and after:
+            does(self)
+        return metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "step", step)
+        yield
+
+
+def interrupt(_: object) -> None:
+    """Send this process what Ctrl-C sends."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 @contextmanager
 def broken_off(step: int) -> Iterator[None]:
     """End the run inside the block with an error in the middle of `step`; nothing of this step is kept."""
@@ -67,18 +130,11 @@ def broken_off(step: int) -> Iterator[None]:
     class Stop(Exception):
         """An error that stands for anything that ends a process."""
 
-    original = PPOTrainer.step
+    def stop(_: object) -> None:
+        raise Stop
 
-    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
-        metrics = original(self, number, prompts)
-        if number == step:
-            raise Stop
-        return metrics
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            yield
+    with at_step(step, stop, after=True), pytest.raises(Stop):
+        yield
 
 
 class Lab:
@@ -109,6 +165,45 @@ class Lab:
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={'null' if value is None else value}" for name, value in keys.items()]
 
+    def config(self, *words: str, run: str = "never") -> TrainConfig:
+        """Return the config of a run that is not made."""
+        return load_train_config(None, [*self.overrides(self.folder / run), *full_words(*words)]).config
+
+    def reward(self, source: str, name: str = "compute_score") -> str:
+        """Write a file of reward functions, and return the words for the function of this name.
+
+        A source of one line is the value that the function returns for a `response`.
+        """
+        file = self.folder / f"reward_{crc32(source.encode()):x}.py"
+        if "\n" not in source:
+            source = f"{REWARD_HEAD}\n    response = solution_str\n    return {source}\n"
+        file.write_text(source)
+        words = f"custom_reward_function.path={file}"
+        return words if name == "compute_score" else f"{words} custom_reward_function.name={name}"
+
+    def worker(self, methods: str) -> str:
+        """Write a worker class with these methods, which do nothing, and return its name in the config."""
+        file = self.folder / f"worker_{crc32(methods.encode()):x}.py"
+        lines = [f"    @register()\n    def {method}(self, *_): ...\n" for method in methods.split()]
+        file.write_text("from tandem.runtime import Worker, register\nclass Own(Worker):\n" + "".join(lines))
+        return f"{file}:Own"
+
+    @property
+    def letters(self) -> str:
+        """The words for a reward that differs between samples even for an untrained model."""
+        return self.reward("len(set(response)) / 6")
+
+    @property
+    def validated(self) -> str:
+        """The words for validation on the other problems."""
+        return f"data.val_files={self.val}"
+
+    def resumed(self, name: str, *words: str, at: int) -> Finished:
+        """End a run in the middle of step `at`, and return the run that the same words resume."""
+        with broken_off(at):
+            self.run(name, *words)
+        return self.run(name, *words)
+
     def trainer(
         self,
         run: Path,
@@ -117,7 +212,7 @@ class Lab:
         trainer: type[PPOTrainer] = PPOTrainer,
         schedule: Schedule[Any] | None = None,
     ) -> PPOTrainer:
-        loaded = load_train_config(None, [*self.overrides(run), *words])
+        loaded = load_train_config(None, [*self.overrides(run), *full_words(*words)])
         said = [] if said is None else said
         said.extend(loaded.notices)
         return build_ppo(loaded.config, say=said.append, trainer=trainer, schedule=schedule)
@@ -133,7 +228,7 @@ class Lab:
 
         Args:
             name: The name of the run folder.
-            words: Words of the config.
+            words: Words of the config, which may be short (`tests/support/words.py`).
             trainer: The class of the trainer.
             schedule: The order of the steps.
         """

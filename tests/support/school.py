@@ -16,6 +16,7 @@ from tandem.observability.run import read_metrics
 from tandem.trainer.assembly import build_supervised
 from tandem.trainer.supervised import SupervisedTrainer
 from tests.support.tiny import make_model, write_rows
+from tests.support.words import words as full_words
 
 FP64 = "fsdp_config.model_dtype=fp64"
 LOADERS: dict[str, Callable[..., Loaded[Any]]] = {"sft": load_sft_config, "rm": load_rm_config}
@@ -77,11 +78,7 @@ class Taught:
 
 
 class School:
-    """A maker of runs that share one model and its data files.
-
-    Args:
-        folder: An empty folder.
-    """
+    """A maker of runs that share one model and its data files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,7 +109,7 @@ class School:
             "trainer.test_freq=2",
             "trainer.logger=[]",
             f"trainer.default_local_dir={self.folder / name}",
-            *words,
+            *full_words(*words),
         ]
 
     def build(self, task: str, name: str, *words: str, said: list[str] | None = None) -> SupervisedTrainer:

@@ -45,10 +45,7 @@ def dies(
 def letter_and_parity(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> float:
-    """Return half for a response that starts with a, and half for an odd sum.
-
-    No policy gets the full score everywhere.
-    """
+    """Return half for a response that starts with a, and half for an odd sum: no policy gets both."""
     return (float(solution_str[:1] == "a") + int(ground_truth) % 2) / 2
 
 

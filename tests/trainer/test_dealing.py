@@ -64,10 +64,7 @@ class Writer(Worker):
     def generate_sequences(self, prompts, n, params):
         self.seen += prompts.non_tensor_batch["uid"].tolist()
         out = prompts.repeat(n)
-        return DataProto(
-            {"sample": torch.arange(len(prompts) * n) % n},
-            {"uid": out.non_tensor_batch["uid"]},
-        )
+        return DataProto({"sample": torch.arange(len(prompts) * n) % n}, {"uid": out.non_tensor_batch["uid"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_scores(self, samples):

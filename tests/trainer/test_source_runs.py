@@ -29,7 +29,7 @@ def rows(folder: Path, source: str, truth: Any) -> Path:
 )
 def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: Any, wrong: float) -> None:
     data = rows(tmp_path, source, truth)
-    finished = lab.run(source, f"data.train_files={data}", "trainer.total_training_steps=1")
+    finished = lab.run(source, f"data.train_files={data} steps=1")
     lines = (finished.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     means = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
     assert means == [wrong]  # an untrained model never answers in the required form
@@ -37,7 +37,7 @@ def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: An
 
 def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> None:
     data = rows(tmp_path, "codeforces", '{"inputs": ["1"], "outputs": ["1"]}')
-    finished = lab.run("codeforces", f"data.train_files={data}", "trainer.total_training_steps=1")
+    finished = lab.run("codeforces", f"data.train_files={data} steps=1")
     assert [line["reward/extra/tests"] for line in finished.rows if "reward/extra/tests" in line] == [1]
     assert (
         sum(said.startswith("programs that answer codeforces run here, under ") for said in finished.said)
@@ -45,9 +45,7 @@ def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> 
     )
 
 
-def test_programs_are_refused_before_any_step_without_a_sandbox(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_refused_before_any_step_without_a_sandbox(lab, tmp_path, monkeypatch):
     for kind in (protections.Sandlock, protections.Bubblewrap):
         monkeypatch.setattr(kind, "version", lambda: None)
     local._working_sandbox.cache_clear()

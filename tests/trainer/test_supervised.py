@@ -1,12 +1,7 @@
-"""Supervised runs compared with plain loops over transformers' models.
-
-They are also compared with the same runs in other mini-batches, and stopped and resumed.
-"""
+"""Supervised runs compared with plain loops over transformers' models, and stopped and resumed."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,7 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto
 from tandem.trainer.supervised import SupervisedTrainer
 from tandem.workers.losses import NextTokenLoss, PreferenceLoss
-from tests.support.runs import without_times
+from tests.support.runs import assert_same, at_step, interrupt, without_times
 from tests.support.school import FP64, School, Taught, school
 
 __all__ = ["school"]
@@ -41,14 +36,9 @@ CENTRE = 0.05
 
 def engine_on(folder: Path, kind: Any, precision: str) -> FSDPEngine:
     return FSDPEngine(
-        folder,
-        kind=kind,
-        model=BackboneConfig(path=str(folder)),
-        fsdp=FSDPConfig(model_dtype=precision),
-        optim=OptimConfig(lr=0.01),
-        total_steps=10,
-        device=torch.device("cpu"),
-    )
+        folder, kind=kind, model=BackboneConfig(path=str(folder)), fsdp=FSDPConfig(model_dtype=precision),
+        optim=OptimConfig(lr=0.01), total_steps=10, device=torch.device("cpu"),
+    )  # fmt: skip
 
 
 def gradients(
@@ -114,15 +104,12 @@ def plain_preferences(model: Any, data: PreferenceDataset, rows: range) -> dict[
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-5)])
-def test_preference_gradients_are_those_of_a_plain_loop(
-    school: School, scorer: Path, precision: str, tolerance: float, cut: str
-) -> None:
+def test_preference_gradients_are_those_of_a_plain_loop(school, scorer, precision, tolerance, cut):
     data = pairs(school, margin_key="margin")
     rows = range(11)
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    plain = AutoModelForSequenceClassification.from_pretrained(
-        scorer, dtype=dtype, attn_implementation="sdpa"
-    )
+    load = AutoModelForSequenceClassification.from_pretrained
+    plain = load(scorer, dtype=dtype, attn_implementation="sdpa")
     wanted = plain_preferences(plain, data, rows)
     engine = engine_on(scorer, "score", precision)
     found, metrics = gradients(engine, data.batch(rows, uid_prefix="0"), PreferenceLoss(CENTRE), CUTS[cut])
@@ -132,9 +119,7 @@ def test_preference_gradients_are_those_of_a_plain_loop(
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-6)])
-def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
-    school: School, precision: str, tolerance: float, cut: str
-) -> None:
+def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(school, precision, tolerance, cut):
     tokenizer = AutoTokenizer.from_pretrained(school.model)
     batch = SFTDataset(str(school.files["sft"][0]), tokenizer).batch(range(13), uid_prefix="0")
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -157,9 +142,9 @@ def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
 
 def test_a_run_validates_on_every_held_out_row_once(school: School, scorer: Path) -> None:
     """Seven rows are read in batches of three; the learning rate is zero, so the model does not change."""
-    words = ("data.train_batch_size=3", "optim.lr=0", "trainer.total_training_steps=1", FP64)
-    margins = ("data.margin_key=margin", f"center_rewards_coefficient={CENTRE}")
-    row = school.run("rm", "held_out", f"model.path={scorer}", *words, *margins).rows[-1]
+    words = ("data.train_batch_size=3 optim.lr=0 steps=1", FP64)
+    margins = f"data.margin_key=margin center_rewards_coefficient={CENTRE}"
+    row = school.run("rm", "held_out", f"model.path={scorer}", *words, margins).rows[-1]
     data = PreferenceDataset(
         str(school.files["rm"][1]), AutoTokenizer.from_pretrained(scorer), margin_key="margin"
     )
@@ -183,25 +168,13 @@ def whole(school: School) -> dict[str, Taught]:
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
-def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(
-    school: School, whole: dict[str, Taught], task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = SupervisedTrainer.step
-
-    def interrupted(self: SupervisedTrainer, step: int, batch: Any) -> dict[str, float]:
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(self, step, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SupervisedTrainer, "step", interrupted)
+def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(school: School, whole, task: str) -> None:
+    with at_step(3, interrupt, trainer=SupervisedTrainer):
         stopped = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
     assert stopped.trainer.session.interrupted and [row["step"] for row in stopped.rows] == [1, 2, 3]
     resumed = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
     assert any("after step 3" in sentence for sentence in resumed.said)
-    assert without_times(resumed.rows) == without_times(whole[task].rows)
-    first, second = resumed.weights(), whole[task].weights()
-    assert all(torch.equal(first[name], second[name]) for name in second)
+    assert_same(resumed, whole[task])
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
@@ -227,11 +200,11 @@ def test_what_is_reported_of_a_step(whole: dict[str, Taught]) -> None:
 
 
 def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: School, scorer: Path) -> None:
-    words = ("optim.lr=0", "trainer.total_training_steps=1")
+    words = "optim.lr=0 steps=1"
 
     def head(name: str, *more: str) -> tuple[Tensor, list[str]]:
         torch.manual_seed(len(name))  # earlier draws must not matter
-        run = school.run("rm", name, *words, *more)
+        run = school.run("rm", name, words, *more)
         return run.weights()["score.weight"], run.said
 
     first, said = head("seed_0")

@@ -23,7 +23,6 @@ from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward import at_last_token
 
-
 class OwnCritic(CriticWorker):
     """A critic with changed values and an additional method."""
 
@@ -164,14 +163,10 @@ def test_a_class_for_several_references_needs_the_methods_of_one() -> None:
 
 
 def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
-    words = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
-    ours = lab.run("ours", *words)
-    run = lab.run(
-        "theirs",
-        *words,
-        f"trainer.worker_classes={{critic: '{own}:OwnCritic', reward: '{own}:Constant', "
-        f"rollout: '{own}:Plain'}}",
-    )
+    words = "GAE A.use_kl_loss=true"
+    ours = lab.run("ours", words)
+    classes = f"W.critic={own}:OwnCritic W.reward={own}:Constant W.rollout={own}:Plain"
+    run = lab.run("theirs", words, classes)
     critic = run.trainer.roles.critic
     assert critic is not None
     assert critic.where() == [(0, 1)]
@@ -195,16 +190,9 @@ def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
         ("critic", "OwnCritik", ("this worker class does not exist", "did you mean 'OwnCritic'?")),
     ],
 )  # fmt: skip
-def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(
-    lab: Lab, own: Path, role: str, name: str, telling: tuple[str, ...]
-) -> None:
+def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(lab, own, role, name, telling):
     with pytest.raises(ConfigError) as caught:
-        lab.run(
-            "refused",
-            "algorithm.adv_estimator=gae",
-            "trainer.async_save=true",
-            f"trainer.worker_classes={{{role}: '{own}:{name}'}}",
-        )
+        lab.run("refused", f"GAE trainer.async_save=true W.{role}={own}:{name}")
     for text in telling:
         assert text in str(caught.value)
     assert not (lab.folder / "refused").exists()

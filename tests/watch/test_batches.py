@@ -28,7 +28,6 @@ from tandem.watch.gap import SAMPLED
 def test_a_first_token_without_a_log_prob_is_early_unless_nothing_else_could_be_drawn(
     sampling: dict[str, float], likely: float, early: int
 ) -> None:
-    """The batch has one sample, with a prompt of one token and a response of two."""
     tokens = Ragged.from_list([[1, 2, 3]], dtype=torch.int64)
     batch = DataProto(
         {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,7 @@ def sampled(module: Any, params: SamplingParams = PLAIN, version: int = 0) -> Da
     return rollout_batch(table, requests, samples, dtype=torch.float64, reshaped=params.reshapes)
 
 
-def read(
-    worker: Any, batch: DataProto, params: SamplingParams = PLAIN
-) -> tuple[dict[str, float], dict[Cause, str]]:
+def read(worker: Any, batch: DataProto, params: SamplingParams = PLAIN) -> tuple[Any, dict[Cause, str]]:
     """Return the metrics of a step and the causes that the worker and the controller's watch find."""
     said: list[str] = []
     worker.take_observed()
@@ -98,7 +95,6 @@ def test_nothing_is_named_where_the_engines_agree(worker: Any) -> None:
 
 
 def test_stale_weights(worker: Any) -> None:
-    """The samples come from the first weights, and training uses the weights after two updates."""
     batch = sampled(module_of(worker))
     learnt = roles.with_targets(batch)
     old = worker.compute_log_prob(batch)
@@ -171,9 +167,8 @@ def test_the_update_measures_what_the_recomputation_does(worker: Any) -> None:
     wanted = worker.take_observed().to_floats()
     old = worker.compute_log_prob(batch).rename("old_log_probs", "ref_log_probs")
     worker.take_observed()
-    worker.parts["actor"].loss = ActorLoss.from_config(
-        worker._config.actor_rollout_ref.actor, recomputed=False
-    )
+    actor = worker._config.actor_rollout_ref.actor
+    worker.parts["actor"].loss = ActorLoss.from_config(actor, recomputed=False)
     found = worker.update_actor(batch.union(old)).to_floats() | worker.take_observed().to_floats()
     names = [name for name in wanted if name.startswith("rollout/")]
     assert "rollout/kl" in names and "rollout/version_lag" in names
@@ -241,15 +236,10 @@ def test_the_metrics_are_their_definitions() -> None:
     columns = {SAMPLED: torch.from_numpy(log_q), UNTRUNCATED: torch.from_numpy(cut)}
     metrics = Metrics()
     for part in (slice(0, 20), slice(20, 50)):
-        add_rollout_gap(
-            metrics,
-            torch.from_numpy(log_p)[part],
-            {name: column[part] for name, column in columns.items()},
-            torch.from_numpy(mask)[part],
-        )
-    found = Watch(12, lambda name, sentence, step: None).check_samples(
-        1, metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, facts()
-    )
+        own = {name: column[part] for name, column in columns.items()}
+        add_rollout_gap(metrics, torch.from_numpy(log_p)[part], own, torch.from_numpy(mask)[part])
+    raw = metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}
+    found = Watch(12, lambda name, sentence, step: None).check_samples(1, raw, facts())
     compared = np.where(np.isnan(cut), log_q, cut)[mask]
     log_p = log_p[mask]
     p, q = np.exp(log_p), np.exp(compared)
@@ -273,14 +263,7 @@ def test_the_correlation_of_what_does_not_vary_is_none() -> None:
 
 def test_a_fingerprint_shows_any_changed_added_or_moved_token() -> None:
     row = [5, 0, 3, 3, 9]
-    changes: list[Callable[[list[int]], list[int]]] = [
-        lambda r: [*r, 0],
-        lambda r: [0, *r],
-        lambda r: r[:-1],
-        lambda r: [r[1], r[0], *r[2:]],
-        lambda r: [*r[:4], 8],
-    ]
-    changed = [change(row) for change in changes]
+    changed = [[*row, 0], [0, *row], row[:-1], [0, 5, 3, 3, 9], [5, 0, 3, 3, 8]]
     found = fingerprint(Ragged.from_list([row, *changed, []], torch.int64)).tolist()
     assert found[0] == sum((t + 1) * (token + 1) for t, token in enumerate(row))
     assert found[0] not in found[1:]

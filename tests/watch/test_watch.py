@@ -16,10 +16,7 @@ MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
 
 
 def step(number: int) -> dict[str, float]:
-    """Return the metrics of a step.
-
-    Rollout and training only agree in the first three steps. Step 6 skips prompts.
-    """
+    """Return a step; rollout and training agree in the first three only, and the sixth skips prompts."""
     difference = 1e-6 if number <= 3 else 0.5
     return {
         "rollout/log_prob_diff_mean": difference,
