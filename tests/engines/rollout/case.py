@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -104,3 +105,16 @@ def step_of(
         max_query=max(counts),
         max_length=max(lengths),
     )
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    """Wait until the condition holds, at most so long."""
+    until = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def write(engine: RolloutEngine, count: int) -> None:
+    """Let the engine write so many tokens since its creation. No request ends meanwhile."""
+    while engine.progress() < count:
+        assert engine.poll(0.02) == []

@@ -29,44 +29,35 @@ class Machine:
     """
 
     def __init__(self, blocks, *, seqs=8, budget=1000, chunked=True, caching=True, ahead=False):
-        self.counters = Counters(None)
-        self.rows = Rows(seqs)
-        self.scheduler = Scheduler(
-            self.rows,
-            self.counters,
-            max_length=64,
-            block_size=BLOCK,
-            max_num_batched_tokens=budget,
-            chunked=chunked,
-            caching=caching,
-        )
+        self.counters, self.rows, self.ahead = Counters(None), Rows(seqs), ahead
+        options = {"max_length": 64, "block_size": BLOCK, "max_num_batched_tokens": budget}
+        options |= {"chunked": chunked, "caching": caching}
+        self.scheduler = Scheduler(self.rows, self.counters, **options)
         self.scheduler.blocks = BlockManager(blocks)
-        self.slots = {}
-        self.ahead = ahead
+        self.slots, self.answers, self.plans = {}, {}, []
         self.flight = []  # (row, token)
-        self.answers = {}
-        self.plans = []
 
     def submit(self, *requests):
         self.scheduler.waiting.extend(requests)
 
-    @staticmethod
-    def next_token(prefix):
-        return (7 * sum(prefix) + len(prefix)) % 50
+    def busy(self):
+        return bool(self.rows.count or self.scheduler.waiting)
 
     def step(self):
         plan = self.scheduler.schedule()
-        if not self.ahead:
-            assert plan is not None
+        assert self.ahead or plan is not None
         landing, self.flight = self.flight, []
         if plan is not None:
             self.plans.append(plan)
             self.run(plan, dict(landing))
         self.accept(landing)
         if not self.ahead:
-            landing, self.flight = self.flight, []
-            self.accept(landing)
+            self.land()
         self.scheduler.check()
+
+    def land(self):
+        landing, self.flight = self.flight, []
+        self.accept(landing)
 
     def run(self, plan, in_flight):
         assert len(set(plan.rows.tolist())) == len(plan.rows)
@@ -84,7 +75,7 @@ class Machine:
             for offset in range(BLOCK):
                 self.slots[target * BLOCK + offset] = self.slots.get(source * BLOCK + offset)
         for row, source in zip(plan.sampled, plan.source, strict=True):
-            self.flight.append((int(row), self.next_token(ends[source][2])))
+            self.flight.append((int(row), next_token(ends[source][2])))
 
     def accept(self, tokens):
         done = np.zeros(self.rows.count, dtype=bool)
@@ -104,13 +95,16 @@ class Machine:
         self.flight = [(int(moved[row]) if row >= 0 else -1, token) for row, token in self.flight]
 
     def finish(self, limit=2000):
-        for _ in range(limit):
-            if not self.rows.count and not self.scheduler.waiting:
-                break
+        while self.busy() and limit:
             self.step()
-        assert not self.rows.count and not self.scheduler.waiting
+            limit -= 1
+        assert not self.busy()
         assert self.scheduler.blocks.free == self.scheduler.blocks.blocks
         return self.answers
+
+
+def next_token(prefix):
+    return (7 * sum(prefix) + len(prefix)) % 50
 
 
 def expected(requests):
@@ -118,7 +112,7 @@ def expected(requests):
     for item in requests:
         ids = item.prompt_ids.tolist()
         for _ in range(item.params.max_tokens):
-            ids.append(Machine.next_token(ids))
+            ids.append(next_token(ids))
             if ids[-1] in item.params.stop_token_ids:
                 break
         out[item.id] = ids[len(item.prompt_ids) :]
@@ -156,11 +150,10 @@ def test_any_load_is_computed_right(seed, ahead):
     for start in range(0, len(requests), 5):
         machine.submit(*requests[start : start + 5])
         for _ in range(rng.integers(6)):
-            if machine.rows.count or machine.scheduler.waiting:
+            if machine.busy():
                 machine.step()
         if machine.rows.count and start % 2:
-            landing, machine.flight = machine.flight, []
-            machine.accept(landing)
+            machine.land()
             gone = rng.random(machine.rows.count) < 0.2
             aborted |= {item.id for item in machine.rows.request[: machine.rows.count][gone]}
             machine.remove(gone)
@@ -173,13 +166,11 @@ def test_any_load_is_computed_right(seed, ahead):
 
 def test_samples_compute_their_prompt_once():
     machine = Machine(100, seqs=16)
-    prompt = np.arange(10)  # two blocks and a half
-    requests = [request("a", prompt, sample=s) for s in range(16)]
+    requests = [request("a", np.arange(10), sample=s) for s in range(16)]  # two blocks and a half
     machine.submit(*requests)
     machine.step()
     [plan] = machine.plans
-    assert plan.counts.tolist() == [10]
-    assert plan.sampled.tolist() == list(range(16))
+    assert (plan.counts.tolist(), plan.sampled.tolist()) == ([10], list(range(16)))
     assert plan.source.tolist() == [0] * 16
     assert len(plan.copies[0]) == 15 and len(set(plan.copies[0])) == 1 and len(set(plan.copies[1])) == 15
     assert machine.scheduler.blocks.free == 100 - 2 - 16
@@ -191,10 +182,9 @@ def test_samples_wait_for_a_prompt_in_chunks():
     machine = Machine(100, budget=6)
     requests = [request("a", np.arange(16), sample=s) for s in range(4)]
     machine.submit(*requests)
-    answers = machine.finish()
-    assert [plan.counts.tolist() for plan in machine.plans[:3]] == [[6], [6], [4]]
-    assert [len(plan.sampled) for plan in machine.plans[:3]] == [0, 0, 4]
-    assert answers == expected(requests)
+    assert machine.finish() == expected(requests)
+    plans = [(plan.counts.tolist(), len(plan.sampled)) for plan in machine.plans[:3]]
+    assert plans == [([6], 0), ([6], 0), ([4], 4)]
     assert prefilled(machine) == 16
 
 
@@ -203,12 +193,9 @@ def test_the_budget_goes_to_decoding_first():
     machine.submit(request("a", [1], 9), request("b", [2], 9))
     machine.step()
     machine.submit(request("c", np.arange(10)), request("d", [3]))
-    machine.step()
-    assert machine.plans[1].counts.tolist() == [1, 1, 4]
-    machine.step()
-    assert machine.plans[2].counts.tolist() == [1, 1, 4]
-    machine.step()
-    assert machine.plans[3].counts.tolist() == [1, 1, 2, 1]
+    for _ in range(3):
+        machine.step()
+    assert [plan.counts.tolist() for plan in machine.plans[1:]] == [[1, 1, 4], [1, 1, 4], [1, 1, 2, 1]]
 
 
 def test_a_long_prompt_runs_alone_when_chunks_are_off():
@@ -219,47 +206,29 @@ def test_a_long_prompt_runs_alone_when_chunks_are_off():
     assert [share for share in shares if share] == [[8], [30], [4, 4], [4]]
 
 
-def test_a_conversation_goes_on_over_the_blocks_of_its_last_turn():
+@pytest.mark.parametrize(
+    ("prompt", "steps", "forgets", "cached", "computed"),
+    [
+        (range(8), 99, False, 4, 8 + 4),  # a prompt that is known whole computes its last block
+        (range(20), 99, False, 16, 8 + 4),  # the next turn finds what was written
+        (range(8), 99, True, 0, 8 + 8),
+        (range(8), 2, True, 0, 8 + 8),  # a sequence that goes on leaves blocks that mix old and new keys
+    ],
+)
+def test_what_is_found_again(prompt, steps, forgets, cached, computed):
     machine = Machine(100)
-    machine.submit(request("a", np.arange(9), 8))
-    turn = machine.finish()["a", 0]
-    longer = np.concatenate((np.arange(9), turn, [1, 2, 3]))  # 20 tokens, of which 16 were computed
-    machine.submit(request("b", longer))
-    answers = machine.finish()
-    assert machine.counters.cached_prefix_tokens == 16
-    assert prefilled(machine) == 9 + 4
-    assert answers["b", 0] == expected([request("b", longer)])["b", 0]
-
-
-def test_a_prompt_that_is_known_whole_computes_its_last_block():
-    machine = Machine(100)
-    for uid in "ab":
-        machine.submit(request(uid, np.arange(8)))
-        machine.finish()
-    assert prefilled(machine) == 8 + 4
-
-
-def test_nothing_is_found_after_forget():
-    machine = Machine(100)
-    machine.submit(request("a", np.arange(8)))
-    machine.finish()
-    machine.scheduler.forget()
-    machine.submit(request("b", np.arange(8)))
-    machine.finish()
-    assert machine.counters.cached_prefix_tokens == 0
-
-
-def test_what_runs_over_old_keys_is_not_found_either():
-    """A sequence that continues after `forget` leaves blocks that mix old and new keys."""
-    machine = Machine(100)
-    machine.submit(request("a", np.arange(8), 9))
-    machine.step()
-    machine.step()
-    machine.scheduler.forget()
-    machine.finish()
-    machine.submit(request("b", np.arange(8)))
-    machine.finish()
-    assert machine.counters.cached_prefix_tokens == 0
+    first = request("a", np.arange(8), 9)
+    machine.submit(first)
+    for _ in range(steps):
+        if machine.busy():
+            machine.step()
+    if forgets:
+        machine.scheduler.forget()
+    turn = [*range(8), *machine.finish()["a", 0], 1, 2, 3]
+    second = request("b", turn[: len(prompt)])
+    machine.submit(second)
+    assert machine.finish() == expected([first, second])
+    assert (machine.counters.cached_prefix_tokens, prefilled(machine)) == (cached, computed)
 
 
 def test_a_prompt_in_the_middle_is_computed_anew_after_forget():
@@ -274,19 +243,18 @@ def test_a_prompt_in_the_middle_is_computed_anew_after_forget():
 
 def test_the_youngest_gives_way_and_comes_back_first():
     machine = Machine(6, caching=False)
-    long = [request(i, [i, i, i], 17) for i in range(3)]
-    late = request("late", [9], 17)
-    machine.submit(*long)
+    requests = [*(request(i, [i, i, i], 17) for i in range(3)), request("late", [9], 17)]
+    machine.submit(*requests[:3])
     machine.step()
-    machine.submit(late)
+    machine.submit(requests[3])
     order = []
-    while machine.rows.count or machine.scheduler.waiting:
+    while machine.busy():
         before = set(machine.answers)
         machine.step()
         order += sorted(set(machine.answers) - before)
     assert machine.counters.preemptions > 0
-    assert order == [("0", 0), ("1", 0), ("2", 0), ("late", 0)]
-    assert machine.answers == expected([*long, late])
+    assert order == [item.id for item in requests]
+    assert machine.answers == expected(requests)
 
 
 def test_a_sequence_starts_only_if_those_that_run_can_go_on():
