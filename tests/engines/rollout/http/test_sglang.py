@@ -215,7 +215,7 @@ def test_abort_is_said_to_the_server_and_does_not_wait_for_one_that_hangs(server
     engine.submit(requests)
     write(engine, 17)
     if hangs:
-        server._abort_request = lambda _: (server._closing.wait(60), Reply())[1]
+        monkeypatch.setattr(server, "_abort_request", lambda _: (server._closing.wait(60), Reply())[1])
     began = time.monotonic()
     partial = engine.abort([each.id for each in requests[:2]], keep_partial=True)
     assert time.monotonic() - began < 5
