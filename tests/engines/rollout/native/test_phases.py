@@ -11,8 +11,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
-from tandem.engines.rollout.native import steps
-from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.errors import EngineError
 from tandem.models.parallel import init_distributed
 from tests.engines.rollout.case import CPU, drain, native, request, tokens
@@ -30,30 +28,6 @@ def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests):
     engine.sleep(["weights"])
     gc.collect()
     assert cache() is not None and runner() is None and engine._source is None
-
-
-def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monkeypatch):
-    """Work that runs again replaces captured graphs."""
-    made, model, requests = [], tiny(dtype=torch.float64), make_requests(20, 2)
-
-    def graphed(*args):
-        made.append(GraphedRunner(*args, capture=lambda work: work))
-        return made[-1]
-
-    monkeypatch.setattr(steps, "GraphedRunner", graphed)
-    expected, engine = tokens(generate(native(model), requests)), native(model)
-    engine._steps.graphs = True
-    for phase in range(3):
-        engine.update_weights(SharedModule(model), phase)
-        for _ in range(2):
-            assert tokens(generate(engine, requests)) == expected
-            assert len(made) == phase + 1
-        if phase == 1:
-            engine.sleep()
-    engine.submit([request("long", prompt=90, max_tokens=9)])
-    engine.submit([request(f"x{r.uid}", r.sample, r.prompt_ids, max_tokens=60) for r in requests])
-    drain(engine)
-    assert len(made) == 4  # because the cache has grown
 
 
 def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
