@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from tandem.protocol import SamplingParams
 Row = np.ndarray
 
 
-@dataclass(frozen=True)
-class Distribution:
+class Distribution(NamedTuple):
     """The distribution of one next token over the whole vocabulary.
 
     Attributes:
@@ -37,17 +36,11 @@ def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: 
     """Return logits with bars, biases and penalties applied."""
     out = np.array(logits, dtype=np.float64)
     if len(written) < params.min_tokens:
-        for token in params.stop_token_ids:
-            if token < len(out):
-                out[token] = -np.inf
+        out[[token for token in params.stop_token_ids if token < len(out)]] = -np.inf
     for token, bias in params.logit_bias:
         out[token] += bias
     for token in {*prompt, *written}:
-        out[token] = (
-            out[token] / params.repetition_penalty
-            if out[token] > 0
-            else out[token] * params.repetition_penalty
-        )
+        out[token] *= params.repetition_penalty ** (-1 if out[token] > 0 else 1)
     for token, count in Counter(written).items():
         out[token] -= params.frequency_penalty * count + params.presence_penalty
     return out
@@ -79,9 +72,6 @@ def distribution(
     """Return the distribution of the token after `prompt` and `written`, given the model's `logits`."""
     temperature = params.temperature or 1.0
     processed = edited(logits, params, prompt, written) / temperature
+    whole = softmax(np.asarray(logits, dtype=np.float64) / temperature)
     probabilities = softmax(processed)
-    return Distribution(
-        logits=processed,
-        probabilities=probabilities if params.greedy else cut(probabilities, params),
-        whole=softmax(np.asarray(logits, dtype=np.float64) / temperature),
-    )
+    return Distribution(processed, probabilities if params.greedy else cut(probabilities, params), whole)

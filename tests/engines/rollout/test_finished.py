@@ -1,7 +1,5 @@
 """Tests of `finished`: an engine that stalls raises an error."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem.engines.rollout import base
@@ -9,39 +7,36 @@ from tandem.errors import EngineError
 
 
 class Stuck:
-    """An engine that finishes one request at each of the first polls and then none."""
+    """An engine that finishes one request at each of the first polls and then none. A poll takes a second."""
 
-    def __init__(self, works: int, clock: list[float]) -> None:
-        self.works, self.clock = works, clock
-        self.waiting: list = []
-        self.written = 0
+    def __init__(self, works):
+        self.works, self.clock, self.waiting, self.written = works, 0.0, [], 0
 
-    def submit(self, requests: list) -> None:
+    def submit(self, requests):
         self.waiting += requests
 
-    def poll(self, timeout_s: float) -> list:
-        self.clock[0] += 1
+    def poll(self, timeout_s):
+        self.clock += 1
         if self.written >= self.works:
             return []
         self.written += 1
         return [self.waiting.pop(0)]
 
-    def progress(self) -> int:
+    def progress(self):
         return self.written
 
-    def abort(self, ids: list) -> None:
+    def abort(self, ids):
         self.waiting = [request for request in self.waiting if request.id not in ids]
 
 
 def test_an_engine_that_stands_still_is_given_up(make_requests, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(base.time, "monotonic", lambda: clock[0])
-    engine = Stuck(2, clock)
+    engine = Stuck(2)
+    monkeypatch.setattr(base.time, "monotonic", lambda: engine.clock)
     parts = base.finished(engine, make_requests(4), at_least=1, stall_timeout_s=10)
     assert [len(next(parts)) for _ in range(2)] == [1, 1]
-    clock[0] += 100  # time that the caller takes
+    engine.clock += 100  # time that the caller takes
     with pytest.raises(EngineError, match="no token for 10 s") as caught:
         next(parts)
-    assert clock[0] == 2 + 100 + 11
+    assert engine.clock == 2 + 100 + 11
     assert "2 requests pending, the first is ('p2', 0)" in caught.value.got
     assert engine.waiting == []

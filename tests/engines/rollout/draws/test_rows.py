@@ -32,6 +32,13 @@ def request(index, params, prompt=(1, 2, 3)):
     return Request(f"r{index}", index % 3, np.array(prompt), params)
 
 
+def finished(rows, at, stopped):
+    """Return the samples of rows that are done, by id."""
+    reasons = ["stop" if why else "length" for why in stopped]
+    samples = [rows.sample(int(row), reason) for row, reason in zip(at, reasons, strict=True)]
+    return {sample.id: sample for sample in samples}
+
+
 def step(rows, at, ahead=0):
     """Draw for the rows `at`."""
     logits = [logits_at(rows.request[row], int(rows.produced[row]) + ahead) for row in at]
@@ -49,9 +56,7 @@ def run(requests, capacity=None):
             waiting = waiting[free:]
         at = np.arange(rows.count)
         done, stopped = rows.accept(at, step(rows, at), 0, None)
-        for row in np.flatnonzero(done):
-            sample = rows.sample(int(row), "stop" if stopped[row] else "length")
-            out[sample.id] = sample
+        out |= finished(rows, at[done], stopped[done])
         rows.remove(done)
     return out
 
@@ -103,7 +108,7 @@ PARAMS = st.builds(
     ),
 )
 def test_mixed_rows_that_come_and_go_follow_the_reference(params, capacity, prompts):
-    """The result depends neither on the other rows nor on the row number. Rows move when others leave."""
+    """Rows move when others leave."""
     requests = [request(i, p, prompts[i]) for i, p in enumerate(params)]
     samples = run(requests, capacity)
     for asked in requests:
@@ -114,10 +119,7 @@ PENALISED = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.8, max_to
 
 
 def test_tokens_drawn_ahead_are_those_drawn_one_by_one():
-    """A step is launched before the tokens of the last step are fetched.
-
-    Penalties, min_tokens and random numbers count the token in flight.
-    """
+    """Penalties, min_tokens and random numbers count the token in flight."""
     late = SamplingParams(min_tokens=4, stop_token_ids=(0, 1, 2, 3), max_tokens=12)
     requests = [request(0, PENALISED), request(1, late), request(2, SamplingParams(max_tokens=12))]
     expected = run(requests)
@@ -130,14 +132,11 @@ def test_tokens_drawn_ahead_are_those_drawn_one_by_one():
             at, drawn = flight
             kept = torch.from_numpy(np.flatnonzero(np.isin(at, alive)))
             done, stopped = rows.accept(at[kept], type(drawn)(*(part[kept] for part in drawn)), 0, None)
-            for row, why in zip(at[kept][done], stopped[done], strict=True):
-                sample = rows.sample(int(row), "stop" if why else "length")
-                out[sample.id] = sample
+            out |= finished(rows, at[kept][done], stopped[done])
         flight = (alive, later)
         alive = np.array([row for row in alive if rows.request[row].id not in out], dtype=np.int64)
-    assert {id: s.token_ids.tolist() for id, s in out.items()} == {
-        id: s.token_ids.tolist() for id, s in expected.items()
-    }
+    assert out.keys() == expected.keys()
+    assert all(sample.token_ids.tolist() == expected[id].token_ids.tolist() for id, sample in out.items())
 
 
 def test_draws_that_are_never_accepted_leave_no_trace_in_the_penalties():

@@ -1,7 +1,4 @@
-"""A fake of the parts of vLLM's server for new weights and memory.
-
-The worker's part runs on plain tensors.
-"""
+"""A fake of the parts of vLLM's server for new weights and memory. Its workers hold plain tensors."""
 
 from __future__ import annotations
 
@@ -45,14 +42,13 @@ class FakeVLLM(FakeServer):
 
     def answer(self, path: str, body: Any, fault: str) -> Reply:
         parts = urlsplit(path)
-        asked = parse_qs(parts.query)
         if parts.path == "/collective_rpc":
             self.calls.append(body["method"])
             return Reply({"results": [getattr(self, f"_{body['method']}")(*body["args"])] * self.workers})
         if parts.path == "/sleep" and not self.asleep:
             self.asleep = {"weights", "kv_cache"}
         if parts.path == "/wake_up":
-            self.asleep -= set(asked["tags"])
+            self.asleep -= set(parse_qs(parts.query)["tags"])
         return Reply({})
 
     def _tandem_load(self, path: str, size: int, layout: Any) -> None:

@@ -8,20 +8,6 @@ def digests(*names):
     return [name.encode() for name in names]
 
 
-def test_blocks_have_one_holder_until_they_are_shared():
-    manager = BlockManager(4)
-    table = manager.allocate(3)
-    assert sorted(table.tolist()) == [0, 1, 2]
-    assert manager.free == 1
-    manager.share(table[:2])
-    manager.check([table, table[:2]])
-    manager.release(table)
-    assert manager.free == 2
-    manager.release(table[:2])
-    assert manager.free == 4
-    manager.check([])
-
-
 def test_a_leak_is_noticed():
     manager = BlockManager(4)
     table = manager.allocate(3)
@@ -64,19 +50,6 @@ def test_of_equal_blocks_the_first_is_found():
     manager.check([first])
 
 
-def test_forgotten_blocks_are_free_and_not_found():
-    manager = BlockManager(3)
-    idle, held = manager.allocate(1), manager.allocate(1)
-    manager.remember(idle, digests("a"))
-    manager.remember(held, digests("b"))
-    manager.release(idle)
-    manager.forget()
-    assert len(manager.find(digests("a"))) == len(manager.find(digests("b"))) == 0
-    manager.check([held])
-    manager.release(held)
-    assert manager.free == 3
-
-
 def test_growth_adds_free_blocks():
     manager = BlockManager(2)
     table = manager.allocate(2)
@@ -109,6 +82,7 @@ def test_any_order_of_operations_keeps_the_books():
             manager.release(tables.pop(rng.integers(len(tables))))
         if step % 500 == 499:
             manager.forget()
+            content.clear()  # what is found from now on was remembered since
         manager.check(tables)
     for table in tables:
         manager.release(table)

@@ -13,11 +13,11 @@ from tandem.engines.rollout.native import driver as module
 from tandem.engines.rollout.native import lasting
 from tandem.engines.rollout.native.driver import MAPPINGS, Driver, DriverError, Mapping
 from tandem.engines.rollout.native.lasting import Lasting, lasting_bytes
+from tests.engines.rollout.case import CPU
 
-CPU = torch.device("cpu")
 GRAIN, FIRST = 2**21, 0x7000_0000_0000
 OUT_OF_MEMORY, INVALID = 2, 1
-POINTER, SIZE, FLAGS = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_ulonglong
+NUMBERS = (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_ulonglong)
 
 
 class Library:
@@ -38,17 +38,13 @@ class Library:
     def __getattr__(self, name):
         if not name.startswith("cu"):
             raise AttributeError(name)
-        function = getattr(type(self), f"_{name}")
 
         def call(*args):
-            given = [
-                arg if hasattr(arg, "_obj") else getattr(arg, "value", arg)
-                for arg in (
-                    kind(arg) if kind in (POINTER, SIZE, FLAGS) and isinstance(arg, int) else arg
-                    for kind, arg in zip(call.argtypes, args, strict=True)
-                )
-            ]
-            return function(self, *given)
+            """Call the fake with the plain numbers that the declared types make of the arguments."""
+            typed = zip(call.argtypes, args, strict=True)
+            args = [kind(arg) if kind in NUMBERS and isinstance(arg, int) else arg for kind, arg in typed]
+            args = [arg if hasattr(arg, "_obj") else getattr(arg, "value", arg) for arg in args]
+            return getattr(type(self), f"_{name}")(self, *args) or 0
 
         return call
 
@@ -58,7 +54,6 @@ class Library:
     def _cuMemGetAllocationGranularity(self, out, properties, option):
         self._check(properties._obj)
         out._obj.value = GRAIN
-        return 0
 
     def _check(self, properties):
         assert (properties.type, properties.handle_types) == (1, 0)
@@ -69,40 +64,29 @@ class Library:
         assert size % GRAIN == 0 and (alignment, address, flags) == (0, 0, 0)
         out._obj.value = FIRST + sum(self.reserved.values())
         self.reserved[out._obj.value] = size
-        return 0
 
     def _cuMemAddressFree(self, address, size):
         assert self.reserved.pop(address) == size
         assert not any(address <= place < address + size for place in self.mapped)
-        return 0
 
     def _cuMemCreate(self, out, size, properties, flags):
         self._check(properties._obj)
-        if size % GRAIN:
-            return INVALID
-        if self.used() + size > self.room:
-            return OUT_OF_MEMORY
-        out._obj.value = 1 + len(self._released)
-        self.handles[out._obj.value], self._released[out._obj.value] = size, False
-        return 0
+        if size % GRAIN or self.used() + size > self.room:
+            return INVALID if size % GRAIN else OUT_OF_MEMORY
+        handle = out._obj.value = 1 + len(self._released)
+        self.handles[handle], self._released[handle] = size, False
 
     def _cuMemMap(self, address, size, offset, handle, flags):
         assert self.handles[handle] == size and (offset, flags) == (0, 0)
-        assert any(
-            first <= address and address + size <= first + held for first, held in self.reserved.items()
-        )
-        assert not any(
-            place < address + size and address < place + held for place, held in self.mapped.items()
-        )
+        assert any(first <= address and address + size <= first + n for first, n in self.reserved.items())
+        assert not any(place < address + size and address < place + n for place, n in self.mapped.items())
         self.mapped[address], self._of[address] = size, handle
-        return 0
 
     def _cuMemRelease(self, handle):
         assert not self._released[handle]
         self._released[handle] = True
         if handle not in self._of.values():
             del self.handles[handle]
-        return 0
 
     def _cuMemUnmap(self, address, size):
         assert self.mapped.pop(address) == size
@@ -110,39 +94,33 @@ class Library:
         handle = self._of.pop(address)
         if self._released[handle]:
             del self.handles[handle]
-        return 0
 
     def _cuMemSetAccess(self, address, size, access, count):
         assert self.mapped[address] == size and count == 1
         assert (access._obj.location.type, access._obj.location.id, access._obj.flags) == (1, 3, 3)
         self.readable.add(address)
-        return 0
 
 
 @pytest.fixture
 def library(monkeypatch):
-    """Return a driver with memory for eight chunks of two grains each.
-
-    A mapping that is deleted waits for no device.
-    """
+    """Return a driver with memory for eight chunks of two grains. A deleted mapping waits for no device."""
     monkeypatch.setattr(module, "CHUNK", 2 * GRAIN)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return Library(16 * GRAIN)
 
 
 def test_memory_comes_back_behind_the_same_addresses(library):
-    mapping = Mapping(Driver(library), 5 * GRAIN - 7, 3)
+    mapping, mine = Mapping(Driver(library), 5 * GRAIN - 7, 3), torch.device("cuda", 3)
     assert library.reserved == {mapping.address: 5 * GRAIN} and mapping.size == 5 * GRAIN
     assert library.used() == mapping.mapped == 0
+    places = {mapping.address + 2 * part * GRAIN: (2, 2, 1)[part] * GRAIN for part in range(3)}
     for _ in range(3):
         mapping.map()
-        places = [mapping.address, mapping.address + 2 * GRAIN, mapping.address + 4 * GRAIN]
-        assert library.mapped == dict(zip(places, (2 * GRAIN, 2 * GRAIN, GRAIN), strict=True))
-        assert library.readable == set(places) and library.used() == 5 * GRAIN
-        assert lasting_bytes(torch.device("cuda", 3)) == 5 * GRAIN
+        assert library.mapped == places and library.readable == set(places)
+        assert library.used() == lasting_bytes(mine) == 5 * GRAIN
         assert lasting_bytes(torch.device("cuda", 1)) == 0
         mapping.unmap()
-        assert library.used() == mapping.mapped == lasting_bytes(torch.device("cuda", 3)) == 0
+        assert library.used() == mapping.mapped == lasting_bytes(mine) == 0
     interface = mapping.__cuda_array_interface__
     assert interface["data"] == (mapping.address, False) and interface["shape"] == (5 * GRAIN,)
     assert interface["typestr"] == "|u1"
@@ -190,10 +168,9 @@ def test_tensors_side_by_side_in_one_memory():
     specs = [((3, 5), torch.bfloat16), ((7,), torch.float32), ((2, 2, 2), torch.float64), ((0,), torch.int32)]
     held = Lasting(specs, CPU)
     assert not held.stays  # a CPU has no such memory
-    for (shape, dtype), tensor in zip(specs, held.tensors, strict=True):
+    for value, ((shape, dtype), tensor) in enumerate(zip(specs, held.tensors, strict=True)):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype) and tensor.is_contiguous()
         assert (tensor.data_ptr() - held.tensors[0].data_ptr()) % 256 == 0 or not tensor.numel()
-    for value, tensor in enumerate(held.tensors):
         tensor.fill_(value)
     assert all(bool((tensor == value).all()) for value, tensor in enumerate(held.tensors))
     assert held.bytes == 3 * 256

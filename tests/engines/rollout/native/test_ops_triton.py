@@ -1,6 +1,6 @@
 """Tests of the Triton ops against `TorchOps` in float64.
 
-`test_attention_triton` says where they run.
+`test_paged_attention` says where they run.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.ops.torch import TorchOps
 from tandem.engines.rollout.native.ops.triton import TritonOps
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, EPS = 5, 1e-3
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
@@ -24,20 +24,15 @@ def random(*shape, seed=0):
 
 def both(dtype, heads=3, kv_heads=1, dim=24):
     """Return Triton ops of this dtype, and PyTorch ops in float64."""
-    cos_PD, sin_PD = random(50, dim, seed=1).to(dtype), random(50, dim, seed=2).to(dtype)
-    made = Heads(heads, kv_heads, dim, cos_PD, sin_PD, dim**-0.5)
-    wide = Heads(heads, kv_heads, dim, cos_PD.double(), sin_PD.double(), dim**-0.5)
+    angles = [random(50, dim, seed=seed).to(dtype) for seed in (1, 2)]
+    made = Heads(heads, kv_heads, dim, *angles, dim**-0.5)
+    wide = Heads(heads, kv_heads, dim, *(part.double() for part in angles), dim**-0.5)
     return TritonOps(made, EPS), TorchOps(wide, EPS)
 
 
 def close(actual, expected):
     limit = LIMITS[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, rtol=limit, atol=limit)
-
-
-@pytest.fixture(params=LIMITS, ids=str)
-def dtype(request):
-    return request.param
 
 
 @pytest.mark.parametrize("size", [16, 100, 896])

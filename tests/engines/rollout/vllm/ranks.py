@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,19 @@ import torch
 from torch.distributed import TCPStore
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.base import WeightStream
 from tandem.engines.weight_sync import Digest
 from tandem.models.parallel import init_distributed
-from tandem.protocol import Request, Sample
+from tandem.protocol import Sample
+from tests.engines.rollout.case import CPU
 
 vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm.engine", exc_type=ImportError)
 
 _LIMIT_S = 240.0
-CPU = torch.device("cpu")
 
 
 class Ranks:
-    """Processes that make the same engines and give them the same calls.
-
-    It checks that all processes answer alike.
-    """
+    """Processes that make the same engines and give them the same calls. All of them must answer alike."""
 
     def __init__(self, size: int = 2) -> None:
         self.size = size
@@ -41,11 +38,11 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             here, there = spawning.Pipe()
-            process = spawning.Process(target=_rank, args=(rank, size, self._store.port, there), daemon=True)
-            process.start()
+            arguments = (rank, size, self._store.port, there)
+            self._processes.append(spawning.Process(target=_rank, args=arguments, daemon=True))
+            self._processes[-1].start()
             there.close()
             self._pipes.append(here)
-            self._processes.append(process)
 
     def close(self) -> None:
         for process in self._processes:
@@ -82,53 +79,32 @@ class Ranks:
         return SplitEngine(self, self.engines)
 
 
+def _on_ranks(method: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **options: self.call(method, *arguments, **options)
+
+
 class SplitEngine:
     """A `RolloutEngine` whose calls go to its ranks."""
 
     takes = frozenset({WeightStream})
+    submit, poll, pending, abort = map(_on_ranks, ("submit", "poll", "pending", "abort"))
+    sleep, wake, close = map(_on_ranks, ("sleep", "wake", "close"))
+    progress, stats = map(_on_ranks, ("progress", "stats"))
 
     def __init__(self, ranks: Ranks, number: int) -> None:
         self.ranks, self.number = ranks, number
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         first, *others = self.ranks.run(_called, self.number, method, arguments, options)
         for other in others:
             assert _plain(other) == _plain(first), method
         return first
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._call("submit", list(requests))
-
-    def poll(self, timeout_s: float) -> list[Sample]:
-        return self._call("poll", timeout_s)
-
-    def pending(self) -> int:
-        return self._call("pending")
-
-    def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        return self._call("abort", list(ids), keep_partial=keep_partial)
-
-    def update_weights(self, source: WeightSource, version: int) -> Digest:
-        assert isinstance(source, WeightStream)
+    def update_weights(self, source: WeightStream, version: int) -> Digest:
         tensors = [(name, tensor.detach().clone().numpy()) for name, tensor in source.tensors]
         first, *others = self.ranks.run(_loaded, self.number, tensors, version)
         assert all(other == first for other in others)
         return first
-
-    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        self._call("sleep", tuple(tags))
-
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        self._call("wake", tuple(tags))
-
-    def close(self) -> None:
-        self._call("close")
-
-    def progress(self) -> int:
-        return self._call("progress")
-
-    def stats(self) -> dict[str, float]:
-        return self._call("stats")
 
 
 def _plain(value: Any) -> Any:
