@@ -203,11 +203,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
         ALL + "extra_info is of type str",
     ),
     "no messages": ("a.jsonl", edit(sets("prompt", [])), AT + "prompt: an empty list of messages"),
-    "an empty text": (
-        "a.parquet",
-        every(sets("prompt", "")),
-        "prompt: an empty text",
-    ),
+    "an empty text": ("a.parquet", every(sets("prompt", "")), "prompt: an empty text"),
     "white space": ("a.jsonl", edit(says(("user", " \n"))), AT + "prompt: nothing but white space"),
     "numbers for prompts": (
         "a.parquet",
@@ -259,11 +255,7 @@ FILES: dict[str, tuple[str, Broken, str]] = {
         lambda rows: lines(rows) + b'{"prompt": ' + b"[" * 200_000 + b"\n",
         "row 6 (line 7): broken JSON: nested deeper",
     ),
-    "images": (
-        "a.parquet",
-        every(sets("images", ["cat.png"])),
-        ALL + "images: not empty",
-    ),
+    "images": ("a.parquet", every(sets("images", ["cat.png"])), ALL + "images: not empty"),
     "control characters": ("a.jsonl", edit(truth("1", "\x1b[2J")), AT + r"data_source '\x1b[2J': no reward"),
 }
 

@@ -88,11 +88,9 @@ def test_prompts_of_several_turns_with_calls(
     tokenizer.chat_template = WITH_TOOLS
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     turns = [
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": "2"},
-        {"role": "user", "content": "sure?"},
-    ]
+        {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "2"}, {"role": "user", "content": "sure?"},
+    ]  # fmt: skip
     again = [{"role": "assistant", "content": "x", "tool_calls": [
         {"type": "function", "function": {"name": "sub", "arguments": {"b": 1}}}]}]  # fmt: skip
     rows = [prompt_row(turns), prompt_row([turns[0], *again, turns[3]])]
@@ -113,18 +111,15 @@ def test_demonstrations_with_tools(files: Any, tokenizer: Any) -> None:
     assert tokenizer.decode(learnt) == "2<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("row", "form", "said"),
-    [
-        ({"answer": None}, {"answer_key": "answer"}, "row 0: answer is null, not an answer"),
-        ({"tools": "add"}, {"tools_key": "tools"}, "row 0: tools: Expecting value"),
-        ({"tools": '{"a": 1}'}, {"tools_key": "tools"}, "row 0: tools: not a list of JSON schemas but"),
-        ({"rules": 3}, {"system_key": "rules"}, "row 0: rules: of type int, not text"),
-        ({"rules": "r", "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
-         {"system_key": "rules"}, "row 0: rules: not empty, but the prompt already has a system message"),
-        ({"rules": "r", "prompt": [1, 2]}, {"system_key": "rules"}, "prompt: token ids"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "form", "said"), [
+    ({"answer": None}, {"answer_key": "answer"}, "row 0: answer is null, not an answer"),
+    ({"tools": "add"}, {"tools_key": "tools"}, "row 0: tools: Expecting value"),
+    ({"tools": '{"a": 1}'}, {"tools_key": "tools"}, "row 0: tools: not a list of JSON schemas but"),
+    ({"rules": 3}, {"system_key": "rules"}, "row 0: rules: of type int, not text"),
+    ({"rules": "r", "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+     {"system_key": "rules"}, "row 0: rules: not empty, but the prompt already has a system message"),
+    ({"rules": "r", "prompt": [1, 2]}, {"system_key": "rules"}, "prompt: token ids"),
+])  # fmt: skip
 def test_rows_that_do_not_fit_are_named(
     files: Any, tokenizer: Any, prompt_row: Callable[..., Any], row: Any, form: Any, said: str
 ) -> None:

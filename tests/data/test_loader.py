@@ -84,14 +84,11 @@ def test_state_is_plain_and_holds_epoch_position_seed() -> None:
     assert order.state_dict() == state
 
 
-@pytest.mark.parametrize(
-    ("rows", "shuffle", "seed", "got"),
-    [
-        (7, True, 0, "seed 0, shuffle True, rows 7"),
-        (8, False, 0, "seed 0, shuffle False, rows 8"),
-        (8, True, 1, "seed 1, shuffle True, rows 8"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "shuffle", "seed", "got"), [
+    (7, True, 0, "seed 0, shuffle True, rows 7"),
+    (8, False, 0, "seed 0, shuffle False, rows 8"),
+    (8, True, 1, "seed 1, shuffle True, rows 8"),
+])  # fmt: skip
 def test_state_of_another_order_is_refused(rows: int, shuffle: bool, seed: int, got: str) -> None:
     state = BatchOrder(8, 2, shuffle=True, seed=0).state_dict()
     order = BatchOrder(rows, 2, seed=seed, shuffle=shuffle)

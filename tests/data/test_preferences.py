@@ -93,29 +93,23 @@ def test_each_half_is_cut_by_itself(files: Any, tokenizer: Any) -> None:
 ROW = {"prompt": "1", "chosen": "2", "rejected": "3", "margin": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"prompt": ""}, "prompt: an empty text"),
-        ({"rejected": None}, "rejected: null, not text"),
-        ({"margin": None}, "margin: null, not a number"),
-        ({"margin": float("nan")}, "margin: nan, not a finite number"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"prompt": ""}, "prompt: an empty text"),
+    ({"rejected": None}, "rejected: null, not text"),
+    ({"margin": None}, "margin: null, not a number"),
+    ({"margin": float("nan")}, "margin: nan, not a finite number"),
+])  # fmt: skip
 def test_wrong_rows_of_texts(files: Any, tokenizer: Any, changes: dict[str, Any], problem: str) -> None:
     path = files.parquet([ROW, ROW | changes])
     assert f"row 1: {problem}\n" in raised(path, tokenizer, margin_key="margin")
 
 
-@pytest.mark.parametrize(
-    ("chosen", "problem"),
-    [
-        (talk("a"), "chosen: no turn of the assistant"),
-        (talk("a", "b", "c"), "chosen: the last message is not the assistant's"),
-        (talk("a", "b")[1:], "chosen: the first message is the assistant's"),
-        (None, "chosen: not a list of messages but null"),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "problem"), [
+    (talk("a"), "chosen: no turn of the assistant"),
+    (talk("a", "b", "c"), "chosen: the last message is not the assistant's"),
+    (talk("a", "b")[1:], "chosen: the first message is the assistant's"),
+    (None, "chosen: not a list of messages but null"),
+])  # fmt: skip
 def test_wrong_conversations_of_a_pair(files: Any, tokenizer: Any, chosen: Any, problem: str) -> None:
     good = {"chosen": talk("a", "b"), "rejected": talk("a", "c")}
     path = files.parquet([good, good | {"chosen": chosen}])
@@ -153,13 +147,10 @@ def test_texts_without_a_prompt_are_the_whole(files: Any, tokenizer: Any) -> Non
     assert tokenizer.decode(data.rejected.row(0)) == "no<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "a text"}, "chosen: a list of messages, but the prompt is not"),
-        ({"rejected": talk("", "b", "c")[1:]}, "rejected: the last message is not the assistant's"),
-    ],
-)
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"prompt": "a text"}, "chosen: a list of messages, but the prompt is not"),
+    ({"rejected": talk("", "b", "c")[1:]}, "rejected: the last message is not the assistant's"),
+])  # fmt: skip
 def test_answers_that_follow_no_prompt(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
     good = {"prompt": talk("a"), "chosen": talk("", "b")[1:], "rejected": talk("", "c")[1:]}
     assert f"row 0: {problem}\n" in raised(files.parquet([good | row]), tokenizer)

@@ -228,10 +228,8 @@ def test_missing_file_and_folder(files: Any, tokenizer: Any, prompt_row: Row) ->
 def test_unreadable_file(files: Any, tokenizer: Any, prompt_row: Row, name: str) -> None:
     whole = Path(files.parquet([prompt_row("a")], "whole.parquet")).read_bytes()
     content = {
-        "noise.parquet": b"not parquet at all",
-        "cut.parquet": whole[:-20],
-        "bad.jsonl": b'{"prompt": [}',
-    }
+        "noise.parquet": b"not parquet at all", "cut.parquet": whole[:-20], "bad.jsonl": b'{"prompt": [}',
+    }  # fmt: skip
     path = files.text(content[name], name)
     kind = "JSON-lines" if name.endswith("jsonl") else "parquet"
     assert raised(path, tokenizer).startswith(f"{path}: not a readable {kind} file\n  got: ")

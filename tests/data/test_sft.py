@@ -40,10 +40,7 @@ def test_every_turn_of_the_assistant_is_learnt_and_nothing_else(files: Any, toke
     rows = [{"messages": turns("1+1?", "2", "sure?", "yes", system="s")}, {"messages": turns("a", "b")}]
     dataset = SFTDataset(files.parquet(rows), tokenizer)
     assert learnt(dataset, tokenizer) == [
-        (
-            "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
-            False,
-        ),
+        ("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n", False),
         ("2<|im_end|>", True),
         ("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n", False),
         ("yes<|im_end|>", True),
@@ -138,14 +135,11 @@ def test_batches_for_the_trainer(files: Any, tokenizer: Any) -> None:
     assert list(batch.non_tensor_batch["uid"]) == [f"0-{row}" for row in picked]
 
 
-@pytest.mark.parametrize(
-    ("truncation", "text", "mask"),
-    [
-        ("right", "1234x", [False] * 4 + [True]),
-        ("left", "4xyz<|im_end|>", [False, True, True, True, True]),
-        ("middle", "12yz<|im_end|>", [False, False, True, True, True]),
-    ],
-)
+@pytest.mark.parametrize(("truncation", "text", "mask"), [
+    ("right", "1234x", [False] * 4 + [True]),
+    ("left", "4xyz<|im_end|>", [False, True, True, True, True]),
+    ("middle", "12yz<|im_end|>", [False, False, True, True, True]),
+])  # fmt: skip
 def test_truncation_cuts_tokens_and_mask_alike(
     files: Any, tokenizer: Any, truncation: str, text: str, mask: list[bool]
 ) -> None:
@@ -184,27 +178,21 @@ def test_no_template(files: Any, tokenizer: Any) -> None:
     assert "has no chat template" in raised(files.parquet([{"messages": turns("1", "2")}]), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"messages": turns("1")}, "messages: no turn of the assistant"),
-        ({"messages": turns("1", "2")[::-1]}, "messages: the first message is the assistant's"),
-        ({"messages": []}, "messages: an empty list of messages"),
-        ({"messages": None}, "messages: not a list of messages but null"),
-    ],
-)
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"messages": turns("1")}, "messages: no turn of the assistant"),
+    ({"messages": turns("1", "2")[::-1]}, "messages: the first message is the assistant's"),
+    ({"messages": []}, "messages: an empty list of messages"),
+    ({"messages": None}, "messages: not a list of messages but null"),
+])  # fmt: skip
 def test_wrong_conversations(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
     text = raised(files.parquet([{"messages": turns("1", "2")}, row]), tokenizer)
     assert f"1 row(s) of the wrong shape\n  got:      row 1: {problem}\n" in text
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "", "response": "2"}, "prompt: an empty text"),
-        ({"prompt": "1", "response": None}, "response: null, not text"),
-    ],
-)
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"prompt": "", "response": "2"}, "prompt: an empty text"),
+    ({"prompt": "1", "response": None}, "response: null, not text"),
+])  # fmt: skip
 def test_wrong_pairs(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
     text = raised(files.parquet([{"prompt": "1", "response": "2"}, row]), tokenizer)
     assert f"1 row(s) of the wrong shape\n  got:      row 1: {problem}\n" in text
@@ -252,14 +240,11 @@ def test_tools_are_shown_to_the_template_of_prompts_and_completions(files: Any, 
     assert "missing column 'mine'" in raised(files.parquet([row]), tokenizer, tools_key="mine")
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "a text"}, "completion: a list of messages, but the prompt is not"),
-        ({"completion": turns("only the user")}, "completion: no turn of the assistant"),
-        ({"tools": "7"}, "tools: not a list of JSON schemas but"),
-    ],
-)
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"prompt": "a text"}, "completion: a list of messages, but the prompt is not"),
+    ({"completion": turns("only the user")}, "completion: no turn of the assistant"),
+    ({"tools": "7"}, "tools: not a list of JSON schemas but"),
+])  # fmt: skip
 def test_wrong_completions(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
     good = {"prompt": turns("a"), "completion": turns("", "b")[1:]}
     assert f"row 0: {problem}" in raised(files.parquet([good | row]), tokenizer)

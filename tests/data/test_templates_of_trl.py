@@ -57,12 +57,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "reasoning": _talk("Q", "The sum", "Sure?", "No", reasoning_content="hm"),
     "thought": _talk("Q", "<think>\nhm\n</think>\n\nThe sum", "Sure?", "<think>\noh\n</think>\n\nNo"),
     "calls": [
-        *_talk("Q"),
-        {"role": "assistant", "content": "", "tool_calls": _CALLS},
-        {"role": "tool", "name": "f", "content": "2"},
-        {"role": "assistant", "content": "The sum"},
+        *_talk("Q"), {"role": "assistant", "content": "", "tool_calls": _CALLS},
+        {"role": "tool", "name": "f", "content": "2"}, {"role": "assistant", "content": "The sum"},
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not _FILES, reason="no trl here, and TANDEM_CHAT_TEMPLATES names no folder")

@@ -34,20 +34,12 @@ def raised(reward: Reward) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("arithmetic", "arithmetic"),
-        ("arithmetic/hard", "arithmetic"),
-        ("openai/gsm8k", "gsm8k"),
-        ("gsm8k", "gsm8k"),
-        ("gsm8k-test", "gsm8k"),
-        ("lighteval/MATH", "math"),
-        ("DigitalLearningGmbH/MATH-lighteval", "math"),
-        ("HuggingFaceH4/MATH-500", "math"),
-        ("HuggingFaceH4/aime_2024", "math"),
-    ],
-)
+@pytest.mark.parametrize(("source", "module"), [
+    ("arithmetic", "arithmetic"), ("arithmetic/hard", "arithmetic"), ("openai/gsm8k", "gsm8k"),
+    ("gsm8k", "gsm8k"), ("gsm8k-test", "gsm8k"), ("lighteval/MATH", "math"),
+    ("DigitalLearningGmbH/MATH-lighteval", "math"), ("HuggingFaceH4/MATH-500", "math"),
+    ("HuggingFaceH4/aime_2024", "math"),
+])  # fmt: skip
 def test_data_sources(source: str, module: str) -> None:
     assert reward_for(source).name == f"tandem.rewards.{module}.compute_score"
 
@@ -88,29 +80,16 @@ def test_function_gets_everything_by_name() -> None:
     score(ITEMS[:1], reward)
     assert calls == [
         {
-            "data_source": "a",
-            "solution_str": "first",
-            "ground_truth": "1",
-            "extra_info": {"level": 3},
+            "data_source": "a", "solution_str": "first", "ground_truth": "1", "extra_info": {"level": 3},
             "weight": 2,
         }
-    ]
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0.25, 0.25),
-        (-3, -3.0),
-        (True, 1.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
-        (np.bool_(True), 1.0),
-        (np.array(0.5), 0.5),
-        (torch.tensor(0.5, requires_grad=True), 0.5),
-        (Fraction(1, 4), 0.25),
-    ],
-)
+@pytest.mark.parametrize(("value", "expected"), [
+    (0.25, 0.25), (-3, -3.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.bool_(True), 1.0),
+    (np.array(0.5), 0.5), (torch.tensor(0.5, requires_grad=True), 0.5), (Fraction(1, 4), 0.25),
+])  # fmt: skip
 def test_numbers_of_all_kinds(value: Any, expected: float) -> None:
     for reward in (returning(value), returning({"score": value})):
         result = score(ITEMS, reward)

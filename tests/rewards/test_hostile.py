@@ -331,11 +331,9 @@ def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(
 ) -> None:
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 1.0)
     bodies = {
-        "hangs": "time.sleep(600)",
-        "dies": "os.kill(os.getpid(), 9)",
-        "raises": "1 / 0",
+        "hangs": "time.sleep(600)", "dies": "os.kill(os.getpid(), 9)", "raises": "1 / 0",
         "forks": "os.fork()",
-    }
+    }  # fmt: skip
     file = tmp_path / "own.py"
     file.write_text(
         f"import os, time\nif os.getpid() != {os.getpid()}: {bodies[kind]}\n"

@@ -121,25 +121,16 @@ def test_a_score_its_reason_and_its_price(served: JudgeServer, tmp_path: Path) -
     assert judged(server)["judge_cached"] == 0
 
 
-@pytest.mark.parametrize(
-    ("said", "more", "expected"),
-    [
-        ("It says 'Score: 10', but no.\n**Score:** 2", {}, 0.2),
-        ("score = -1", {"scale": (-1, 1)}, 0.0),
-        ("Grade A3", {"pattern": r"A(\d)", "scale": [1, 5]}, 0.5),
-        ('{"score": 1} then ```{"score": 4, "of": {"score": 5}}```', {"json_field": "score"}, 0.4),
-        ('{"grade": "2.5"} {"other": 1} {', {"json_field": "grade", "scale": (0, 5)}, 0.5),
-        ("Score: 11", {}, None),
-        ("Score: 1" + "0" * 400, {}, None),
-        ("Score: ten", {}, None),
-        ("", {}, None),
-        ("a" * 5000 + "!", {"pattern": r"(?:(a+)+)+b"}, None),
-        ('{"score": true}', {"json_field": "score"}, None),
-        ('{"score": NaN}', {"json_field": "score"}, None),
-        ('{"score":' * 2000, {"json_field": "score"}, None),
-        ("\x1b[2J\ud800", {}, None),
-    ],
-)
+@pytest.mark.parametrize(("said", "more", "expected"), [
+    ("It says 'Score: 10', but no.\n**Score:** 2", {}, 0.2), ("score = -1", {"scale": (-1, 1)}, 0.0),
+    ("Grade A3", {"pattern": r"A(\d)", "scale": [1, 5]}, 0.5),
+    ('{"score": 1} then ```{"score": 4, "of": {"score": 5}}```', {"json_field": "score"}, 0.4),
+    ('{"grade": "2.5"} {"other": 1} {', {"json_field": "grade", "scale": (0, 5)}, 0.5),
+    ("Score: 11", {}, None), ("Score: 1" + "0" * 400, {}, None), ("Score: ten", {}, None), ("", {}, None),
+    ("a" * 5000 + "!", {"pattern": r"(?:(a+)+)+b"}, None), ('{"score": true}', {"json_field": "score"}, None),
+    ('{"score": NaN}', {"json_field": "score"}, None), ('{"score":' * 2000, {"json_field": "score"}, None),
+    ("\x1b[2J\ud800", {}, None),
+])  # fmt: skip
 def test_reading(
     served: JudgeServer, tmp_path: Path, said: str, more: dict[str, Any], expected: float | None
 ) -> None:
@@ -168,11 +159,9 @@ def test_what_passes_is_tried_again(served: JudgeServer, tmp_path: Path) -> None
     server = asking(served, tmp_path)
     dated = {"Retry-After": formatdate(time.time() + 2.5, usegmt=True)}
     served.replies = [
-        (429, {"Retry-After": "0.4"}, b"slow down"),
-        (500, {}, b"oops"),
-        (200, {}, b"<html>"),
+        (429, {"Retry-After": "0.4"}, b"slow down"), (500, {}, b"oops"), (200, {}, b"<html>"),
         (503, dated, b""),
-    ]
+    ]  # fmt: skip
     found = judged(server)
     assert found["score"] == pytest.approx(0.7) and found["judge_retries"] == 4
     times = [asked[0] for asked in served.asked]
@@ -184,26 +173,18 @@ def test_what_passes_is_tried_again(served: JudgeServer, tmp_path: Path) -> None
     assert "TimeoutError: no answer in 0.1 s (try 2 of 2)" in str(caught.value) and len(served.asked) == 7
 
 
-@pytest.mark.parametrize(
-    ("reply", "told", "asked"),
-    [
-        ((401, {}, f"no such key: {KEY}".encode()), "status 401: 'no such key: [key]'", 1),
-        ((429, {"Retry-After": "3600"}, b""), "wait 3600 s", 1),
-        ((302, {"Location": "http://127.0.0.1:1/"}, b"x"), "status 302", 1),
-        ((200, {}, b"x" * (5 * 2**20)), "larger than 4 MiB", 1),
-        ((200, {}, b'{"choices": []}'), "not a chat completion", 2),
-        ((200, {}, completion(None)), "not a chat completion", 2),
-        ((200, {}, b"[" * 100_000), "not a chat completion", 2),
-        ((200, {}, b"\xff\xfe"), "not a chat completion", 2),
-    ],
-)
+@pytest.mark.parametrize(("reply", "told", "asked"), [
+    ((401, {}, f"no such key: {KEY}".encode()), "status 401: 'no such key: [key]'", 1),
+    ((429, {"Retry-After": "3600"}, b""), "wait 3600 s", 1),
+    ((302, {"Location": "http://127.0.0.1:1/"}, b"x"), "status 302", 1),
+    ((200, {}, b"x" * (5 * 2**20)), "larger than 4 MiB", 1),
+    ((200, {}, b'{"choices": []}'), "not a chat completion", 2),
+    ((200, {}, completion(None)), "not a chat completion", 2),
+    ((200, {}, b"[" * 100_000), "not a chat completion", 2),
+    ((200, {}, b"\xff\xfe"), "not a chat completion", 2),
+])  # fmt: skip
 def test_what_does_not_pass(
-    served: JudgeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    reply: Any,
-    told: str,
-    asked: int,
+    served: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: Any, told: str, asked: int
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     served.replies = [reply] * 2
@@ -231,17 +212,11 @@ def test_a_key_stays_in_its_variable(
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and KEY in file.read_text()]
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"url": "127.0.0.1:8000"}, "server.url"),
-        ({"model": None}, "server.model"),
-        ({"api_key": KEY}, "server.api_key:"),
-        ({"concurrent": 0}, "server.concurrent"),
-        ({"per_minute": 0}, "server.per_minute"),
-        ({"timeout": "60"}, "server.timeout"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "told"), [
+    ({"url": "127.0.0.1:8000"}, "server.url"), ({"model": None}, "server.model"),
+    ({"api_key": KEY}, "server.api_key:"), ({"concurrent": 0}, "server.concurrent"),
+    ({"per_minute": 0}, "server.per_minute"), ({"timeout": "60"}, "server.timeout"),
+])  # fmt: skip
 def test_wrong_servers(served: JudgeServer, tmp_path: Path, changed: dict[str, Any], told: str) -> None:
     with pytest.raises(RewardError) as caught:
         judged(asking(served, tmp_path) | changed)
@@ -260,19 +235,16 @@ def test_wrong_arguments(served: JudgeServer, tmp_path: Path) -> None:
             judged(asking(served, tmp_path), **more)
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"server": None}, "the judge's server: "),
-        ({"server": {"url": "http://a/v1", "model": "m", "tries": 0}}, "server.tries"),
-        ({"server": {"url": "http://a/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
-        ({"template": "Well?"}, r"\{response\}"),
-        ({"pattern": "score"}, "the judge's pattern"),
-        ({"scale": [10]}, "the judge's scale"),
-        ({"rubrik": "be kind"}, "rubrik: the function has no such parameter(.|\n)*did you mean rubric"),
-        ({"response": "So."}, r"reward_kwargs\.response: "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "told"), [
+    ({"server": None}, "the judge's server: "),
+    ({"server": {"url": "http://a/v1", "model": "m", "tries": 0}}, "server.tries"),
+    ({"server": {"url": "http://a/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
+    ({"template": "Well?"}, r"\{response\}"),
+    ({"pattern": "score"}, "the judge's pattern"),
+    ({"scale": [10]}, "the judge's scale"),
+    ({"rubrik": "be kind"}, "rubrik: the function has no such parameter(.|\n)*did you mean rubric"),
+    ({"response": "So."}, r"reward_kwargs\.response: "),
+])  # fmt: skip
 def test_wrong_arguments_are_refused_before_any_response(changed: dict[str, Any], told: str) -> None:
     server = {"url": "http://127.0.0.1:9/v1", "model": "wise"}
     with pytest.raises(RewardError, match=told):
@@ -367,12 +339,9 @@ def test_a_run_with_a_judge_writes_its_key_nowhere(
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = asking(served, tmp_path / "cache", api_key_env="JUDGE_KEY")
     keys = {
-        "actor_rollout_ref.rollout.n": 2,
-        "data.max_response_length": 4,
-        "data.train_batch_size": 4,
-        "reward.num_workers": 0,
-        "trainer.logger": [],
-    }
+        "actor_rollout_ref.rollout.n": 2, "data.max_response_length": 4, "data.train_batch_size": 4,
+        "reward.num_workers": 0, "trainer.logger": [],
+    }  # fmt: skip
     run = tandem.train(
         make_model(tmp_path / "model"),
         train=[{"prompt": f"{n}+1=", "rubric": f"says {n + 1}"} for n in range(4)],

@@ -28,19 +28,16 @@ def scores(reward: Any, *items: Item) -> list[float]:
     return [each.score for each in score(items, reward)]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "needs", "optional"),
-    [
-        ("prompt, response, answer", ("prompt", "answer"), ()),
-        ("prompt, response, answer, hint=None", ("prompt", "answer"), ("hint",)),
-        ("prompt, response, **columns", ("prompt",), None),
-        ("prompts, responses, answer", ("prompt", "answer"), ()),
-        ("prompt, responses", ("prompt",), ()),
-        ("completions, solution, **kwargs", ("prompt", "solution"), None),
-        ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
-        ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "needs", "optional"), [
+    ("prompt, response, answer", ("prompt", "answer"), ()),
+    ("prompt, response, answer, hint=None", ("prompt", "answer"), ("hint",)),
+    ("prompt, response, **columns", ("prompt",), None),
+    ("prompts, responses, answer", ("prompt", "answer"), ()),
+    ("prompt, responses", ("prompt",), ()),
+    ("completions, solution, **kwargs", ("prompt", "solution"), None),
+    ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
+    ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
+])  # fmt: skip
 def test_the_columns_a_function_reads_are_its_other_parameters(
     tmp_path: Path, parameters: str, needs: tuple[str, ...], optional: tuple[str, ...] | None
 ) -> None:
@@ -48,17 +45,12 @@ def test_the_columns_a_function_reads_are_its_other_parameters(
     assert reward.reads == Reads(needs, optional)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "problem"),
-    [
-        ("answer", "which responses the function needs"),
-        ("response, responses", "name two ways"),
-        ("prompts, response", "name two ways"),
-        ("completions, response", "name two ways"),
-        ("completions, trainer_state", "takes trainer_state"),
-        ("solution_str, ground_truth", "cannot be called as needed"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "problem"), [
+    ("answer", "which responses the function needs"), ("response, responses", "name two ways"),
+    ("prompts, response", "name two ways"), ("completions, response", "name two ways"),
+    ("completions, trainer_state", "takes trainer_state"),
+    ("solution_str, ground_truth", "cannot be called as needed"),
+])  # fmt: skip
 def test_an_unclear_signature_is_an_error(tmp_path: Path, parameters: str, problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
         load(tmp_path, f"def f({parameters}): return 0.0")

@@ -142,10 +142,7 @@ HONEST = {
         "warnings.warn('x')",
         "Traceback\n",
     ),
-    "exit": (
-        "import atexit, sys\natexit.register(print, 'bye'); sys.exit(0)",
-        "bye\n",
-    ),
+    "exit": ("import atexit, sys\natexit.register(print, 'bye'); sys.exit(0)", "bye\n"),
     "glob": (
         "import glob, pathlib\n"
         "pathlib.Path('a.txt').write_text('x'); print(glob.glob('*.txt'), pathlib.Path('a.txt').resolve().name, pathlib.Path('.').stat().st_mode > 0)",

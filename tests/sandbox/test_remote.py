@@ -82,11 +82,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             "run_result": {"status": "TimeLimitExceeded", "stdout": ""},
         }
     result = {
-        "status": "Finished",
-        "return_code": done.returncode,
-        "stdout": done.stdout,
-        "stderr": done.stderr,
-    }
+        "status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr,
+    }  # fmt: skip
     return {"status": "Failed" if done.returncode else "Success", "message": "", "run_result": result}
 
 
@@ -111,16 +108,10 @@ def test_a_request_and_its_answers(server: Server) -> None:
     assert [each["path"] for each in server.asked] == ["/run_code"] * 3
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "tries"),
-    [
-        (503, "busy", 4),
-        (200, '{"status": "SandboxError"}', 4),
-        (200, "[]", 4),
-        (200, "<html>", 4),
-        (404, "no", 1),
-    ],
-)
+@pytest.mark.parametrize(("status", "body", "tries"), [
+    (503, "busy", 4), (200, '{"status": "SandboxError"}', 4), (200, "[]", 4), (200, "<html>", 4),
+    (404, "no", 1),
+])  # fmt: skip
 def test_a_server_that_fails(server: Server, status: int, body: str, tries: int) -> None:
     server.status, server.body, server.failing = status, body, 99
     with pytest.raises(RewardError, match=r"reward\.sandbox\.url: .*server"):
