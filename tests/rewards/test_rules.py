@@ -23,16 +23,12 @@ def right(found: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("response", "chosen"), [
-    *((text, "B") for text in ("B", "(b)", "b.", " B \n", "**B**", "B) Paris", "**B) Paris**", "$B$")),
-    *(
-        (text, "B")
-        for text in ("Answer: B", "**Answer:** B", "**Answer**: B", "the answer is b", "ANSWER = B")
-    ),
-    *(
-        (text, "B")
-        for text in ("The answer is (B).", "The answer is option B because", "the answer would be B,")
-    ),
-    *((text, "B") for text in (r"so \boxed{B}", r"\boxed{\text{(B)}}", r"\boxed{B. Paris}", "Option B")),
+    *((text, "B") for text in (
+        "B", "(b)", "b.", " B \n", "**B**", "B) Paris", "**B) Paris**", "$B$", "Answer: B", "**Answer:** B",
+        "**Answer**: B", "the answer is b", "ANSWER = B", "The answer is (B).", "the answer would be B,",
+        "The answer is option B because", r"so \boxed{B}", r"\boxed{\text{(B)}}", r"\boxed{B. Paris}",
+        "Option B",
+    )),
     ("<think>A or C? The answer is C</think>B", "B"), ("Answer: C <answer>B</answer>", "B"),
     ("The answer is A. No, the answer is B.", "B"), ("The answer is B since option C is wrong", "B"),
     ("B. Paris\n\nBecause Paris is the capital.", "B"), ("A) x\nB) y\nI like both", None), ("A or B", None),
@@ -220,9 +216,8 @@ def test_bounded_rules_take_little_time_on_any_text(unit: str) -> None:
 
 
 def terms(*given: dict[str, Any]) -> CustomRewardConfig:
-    return CustomRewardConfig.model_validate(
-        {"terms": [{"path": "tandem.rewards.rules", **each} for each in given]}
-    )
+    rows = [{"path": "tandem.rewards.rules", **each} for each in given]
+    return CustomRewardConfig.model_validate({"terms": rows})
 
 
 ITEM = Item("x", "It is 7.", None, columns={"prompt": "3+4=", "answer": "7"}, uid="u", token_ids=[1, 2, 3, 4])
@@ -236,13 +231,8 @@ EXPECTED = Scored(
 
 
 def test_rules_are_summed_from_a_config() -> None:
-    own = own_reward(
-        terms(
-            {"name": "numeric"},
-            {"name": "length", "weight": 0.1, "reward_kwargs": {"target": 8}},
-            {"name": "repetition"},
-        )
-    )
+    length = {"name": "length", "weight": 0.1, "reward_kwargs": {"target": 8}}
+    own = own_reward(terms({"name": "numeric"}, length, {"name": "repetition"}))
     assert own is not None and own.reads.needs == ("prompt",) and all(part.bounded for part in own.parts)
     (found,) = Pool(own, RewardConfig()).score([ITEM])
     assert found == EXPECTED and found.right
@@ -265,11 +255,10 @@ def test_two_rules_of_one_name_are_told_apart_by_labels() -> None:
     assert found.extra["has 7"] == 1 and found.extra["has x"] == 0
 
 
-def test_what_a_rule_lacks_is_missing_before_it_is_called() -> None:
-    for name, needs in {
-        "matches": "pattern",
-        "json_schema": "schema",
-        "instructions": "instruction_id_list",
-    }.items():
-        own = own_reward(terms({"name": name}))
-        assert own is not None and own.reads.needs == ("prompt", needs)
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("matches", "pattern"), ("json_schema", "schema"), ("instructions", "instruction_id_list")],
+)
+def test_what_a_rule_lacks_is_missing_before_it_is_called(name: str, needs: str) -> None:
+    own = own_reward(terms({"name": name}))
+    assert own is not None and own.reads.needs == ("prompt", needs)
