@@ -160,14 +160,11 @@ def test_long_rows_are_left_out_or_cut(tmp_path: Path, tokenizer: Any) -> None:
         assert batch.ragged("prompts").lengths.tolist() == lengths
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "said"),
-    [
-        ("Broken", DataError, "row 3: reward_model is null"),
-        ("Strange", ConfigError, "data.custom_cls.name: the dataset class does not accept"),
-        ("Missing", ConfigError, "data.custom_cls.name: there is no dataset class"),
-    ],
-)
+@pytest.mark.parametrize(("name", "error", "said"), [
+    ("Broken", DataError, "row 3: reward_model is null"),
+    ("Strange", ConfigError, "data.custom_cls.name: the dataset class does not accept"),
+    ("Missing", ConfigError, "data.custom_cls.name: there is no dataset class"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_before_training(
     tmp_path: Path, tokenizer: Any, name: str, error: type[Exception], said: str
 ) -> None:

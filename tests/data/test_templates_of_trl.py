@@ -19,6 +19,7 @@ from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import SHAPE, Encoder
 from tandem.data.examples import ConversationForm
 from tandem.data.truncation import Limit
+from tests.data.cases import talk
 from tests.support.tokenizers import KINDS
 
 _MARKER = re.compile(
@@ -41,28 +42,18 @@ _X = {"type": "object", "properties": {"x": {"type": "integer"}}}
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": _X}}]
 
 
-def _talk(*contents: str, **fields: str) -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    return [
-        {"role": roles[n % 2], "content": text, **(fields if n % 2 else {})}
-        for n, text in enumerate(contents)
-    ]
-
-
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one": _talk("The sum?", "The answer"),
-    "two": _talk("Q", "The sum", "Sure?", "No"),
-    "system": [{"role": "system", "content": "Be kind"}, *_talk("Q", "The sum")],
-    "blanks": _talk(" Q\n", " The sum \n", "a", "\n\nb "),
-    "reasoning": _talk("Q", "The sum", "Sure?", "No", reasoning_content="hm"),
-    "thought": _talk("Q", "<think>\nhm\n</think>\n\nThe sum", "Sure?", "<think>\noh\n</think>\n\nNo"),
+    "one": talk("The sum?", "The answer"),
+    "two": talk("Q", "The sum", "Sure?", "No"),
+    "system": [{"role": "system", "content": "Be kind"}, *talk("Q", "The sum")],
+    "blanks": talk(" Q\n", " The sum \n", "a", "\n\nb "),
+    "reasoning": talk("Q", "The sum", "Sure?", "No", reasoning_content="hm"),
+    "thought": talk("Q", "<think>\nhm\n</think>\n\nThe sum", "Sure?", "<think>\noh\n</think>\n\nNo"),
     "calls": [
-        *_talk("Q"),
-        {"role": "assistant", "content": "", "tool_calls": _CALLS},
-        {"role": "tool", "name": "f", "content": "2"},
-        {"role": "assistant", "content": "The sum"},
+        *talk("Q"), {"role": "assistant", "content": "", "tool_calls": _CALLS},
+        {"role": "tool", "name": "f", "content": "2"}, {"role": "assistant", "content": "The sum"},
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not _FILES, reason="no trl here, and TANDEM_CHAT_TEMPLATES names no folder")

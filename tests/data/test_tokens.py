@@ -15,6 +15,7 @@ from tandem.data.examples import ConversationForm, PairForm, PreferenceForm
 from tandem.data.forms import PromptForm
 from tandem.data.tokens import begin, encoded, tokenize
 from tandem.data.truncation import Limit
+from tests.data.cases import talk
 from tests.support.tokenizers import KINDS, byte_level, metaspace
 
 MARKERS = ["<|user|>", "<|assistant|>"]
@@ -23,10 +24,7 @@ PLAIN = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-
-
-def talk(*contents: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+FORMS = (PairForm("prompt", "response"), PreferenceForm(("response", "b"), "prompt", None, side="response"))
 
 
 def made(form: Form, row: dict[str, Any], tokenizer: Any, **options: Any) -> tuple[list[int], np.ndarray]:
@@ -91,16 +89,10 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
 
 
 def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
-    """Training and RL behave alike.
-
-    A text that already has the token gets no second one. Templates write their own begin token.
-    """
+    """A text that already has the token gets no second one. Templates write their own begin token."""
     tokenizer = metaspace(MARKERS, PLAIN)
     first = tokenizer.bos_token_id
-    for form in (
-        PairForm("prompt", "response"),
-        PreferenceForm(("response", "b"), "prompt", None, side="response"),
-    ):
+    for form in FORMS:
         for prompt in ("The sum", "<s>The sum"):
             ids, mask = made(form, {"prompt": prompt, "response": "a", "b": "x"}, tokenizer, ended=True)
             assert ids.count(first) == 1 and ids[0] == first and not mask[0]
@@ -125,10 +117,7 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
     for response in ("a", "a<|end|>", "<|end|>", ""):
         for prompt in ("Q:", "Q:<|end|>"):
             row = {"prompt": prompt, "response": response, "b": "x"}
-            for form in (
-                PairForm("prompt", "response"),
-                PreferenceForm(("response", "b"), "prompt", None, side="response"),
-            ):
+            for form in FORMS:
                 ids, mask = made(form, row, tokenizer, ended=True)
                 learnt = tokenizer.decode(np.array(ids)[mask])
                 assert learnt == ("a<|end|>" if "a" in response else "<|end|>")

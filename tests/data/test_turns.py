@@ -13,6 +13,7 @@ from tandem.data.examples import ConversationForm, PreferenceForm
 from tandem.data.truncation import Limit
 from tandem.data.turns import examples
 from tandem.errors import DataError
+from tests.data.cases import talk
 from tests.support.tokenizers import KINDS, byte_level
 
 END = "<|end|>"
@@ -31,23 +32,10 @@ EMPTIED = (
     "{{ m.content + eos_token }}{% else %}{{ '<think></think>' + c + eos_token }}{% endif %}"
     "{% else %}{{ c + eos_token }}{% endif %}" + PROMPT + "{{ '<think>\n' }}" + CLOSE
 )
-LATER = (
-    LOOP
-    + ROLE
-    + ANSWER
-    + "{{ (m.content if loop.last else c) + eos_token }}"
-    + PROMPT
-    + "{% if no_think is defined %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    + CLOSE
-)
-CLOSED = (
-    LOOP
-    + ROLE
-    + "{{ '\n' + m.content | trim + '<|stop|>\n' }}"
-    + PROMPT
-    + "{{ '\n' }}{% else %}{{ eos_token }}"
-    + CLOSE
-)
+NO_THINK = "{% if no_think is defined %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+LATER = LOOP + ROLE + ANSWER + "{{ (m.content if loop.last else c) + eos_token }}" + PROMPT + NO_THINK + CLOSE
+TRIMMED = "{{ '\n' + m.content | trim + '<|stop|>\n' }}"
+CLOSED = LOOP + ROLE + TRIMMED + PROMPT + "{{ '\n' }}{% else %}{{ eos_token }}" + CLOSE
 OPEN = (
     LOOP + ROLE + "{{ '\n' + m.content }}{% for call in m.tool_calls or [] %}{{ '<tool_call>f</tool_call>' }}"
     "{% endfor %}" + PROMPT + CLOSE
@@ -73,14 +61,11 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def talk(*contents: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+WHOLE = ConversationForm("m")
 
 
-def encoder(tokenizer: Any) -> Encoder:
-    return Encoder(
-        ConversationForm("m"), tokenizer, ChatTemplate(tokenizer, None), Limit(99999, ""), learnt=True
-    )
+def encoder(tokenizer: Any, form: Any = WHOLE) -> Encoder:
+    return Encoder(form, tokenizer, ChatTemplate(tokenizer, None), Limit(99999, ""), learnt=True)
 
 
 def shown(source: str, messages: list[dict[str, Any]], **options: Any) -> list[list[str]]:
@@ -198,7 +183,7 @@ def follows_prompts(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
         there = [mask[len(met) - 1 : len(met) + 1] for ids, mask in sequences if ids[: len(met)] == met]
         assert [False, True] in there
     pair = PreferenceForm(("m", "m"), None, None, texts=False, side="m")
-    last = Encoder(pair, tokenizer, template, Limit(9999, ""), learnt=True).part([{"m": messages}], [0])
+    last = encoder(tokenizer, pair).part([{"m": messages}], [0])
     ids, mask = sequences[-1]
     assert last.ids.tolist() == ids[: len(last.ids)] and last.masks[-1] and not any(mask[len(last.ids) :])
 

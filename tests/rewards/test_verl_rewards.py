@@ -18,10 +18,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SEARCH = {"target": ["Paris", "the city of Paris"]}
 PLAIN: list[tuple[str, str, Any]] = [
-    ("openai/gsm8k", "3*24=72\n#### 72", "72"),
-    ("openai/gsm8k", "#### 71", "72"),
-    ("openai/gsm8k", "it is 72", "72"),
-    ("lighteval/MATH", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ("openai/gsm8k", "3*24=72\n#### 72", "72"), ("openai/gsm8k", "#### 71", "72"),
+    ("openai/gsm8k", "it is 72", "72"), ("lighteval/MATH", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{0.5}", r"\frac{1}{2}"),
     ("HuggingFaceH4/MATH-500", r"\boxed{3}", "4"),
     *(
@@ -64,7 +62,7 @@ PLAIN: list[tuple[str, str, Any]] = [
             "<answer>x</answer>" * 10 + "<answer>Paris</answer>",
         )
     ),
-]
+]  # fmt: skip
 
 
 def scores_of_verl(cases: list[Any], folder: Path) -> list[float | None]:

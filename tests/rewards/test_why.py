@@ -18,11 +18,9 @@ SCORERS = {
     "math_dapo": ("Answer: 3", "4", "answer 3, expected 4"),
     "hiyouga/geometry3k": ("35", "35", "no answer found"),
     "searchR1_nq": (
-        "<answer>Rome</answer>",
-        {"target": ["Paris"]},
-        "answer Rome, expected {'target': ['Paris']}",
+        "<answer>Rome</answer>", {"target": ["Paris"]}, "answer Rome, expected {'target': ['Paris']}",
     ),
-}
+}  # fmt: skip
 
 
 def why(reward: Any, item: Item | None = None) -> str:
@@ -43,16 +41,10 @@ def test_a_scorer_that_a_user_names_says_the_same_with_its_own_arguments() -> No
     assert flexible.bounded
 
 
-@pytest.mark.parametrize(
-    ("said", "kept"),
-    [
-        ("short", "short"),
-        ("x" * 600, "x" * 500),
-        ("half \ud800 of a pair", "half ? of a pair"),
-        (None, ""),
-        (3, ""),
-    ],
-)
+@pytest.mark.parametrize(("said", "kept"), [
+    ("short", "short"), ("x" * 600, "x" * 500), ("half \ud800 of a pair", "half ? of a pair"), (None, ""),
+    (3, ""),
+])  # fmt: skip
 def test_what_a_function_says(said: Any, kept: str) -> None:
     assert why(Reward("mine", lambda **_: {"score": 1, "why": said})) == kept
 

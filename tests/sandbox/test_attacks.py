@@ -170,18 +170,11 @@ class Field:
         for name in ("s", "d"):
             (folder / name).chmod(0o777)
         self.names = {
-            "tcp": self.sockets[0].getsockname()[1],
-            "udp": self.sockets[1].getsockname()[1],
-            "unix": folder / "s",
-            "datagrams": folder / "d",
-            "abstract": abstract,
-            "secret": secret,
-            "target": self.target,
-            "outside": self.outside,
-            "variable": SECRET,
-            "pid": self.victim.pid,
+            "tcp": self.sockets[0].getsockname()[1], "udp": self.sockets[1].getsockname()[1],
+            "unix": folder / "s", "datagrams": folder / "d", "abstract": abstract, "secret": secret,
+            "target": self.target, "outside": self.outside, "variable": SECRET, "pid": self.victim.pid,
             "listed": [int(number) for number in LISTED if number != "-"],
-        }
+        }  # fmt: skip
         self._closed = threading.Event()
         self._ears = threading.Thread(target=self._hear)
         self._ears.start()
@@ -207,16 +200,11 @@ class Field:
         return (
             self.target.read_text(),
             (status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns),
-            os.listxattr(self.target),
-            os.listdir(self.outside),
-            os.path.exists(f"/dev/shm/{SECRET}"),
-            self.victim.poll(),
-            os.getpriority(os.PRIO_PROCESS, self.victim.pid),
-            os.sched_getaffinity(self.victim.pid),
-            os.sched_getscheduler(self.victim.pid),
-            Path(f"/proc/{self.victim.pid}/limits").read_text(),
-            len(self.reached),
-        )
+            os.listxattr(self.target), os.listdir(self.outside), os.path.exists(f"/dev/shm/{SECRET}"),
+            self.victim.poll(), os.getpriority(os.PRIO_PROCESS, self.victim.pid),
+            os.sched_getaffinity(self.victim.pid), os.sched_getscheduler(self.victim.pid),
+            Path(f"/proc/{self.victim.pid}/limits").read_text(), len(self.reached),
+        )  # fmt: skip
 
     def close(self) -> None:
         self.victim.kill()

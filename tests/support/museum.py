@@ -97,10 +97,12 @@ FAULTS = {
         "packed sequences see each other", "transformers#46851", "packed", broken.leaking(at_once=True),
     ),
     "leak later": Fault(
-        "packed sequences see each other for some shapes", "slime#1686", "leaked", broken.leaking(at_once=False),
+        "packed sequences see each other for some shapes", "slime#1686", "leaked",
+        broken.leaking(at_once=False),
     ),
     "dropout": Fault(
-        "dropout stays on while log-probs are computed", "NeMo#2260", "unrepeatable", broken.dropout, effect=2,
+        "dropout stays on while log-probs are computed", "NeMo#2260", "unrepeatable",
+        broken.dropout, effect=2,
     ),
     "numerics": Fault(
         "the engine computes with weights that are rounded to bf16", "TRL#4772", "numerics",
