@@ -1,9 +1,6 @@
-"""Files that several processes append to at once."""
-
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tandem.observability.files import append_line, whole_lines
 from tandem.observability.timers import Timeline, read_timeline
@@ -17,7 +14,7 @@ for i in range(200):
 """
 
 
-def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
+def test_lines_of_many_processes_stay_whole(tmp_path):
     path = tmp_path / "lines"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(4)]
     assert [writer.wait(60) for writer in writers] == [0] * 4
@@ -29,7 +26,7 @@ def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
         assert [(int(i), len(x)) for _, i, x in mine] == [(i, 37 * i % 500) for i in range(200)]
 
 
-def test_a_torn_line_is_cut_off_once(tmp_path: Path) -> None:
+def test_a_torn_line_is_cut_off_once(tmp_path):
     path = tmp_path / "lines"
     path.write_text("whole\ntor")
     append_line(path, "next", header="[")
@@ -40,14 +37,14 @@ def test_a_torn_line_is_cut_off_once(tmp_path: Path) -> None:
     assert path.read_text() == "[\nfirst\n"
 
 
-def test_a_line_costs_little(tmp_path: Path) -> None:
+def test_a_line_costs_little(tmp_path):
     start = time.perf_counter()
     for i in range(500):
         append_line(tmp_path / "lines", str(i))
     assert time.perf_counter() - start < 2
 
 
-def test_timelines_of_one_process_have_tracks_of_their_own(tmp_path: Path) -> None:
+def test_timelines_of_one_process_have_tracks_of_their_own(tmp_path):
     path = tmp_path / "timeline.json"
     actor, critic = (Timeline(path, process=name) for name in ("actor rank 0", "critic rank 0"))
     with actor.phase("gen"), critic.phase("values"):

@@ -1,9 +1,4 @@
-"""Responses of a validation are read from the run folder and sent to the loggers as text."""
-
-from __future__ import annotations
-
 import io
-from pathlib import Path
 
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,7 +20,7 @@ def written(folder: RunFolder, step: int, texts: list[str], part: str) -> None:
     folder.write_samples(step, table, part=part)
 
 
-def test_the_first_responses_of_a_validation(tmp_path: Path) -> None:
+def test_the_first_responses_of_a_validation(tmp_path):
     folder = RunFolder(tmp_path)
     written(folder, 3, ["a", "b"], "val")
     written(folder, 3, ["c", "d"], "val1")
@@ -40,7 +35,7 @@ def test_the_first_responses_of_a_validation(tmp_path: Path) -> None:
     assert folder.generations(7, 1) == []
 
 
-def test_the_console_shows_them_escaped(tmp_path: Path) -> None:
+def test_the_console_shows_them_escaped(tmp_path):
     out = io.StringIO()
     sink = ConsoleSink(RunInfo("p", "e", tmp_path, total_steps=1), Console(file=out, width=80))
     sink.log_generations(2, [Generation("user: hello", HOSTILE, 0.5)])
@@ -51,7 +46,7 @@ def test_the_console_shows_them_escaped(tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_has_them_as_text(tmp_path: Path) -> None:
+def test_tensorboard_has_them_as_text(tmp_path):
     sinks = Sinks(["tensorboard"], RunInfo("p", "e", tmp_path, total_steps=9), report=print)
     sinks.log_generations(2, [Generation("user: hello", HOSTILE, 0.5), Generation("", "x", 1.0)])
     sinks.log(2, {"val/accuracy": 0.5})

@@ -1,7 +1,3 @@
-"""Locks between real processes."""
-
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -54,7 +50,7 @@ def _holder(path: Path, then: str = "") -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("then", ["", FORK], ids=["alone", "with_a_child_that_outlives_it"])
-def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path: Path, then: str) -> None:
+def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path, then):
     path = tmp_path / "run.lock"
     holder = _holder(path, then)
     try:
@@ -78,7 +74,7 @@ def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path: P
         holder.communicate()
 
 
-def test_it_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
+def test_it_can_be_taken_again_after_its_release(tmp_path):
     lock, other = _lock(tmp_path / "run.lock"), _lock(tmp_path / "run.lock")
     lock.acquire()
     lock.acquire()
@@ -90,7 +86,7 @@ def test_it_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
     other.release()
 
 
-def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path: Path) -> None:
+def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path):
     path = tmp_path / "run.lock"
     path.write_text(json.dumps({"host": "node7", "pid": 17, "since": "2026-01-01T00:00:00"}))
     said: list[str] = []
@@ -101,7 +97,7 @@ def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path: Path) -> Non
     assert "between machines" in said[0]
 
 
-def test_a_later_process_of_the_same_number_holds_nothing(tmp_path: Path) -> None:
+def test_a_later_process_of_the_same_number_holds_nothing(tmp_path):
     path = tmp_path / "run.lock"
     held = {"host": socket.gethostname(), "pid": os.getpid()}
     for began, expected in ((process_start(os.getpid()), True), ("1", False)):
@@ -109,8 +105,8 @@ def test_a_later_process_of_the_same_number_holds_nothing(tmp_path: Path) -> Non
         assert is_held(path) == expected
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: object, how: int) -> None:
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(file, how):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)

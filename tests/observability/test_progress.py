@@ -1,7 +1,3 @@
-"""Progress on a terminal and elsewhere, also while nothing is finished."""
-
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -25,7 +21,7 @@ def shown(text: io.StringIO) -> list[int]:
     return found
 
 
-def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.2)
     text = io.StringIO()
     with Progress("work", 8, done=3, console=Console(file=text, width=20)) as counted:
@@ -39,7 +35,7 @@ def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch
     assert shown(text) == ended
 
 
-def test_a_short_piece_of_work_is_one_line() -> None:
+def test_a_short_piece_of_work_is_one_line():
     text = io.StringIO()
     with Progress("work", 8, console=Console(file=text)) as counted:
         for _ in range(8):
@@ -47,18 +43,18 @@ def test_a_short_piece_of_work_is_one_line() -> None:
     assert shown(text) == [8]
 
 
-def test_a_terminal_shows_a_bar_at_once() -> None:
+def test_a_terminal_shows_a_bar_at_once():
     text = io.StringIO()
     with Progress("work", 8, console=Console(file=text, force_terminal=True, width=100)):
         first = text.getvalue()
     assert "work" in first and "0/8" in first and "0:00:00" in first
 
 
-def test_an_error_ends_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_the_lines(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.05)
     text = io.StringIO()
 
-    def fails() -> None:
+    def fails():
         with Progress("work", 8, console=Console(file=text)) as counted:
             counted.advance(2, 10)
             raise RuntimeError

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,7 +18,7 @@ from tandem.observability.sinks.tensorboard import TensorBoardSink
 
 
 @pytest.fixture
-def info(tmp_path: Path) -> RunInfo:
+def info(tmp_path):
     return RunInfo("tandem", "test", tmp_path, total_steps=100, config={"trainer": {"seed": 0}})
 
 
@@ -33,7 +32,7 @@ def _console(info: RunInfo, clock: Sequence[float]) -> tuple[ConsoleSink, io.Str
     return ConsoleSink(info, Console(file=out, width=100), clock=lambda: next(times)), out
 
 
-def test_the_console_prints_a_line_for_a_step_but_not_many_a_second(info: RunInfo) -> None:
+def test_the_console_prints_a_line_for_a_step_but_not_many_a_second(info):
     sink, out = _console(replace(info, start_step=10), [100.0, 100.0, 102.0, 102.1, 106.0])
     sink.log(10, {"val/accuracy": 0.125})
     sink.log(11, {"reward/mean": 0.5, "perf/step_tokens_per_s": 12345.6, "actor/loss": 1.0})
@@ -47,7 +46,7 @@ def test_the_console_prints_a_line_for_a_step_but_not_many_a_second(info: RunInf
     ]
 
 
-def test_the_last_step_is_printed_and_the_accuracy_is_carried(info: RunInfo) -> None:
+def test_the_last_step_is_printed_and_the_accuracy_is_carried(info):
     sink, out = _console(info, [0.0, 1.0, 2.0])
     sink.log(1, {"val/accuracy": 0.5, "reward/mean": 1.0})
     sink.log(100, {"actor/loss": 0.125, "actor/kl": 0.001, "reward/mean": 1.0})
@@ -62,11 +61,11 @@ def test_the_last_step_is_printed_and_the_accuracy_is_carried(info: RunInfo) -> 
     ("seconds", "text"),
     [(6.6, "7 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_the_file_sink_keeps_the_lines_and_appends(info: RunInfo) -> None:
+def test_the_file_sink_keeps_the_lines_and_appends(info):
     for step in (1, 2):
         sinks = Sinks(["file"], info, _unexpected)
         sinks.log(step, {"reward/mean": 0.5})
@@ -83,7 +82,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_files_hold_what_was_logged(info: RunInfo) -> None:
+def test_tensorboard_files_hold_what_was_logged(info):
     sinks = Sinks(["tensorboard"], info, _unexpected)
     sinks.log(0, {"val/accuracy": 0.25})
     sinks.log(1, {"val/accuracy": 0.5, "actor/loss": -2.0})
@@ -94,7 +93,7 @@ def test_tensorboard_files_hold_what_was_logged(info: RunInfo) -> None:
     }
 
 
-def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info: RunInfo) -> None:
+def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info):
     for steps, value in ((range(5), 0.0), (range(3, 6), 1.0)):
         sink = TensorBoardSink(info)
         for step in steps:
@@ -104,11 +103,11 @@ def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info: RunInfo) -
     assert _scalars(info.folder / "tensorboard") == {"x": expected}
 
 
-def test_the_config_knows_the_same_loggers() -> None:
+def test_the_config_knows_the_same_loggers():
     assert sorted(tables.LOGGERS) == sorted(SINKS)
 
 
-def test_an_unknown_logger_is_an_error_that_lists_the_known_ones(info: RunInfo) -> None:
+def test_an_unknown_logger_is_an_error_that_lists_the_known_ones(info):
     with pytest.raises(ConfigError) as caught:
         Sinks(["console", "wandbb"], info, _unexpected)
     assert caught.value.got == "wandbb"
@@ -116,14 +115,12 @@ def test_an_unknown_logger_is_an_error_that_lists_the_known_ones(info: RunInfo) 
 
 
 @pytest.mark.parametrize("name", ["wandb", "vemlp_wandb", "mlflow", "swanlab", "clearml", "trackio"])
-def test_a_missing_package_gives_its_install_command_and_stops_no_run(
-    info: RunInfo, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_gives_its_install_command_and_stops_no_run(info, monkeypatch, name):
     module, package = SINKS[name][0].split(":")[0], SINKS[name][1]
     library = package.replace("-", "_")
     real_import = builtins.__import__
 
-    def without_library(wanted: str, *args: Any, **kwargs: Any) -> Any:
+    def without_library(wanted, *args, **kwargs):
         if wanted.split(".")[0] == library:
             raise ModuleNotFoundError(f"No module named {wanted!r}", name=wanted)
         return real_import(wanted, *args, **kwargs)
@@ -167,9 +164,7 @@ class Sick:
 
 @pytest.mark.parametrize("where", ["start", "step 2", "end"])
 @pytest.mark.parametrize("error", [ConnectionError("no route"), SystemExit(1), None])
-def test_a_sink_that_fails_or_hangs_is_reported_once_and_the_others_go_on(
-    info: RunInfo, monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException | None
-) -> None:
+def test_a_sink_that_fails_or_hangs_is_reported_once_and_the_others_go_on(info, monkeypatch, where, error):
     sick = type("Sick", (Sick,), {"where": where, "error": error, "released": threading.Event()})
     monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", sick)
     said: list[str] = []
@@ -185,9 +180,7 @@ def test_a_sink_that_fails_or_hangs_is_reported_once_and_the_others_go_on(
     assert len((info.folder / "log" / "progress.log").read_text().splitlines()) == 3
 
 
-def test_a_sink_that_hangs_is_dropped_while_the_run_goes_on(
-    info: RunInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sink_that_hangs_is_dropped_while_the_run_goes_on(info, monkeypatch):
     sick = type("Sick", (Sick,), {"where": "step 1", "released": threading.Event()})
     monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", sick)
     said: list[str] = []

@@ -1,7 +1,3 @@
-"""Deviations and effective sample sizes of parts combine to those of the whole."""
-
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -34,12 +30,12 @@ def expected(values: list[float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 1, 4, 7], [0, 3, 3, 7]])
-def test_parts_add_up_to_the_whole(cuts: list[int]) -> None:
+def test_parts_add_up_to_the_whole(cuts):
     parts = [observed(VALUES[a:b]) for a, b in itertools.pairwise(cuts)]
     assert Metrics.merged(parts).to_floats() == pytest.approx(expected(VALUES), rel=1e-12)
 
 
-def test_the_edges() -> None:
+def test_the_edges():
     assert observed([]).to_floats() == {}
     assert observed([3.0]).to_floats() == {"std": 0.0, "sample_std": 0.0, "ess": 1.0, "mean": 3.0}
     assert observed([0.0, 0.0]).to_floats()["ess"] == 0.0
@@ -47,14 +43,14 @@ def test_the_edges() -> None:
     assert math.isnan(observed([1.0, math.nan]).to_floats()["std"])
 
 
-def test_no_gradient_is_held_of_a_spread() -> None:
+def test_no_gradient_is_held_of_a_spread():
     metrics, value = Metrics(), torch.ones((), requires_grad=True)
     metrics.add_spread("x", "std", value * 2, value * 4, value)
     held = (metrics["x"].value, metrics["x"].weight, metrics["x"].squares)
     assert not any(torch.as_tensor(part).requires_grad for part in held)
 
 
-def test_the_bytes_exchanged() -> None:
+def test_the_bytes_exchanged():
     assert observed(VALUES).reduced_bytes == 3 * 24 + 16
 
 
@@ -66,5 +62,5 @@ def _reduce_on_rank(rank: int, world_size: int, port: int) -> None:
     assert reduced == pytest.approx(expected(VALUES), rel=1e-12)
 
 
-def test_two_ranks_add_up_to_the_whole(free_port: int) -> None:
+def test_two_ranks_add_up_to_the_whole(free_port):
     torch.multiprocessing.spawn(_reduce_on_rank, args=(2, free_port), nprocs=2)

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ waits_for_a_long_time()
 """
 
 
-def test_another_process_shows_where_it_is_and_goes_on(tmp_path: Path) -> None:
+def test_another_process_shows_where_it_is_and_goes_on(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -38,12 +37,12 @@ def test_another_process_shows_where_it_is_and_goes_on(tmp_path: Path) -> None:
     assert ask_stacks(tmp_path)[1] == "has ended"
 
 
-def test_no_run(tmp_path: Path) -> None:
+def test_no_run(tmp_path):
     with pytest.raises(DataError, match="no run has started"):
         ask_stacks(tmp_path / "log")
 
 
-def test_offering_anew_writes_to_the_new_folder(tmp_path: Path) -> None:
+def test_offering_anew_writes_to_the_new_folder(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         offer_stacks(tmp_path / name)
@@ -51,7 +50,7 @@ def test_offering_anew_writes_to_the_new_folder(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "controller.stacks").read_text() == ""
 
 
-def test_a_process_of_many_threads_says_that_some_are_missing(tmp_path: Path) -> None:
+def test_a_process_of_many_threads_says_that_some_are_missing(tmp_path):
     many = SLEEPER.replace(
         "offer_stacks(Path",
         "import threading\nfor _ in range(120):\n    "

@@ -1,13 +1,12 @@
 import json
 import time
-from pathlib import Path
 
 import pytest
 
 from tandem.observability.timers import Timeline, read_timeline
 
 
-def test_seconds_add_up_and_are_taken_once() -> None:
+def test_seconds_add_up_and_are_taken_once():
     timeline = Timeline()
     for _ in range(2):
         with timeline.phase("gen"), timeline.phase("reshard"):
@@ -21,7 +20,7 @@ def test_seconds_add_up_and_are_taken_once() -> None:
     assert timeline.take() == {}
 
 
-def test_the_trace_nests_begins_and_ends(tmp_path: Path) -> None:
+def test_the_trace_nests_begins_and_ends(tmp_path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path, process="actor rank 0")
     before = time.time()
@@ -44,7 +43,7 @@ def test_the_trace_nests_begins_and_ends(tmp_path: Path) -> None:
     assert json.loads(path.read_text().rstrip().rstrip(",") + "]")  # the closing bracket is optional
 
 
-def test_a_phase_that_fails_is_timed_and_closed(tmp_path: Path) -> None:
+def test_a_phase_that_fails_is_timed_and_closed(tmp_path):
     timeline = Timeline(tmp_path / "timeline.json")
     with pytest.raises(ValueError, match="boom"), timeline.phase("reward"):
         raise ValueError("boom")
@@ -52,7 +51,7 @@ def test_a_phase_that_fails_is_timed_and_closed(tmp_path: Path) -> None:
     assert [event["ph"] for event in read_timeline(tmp_path / "timeline.json")] == ["M", "B", "E"]
 
 
-def test_after_a_crash_the_trace_reads_and_goes_on_in_its_own_track(tmp_path: Path) -> None:
+def test_after_a_crash_the_trace_reads_and_goes_on_in_its_own_track(tmp_path):
     path = tmp_path / "timeline.json"
     interrupted = Timeline(path).phase("gen")
     interrupted.__enter__()
@@ -67,7 +66,7 @@ def test_after_a_crash_the_trace_reads_and_goes_on_in_its_own_track(tmp_path: Pa
     assert events[1]["tid"] != events[3]["tid"] == events[4]["tid"]
 
 
-def test_the_device_is_waited_for_before_each_reading() -> None:
+def test_the_device_is_waited_for_before_each_reading():
     calls: list[str] = []
     timeline = Timeline(synchronize=lambda: calls.append("sync"))
     with timeline.phase("values"):

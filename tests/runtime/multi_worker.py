@@ -3,8 +3,6 @@
 Each worker has a thread that runs its calls in order. As between processes, a queued call has not run yet.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections import Counter

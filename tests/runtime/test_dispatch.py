@@ -107,10 +107,7 @@ def test_lists_round_trip(items, world_size):
 
 def test_arguments_that_are_no_list_go_to_all():
     calls = dispatch_lists(Mesh.flat(2), ([1, 2],), {"text": "ab", "pair": (3, 4)})
-    assert calls == [
-        (([1],), {"text": "ab", "pair": (3, 4)}),
-        (([2],), {"text": "ab", "pair": (3, 4)}),
-    ]
+    assert calls == [(([1],), {"text": "ab", "pair": (3, 4)}), (([2],), {"text": "ab", "pair": (3, 4)})]
 
 
 def test_one_to_all_and_rank_zero():

@@ -1,5 +1,3 @@
-"""What evaluating an expression fetches and copies, and what its pickle contains."""
-
 import pickle
 import threading
 
@@ -116,7 +114,7 @@ def test_only_results_that_hold_wanted_rows_and_columns_are_fetched(ended):
     make(right_handles, right)
     whole = DataProto.concat(left).union(DataProto.concat(right))
 
-    def fetched() -> tuple[list[int], list[int]]:
+    def fetched():
         return [h.moved() for h in left_handles], [h.moved() for h in right_handles]
 
     assert_same(chunk.get(), whole.chunk(4)[1])
@@ -279,7 +277,7 @@ def test_meta_info_of_batches_without_columns():
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_conflicting_meta_info_of_batches_without_columns_is_refused(ended):
-    def both(*metas: dict[str, float]) -> BatchFuture:
+    def both(*metas):
         parts = [DataProto(meta_info=meta) for meta in metas]
         future, handles = stored(parts) if ended else unmade(parts)
         make(handles, parts)

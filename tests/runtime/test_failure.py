@@ -14,14 +14,14 @@ def record(rank: int, at: float, *, inputs: bool = False) -> Record:
     return Record("policy", rank, "actor", "update", "ValueError: x", "trace", None, inputs, at)
 
 
-def test_it_began_with_the_earliest_that_was_not_waiting_for_another() -> None:
+def test_it_began_with_the_earliest_that_was_not_waiting_for_another():
     waited, late, early = record(0, 1.0, inputs=True), record(1, 3.0), record(2, 2.0)
     assert first_failure([waited, late, early]) is early
     assert first_failure([waited]) is waited
     assert first_failure([]) is None
 
 
-def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
+def test_the_end_of_a_log_is_that_of_this_process(tmp_path):
     log = tmp_path / "policy_0.log"
     own = [f"line {i}" for i in range(50)]
     log.write_text("\n".join([log_header(7), "of an earlier start", log_header(8), *own, "trace", "back\n"]))
@@ -33,7 +33,7 @@ def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
     assert tail(log, 8) == ""
 
 
-def test_of_a_crash_the_tail_is_the_thread_that_crashed(tmp_path: Path) -> None:
+def test_of_a_crash_the_tail_is_the_thread_that_crashed(tmp_path):
     log = tmp_path / "worker.log"
     threads = "".join(
         f'Thread 0x{n} (most recent call first):\n  File "other.py", line {n}\n\n' for n in range(99)
@@ -46,7 +46,7 @@ def test_of_a_crash_the_tail_is_the_thread_that_crashed(tmp_path: Path) -> None:
     assert tail(log, 8) == f"Fatal Python error: Segmentation fault\n{crashed}"
 
 
-def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path: Path) -> None:
+def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path):
     log = tmp_path / "policy_1.log"
     log.write_text(f"{log_header(101)}\nloading\n")
     fault = Fault(place(1, log), "its process died (killed)", "actor", "update_actor")
@@ -67,15 +67,13 @@ def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("cause", "restartable"), [(None, True), (ValueError("x"), True), (DataError("x"), False)]
 )
-def test_an_error_the_user_must_act_on_is_not_worth_a_restart(
-    cause: Exception | None, restartable: bool
-) -> None:
+def test_an_error_the_user_must_act_on_is_not_worth_a_restart(cause, restartable):
     failure = Fault(place(0), "it raised", cause=cause).report({})
     assert failure.restartable is restartable
     assert failure.__cause__ is cause
 
 
-def test_of_many_processes_the_first_are_shown() -> None:
+def test_of_many_processes_the_first_are_shown():
     report = str(Fault(place(0), "gone").report({place(rank): "idle" for rank in range(1, 101)}))
     assert report.count(": idle") == 16
     assert report.endswith("and 84 more processes")

@@ -76,7 +76,7 @@ def test_union_of_what_does_not_fit():
 
 
 def test_union_of_samples_whose_names_are_equal_whatever_they_are():
-    def named(*uids: object) -> BatchFuture:
+    def named(*uids):
         return BatchFuture.of(DataProto({"x": torch.zeros(len(uids))}, {"uid": list(uids)}))
 
     nested = {"ids": np.arange(3), "share": float("nan")}

@@ -1,16 +1,8 @@
-"""Real processes on Ray that raise, die, stop or never end.
-
-Each failure gives one report in time, and no process remains.
-"""
-
-from __future__ import annotations
-
 import os
 import random
 import re
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -28,7 +20,7 @@ ANSWER_S, CALL_S, LIMIT_S = 6.0, 8.0, 60.0
 
 
 @pytest.fixture
-def backend(ray_cluster: None, tmp_path: Path) -> Iterator[RayBackend]:
+def backend(ray_cluster, tmp_path):
     backend = RayBackend(log_dir=tmp_path, answer_s=ANSWER_S, call_s=CALL_S, stop_s=5)
     yield backend
     backend.shutdown()
@@ -62,7 +54,7 @@ def gone_within(pids: list[int], seconds: float) -> bool:
         ("sleep", f"the limit is {CALL_S:g} s"),
     ],
 )
-def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: str, says: str) -> None:
+def test_one_report_in_bounded_time_and_nobody_left(backend, how, says):
     group = WorkerGroup(backend, Faulty, ResourcePool([2], "faulty"), role="policy")
     other = WorkerGroup(backend, Faulty, ResourcePool([1], "other"))
     assert group.total(1.5) == [3.0, 3.0]
@@ -101,7 +93,7 @@ def _node(report: str) -> str:
     return found[1]
 
 
-def test_a_process_killed_while_idle_is_found(backend: RayBackend) -> None:
+def test_a_process_killed_while_idle_is_found(backend):
     group = WorkerGroup(backend, Faulty, ResourcePool([1], "idle"), role="quiet")
     waiting = WorkerGroup(backend, Faulty, ResourcePool([1], "waiting"))
     future = waiting.fail("sleep", 0)
@@ -110,7 +102,7 @@ def test_a_process_killed_while_idle_is_found(backend: RayBackend) -> None:
         future.get()
 
 
-def test_the_first_failure_is_reported_not_what_followed(backend: RayBackend) -> None:
+def test_the_first_failure_is_reported_not_what_followed(backend):
     first = WorkerGroup(backend, Faulty, ResourcePool([1], "first"), role="source")
     second = WorkerGroup(backend, Faulty, ResourcePool([1], "second"), role="sink")
     bad = first.double(DataProto({"x": torch.tensor([1.0, -1.0])}))
@@ -123,7 +115,7 @@ def test_the_first_failure_is_reported_not_what_followed(backend: RayBackend) ->
     assert first.double(DataProto({"x": torch.tensor([2.0])})).get().dense("x").tolist() == [4.0]
 
 
-def test_what_follows_in_the_same_process_does_not_hide_the_cause(backend: RayBackend) -> None:
+def test_what_follows_in_the_same_process_does_not_hide_the_cause(backend):
     pool = ResourcePool([1], "shared")
     first = WorkerGroup(backend, Faulty, pool, role="first")
     second = WorkerGroup(backend, Faulty, pool, role="second")
@@ -136,7 +128,7 @@ def test_what_follows_in_the_same_process_does_not_hide_the_cause(backend: RayBa
     assert "expression.py" not in str(caught.value)
 
 
-def test_a_value_belongs_to_whoever_got_it(backend: RayBackend) -> None:
+def test_a_value_belongs_to_whoever_got_it(backend):
     group = WorkerGroup(backend, Faulty, ResourcePool([2], "values"))
     future = group.table()
     for batch in future.get():
@@ -149,7 +141,7 @@ def test_a_value_belongs_to_whoever_got_it(backend: RayBackend) -> None:
 
 
 @pytest.mark.slow
-def test_pools_come_and_go_while_they_are_watched(ray_cluster: None, tmp_path: Path) -> None:
+def test_pools_come_and_go_while_they_are_watched(ray_cluster, tmp_path):
     backend = RayBackend(log_dir=tmp_path, answer_s=0.6, stop_s=5)
     try:
         for number in range(4):
@@ -165,7 +157,7 @@ def test_pools_come_and_go_while_they_are_watched(ray_cluster: None, tmp_path: P
 
 
 @pytest.mark.slow
-def test_each_pool_listens_on_a_port_of_its_own(ray_cluster: None, tmp_path: Path) -> None:
+def test_each_pool_listens_on_a_port_of_its_own(ray_cluster, tmp_path):
     port = _free_port()
     backend = RayBackend(log_dir=tmp_path, master_port=port)
     try:
@@ -196,8 +188,8 @@ def _free_port() -> int:
             return port
 
 
-def test_a_watch_that_fails_says_so(ray_cluster: None, tmp_path: Path) -> None:
-    def closed(_: str) -> None:
+def test_a_watch_that_fails_says_so(ray_cluster, tmp_path):
+    def closed(_):
         raise BrokenPipeError("nobody listens")
 
     backend = RayBackend(log_dir=tmp_path, answer_s=3, say=closed)
@@ -210,14 +202,14 @@ def test_a_watch_that_fails_says_so(ray_cluster: None, tmp_path: Path) -> None:
         backend.shutdown()
 
 
-def test_children_of_a_killed_worker_end_too(backend: RayBackend) -> None:
+def test_children_of_a_killed_worker_end_too(backend):
     group = WorkerGroup(backend, Faulty, ResourcePool([1], "parent"))
     (child,), (pid,) = group.spawn(), group.pid()
     os.kill(pid, 9)
     assert gone_within([child], 10)
 
 
-def test_what_cannot_be_placed_is_refused_before_anything_starts(backend: RayBackend, tmp_path: Path) -> None:
+def test_what_cannot_be_placed_is_refused_before_anything_starts(backend, tmp_path):
     with pytest.raises(ConfigError) as caught:
         backend.reserve([ResourcePool([1, 1], "wide"), ResourcePool([1], "narrow")])
     message = str(caught.value)
@@ -227,7 +219,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts(backend: RayBac
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_gpus_that_are_not_there(ray_cluster: None) -> None:
+def test_gpus_that_are_not_there(ray_cluster):
     backend = RayBackend(device="cuda")
     try:
         with pytest.raises(ConfigError, match=r"1 GPU\(s\) on 1 node"):
@@ -236,7 +228,7 @@ def test_gpus_that_are_not_there(ray_cluster: None) -> None:
         backend.shutdown()
 
 
-def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path) -> None:
+def test_processes_that_do_not_come_up_in_time(ray_cluster, tmp_path):
     backend = RayBackend(log_dir=tmp_path, start_s=0.01)
     try:
         with pytest.raises(
@@ -248,9 +240,7 @@ def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path
         backend.shutdown()
 
 
-def test_what_a_machine_says_itself_counts_before_what_was_found_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_machine_says_itself_counts_before_what_was_found_there(monkeypatch):
     actor = pytest.importorskip("tandem.runtime.ray_backend.actor")
     monkeypatch.setattr(actor, "set_threads", lambda count: None)
     own = {"NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}

@@ -14,7 +14,6 @@ from tandem.runtime import (
     BatchFuture,
     Dispatch,
     LocalBackend,
-    Mesh,
     Part,
     ResourcePool,
     Worker,
@@ -141,7 +140,7 @@ def test_an_override_keeps_its_registration_unless_it_has_its_own():
 
 def test_a_function_is_registered_once():
     @register(blocking=False)
-    def double(self: Worker, batch: DataProto) -> DataProto:
+    def double(self, batch):
         return batch
 
     with pytest.raises(ConfigError, match="registered twice") as refused:
@@ -150,7 +149,7 @@ def test_a_function_is_registered_once():
 
     @register(Dispatch.RANK_ZERO)
     @functools.wraps(double)
-    def wrapped(self: Worker, batch: DataProto) -> DataProto:
+    def wrapped(self, batch):
         return double(self, batch)
 
     class Both(Worker):
@@ -163,7 +162,7 @@ def test_a_function_is_registered_once():
 
 
 def test_a_custom_pair_sees_the_mesh(threads):
-    def reversed_ranks(mesh: Mesh, args, kwargs):
+    def reversed_ranks(mesh, args, kwargs):
         return [((mesh.world_size - rank,), {}) for rank in range(mesh.world_size)]
 
     class Custom(BaseWorker):

@@ -1,10 +1,3 @@
-"""A damaged run folder gets a message about what is damaged.
-
-Its intact parts are shown, and so are other runs.
-"""
-
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -163,16 +156,16 @@ def said_by(client: Client, run: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return write_viewed(tmp_path_factory.mktemp("whole") / "run")
 
 
-def test_there_are_twenty_damaged_folders() -> None:
+def test_there_are_twenty_damaged_folders():
     assert len(CASES) >= 20
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_damage_is_named_and_does_no_harm(whole: Path, tmp_path: Path, case: str) -> None:
+def test_damage_is_named_and_does_no_harm(whole, tmp_path, case):
     damage, place, words = CASES[case]
     run = tmp_path / "damaged"
     shutil.copytree(whole, run)
@@ -186,7 +179,7 @@ def test_damage_is_named_and_does_no_harm(whole: Path, tmp_path: Path, case: str
     assert words in said[place] if place else not said["state"] + said["damage"] + said["time"], said
 
 
-def test_a_run_that_goes_away_while_it_is_seen_is_said_to_be_gone(whole: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_away_while_it_is_seen_is_said_to_be_gone(whole, tmp_path):
     run = tmp_path / "runs" / "a"
     shutil.copytree(whole, run)
     with viewing(tmp_path / "runs") as client:

@@ -1,14 +1,7 @@
-"""The data that the page receives about a run equals the data that the run wrote."""
-
-from __future__ import annotations
-
 import csv
 import io
 import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +14,6 @@ from tests.support.viewing import (
     PROMPTS,
     STEPS,
     TOKENS,
-    Client,
     await_samples,
     viewing,
     write_viewed,
@@ -32,17 +24,17 @@ COUNT = PROMPTS * GROUP
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return write_viewed(tmp_path_factory.mktemp("viewed") / "a")
 
 
 @pytest.fixture(scope="module")
-def client(run: Path) -> Iterator[Client]:
+def client(run):
     with viewing(run) as found:
         yield found
 
 
-def test_runs_are_listed_with_their_state(client: Client, run: Path) -> None:
+def test_runs_are_listed_with_their_state(client, run):
     (found,) = client.ask("runs")
     assert (found["run"], found["state"], found["steps"], found["total"]) == (
         str(run),
@@ -54,7 +46,7 @@ def test_runs_are_listed_with_their_state(client: Client, run: Path) -> None:
     assert (found["files"], found["indexed"]) == (STEPS, STEPS)
 
 
-def test_curves_are_those_of_the_run_and_communication_is_derived(client: Client, run: Path) -> None:
+def test_curves_are_those_of_the_run_and_communication_is_derived(client, run):
     found = client.ask("metrics", run=run, names="reward/mean,perf/communication_share,no/such")
     assert found["curves"] == {
         "reward/mean": [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]],
@@ -64,7 +56,7 @@ def test_curves_are_those_of_the_run_and_communication_is_derived(client: Client
     assert "step" not in found["names"]
 
 
-def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path: Path) -> None:
+def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path):
     folder = RunFolder(tmp_path / "long")
     values = [math.sin(step) for step in range(10_000)]
     values[4321] = 50.0
@@ -104,9 +96,7 @@ def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path: Path) -> None
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_filters_find_what_a_plain_loop_finds(
-    client: Client, run: Path, query: dict[str, str], wanted: Any
-) -> None:
+def test_filters_find_what_a_plain_loop_finds(client, run, query, wanted):
     rows = [row for step in range(1, STEPS + 1) for row in Run(run).samples(step)]
     expected = sum(1 for row in rows if wanted(row))
     found = client.ask("samples", run=run, limit=200, **query)
@@ -115,7 +105,7 @@ def test_filters_find_what_a_plain_loop_finds(
         assert sum(found["histograms"]["score"]["counts"]) == expected
 
 
-def test_a_histogram_counts_what_all_other_filters_leave(client: Client, run: Path) -> None:
+def test_a_histogram_counts_what_all_other_filters_leave(client, run):
     found = client.ask("samples", run=run, score="0.15..0.25", source="sums")["histograms"]
     counts, edges = found["score"]["counts"], found["score"]["edges"]
     scores = np.repeat(np.arange(1, STEPS + 1, dtype=np.float32) / 10, GROUP)
@@ -123,7 +113,7 @@ def test_a_histogram_counts_what_all_other_filters_leave(client: Client, run: Pa
     assert found["step"] == {"edges": [1, 2, 3, 4, 5, 6, 7], "counts": [0, GROUP, 0, 0, 0, 0]}
 
 
-def test_samples_are_sorted_and_paged(client: Client, run: Path) -> None:
+def test_samples_are_sorted_and_paged(client, run):
     down = client.ask("samples", run=run, sort="score", direction="down", limit=200)["rows"]
     up = client.ask("samples", run=run, sort="score", direction="up", limit=200)["rows"]
     assert [row["score"] for row in down] == sorted((row["score"] for row in down), reverse=True)
@@ -133,7 +123,7 @@ def test_samples_are_sorted_and_paged(client: Client, run: Path) -> None:
     assert (newest["id"], newest["step"]) == ("step_000006:7", 6)
 
 
-def test_a_sample_has_its_turns_tokens_and_group(client: Client, run: Path) -> None:
+def test_a_sample_has_its_turns_tokens_and_group(client, run):
     found = client.ask("sample", run=run, id="step_000003:1")
     assert found["turns"] == [{"role": "user", "text": "what is 0", "more": ""}]
     assert found["response"] == "Answer 1 of step 3"
@@ -155,13 +145,13 @@ def test_a_sample_has_its_turns_tokens_and_group(client: Client, run: Path) -> N
     assert [row["id"] for row in found["group"]] == [f"step_000003:{row}" for row in range(GROUP)]
 
 
-def test_tokens_come_in_windows(client: Client, run: Path) -> None:
+def test_tokens_come_in_windows(client, run):
     found = client.ask("sample", run=run, id="step_000003:1", start=6)
     assert found["tokens"]["ids"] == TOKENS[6:]
     assert found["columns"]["advantages"] == [None, 2]
 
 
-def test_a_prompt_is_followed_over_the_run(client: Client, run: Path) -> None:
+def test_a_prompt_is_followed_over_the_run(client, run):
     prompt = client.ask("sample", run=run, id="step_000003:1")["prompt"]
     found = client.ask("history", run=run, prompt=prompt)
     assert [step for step, _ in found["points"]] == [
@@ -171,7 +161,7 @@ def test_a_prompt_is_followed_over_the_run(client: Client, run: Path) -> None:
     assert {row["asked"] for row in found["rows"]} == {"user: what is 0"}
 
 
-def test_an_export_has_what_is_selected_whole(client: Client, run: Path) -> None:
+def test_an_export_has_what_is_selected_whole(client, run):
     query = f"api/export?run={run}&step=2..3&source=words"
     expected = [row for step in (2, 3) for row in Run(run).samples(step) if row["data_source"] == "words"]
     status, (body, headers) = client.get(query, whole=True)
@@ -183,7 +173,7 @@ def test_an_export_has_what_is_selected_whole(client: Client, run: Path) -> None
     ]
 
 
-def test_a_steps_time_and_what_waited_for_what(client: Client, run: Path) -> None:
+def test_a_steps_time_and_what_waited_for_what(client, run):
     found = client.ask("time", run=run, step=2)
     assert (found["steps"], found["step"], found["seconds"]) == ([1, 2, 3, 4, 5, 6], 2, pytest.approx(2))
     assert [span[:2] for span in found["spans"] if span[2] == pytest.approx(1)] == [
@@ -197,7 +187,7 @@ def test_a_steps_time_and_what_waited_for_what(client: Client, run: Path) -> Non
     assert client.ask("time", run=run)["step"] == STEPS
 
 
-def test_events_checkpoints_and_what_the_run_said(client: Client, run: Path) -> None:
+def test_events_checkpoints_and_what_the_run_said(client, run):
     found = client.ask("events", run=run)
     assert [event["event"] for event in found["events"]] == [*("start", "warning", "warning", "start", "end")]
     assert found["checkpoints"] == [{"step": 4, "digest": "0123456789abcdef", "files": 2}]
@@ -205,7 +195,7 @@ def test_events_checkpoints_and_what_the_run_said(client: Client, run: Path) -> 
     assert (found["failure"], found["damage"]) == ("", {})
 
 
-def test_config_comes_by_dotted_keys(client: Client, run: Path) -> None:
+def test_config_comes_by_dotted_keys(client, run):
     found = client.ask("config", run=run)
     assert found["trainer.samples_freq"] == 1
     assert found["actor_rollout_ref.model.path"] == f"{run}/model"
@@ -223,13 +213,11 @@ def test_config_comes_by_dotted_keys(client: Client, run: Path) -> None:
         ("metrics", {"run": "/etc"}, "no such run"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(
-    client: Client, run: Path, name: str, query: dict[str, str], said: str
-) -> None:
+def test_what_cannot_be_answered_is_refused_by_name(client, run, name, query, said):
     assert said in client.ask(name, 400, **{"run": run, **query})["error"]
 
 
-def test_a_run_is_seen_while_it_is_written(tmp_path: Path) -> None:
+def test_a_run_is_seen_while_it_is_written(tmp_path):
     path = write_viewed(tmp_path / "alive", steps=2)
     with viewing(tmp_path) as client:
         before = client.ask("runs")[0]["stamp"]
@@ -250,9 +238,7 @@ def test_a_run_is_seen_while_it_is_written(tmp_path: Path) -> None:
         assert client.ask("samples", run=path)["total"] == 2 * COUNT
 
 
-def test_what_is_not_kept_in_memory_is_read_for_each_search(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_kept_in_memory_is_read_for_each_search(run, monkeypatch):
     index = SampleIndex(run)
     monkeypatch.setattr("tandem.viewer.index.TEXT_BYTES", 0)
     for path in index.pending():

@@ -1,17 +1,9 @@
-"""Every answer has a limit, whatever a run holds, and nothing outside of a run's folder is read.
-
-Silent connections do not keep other readers out.
-"""
-
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -71,7 +63,7 @@ def _crowd(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crowded(tmp_path_factory):
     run = write_viewed(tmp_path_factory.mktemp("crowded") / "run", steps=1)
     _crowd(run / "samples")
     with (run / "metrics.jsonl").open("a") as file:
@@ -89,7 +81,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(crowded: Path) -> Iterator[Client]:
+def client(crowded):
     with viewing(crowded) as found:
         yield found
 
@@ -99,21 +91,19 @@ def client(crowded: Path) -> Iterator[Client]:
     ["runs?", "metrics?names=reward/mean", "config?", "events?", "samples?limit=200", "history?prompt=0",
      "sample?id=step_000001:10000", "sample?id=step_000002:0", "time?"],
 )  # fmt: skip
-def test_every_answer_is_bounded(client: Client, crowded: Path, question: str) -> None:
+def test_every_answer_is_bounded(client, crowded, question):
     status, body = client.get(f"api/{question}&run={crowded}")
     assert (status, len(body) < 4 << 20) == (200, True), len(body)
 
 
-def test_an_answer_beyond_all_limits_is_refused_by_name(
-    client: Client, crowded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_beyond_all_limits_is_refused_by_name(client, crowded, monkeypatch):
     monkeypatch.setattr(server, "ANSWER_BYTES", 1000)
     status, body = client.get(f"api/events?run={crowded}")
     assert (status, "1,000" in json.loads(body)["error"]) == (400, True)
 
 
-def test_a_group_comes_in_pages(client: Client, crowded: Path) -> None:
-    def rows(**more: object) -> tuple[list[int], int, int]:
+def test_a_group_comes_in_pages(client, crowded):
+    def rows(**more):
         found = client.ask("sample", run=crowded, **more)
         ids = [int(row["id"].partition(":")[2]) for row in found["group"]]
         return ids, found["group_start"], found["group_total"]
@@ -126,7 +116,7 @@ def test_a_group_comes_in_pages(client: Client, crowded: Path) -> None:
     assert rows(id="step_000002:0") == ([0], 0, 1)
 
 
-def test_the_last_events_are_told_and_long_ones_are_cut(client: Client, crowded: Path) -> None:
+def test_the_last_events_are_told_and_long_ones_are_cut(client, crowded):
     events = client.ask("events", run=crowded)["events"]
     assert len(events) == api.LISTED
     with (crowded / "events.jsonl").open("a") as file:
@@ -156,7 +146,7 @@ OUTSIDE = {
 
 
 @pytest.fixture
-def linked(tmp_path: Path) -> Callable[[str], Path]:
+def linked(tmp_path):
     """Create a run in which one part is a link to the same part of another folder."""
     other = write_viewed(tmp_path / "other", steps=1)
     (other / "log" / "failure.txt").write_text(SECRET)
@@ -173,7 +163,7 @@ def linked(tmp_path: Path) -> Callable[[str], Path]:
     table = table.set_column(place, "response_text", pa.array([SECRET] * len(table)))
     pq.write_table(table, other / "samples" / "step_000001.parquet")
 
-    def made(part: str) -> Path:
+    def made(part):
         run = write_viewed(tmp_path / "run", steps=1)
         (run / "log" / "failure.txt").write_text("failed")
         _link(run / part, other / part)
@@ -183,9 +173,7 @@ def linked(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("part", OUTSIDE)
-def test_nothing_is_read_through_a_link_out_of_the_folder(
-    linked: Callable[[str], Path], part: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_read_through_a_link_out_of_the_folder(linked, part, capfd):
     run = linked(part)
     with viewing(run) as client:
         routes = ("runs", "metrics", "config", "events", "samples", "sample", "history", "time", "export")
@@ -201,7 +189,7 @@ def test_nothing_is_read_through_a_link_out_of_the_folder(
     assert SECRET not in "".join(capfd.readouterr())
 
 
-def test_a_link_that_stays_within_the_folder_is_followed(tmp_path: Path) -> None:
+def test_a_link_that_stays_within_the_folder_is_followed(tmp_path):
     run = write_viewed(tmp_path / "run", steps=1)
     (run / "events.jsonl").rename(run / "elsewhere")
     (run / "events.jsonl").symlink_to("elsewhere")
@@ -213,9 +201,7 @@ def test_a_link_that_stays_within_the_folder_is_followed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "part", ["checkpoints", "checkpoints/step_000004", "checkpoints/step_000004/manifest.json"]
 )
-def test_no_checkpoint_is_exported_or_pruned_through_a_link(
-    linked: Callable[[str], Path], part: str, tmp_path: Path
-) -> None:
+def test_no_checkpoint_is_exported_or_pruned_through_a_link(linked, part, tmp_path):
     run = linked(part)
     with pytest.raises(DataError):
         export_checkpoint(run, tmp_path / "model")
@@ -224,7 +210,7 @@ def test_no_checkpoint_is_exported_or_pruned_through_a_link(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", [part for part in OUTSIDE if "." in part] + ["run.lock"])
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_a_pipe_or_a_device_stops_nothing(tmp_path: Path, part: str, make: Callable[[Path], None]) -> None:
+def test_a_pipe_or_a_device_stops_nothing(tmp_path, part, make):
     run = write_viewed(tmp_path / "run", steps=1)
     (run / part).unlink(missing_ok=True)
     make(run / part)
@@ -234,7 +220,7 @@ def test_a_pipe_or_a_device_stops_nothing(tmp_path: Path, part: str, make: Calla
 
 
 @pytest.mark.parametrize("size", [1 << 40, 64 << 20])
-def test_a_file_without_an_end_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_file_without_an_end_is_refused(tmp_path, size):
     """The file is sparse, so it takes no space on the disk."""
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
@@ -244,7 +230,7 @@ def test_a_file_without_an_end_is_refused(tmp_path: Path, size: int) -> None:
 
 
 @pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Client]:
+def quick(tmp_path):
     with viewing(write_viewed(tmp_path / "run", steps=1)) as found:
         yield found
 
@@ -255,7 +241,7 @@ def _answers(client: Client) -> float:
     return time.monotonic() - began
 
 
-def test_half_open_connections_keep_nobody_out(quick: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_open_connections_keep_nobody_out(quick, monkeypatch):
     with ExitStack() as held:
         address = ("127.0.0.1", quick.server.server_port)
         silent = [held.enter_context(socket.create_connection(address, timeout=5)) for _ in range(400)]
@@ -276,7 +262,7 @@ def test_half_open_connections_keep_nobody_out(quick: Client, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET ", b"GET /x HTTP/1.1\r\nA: b\r\n"])
-def test_a_head_has_a_limit_of_time(quick: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_a_head_has_a_limit_of_time(quick, monkeypatch, sent):
     monkeypatch.setattr(server, "HEAD_S", 1.0)
     with socket.create_connection(("127.0.0.1", quick.server.server_port), timeout=10) as connection:
         connection.sendall(sent)
@@ -294,7 +280,7 @@ def test_a_head_has_a_limit_of_time(quick: Client, monkeypatch: pytest.MonkeyPat
     assert _answers(quick) < 2
 
 
-def test_a_request_with_a_body_is_refused_and_its_connection_closed(quick: Client) -> None:
+def test_a_request_with_a_body_is_refused_and_its_connection_closed(quick):
     request = f"GET {quick.path}api/runs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nGET / HTT"
     with socket.create_connection(("127.0.0.1", quick.server.server_port), timeout=10) as connection:
         connection.sendall(request.encode())

@@ -1,11 +1,5 @@
-"""The server refuses requests that are not the user's, and passes any text on unchanged."""
-
-from __future__ import annotations
-
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +8,13 @@ from tandem.cli.main import main
 from tandem.observability.run import RunFolder
 from tandem.viewer.sample import LONGEST
 from tests.support.hostile_texts import TEXTS
-from tests.support.viewing import Client, sample_table, viewing, write_viewed
+from tests.support.viewing import sample_table, viewing, write_viewed
 
 ROUTES = ("runs", "metrics", "config", "events", "samples", "sample", "history", "time", "export")
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile(tmp_path_factory):
     """Write a run whose step N + 1 has text N in all text fields of its first sample."""
     folder = RunFolder(write_viewed(tmp_path_factory.mktemp("hostile") / "run", steps=1))
     for step, text in enumerate(TEXTS, 1):
@@ -38,17 +32,17 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(hostile: Path) -> Iterator[Client]:
+def client(hostile):
     with viewing(hostile) as found:
         yield found
 
 
-def test_there_are_fifty_hostile_texts() -> None:
+def test_there_are_fifty_hostile_texts():
     assert len(set(TEXTS)) >= 50
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_no_route_answers_without_the_token(client: Client, route: str) -> None:
+def test_no_route_answers_without_the_token(client, route):
     for path in (
         f"/api/{route}",
         f"//api/{route}",
@@ -60,7 +54,7 @@ def test_no_route_answers_without_the_token(client: Client, route: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]:1"])
-def test_another_sites_name_for_this_machine_is_refused(client: Client, host: str) -> None:
+def test_another_sites_name_for_this_machine_is_refused(client, host):
     request = f"GET {client.path}api/runs HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", client.server.server_port)) as connection:
         connection.sendall(request.encode())
@@ -68,12 +62,12 @@ def test_another_sites_name_for_this_machine_is_refused(client: Client, host: st
 
 
 @pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:8000"])
-def test_this_machines_own_names_are_taken_at_any_port(client: Client, host: str) -> None:
+def test_this_machines_own_names_are_taken_at_any_port(client, host):
     assert client.get("api/runs", host=host)[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
-def test_nothing_but_get_is_answered(client: Client, method: str) -> None:
+def test_nothing_but_get_is_answered(client, method):
     assert client.get("api/runs", method=method)[0] == 501
 
 
@@ -92,12 +86,12 @@ def test_nothing_but_get_is_answered(client: Client, method: str) -> None:
         "\x00index.html".replace("\x00", "%00"),
     ],
 )
-def test_no_address_leads_to_another_file(client: Client, path: str) -> None:
+def test_no_address_leads_to_another_file(client, path):
     status, body = client.get(f"{client.path}{path}")
     assert (status, json.loads(body)["error"]) == (404, "no such page")
 
 
-def test_every_answer_forbids_scripts_of_others(client: Client) -> None:
+def test_every_answer_forbids_scripts_of_others(client):
     for path in ("", "app.js", "api/runs", "nothing", "/nothing"):
         _, headers = client.get(path, whole=True)[1]
         policy = headers["Content-Security-Policy"]
@@ -111,7 +105,7 @@ def test_every_answer_forbids_scripts_of_others(client: Client) -> None:
     assert page.count("<script") == 1
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_texts(client: Client) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_texts(client):
     own = {name: content.decode() for name, content in client.server.files.items() if "vendor/" not in name}
     assert {"app.js", "style.css", "index.html"} <= own.keys()
     for name, content in own.items():
@@ -129,7 +123,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_texts(clie
 
 
 @pytest.mark.parametrize("step", range(1, len(TEXTS) + 1))
-def test_a_hostile_text_arrives_as_it_is(client: Client, hostile: Path, step: int) -> None:
+def test_a_hostile_text_arrives_as_it_is(client, hostile, step):
     text = TEXTS[step - 1]
     found = client.ask("sample", run=hostile, id=f"step_{step:06d}:0")
     shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}… [{len(text) - LONGEST:,} more characters]"
@@ -141,7 +135,7 @@ def test_a_hostile_text_arrives_as_it_is(client: Client, hostile: Path, step: in
         assert client.ask("samples", run=hostile, text=text)["matched"] >= 8
 
 
-def test_a_hostile_text_is_exported_whole(client: Client, hostile: Path) -> None:
+def test_a_hostile_text_is_exported_whole(client, hostile):
     for format_ in ("jsonl", "csv"):
         status, body = client.get(f"api/export?run={hostile}&format={format_}&step=1..30")
         assert status == 200
@@ -151,13 +145,11 @@ def test_a_hostile_text_is_exported_whole(client: Client, hostile: Path) -> None
     assert json.loads(lines[0])["response"] == TEXTS[longest - 1]
 
 
-def test_half_a_character_in_events_is_handed_on(client: Client, hostile: Path) -> None:
+def test_half_a_character_in_events_is_handed_on(client, hostile):
     assert client.ask("events", run=hostile)["events"][-1]["text"].startswith("\ud800 half ")
 
 
-def test_the_command_refuses_a_missing_folder_and_a_taken_port(
-    client: Client, hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_a_missing_folder_and_a_taken_port(client, hostile, tmp_path, capsys):
     assert main(["view", str(tmp_path / "none"), "--no-browser"]) == 1
     assert "no such folder" in capsys.readouterr().err
     assert main(["view", str(hostile), "--no-browser", "--port", str(client.server.server_port)]) == 1

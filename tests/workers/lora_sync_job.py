@@ -4,8 +4,6 @@ An actor trains adapters, with its reference and its native rollout. The rollout
 layers that are split over the ranks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

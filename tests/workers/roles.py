@@ -1,7 +1,5 @@
 """Workers over tiny models, alone or as the ranks of a job, and one program that uses all of them."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

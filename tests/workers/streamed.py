@@ -3,8 +3,6 @@
 Engines in other processes receive weights in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

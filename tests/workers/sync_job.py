@@ -3,8 +3,6 @@
 It syncs weights in all three ways, without and with faults, and records what each rank raised for each fault.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,3 @@
-"""The parts of the policy's worker, its streams, and the common features of workers, in one process."""
-
-from __future__ import annotations
-
 import functools
 import pickle
 import time
@@ -27,12 +23,12 @@ LONG = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return roles.make_folder(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def config(folder: Path, tmp_path: Path) -> Any:
+def config(folder, tmp_path):
     # two rows at a time, so that samples finish at different times
     return roles.make_config(
         folder, f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.max_num_seqs=2"
@@ -40,14 +36,12 @@ def config(folder: Path, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def worker(config: Any) -> Any:
+def worker(config):
     return roles.make_actor(config, "actor", "rollout")
 
 
 @pytest.mark.parametrize("parts", [("actor",), ("rollout",), ("ref",), ("actor", "ref"), ("rollout", "ref")])
-def test_a_part_does_its_work_and_refuses_that_of_others(
-    config: Any, worker: Any, parts: tuple[str, ...]
-) -> None:
+def test_a_part_does_its_work_and_refuses_that_of_others(config, worker, parts):
     batch = worker.generate_sequences(PROMPTS, 1, LONG)
     alone = roles.make_actor(config, *parts)
     assert set(alone.engines) == set(parts)
@@ -72,7 +66,7 @@ def tracks(config: Any) -> list[str]:
     return [event["args"]["name"] for event in events if event["ph"] == "M"]
 
 
-def test_a_frozen_rollout_follows_the_actor(config: Any, worker: Any) -> None:
+def test_a_frozen_rollout_follows_the_actor(config, worker):
     batch = roles.with_targets(worker.generate_sequences(PROMPTS, 1, LONG))
     batch = batch.union(worker.compute_log_prob(batch)).union(
         worker.compute_log_prob(batch).rename("old_log_probs", "ref_log_probs")
@@ -96,7 +90,7 @@ def test_a_frozen_rollout_follows_the_actor(config: Any, worker: Any) -> None:
         worker.load_weights(buckets[0])
 
 
-def test_a_stream_gives_quarters_and_does_not_count_its_readers_time(worker: Any) -> None:
+def test_a_stream_gives_quarters_and_does_not_count_its_readers_time(worker):
     whole = worker.generate_sequences(PROMPTS, 4, LONG)
     worker.take_timings()
     parts = []
@@ -115,9 +109,7 @@ def test_a_stream_gives_quarters_and_does_not_count_its_readers_time(worker: Any
 
 
 @pytest.mark.parametrize("how", ["left", "broken"])
-def test_a_stream_that_ends_early_leaves_nothing_behind(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_stream_that_ends_early_leaves_nothing_behind(worker, monkeypatch, how):
     stream = worker.stream_sequences(PROMPTS, 4, LONG)
     next(stream)
     if how == "left":
@@ -136,7 +128,7 @@ def test_a_stream_that_ends_early_leaves_nothing_behind(
     assert torch.allclose(old[mask], fresh.ragged("rollout_log_probs").values[mask], atol=1e-9, rtol=0)
 
 
-def test_a_group_streams_into_futures(config: Any) -> None:
+def test_a_group_streams_into_futures(config):
     made = roles.make_actor(config, "actor", "rollout")
     wanted = made.generate_sequences(PROMPTS, 2, LONG)
     settings = roles.actor_settings(config, "actor", "rollout")
@@ -152,7 +144,7 @@ def test_a_group_streams_into_futures(config: Any) -> None:
     assert old.equal(made.compute_log_prob(wanted).ragged("old_log_probs"))
 
 
-def test_truncated_sampling_keeps_both_columns(worker: Any) -> None:
+def test_truncated_sampling_keeps_both_columns(worker):
     params = SamplingParams(temperature=1.0, top_k=5, max_tokens=6, seed=3)
     for prompts in (PROMPTS, PROMPTS[:0]):
         batch = worker.generate_sequences(prompts, 2, params)
@@ -164,7 +156,7 @@ def test_truncated_sampling_keeps_both_columns(worker: Any) -> None:
         assert len(cut) == 72 * bool(len(prompts)) and bool((cut > whole).all())
 
 
-def test_what_workers_say_goes_to_the_log_and_the_user(config: Any, worker: Any) -> None:
+def test_what_workers_say_goes_to_the_log_and_the_user(config, worker):
     heard: list[str] = []
     worker.tell = heard.append
     worker.say("the cache is full")
@@ -173,7 +165,7 @@ def test_what_workers_say_goes_to_the_log_and_the_user(config: Any, worker: Any)
     assert log.read_text().endswith(" the cache is full\n")
 
 
-def test_of_several_ranks_the_user_hears_the_first(config: Any) -> None:
+def test_of_several_ranks_the_user_hears_the_first(config):
     heard: list[str] = []
     run = RunFolder(config.trainer.default_local_dir)
     for rank in range(2):

@@ -1,9 +1,4 @@
-"""Advantages over whole batches, in the precision of their columns."""
-
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +7,18 @@ import torch
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
-from tandem.errors import NonFiniteError, RewardError, TandemError
+from tandem.errors import NonFiniteError, RewardError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.batch import BatchWorker, group_ids
 
 
-def test_groups_are_numbered_by_first_appearance() -> None:
+def test_groups_are_numbered_by_first_appearance():
     assert group_ids(np.array(["b", "b", "a", "b", "c"], dtype=object)).tolist() == [0, 0, 1, 0, 2]
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path: Path, estimator: str) -> None:
+def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path, estimator):
     """The numbers equal those in fp32 up to its precision, and GAE equals its recursion."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([4, 2, 3, 5])
@@ -90,9 +85,7 @@ def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
         ("ref_log_probs", NonFiniteError, "reference policy"),
     ],
 )
-def test_what_is_not_finite_is_refused_where_it_counts(
-    tmp_path: Path, column: str, error: type[TandemError], hint: str, bad: float
-) -> None:
+def test_what_is_not_finite_is_refused_where_it_counts(tmp_path, column, error, hint, bad):
     config = AlgorithmConfig(adv_estimator="vtrace", use_kl_in_reward=True)
     worker = BatchWorker(config, RunFolder(tmp_path / "run"))
     uids = {"uid": ["a", "a", "b"]}
@@ -107,7 +100,7 @@ def test_what_is_not_finite_is_refused_where_it_counts(
     assert hint in (caught.value.remedy or "")
 
 
-def test_rewards_by_sample_are_looked_at_too(tmp_path: Path) -> None:
+def test_rewards_by_sample_are_looked_at_too(tmp_path):
     worker = BatchWorker(AlgorithmConfig(adv_estimator="remax"), RunFolder(tmp_path / "run"))
     columns = vtrace_batch() | {"reward_baselines": torch.ones(3)}
     uids = {"uid": ["a", "a", "b"]}
@@ -118,7 +111,7 @@ def test_rewards_by_sample_are_looked_at_too(tmp_path: Path) -> None:
     assert str(caught.value.got).endswith("the first in sample 2")
 
 
-def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
+def test_weights_of_the_components_come_from_the_config(tmp_path):
     config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_weights=[1.0, 3.0])
     worker = BatchWorker(config, RunFolder(tmp_path / "run"))
     extras = [{"right": a, "short": b} for a, b in ((1.0, 0.0), (0.0, 1.0), (5.0, 5.0))]
@@ -128,7 +121,7 @@ def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
     assert first < second  # without the weights both would be equal
 
 
-def test_the_estimator_reads_the_corrections_weights(tmp_path: Path) -> None:
+def test_the_estimator_reads_the_corrections_weights(tmp_path):
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="1.5")
     config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
     columns = vtrace_batch()
@@ -147,7 +140,7 @@ def test_the_estimator_reads_the_corrections_weights(tmp_path: Path) -> None:
     assert not torch.equal(wanted, plain)
 
 
-def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) -> None:
+def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path):
     correction = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="0.01")
     config = AlgorithmConfig(adv_estimator="grpo", rollout_correction=correction)
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=1.0))
@@ -161,7 +154,7 @@ def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_share_of_prompts_whose_responses_score_alike(tmp_path: Path, seed: int) -> None:
+def test_the_share_of_prompts_whose_responses_score_alike(tmp_path, seed):
     random = np.random.default_rng(seed)
     uids = random.integers(0, 12, size=30).astype(str).astype(object)  # some prompts have one response
     scores = random.integers(0, 3, size=30) / 3

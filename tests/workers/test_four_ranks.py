@@ -1,9 +1,4 @@
-"""All model workers on four ranks, with uneven and empty shares, compared with one rank in this process."""
-
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,27 +22,25 @@ COLUMNS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return roles.make_folder(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
+def one(folder):
     config = roles.make_config(folder, f"trainer.default_local_dir={folder / 'one'}")
     return roles.program(roles.Team(config, 0, 1))
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path) -> dict[str, Any]:
+def four(folder):
     results = folder / "record.pt"
     run_ranks(Path(__file__).with_name("four_rank_job.py"), folder, results, ranks=4)
     return torch.load(results, weights_only=False)
 
 
 @pytest.mark.parametrize(("step", "samples"), [("first", 14), ("second", 6)])
-def test_every_column_is_that_of_one_rank(
-    one: dict[str, Any], four: dict[str, Any], step: str, samples: int
-) -> None:
+def test_every_column_is_that_of_one_rank(one, four, step, samples):
     found, wanted = four[step]["batch"], one[step]["batch"]
     assert len(found) == len(wanted) == samples
     for name, dtype in COLUMNS.items():
@@ -60,14 +53,14 @@ def test_every_column_is_that_of_one_rank(
         assert list(found.non_tensor_batch[name]) == list(wanted.non_tensor_batch[name]), name
 
 
-def test_the_version_that_wrote_the_tokens_is_the_actors(four: dict[str, Any]) -> None:
+def test_the_version_that_wrote_the_tokens_is_the_actors(four):
     for number, step in enumerate(("first", "second")):
         batch = four[step]["batch"]
         written = batch.ragged("policy_version").values[batch.ragged("response_mask").values]
         assert set(written.tolist()) == {number}
 
 
-def test_losses_and_weights_are_those_of_one_rank(one: dict[str, Any], four: dict[str, Any]) -> None:
+def test_losses_and_weights_are_those_of_one_rank(one, four):
     for step in ("first", "second"):
         for role in ("actor", "critic"):
             found, wanted = four[step]["metrics"][role], one[step]["metrics"][role]
@@ -80,7 +73,7 @@ def test_losses_and_weights_are_those_of_one_rank(one: dict[str, Any], four: dic
         assert torch.allclose(four["weights"][name], value, rtol=0, atol=1e-9), name
 
 
-def test_a_stream_gives_the_rows_of_generate_sequences(four: dict[str, Any]) -> None:
+def test_a_stream_gives_the_rows_of_generate_sequences(four):
     """Two prompts with two samples each give at most four parts, and a rank without prompts gives none."""
     for name, shares in (("streamed", [4, 4, 4, 2]), ("streamed few", [2, 2, 2, 0])):
         assert [sum(sizes) for sizes, _ in four[name]] == shares
@@ -88,11 +81,11 @@ def test_a_stream_gives_the_rows_of_generate_sequences(four: dict[str, Any]) -> 
         assert four[name][-1][0] == [] or shares[-1]
 
 
-def test_a_rollout_of_its_own_takes_the_actors_weights(one: dict[str, Any], four: dict[str, Any]) -> None:
+def test_a_rollout_of_its_own_takes_the_actors_weights(one, four):
     assert four["moved"] is True and one["moved"] is True
 
 
-def test_each_rank_keeps_its_share_of_a_bad_batch(four: dict[str, Any]) -> None:
+def test_each_rank_keeps_its_share_of_a_bad_batch(four):
     shares = four["first"]["batch"].chunk(4)
     for rank, (field, name, saved) in enumerate(four["non_finite"]):
         assert field == "actor update 2"
@@ -102,14 +95,14 @@ def test_each_rank_keeps_its_share_of_a_bad_batch(four: dict[str, Any]) -> None:
     assert all(torch.equal(four["after"][name], value) for name, value in four["weights"].items())
 
 
-def test_collectives_are_reported_by_role(one: dict[str, Any], four: dict[str, Any]) -> None:
+def test_collectives_are_reported_by_role(one, four):
     for role in ("actor", "ref", "critic", "reward_model"):
         assert four["first"]["observed"][f"perf/collective_bytes/{role}"] > 0
         assert 0 < four["first"]["observed"][f"perf/collective_s/{role}"] < 200
         assert one["first"]["observed"][f"perf/collective_bytes/{role}"] == 0
 
 
-def test_what_is_observed_of_several_ranks(one: dict[str, Any], four: dict[str, Any]) -> None:
+def test_what_is_observed_of_several_ranks(one, four):
     """Metrics of ranks are combined in three ways.
 
     Seconds and bytes are averaged, token counts are summed, and other counters are the maximum.
@@ -125,7 +118,7 @@ def test_what_is_observed_of_several_ranks(one: dict[str, Any], four: dict[str, 
         assert found[name] == one["first"]["observed"][name], name
 
 
-def test_the_timeline_has_every_role_of_every_rank(four: dict[str, Any], folder: Path) -> None:
+def test_the_timeline_has_every_role_of_every_rank(four, folder):
     events = read_timeline(folder / "run" / "timeline.json")
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"}
     roles_of_ranks = [f"{r} rank {rank}" for r in ("actor", "critic", "reward_model") for rank in range(4)]
@@ -140,7 +133,7 @@ def test_the_timeline_has_every_role_of_every_rank(four: dict[str, Any], folder:
     } <= phases
 
 
-def test_a_batch_of_no_samples_has_all_columns(folder: Path) -> None:
+def test_a_batch_of_no_samples_has_all_columns(folder):
     config = roles.make_config(folder, f"trainer.default_local_dir={folder / 'none'}")
     actor = roles.make_actor(config, "actor", "rollout")
     prompts = roles.make_prompts(2)

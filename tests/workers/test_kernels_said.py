@@ -1,5 +1,3 @@
-"""At the start of a run on CUDA, a message names the kernels of each model."""
-
 from types import SimpleNamespace
 
 import pytest

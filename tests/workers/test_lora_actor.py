@@ -1,7 +1,3 @@
-"""An actor that trains adapters: its reference, its rollouts with both engines, and a separate rollout."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ SMALL = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return roles.make_folder(tmp_path_factory.mktemp("models"))
 
 
@@ -48,7 +44,7 @@ def gap(worker: Any, batch: DataProto) -> float:
     return float((old - batch.ragged("rollout_log_probs").values)[mask].abs().max())
 
 
-def test_the_reference_is_the_base_without_a_second_engine(folder: Path, tmp_path: Path) -> None:
+def test_the_reference_is_the_base_without_a_second_engine(folder, tmp_path):
     config = config_of(folder, tmp_path)
     worker = roles.make_actor(config, *roles.ALL)
     assert set(worker.engines) == {"actor"}
@@ -66,7 +62,7 @@ def test_the_reference_is_the_base_without_a_second_engine(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
-def test_rollouts_sample_from_the_merged_weights(folder: Path, tmp_path: Path, engine: str) -> None:
+def test_rollouts_sample_from_the_merged_weights(folder, tmp_path, engine):
     worker = roles.make_actor(
         config_of(folder, tmp_path, f"actor_rollout_ref.rollout.name={engine}"), "actor", "rollout", "ref"
     )
@@ -79,7 +75,7 @@ def test_rollouts_sample_from_the_merged_weights(folder: Path, tmp_path: Path, e
     assert set(batch.ragged("policy_version").values[batch.ragged("response_mask").values].tolist()) == {2}
 
 
-def test_a_rollout_elsewhere_takes_the_merged_weights(folder: Path, tmp_path: Path) -> None:
+def test_a_rollout_elsewhere_takes_the_merged_weights(folder, tmp_path):
     config = config_of(folder, tmp_path)
     worker = roles.make_actor(config, *roles.ALL)
     other = roles.make_actor(config, "rollout")
@@ -91,8 +87,8 @@ def test_a_rollout_elsewhere_takes_the_merged_weights(folder: Path, tmp_path: Pa
     assert generate(other).ragged("tokens").equal(generate(worker).ragged("tokens"))
 
 
-def test_the_seed_of_the_run_draws_the_adapters(folder: Path, tmp_path: Path) -> None:
-    def drawn(seed: int) -> torch.Tensor:
+def test_the_seed_of_the_run_draws_the_adapters(folder, tmp_path):
+    def drawn(seed):
         worker = roles.make_actor(config_of(folder, tmp_path, f"trainer.seed={seed}"), "actor")
         named = dict(worker.actor.module.named_parameters())
         name = next(name for name in named if ".lora_A." in name)
@@ -105,7 +101,7 @@ def test_the_seed_of_the_run_draws_the_adapters(folder: Path, tmp_path: Path) ->
     assert not torch.equal(first, drawn(2))
 
 
-def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> None:
+def test_the_user_hears_how_much_is_trained(folder, tmp_path):
     config = config_of(folder, tmp_path)
     worker = roles.make_actor(config, "actor")
     info = worker.actor.state_info()
@@ -118,7 +114,7 @@ def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_sample_what_one_does(folder, tmp_path):
     """Each rank's rollout receives merged weights as a stream, from shards or from parts of layers."""
     run_ranks(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")
     record = torch.load(tmp_path / "record.pt", weights_only=False)

@@ -1,7 +1,3 @@
-"""The losses that workers combine, compared with formulas in float64."""
-
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -40,7 +36,7 @@ def split(columns: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], di
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed: int) -> None:
+def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed):
     columns = random_columns(seed)
     actor = ActorConfig(
         clip_ratio_low=0.1,
@@ -70,7 +66,7 @@ def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed: int) -> None:
     assert {"entropy", "kl", "pg_loss", "clip_fraction"} <= set(floats)
 
 
-def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_score_function() -> None:
+def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_score_function():
     columns = random_columns(1)
     log_probs = columns["log_probs"].requires_grad_()
     del columns["old_log_probs"]
@@ -89,7 +85,7 @@ def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_sco
     assert floats["clip_fraction"] == 0
 
 
-def test_the_loss_names_only_columns_that_it_reads() -> None:
+def test_the_loss_names_only_columns_that_it_reads():
     plain = ActorLoss.from_config(ActorConfig(), recomputed=True)
     with_kl = ActorLoss.from_config(ActorConfig(use_kl_loss=True), recomputed=True)
     assert with_kl.columns - plain.columns == {"ref_log_probs"}
@@ -110,7 +106,7 @@ class Length:
         return values_T, {"length": values_T}
 
 
-def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum() -> None:
+def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum():
     plain = ActorLoss.from_config(ActorConfig(entropy_coeff=0.1), recomputed=True)
     longer = dataclasses.replace(plain, terms=(*plain.terms, Length()))
     assert longer.columns - plain.columns == {"policy_version"}
@@ -129,7 +125,7 @@ def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum() -> None
     assert torch.equal(loss, without) and metrics.to_floats()["length"] == pytest.approx(mean)
 
 
-def test_another_weight_of_the_entropy_is_that_of_the_config() -> None:
+def test_another_weight_of_the_entropy_is_that_of_the_config():
     columns = random_columns(3)
     out, batch = split(columns)
     loss = ActorLoss.from_config(ActorConfig(), recomputed=True).with_entropy_coeff(0.3)
@@ -137,7 +133,7 @@ def test_another_weight_of_the_entropy_is_that_of_the_config() -> None:
     assert torch.equal(loss(out, batch, OFFSETS, COUNTS)[0], wanted(out, batch, OFFSETS, COUNTS)[0])
 
 
-def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
+def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares():
     out = {"values": torch.tensor([0.0, 0.0, 2.0, 0.1, 0.0, -1.0, 0.4], dtype=torch.float64)}
     columns = {
         "values": torch.zeros(7, dtype=torch.float64),
@@ -151,13 +147,13 @@ def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
     assert metrics.to_floats()["new_values"] == pytest.approx((2.0 + 0.1 - 1.0 + 0.4) / 4)
 
 
-def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens() -> None:
+def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens():
     out = {"log_probs": torch.arange(7, dtype=torch.float64)}
     loss, _ = NextTokenLoss()(out, {"response_mask": MASK}, OFFSETS, COUNTS)
     assert float(loss) == -(2 + 3 + 5 + 6) / 4
 
 
-def test_the_preference_loss_takes_the_last_token_of_each_half() -> None:
+def test_the_preference_loss_takes_the_last_token_of_each_half():
     """Two pairs of sequences of 2, 3, 1 and 1 tokens; scores at other tokens are ignored."""
     out = {"scores": torch.tensor([9.0, 1.0, 9.0, 9.0, -1.0, 0.5, 2.0], dtype=torch.float64)}
     margin = torch.tensor([0.5, 0.0])
@@ -171,7 +167,7 @@ def test_the_preference_loss_takes_the_last_token_of_each_half() -> None:
     )
 
 
-def test_a_ghost_takes_part_in_the_preference_loss_and_adds_nothing() -> None:
+def test_a_ghost_takes_part_in_the_preference_loss_and_adds_nothing():
     scores = torch.full((1,), 3.0, requires_grad=True)
     loss, metrics = PreferenceLoss(0.1)(
         {"scores": scores}, {"margin": torch.ones(1)}, torch.tensor([0, 1]), COUNTS

@@ -1,14 +1,10 @@
-"""Requests to a rollout engine, made from prompts."""
-
-from __future__ import annotations
-
 import torch
 
 from tandem.protocol import DataProto, Ragged, SamplingParams
 from tandem.workers.samples import requests_of
 
 
-def test_a_response_ends_where_the_longest_sequence_does() -> None:
+def test_a_response_ends_where_the_longest_sequence_does():
     prompts = Ragged.from_lengths(torch.arange(9), [2, 7])
     table = DataProto({"prompts": prompts}, {"uid": ["short", "long"]})
     params = SamplingParams(max_tokens=6, min_tokens=4)

@@ -1,18 +1,9 @@
-"""How a reward model reads samples: another tokenizer or template, steps, and samples that are too long."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from tandem.config.load import load_train_config
 from tandem.errors import ModelError
@@ -29,7 +20,7 @@ PROMPTS = [[{"role": "user", "content": prompt}] for prompt, _ in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "model")
     write_problems(folder)
@@ -39,12 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def policys(folder: Path) -> PreTrainedTokenizerFast:
+def policys(folder):
     return make_tokenizer(folder / "policys")
 
 
 @pytest.fixture
-def batch(policys: PreTrainedTokenizerFast) -> DataProto:
+def batch(policys):
     rows = [
         [policys.encode(text, add_special_tokens=False) for text in (prompt, answer + "<eos>" * bool(answer))]
         for prompt, answer in TEXTS
@@ -96,9 +87,7 @@ def head_outputs(
         return [model.score(model.model(torch.tensor([row])).last_hidden_state)[0] for row in rows]
 
 
-def test_another_tokenizer_reads_the_conversation_anew_from_text(
-    folder: Path, policys: Any, batch: DataProto, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_tokenizer_reads_the_conversation_anew_from_text(folder, policys, batch, capsys):
     out = worker_of(folder, policys, OTHER.format(folder=folder)).compute_rm_score(batch)
     own = AutoTokenizer.from_pretrained(folder / "own")
     rows = []
@@ -115,9 +104,7 @@ def test_another_tokenizer_reads_the_conversation_anew_from_text(
     assert "formatted again from text" in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_text_gets_no_template_and_an_end(
-    folder: Path, policys: Any, batch: DataProto
-) -> None:
+def test_a_prompt_that_is_text_gets_no_template_and_an_end(folder, policys, batch):
     batch.non_tensor_batch["messages"][0] = [{"role": "", "content": "1+2="}]
     batch.non_tensor_batch["messages"][1] = []  # as if the prompt were token ids
     out = worker_of(folder, policys, OTHER.format(folder=folder)).compute_rm_score(batch)
@@ -127,7 +114,7 @@ def test_a_prompt_that_is_text_gets_no_template_and_an_end(
     assert out.dense("scores")[:2].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_another_template_alone_is_reason_enough(folder: Path, policys: Any, batch: DataProto) -> None:
+def test_another_template_alone_is_reason_enough(folder, policys, batch):
     models = f"{{a: {{path: {folder / 'same'}, custom_chat_template: '{{{{ messages[0].content }}}}z'}}, "
     models += (
         f"b: {{path: {folder / 'same'}}}, c: {{path: {folder / 'same'}, tokenizer_path: {folder / 'own'}}}}}"
@@ -140,7 +127,7 @@ def test_another_template_alone_is_reason_enough(folder: Path, policys: Any, bat
     assert out.dense("scores").tolist() == [0.0] * 4
 
 
-def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: Any, batch: DataProto) -> None:
+def test_what_is_longer_than_its_positions_is_not_read(folder, policys, batch):
     make_scorer(folder / "short", folder / "model", max_position_embeddings=9)
     same = worker_of(folder, policys, f"{{a: {{path: {folder / 'same'}}}}}").compute_rm_score(batch)
     out = worker_of(folder, policys, f"{{a: {{path: {folder / 'short'}}}}}").compute_rm_score(batch)
@@ -154,9 +141,7 @@ def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: An
 
 
 @pytest.mark.parametrize(("step_score", "total"), [("sum", sum), ("min", min), ("last", lambda s: s[-1])])
-def test_steps_are_scored_where_they_end(
-    folder: Path, policys: Any, batch: DataProto, step_score: str, total: Any
-) -> None:
+def test_steps_are_scored_where_they_end(folder, policys, batch, step_score, total):
     """The ends are counted by hand: ab. 12<eos>, 4., nothing, a. b. c<eos>. Blank text is not a step."""
     models = f"{{a: {{path: {folder / 'same'}, step_separator: '.', step_score: {step_score}}}}}"
     out = worker_of(folder, policys, models).compute_rm_score(batch)
@@ -174,9 +159,7 @@ def test_steps_are_scored_where_they_end(
 
 
 @pytest.mark.parametrize("labels", [1, 2])
-def test_a_token_classifier_over_other_tokens(
-    folder: Path, policys: Any, batch: DataProto, labels: int
-) -> None:
+def test_a_token_classifier_over_other_tokens(folder, policys, batch, labels):
     """Scores are read at the ends of steps in the model's tokens.
 
     They are placed at the ends of steps in the policy's tokens.
@@ -201,13 +184,13 @@ def test_a_token_classifier_over_other_tokens(
         assert torch.allclose(placed, wanted, atol=1e-6), row
 
 
-def test_ends_of_steps() -> None:
+def test_ends_of_steps():
     assert step_ends("a\n\nb", "\n\n") == [3, 4]
     assert step_ends("a\n\n\n\nb\n\n", "\n\n") == [3, 8]
     assert step_ends(" \n\n ", "\n\n") == step_ends("", "x") == []
 
 
-def test_a_separator_within_tokens(policys: Any) -> None:
+def test_a_separator_within_tokens(policys):
     ids = policys.encode("ab.cd..e", add_special_tokens=False)
     assert steps_of_ids(policys, ids, "..") == [6, 7]
     assert steps_of_ids(policys, ids, ".c") == [3, 7]

@@ -1,9 +1,4 @@
-"""The reward model's worker, compared with transformers' classifier."""
-
-from __future__ import annotations
-
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +13,12 @@ from tests.workers import roles
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return roles.make_folder(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def batch(folder: Path) -> DataProto:
+def batch(folder):
     tokenizer = roles.tokenizer_of(roles.make_config(folder))
     texts = [("1+2=", "3<eos>"), ("12+30=", "42"), ("what?", "")]
     rows = [[tokenizer.encode(text, add_special_tokens=False) for text in pair] for pair in texts]
@@ -34,9 +29,7 @@ def batch(folder: Path) -> DataProto:
 
 
 @pytest.mark.parametrize("words", [(), ("reward_model.forward_micro_batch_size_per_gpu=1",)])
-def test_scores_are_transformers_own_and_stand_at_the_last_response_token(
-    folder: Path, batch: DataProto, words: tuple[str, ...]
-) -> None:
+def test_scores_are_transformers_own_and_stand_at_the_last_response_token(folder, batch, words):
     worker = roles.make_scorer(roles.make_config(folder, *words))
     out = worker.compute_rm_score(batch)
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -53,7 +46,7 @@ def test_scores_are_transformers_own_and_stand_at_the_last_response_token(
     assert len(empty) == 0 and empty.columns == out.columns
 
 
-def test_a_group_knows_it_by_both_names(folder: Path, batch: DataProto) -> None:
+def test_a_group_knows_it_by_both_names(folder, batch):
     config = roles.make_config(folder)
     factory = functools.partial(
         RewardModelWorker,
@@ -69,7 +62,7 @@ def test_a_group_knows_it_by_both_names(folder: Path, batch: DataProto) -> None:
     assert "timing/reward" in group.take_timings()[0]
 
 
-def test_a_model_over_too_few_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_model_over_too_few_tokens_is_refused(folder, tmp_path):
     config = Qwen2Config.from_pretrained(folder / "model", num_labels=1, vocab_size=20)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="vocabulary is smaller"):

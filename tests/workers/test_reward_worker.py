@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 
 from tandem.config.rewards import RewardConfig
@@ -11,13 +7,13 @@ from tandem.workers.reward import RewardWorker, at_last_token
 from tests.support.tiny import make_tokenizer
 
 
-def test_a_score_stands_at_the_last_response_token() -> None:
+def test_a_score_stands_at_the_last_response_token():
     mask = Ragged.from_list([[False, True, True, False], [False, False], [False, True]], torch.bool)
     placed = at_last_token(torch.tensor([5.0, 6.0, 7.0]), mask)
     assert [row.tolist() for row in placed] == [[0, 0, 5, 0], [0, 0], [0, 7]]
 
 
-def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_path: Path) -> None:
+def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in ("1+2=3<eos>", "2+2=5")]
     masks = [[False] * 4 + [True] * 2, [False] * 4 + [True]]

@@ -1,9 +1,3 @@
-"""Methods of the batch worker about groups and lengths, on tables made by hand."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +11,7 @@ from tandem.workers.reward import at_last_token
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> BatchWorker:
+def worker(tmp_path):
     return BatchWorker(AlgorithmConfig(adv_estimator="grpo"), RunFolder(tmp_path / "run"))
 
 
@@ -25,7 +19,7 @@ def scored(scores: list[float], extras: list[dict[str, float]] | None = None) ->
     return DataProto({"scores": torch.tensor(scores)}, {"reward_extra": extras or [{} for _ in scores]})
 
 
-def test_the_metric_is_the_rewards_own_number_or_the_score_before_the_punishment(worker: BatchWorker) -> None:
+def test_the_metric_is_the_rewards_own_number_or_the_score_before_the_punishment(worker):
     """Responses to the first prompt differ in the score after the punishment, those to the second in acc."""
     extras = [{"acc": 1.0, "score": 1.0}] * 2 + [{"acc": 0.0, "score": 1.0}, {"acc": 1.0, "score": 1.0}]
     batch = scored([0.5, 0.25, 1.0, 1.0], extras)
@@ -38,18 +32,18 @@ def test_the_metric_is_the_rewards_own_number_or_the_score_before_the_punishment
         assert found.reward == pytest.approx(2.75 / 4)
 
 
-def test_without_acc_it_is_the_score(worker: BatchWorker) -> None:
+def test_without_acc_it_is_the_score(worker):
     assert worker.group_spread(scored([0.0, 1.0, 1.0, 1.0]), 2, "acc").differs.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_is_refused_and_not_filtered(worker: BatchWorker, bad: float) -> None:
+def test_a_number_that_is_not_finite_is_refused_and_not_filtered(worker, bad):
     with pytest.raises(RewardError, match="not finite") as caught:
         worker.group_spread(scored([1.0, 1.0, bad, bad]), 2, "acc")
     assert "2 samples, the first is number 2" in str(caught.value.got)
 
 
-def test_the_punishment_is_at_the_last_response_token(worker: BatchWorker) -> None:
+def test_the_punishment_is_at_the_last_response_token(worker):
     """Responses have 0, 2 and 4 tokens, and one reward is spread over its tokens."""
     mask = Ragged.from_list([[False], [False, True, True], [False, False, True, True, True, True]])
     rewards = Ragged.from_list(
@@ -87,19 +81,19 @@ def test_the_punishment_is_at_the_last_response_token(worker: BatchWorker) -> No
     assert "overlong" not in batch.non_tensor_batch["reward_extra"][0]
 
 
-def test_cut_responses_are_those_that_ended_at_the_limit(worker: BatchWorker) -> None:
+def test_cut_responses_are_those_that_ended_at_the_limit(worker):
     batch = DataProto(non_tensor_batch={"finish_reason": ["stop", "length", "abort", "length"]})
     assert np.array_equal(worker.left_out(batch, True), [False, True, False, True])
 
 
-def test_advantages_without_failed_scores_are_those_of_the_other_samples_alone(worker: BatchWorker) -> None:
+def test_advantages_without_failed_scores_are_those_of_the_other_samples_alone(worker):
     """Of three responses to the first prompt one failed, and of two to the second both failed."""
     generator = np.random.default_rng(7)
     lengths = [4, 3, 5, 2, 3]
     scores = torch.from_numpy(generator.normal(size=5)).to(torch.float32)
     mask = Ragged.from_list([[False] + [True] * length for length in lengths])
 
-    def batch_of(rows: list[int], failed: list[bool]) -> DataProto:
+    def batch_of(rows, failed):
         part = mask[rows]
         return DataProto(
             {
@@ -133,15 +127,13 @@ BY_GROUP += ("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_opti
 
 
 @pytest.mark.parametrize("name", [*BY_GROUP, "reinforce_plus_plus", "remax"])
-def test_a_sample_that_failures_left_alone_teaches_nothing_where_samples_are_compared(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_sample_that_failures_left_alone_teaches_nothing_where_samples_are_compared(tmp_path, name):
     generator = np.random.default_rng(3)
     worker = BatchWorker(AlgorithmConfig(adv_estimator=name), RunFolder(tmp_path / "run"))
     mask = Ragged.from_list([[False] + [True] * int(n) for n in generator.integers(2, 6, len(UIDS))])
     scores = torch.from_numpy(generator.uniform(0.1, 1.0, len(UIDS))).float()
 
-    def tokens(low: float, high: float) -> Ragged:
+    def tokens(low, high):
         return mask.with_values(torch.from_numpy(generator.uniform(low, high, len(mask.values))).float())
 
     batch = DataProto(
@@ -172,7 +164,7 @@ def test_a_sample_that_failures_left_alone_teaches_nothing_where_samples_are_com
     assert torch.equal(found[taught].values, alone.values) and alone.values.any()
 
 
-def test_a_batch_of_failures_alone_teaches_nothing(worker: BatchWorker) -> None:
+def test_a_batch_of_failures_alone_teaches_nothing(worker):
     mask = Ragged.from_list([[False, True], [False, True, True]])
     zeros = mask.with_values(torch.zeros(5))
     batch = DataProto(
@@ -182,7 +174,7 @@ def test_a_batch_of_failures_alone_teaches_nothing(worker: BatchWorker) -> None:
     assert worker.compute_advantages(batch, 0.0).ragged("advantages").equal(zeros)
 
 
-def test_failed_samples_do_not_make_a_prompt_differ(worker: BatchWorker) -> None:
+def test_failed_samples_do_not_make_a_prompt_differ(worker):
     """The metric is a number of the reward that failed samples do not have."""
     extras = [{"right": 1.0}, {}, {"right": 1.0}, {"right": 0.0}, {}, {"right": 1.0}, {}, {}, {"right": 1.0}]
     batch = scored([0.0] * 9, extras)

@@ -1,7 +1,3 @@
-"""A step whose gradient is not finite."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ ADVANTAGES, RETURNS = "advantages", "returns"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return roles.make_folder(tmp_path_factory.mktemp("models"))
 
 
@@ -68,9 +64,7 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("role", "at"), [("actor", ACTOR), ("critic", CRITIC)])
-def test_a_skipped_step_changes_nothing_and_is_reported(
-    folder: Path, tmp_path: Path, role: str, at: str
-) -> None:
+def test_a_skipped_step_changes_nothing_and_is_reported(folder, tmp_path, role, at):
     policy = Policy(folder, tmp_path, role, f"{at}.skip_non_finite_steps=2", f"{at}.lr_warmup_steps=4")
     assert policy.step(bad=False)["skipped_steps"] == 0
     before = policy.state()
@@ -90,7 +84,7 @@ def test_a_skipped_step_changes_nothing_and_is_reported(
     assert policy.engine.version == 2 and not same(policy.state(), before)
 
 
-def test_a_run_with_skipped_steps_goes_on_as_one_without(folder: Path, tmp_path: Path) -> None:
+def test_a_run_with_skipped_steps_goes_on_as_one_without(folder, tmp_path):
     policies = [
         Policy(folder, tmp_path / name, "actor", f"{ACTOR}.skip_non_finite_steps=1") for name in ("a", "b")
     ]
@@ -102,7 +96,7 @@ def test_a_run_with_skipped_steps_goes_on_as_one_without(folder: Path, tmp_path:
     assert len(policies[0].said) == 2 and policies[1].said == []
 
 
-def test_more_in_succession_than_allowed_end_the_run(folder: Path, tmp_path: Path) -> None:
+def test_more_in_succession_than_allowed_end_the_run(folder, tmp_path):
     policy = Policy(folder, tmp_path, "actor", f"{ACTOR}.skip_non_finite_steps=1")
     policy.step(bad=True)
     before = policy.state()
@@ -113,7 +107,7 @@ def test_more_in_succession_than_allowed_end_the_run(folder: Path, tmp_path: Pat
     assert same(policy.state(), before)
 
 
-def test_without_the_key_the_first_ends_the_run(folder: Path, tmp_path: Path) -> None:
+def test_without_the_key_the_first_ends_the_run(folder, tmp_path):
     policy = Policy(folder, tmp_path, "actor")
     assert "skipped_steps" not in policy.step(bad=False)
     with pytest.raises(NonFiniteError, match="the loss is not finite"):

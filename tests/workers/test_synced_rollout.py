@@ -1,15 +1,7 @@
-"""Weights that do not arrive correctly stop the run, in every way of syncing.
-
-The error names the weights.
-"""
-
-from __future__ import annotations
-
 import gc
 import re
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +26,12 @@ SMALL = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return roles.make_folder(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def config(folder: Path, tmp_path: Path) -> Any:
+def config(folder, tmp_path):
     return roles.make_config(
         folder, f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf", SMALL
     )
@@ -72,7 +64,7 @@ def learn(worker: Any, batch: DataProto) -> None:
     worker.update_actor(batch.union(old, old.rename("old_log_probs", "ref_log_probs")))
 
 
-def test_a_streamed_engine_writes_what_one_that_shares_the_module_writes(config: Any) -> None:
+def test_a_streamed_engine_writes_what_one_that_shares_the_module_writes(config):
     shared, streamed = roles.make_actor(config, "actor", "rollout"), streaming(config, "actor", "rollout")
     for _ in range(2):
         batch, other = generate(shared), generate(streamed)
@@ -82,7 +74,7 @@ def test_a_streamed_engine_writes_what_one_that_shares_the_module_writes(config:
     assert streamed.take_timings()["timing/weight_sync"] > 0
 
 
-def test_a_stream_leaves_the_trained_weights_sharded_and_idle(config: Any, monkeypatch: Any) -> None:
+def test_a_stream_leaves_the_trained_weights_sharded_and_idle(config, monkeypatch):
     worker = streaming(config, "actor", "rollout")
     calls: list[str] = []
     for name in ("onload", "offload", "unsharded"):
@@ -103,7 +95,7 @@ def test_a_stream_leaves_the_trained_weights_sharded_and_idle(config: Any, monke
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_stream_is_named(config: Any, fault: str) -> None:
+def test_a_fault_in_a_stream_is_named(config, fault):
     worker = streaming(config, "actor", "rollout")
     learn(worker, generate(worker))
     worker.parts["rollout"].engine.fault, told = FAULTS[fault]
@@ -116,7 +108,7 @@ def test_a_fault_in_a_stream_is_named(config: Any, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_between_pools_is_named(config: Any, fault: str) -> None:
+def test_a_fault_between_pools_is_named(config, fault):
     actor, apart = roles.make_actor(config, "actor", "rollout"), roles.make_actor(config, "rollout")
     transfer(actor, apart)
     learn(actor, generate(actor))
@@ -135,7 +127,7 @@ def transfer(actor: Any, apart: Any, change: Any = lambda bucket: bucket) -> Non
         apart.load_weights(change(actor.export_weights(number)))
 
 
-def test_a_bucket_of_old_weights_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_of_old_weights_is_refused(config, monkeypatch):
     names = list(roles.make_actor(config, "actor").actor.weight_shapes)
     monkeypatch.setattr(actor_part, "buckets", lambda sizes, limit: [tuple(names[:5]), tuple(names[5:])])
     actor, apart = roles.make_actor(config, "actor", "rollout"), roles.make_actor(config, "rollout")
@@ -149,9 +141,7 @@ def test_a_bucket_of_old_weights_is_refused(config: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("fault", ["stale", "swapped", "damaged"])
-def test_a_fault_in_the_shared_module_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_fault_in_the_shared_module_is_named(folder, tmp_path, monkeypatch, fault):
     """With bf16 over fp32, the unsharded weights are a copy that can be wrong."""
     words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
     worker = roles.make_actor(roles.make_config(folder, *words, *MIXED), "actor", "rollout")
@@ -161,7 +151,7 @@ def test_a_fault_in_the_shared_module_is_named(
     original = worker.actor.unsharded
 
     @contextmanager
-    def faulty() -> Any:
+    def faulty():
         with original() as module:
             parameters = {name: parameter.data for name, parameter in module.named_parameters()}
             if fault == "stale":
@@ -188,8 +178,8 @@ def test_a_fault_in_the_shared_module_is_named(
 
 
 def test_a_module_that_the_engine_has_copied_is_sharded_again_before_it_samples(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     """This is the case on CUDA, where the native engine has packed copies of the weights."""
     config = roles.make_config(folder, f"trainer.default_local_dir={tmp_path}")
     worker, plain = (roles.make_actor(config, "actor", "rollout") for _ in range(2))
@@ -198,7 +188,7 @@ def test_a_module_that_the_engine_has_copied_is_sharded_again_before_it_samples(
     poll, kept, offload = engine.poll, list[bool](), actor.offload
     offloads = list[bool]()
 
-    def watched(timeout_s: float) -> Any:
+    def watched(timeout_s):
         kept.append(any(not isinstance(p, DTensor) for p in actor.module.parameters()))
         assert offloads
         return poll(timeout_s)
@@ -215,9 +205,7 @@ def test_a_module_that_the_engine_has_copied_is_sharded_again_before_it_samples(
 
 
 @pytest.mark.parametrize(("free", "tags"), [(True, SLEEP_TAGS), (False, ("weights",))])
-def test_memory_is_given_back_after_generation_as_the_config_says(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: bool, tags: tuple[str, ...]
-) -> None:
+def test_memory_is_given_back_after_generation_as_the_config_says(folder, tmp_path, monkeypatch, free, tags):
     words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
     free_cache = f"actor_rollout_ref.rollout.free_cache_engine={str(free).lower()}"
     config = roles.make_config(folder, *words, free_cache)
@@ -228,12 +216,12 @@ def test_memory_is_given_back_after_generation_as_the_config_says(
     assert slept == ([tags, SLEEP_TAGS] if free else [tags])
 
 
-def test_the_first_error_is_the_one_that_is_seen(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_the_one_that_is_seen(config, monkeypatch):
     """A second error, from putting the engine to sleep, is not shown."""
     worker = streaming(config, "actor", "rollout")
 
-    def fails(message: str) -> Any:
-        def call(*_: Any, **__: Any) -> Any:
+    def fails(message):
+        def call(*_, **__):
             raise EngineError(message)
 
         return call
@@ -249,11 +237,11 @@ def test_the_first_error_is_the_one_that_is_seen(config: Any, monkeypatch: pytes
         generate(worker)
 
 
-def test_an_engine_has_its_servers_time(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_its_servers_time(config, monkeypatch):
     limits: list[float] = []
     original = rollout_part.finished
 
-    def noted(*args: Any, **options: Any) -> Any:
+    def noted(*args, **options):
         limits.append(options["stall_timeout_s"])
         return original(*args, **options)
 
@@ -263,7 +251,7 @@ def test_an_engine_has_its_servers_time(config: Any, monkeypatch: pytest.MonkeyP
     assert limits == [4321.0]
 
 
-def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_closed_with_its_worker(config, monkeypatch):
     closed: list[int] = []
     monkeypatch.setattr(HFEngine, "close", lambda engine: closed.append(id(engine)))
     worker = roles.make_actor(config, "actor", "rollout")
@@ -275,9 +263,7 @@ def test_the_engine_is_closed_with_its_worker(config: Any, monkeypatch: pytest.M
     assert closed == [engine]
 
 
-def test_an_engine_that_takes_no_weights_is_refused_for_training(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_takes_no_weights_is_refused_for_training(config, monkeypatch):
     monkeypatch.setattr("tandem.engines.rollout.own_weights.kinds_taken", lambda own: frozenset())
     with pytest.raises(ConfigError, match="cannot receive new weights") as caught:
         roles.make_actor(config, "actor", "rollout")

@@ -1,10 +1,5 @@
-"""Workers on two ranks that train with FSDP and share one vLLM engine; see `make test-vllm`."""
-
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,7 @@ JOB = Path(__file__).with_name("vllm_split_job.py")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     folder = roles.make_folder(tmp_path_factory.mktemp("models"))
     model = build(vocab_size=len(AutoTokenizer.from_pretrained(folder / "model")))
     model.save_pretrained(folder / "model")

@@ -1,9 +1,4 @@
-"""A worker that trains with FSDP and samples with vLLM; see `make test-vllm`."""
-
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +15,7 @@ vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm.engine", exc_type
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def worker(tmp_path_factory):
     folder = roles.make_folder(tmp_path_factory.mktemp("models"))
     model = build(vocab_size=len(AutoTokenizer.from_pretrained(folder / "model")))
     model.save_pretrained(folder / "model")

@@ -4,8 +4,6 @@ FSDP shards the policy over both ranks, and one vLLM engine over both samples fr
 updates, tries faults of the weights, and uses a separate rollout.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
