@@ -1,9 +1,8 @@
 import subprocess
 import sys
-import time
 
 from tandem.observability.files import append_line, whole_lines
-from tandem.observability.timers import Timeline, read_timeline
+from tandem.observability.terminal import printable, say
 
 WRITER = """
 import sys
@@ -37,23 +36,13 @@ def test_a_torn_line_is_cut_off_once(tmp_path):
     assert path.read_text() == "[\nfirst\n"
 
 
-def test_a_line_costs_little(tmp_path):
-    start = time.perf_counter()
-    for i in range(500):
-        append_line(tmp_path / "lines", str(i))
-    assert time.perf_counter() - start < 2
+NASTY = "\x1b[31m\x9b2J\x07\r\u202e[/bold]\ud800"
 
 
-def test_timelines_of_one_process_have_tracks_of_their_own(tmp_path):
-    path = tmp_path / "timeline.json"
-    actor, critic = (Timeline(path, process=name) for name in ("actor rank 0", "critic rank 0"))
-    with actor.phase("gen"), critic.phase("values"):
-        pass
-    events = read_timeline(path)
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert [(names[event["tid"]], event["ph"], event["name"]) for event in events if event["ph"] != "M"] == [
-        ("actor rank 0", "B", "gen"),
-        ("critic rank 0", "B", "values"),
-        ("critic rank 0", "E", "values"),
-        ("actor rank 0", "E", "gen"),
-    ]
+def test_what_a_terminal_would_obey_is_written_out(capsys):
+    shown = printable(NASTY)
+    assert shown == "\\x1b[31m\\x9b2J\\x07\\r\\u202e[/bold]\\ud800"
+    assert printable(shown) == shown
+    assert printable("ü\n\tπ 👩‍🔬 مرحبا") == "ü\n\tπ 👩‍🔬 مرحبا"
+    say(NASTY)
+    assert capsys.readouterr().out == shown + "\n"

@@ -34,16 +34,11 @@ def test_other_settings_are_named_and_refused(tmp_path):
     assert not path.exists()
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
+def test_a_file_of_something_else_is_refused_and_a_torn_first_line_is_no_journal_yet(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text("a song\n")
     with pytest.raises(DataError, match="not a journal"):
         Journal(path, {})
-
-
-def test_a_first_line_that_was_torn_is_no_journal_yet(tmp_path):
-    path = tmp_path / "journal.jsonl"
     path.write_text('{"settings"')
-    journal = Journal(path, {"n": 1})
-    journal.append([{"row": 0}])
+    Journal(path, {"n": 1}).append([{"row": 0}])
     assert Journal(path, {"n": 1}).entries == [{"row": 0}]

@@ -73,15 +73,6 @@ def test_a_resumed_run_is_read_anew_and_the_last_row_of_a_step_counts(folder):
     assert run.metrics == []
 
 
-def test_a_damaged_line_is_named(folder):
-    folder.log_metrics(1, {"reward/mean": 0.5})
-    with folder.metrics_file.open("a") as file:
-        file.write("[1, 2]\n")
-    with pytest.raises(DataError, match="line 2") as caught:
-        Run(folder.path).metrics  # noqa: B018
-    assert caught.value.field == str(folder.metrics_file)
-
-
 def test_the_best_goes_by_the_metric_that_checkpoints_are_kept_by(folder):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 2.0)):
         folder.log_metrics(step, {"sft/loss": loss, "val/loss": 10 - loss})

@@ -22,19 +22,17 @@ def test_seconds_add_up_and_are_taken_once():
 
 def test_the_trace_nests_begins_and_ends(tmp_path):
     path = tmp_path / "timeline.json"
-    timeline = Timeline(path, process="actor rank 0")
+    actor, critic = (Timeline(path, process=name) for name in ("actor rank 0", "critic rank 0"))
     before = time.time()
-    with timeline.phase("step", number=7), timeline.phase("gen"):
+    with actor.phase("step", number=7), critic.phase("gen"):
         time.sleep(0.01)
     after = time.time()
-    process, *events = read_timeline(path)
-    assert process["args"] == {"name": "actor rank 0"}
-    assert [(event["ph"], event["name"]) for event in events] == [
-        ("B", "step"),
-        ("B", "gen"),
-        ("E", "gen"),
-        ("E", "step"),
-    ]
+    events = read_timeline(path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    events = [event for event in events if event["ph"] != "M"]
+    outer, inner = ("actor rank 0", "step"), ("critic rank 0", "gen")
+    found = [(names[event["tid"]], event["name"], event["ph"]) for event in events]
+    assert found == [(*outer, "B"), (*inner, "B"), (*inner, "E"), (*outer, "E")]
     assert events[0]["args"] == {"number": 7}
     times = [event["ts"] for event in events]
     assert times == sorted(times)

@@ -47,8 +47,7 @@ print(ray.cluster_resources()["CPU"], ray.get(seen.remote(), timeout=60))
 
 @pytest.mark.slow
 def test_further_arguments_reach_ray():
-    done = subprocess.run(
-        [sys.executable, "-c", STARTS], check=False, capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, "-c", STARTS]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["refused True trainer.cluster.ray_init", "3.0 5"]

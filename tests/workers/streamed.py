@@ -1,7 +1,4 @@
-"""A rollout engine that receives weights as a stream into its own module, and faults of such streams.
-
-Engines in other processes receive weights in the same way.
-"""
+"""A rollout engine that receives weights as a stream into its own module, and faults of such streams."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +19,7 @@ TWIN = "model.layers.1.self_attn.v_proj.weight"
 
 
 class StreamedEngine:
-    """A rollout engine that receives weights as a stream.
-
-    Attributes:
-        fault: A function that changes the stream of weights; None changes nothing.
-    """
+    """An engine that receives weights as a stream, which `fault` changes."""
 
     takes = frozenset({WeightStream})
 

@@ -13,14 +13,8 @@ from tests.support.verl_update import ROOT, WHOLE, Case, batch, by_tandem, by_ve
 pytestmark = pytest.mark.verl
 
 A, C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
-COMMON = (
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    "data.train_batch_size=4",
-    "data.max_response_length=24",
-    f"{A}ppo_mini_batch_size=4",
-    f"{A}use_dynamic_bsz=true",
-)
+COMMON = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4",
+          "data.max_response_length=24", f"{A}ppo_mini_batch_size=4", f"{A}use_dynamic_bsz=true")  # fmt: skip
 SCRIPTS = json.loads((ROOT / "tests" / "e2e" / "verl_examples.json").read_text())
 ESTIMATORS = (
     "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk",
@@ -48,10 +42,7 @@ def alone(estimator: str, *, seed: int) -> Case:
 
 
 def scripts() -> dict[str, Case]:
-    """Return the steps of real scripts.
-
-    Each mini-batch is one micro-batch, because verl's result differs with several.
-    """
+    """Return the steps of real scripts, with one micro-batch: verl's result differs with several."""
     return {
         f"script {method}": Case((*script["words"], "data.max_response_length=24"), batch(seed), WHOLE)
         for seed, (method, script) in enumerate(SCRIPTS.items(), 50)
