@@ -2,6 +2,8 @@ import csv
 import io
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,12 +38,7 @@ def client(run):
 
 def test_runs_are_listed_with_their_state(client, run):
     (found,) = client.ask("runs")
-    assert (found["run"], found["state"], found["steps"], found["total"]) == (
-        str(run),
-        "finished",
-        STEPS,
-        STEPS,
-    )
+    assert (found["run"], found["state"], found["steps"], found["total"]) == (str(run), "finished", 6, 6)
     assert (found["metric"], found["last"], found["algorithm"]) == ("reward/mean", 0.6, "grpo")
     assert (found["files"], found["indexed"]) == (STEPS, STEPS)
 
@@ -73,32 +70,31 @@ def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("query", "wanted"),
-    [
-        ({}, lambda row: True),
-        ({"step": "2..4"}, lambda row: 2 <= row["step"] <= 4),
-        ({"step": "3"}, lambda row: row["step"] == 3),
-        ({"score": "0.35.."}, lambda row: row["score"] > 0.35),
-        (
-            {"score": "..0.35", "finish": "stop"},
-            lambda row: row["score"] < 0.35 and row["finish_reason"] == "stop",
-        ),
-        ({"source": "words"}, lambda row: row["data_source"] == "words"),
-        ({"length": "6..6"}, lambda row: False),
-        ({"text": "aNSWER 3 of"}, lambda row: "Answer 3 of" in row["response"]),
-        ({"text": "what is 1"}, lambda row: "what is 1" in row["prompt"]),
-        (
-            {"text": "answer 3", "source": "sums", "step": "6"},
-            lambda row: row["response"] == "Answer 3 of step 6",
-        ),
-        ({"kind": "val"}, lambda row: False),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
+FILTERS: list[tuple[dict[str, str], Callable[[Any], bool]]] = [
+    ({}, lambda row: True),
+    ({"step": "2..4"}, lambda row: 2 <= row["step"] <= 4),
+    ({"step": "3"}, lambda row: row["step"] == 3),
+    ({"score": "0.35.."}, lambda row: row["score"] > 0.35),
+    (
+        {"score": "..0.35", "finish": "stop"},
+        lambda row: row["score"] < 0.35 and row["finish_reason"] == "stop",
+    ),
+    ({"source": "words"}, lambda row: row["data_source"] == "words"),
+    ({"length": "6..6"}, lambda row: False),
+    ({"text": "aNSWER 3 of"}, lambda row: "Answer 3 of" in row["response"]),
+    ({"text": "what is 1"}, lambda row: "what is 1" in row["prompt"]),
+    (
+        {"text": "answer 3", "source": "sums", "step": "6"},
+        lambda row: row["response"] == "Answer 3 of step 6",
+    ),
+    ({"kind": "val"}, lambda row: False),
+]
+
+
+@pytest.mark.parametrize(("query", "wanted"), FILTERS, ids=lambda it: str(it) if isinstance(it, dict) else "")
 def test_filters_find_what_a_plain_loop_finds(client, run, query, wanted):
     rows = [row for step in range(1, STEPS + 1) for row in Run(run).samples(step)]
-    expected = sum(1 for row in rows if wanted(row))
+    expected = sum(map(wanted, rows))
     found = client.ask("samples", run=run, limit=200, **query)
     assert (found["total"], found["matched"], len(found["rows"])) == (len(rows), expected, expected)
     if not query.keys() & {"score", "text", "source", "finish", "kind"}:
@@ -128,14 +124,10 @@ def test_a_sample_has_its_turns_tokens_and_group(client, run):
     assert found["turns"] == [{"role": "user", "text": "what is 0", "more": ""}]
     assert found["response"] == "Answer 1 of step 3"
     assert (found["facts"]["reward_why"], found["facts"]["ground_truth"]) == ("answer 7, expected 8", "8")
-    assert found["tokens"] == {
-        "start": 0,
-        "total": len(TOKENS),
-        "ids": TOKENS,
-        "texts": ["what", "is", "seven", "answer", "call", "result", "seven", "end"],
-    }
-    assert [turn["role"] for turn in found["answered"]] == ["assistant", "tool", "assistant"]
-    assert [turn["text"] for turn in found["answered"]] == ["seven answer call", "result", "seven end"]
+    texts = ["what", "is", "seven", "answer", "call", "result", "seven", "end"]
+    assert found["tokens"] == {"start": 0, "total": len(TOKENS), "ids": TOKENS, "texts": texts}
+    answered = [("assistant", "seven answer call"), ("tool", "result"), ("assistant", "seven end")]
+    assert [(turn["role"], turn["text"]) for turn in found["answered"]] == answered
     columns = found["columns"]
     assert columns["advantages"] == [0, 0, 1.5, -1.5, 0.5, 0, None, 2]
     assert columns["difference"] == pytest.approx([0.5] * 8, abs=1e-6)
@@ -143,12 +135,8 @@ def test_a_sample_has_its_turns_tokens_and_group(client, run):
     assert columns["policy_version"] == [0, 0, 3, 3, 3, 3, 3, 3]
     assert list(found["lacking"]) == ["entropy"]
     assert [row["id"] for row in found["group"]] == [f"step_000003:{row}" for row in range(GROUP)]
-
-
-def test_tokens_come_in_windows(client, run):
-    found = client.ask("sample", run=run, id="step_000003:1", start=6)
-    assert found["tokens"]["ids"] == TOKENS[6:]
-    assert found["columns"]["advantages"] == [None, 2]
+    window = client.ask("sample", run=run, id="step_000003:1", start=6)
+    assert (window["tokens"]["ids"], window["columns"]["advantages"]) == (TOKENS[6:], [None, 2])
 
 
 def test_a_prompt_is_followed_over_the_run(client, run):
@@ -187,32 +175,28 @@ def test_a_steps_time_and_what_waited_for_what(client, run):
     assert client.ask("time", run=run)["step"] == STEPS
 
 
-def test_events_checkpoints_and_what_the_run_said(client, run):
+def test_events_checkpoints_the_config_and_what_the_run_said(client, run):
     found = client.ask("events", run=run)
-    assert [event["event"] for event in found["events"]] == [*("start", "warning", "warning", "start", "end")]
+    assert [event["event"] for event in found["events"]] == ["start", "warning", "warning", "start", "end"]
     assert found["checkpoints"] == [{"step": 4, "digest": "0123456789abcdef", "files": 2}]
     assert "a worker was lost" in found["log"]
     assert (found["failure"], found["damage"]) == ("", {})
+    config = client.ask("config", run=run)
+    assert (config["trainer.samples_freq"], config["actor_rollout_ref.model.path"]) == (1, f"{run}/model")
 
 
-def test_config_comes_by_dotted_keys(client, run):
-    found = client.ask("config", run=run)
-    assert found["trainer.samples_freq"] == 1
-    assert found["actor_rollout_ref.model.path"] == f"{run}/model"
+REFUSED = [
+    ("samples", {"score": "a..b"}, "LOW..HIGH"),
+    ("samples", {"offset": "-1"}, "whole number"),
+    ("samples", {"sort": "../etc"}, "step, score, length, order"),
+    ("sample", {"id": "step_000003:99"}, "no such sample"),
+    ("sample", {"id": "../../config:0"}, "no such sample"),
+    ("time", {"step": "77"}, "no such step"),
+    ("metrics", {"run": "/etc"}, "no such run"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "query", "said"),
-    [
-        ("samples", {"score": "a..b"}, "LOW..HIGH"),
-        ("samples", {"offset": "-1"}, "whole number"),
-        ("samples", {"sort": "../etc"}, "step, score, length, order"),
-        ("sample", {"id": "step_000003:99"}, "no such sample"),
-        ("sample", {"id": "../../config:0"}, "no such sample"),
-        ("time", {"step": "77"}, "no such step"),
-        ("metrics", {"run": "/etc"}, "no such run"),
-    ],
-)
+@pytest.mark.parametrize(("name", "query", "said"), REFUSED)
 def test_what_cannot_be_answered_is_refused_by_name(client, run, name, query, said):
     assert said in client.ask(name, 400, **{"run": run, **query})["error"]
 

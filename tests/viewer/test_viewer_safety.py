@@ -1,4 +1,5 @@
 import json
+import re
 import socket
 
 import numpy as np
@@ -22,9 +23,8 @@ def hostile(tmp_path_factory):
         table = sample_table(step, [text, *[short] * 7])
         table["messages"] = [[{"role": text[:100], "content": text}], *[[{"role": "", "content": short}]] * 7]
         table["uid"] = np.array(["first", *["other"] * 7], dtype=object)
-        table |= {
-            name: [short] * 8 for name in ("reward_why", "ground_truth", "data_source", "finish_reason")
-        }
+        for name in ("reward_why", "ground_truth", "data_source", "finish_reason"):
+            table[name] = [short] * 8
         table["reward_extra"] = [{text[:100]: 1.0}] * 8
         folder.write_samples(step, table)
     folder.event("warning", name=TEXTS[0], step=1, text="\ud800 half " + "".join(TEXTS[:50]))
@@ -37,19 +37,10 @@ def client(hostile):
         yield found
 
 
-def test_there_are_fifty_hostile_texts():
-    assert len(set(TEXTS)) >= 50
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_route_answers_without_the_token(client, route):
-    for path in (
-        f"/api/{route}",
-        f"//api/{route}",
-        f"/{client.server.token[:-1]}/api/{route}",
-        f"/x/api/{route}",
-    ):
-        status, body = client.get(path)
+    for start in ("", "/", f"/{client.server.token[:-1]}", "/x"):
+        status, body = client.get(f"{start}/api/{route}")
         assert (status, "token" in json.loads(body)["error"]) == (403, True)
 
 
@@ -71,55 +62,33 @@ def test_nothing_but_get_is_answered(client, method):
     assert client.get("api/runs", method=method)[0] == 501
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "../api/../../../etc/passwd",
-        "%2e%2e/%2e%2e/etc/passwd",
-        "vendor/../../server.py",
-        "..%5c..%5cserver.py",
-        "/etc/passwd",
-        "static/index.html",
-        "api/../index.html",
-        "api/",
-        "vendor",
-        "\x00index.html".replace("\x00", "%00"),
-    ],
-)
+PATHS = """../api/../../../etc/passwd %2e%2e/%2e%2e/etc/passwd vendor/../../server.py ..%5c..%5cserver.py
+/etc/passwd static/index.html api/../index.html api/ vendor %00index.html"""
+
+
+@pytest.mark.parametrize("path", PATHS.split())
 def test_no_address_leads_to_another_file(client, path):
     status, body = client.get(f"{client.path}{path}")
     assert (status, json.loads(body)["error"]) == (404, "no such page")
 
 
 def test_every_answer_forbids_scripts_of_others(client):
+    own = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
     for path in ("", "app.js", "api/runs", "nothing", "/nothing"):
         _, headers = client.get(path, whole=True)[1]
         policy = headers["Content-Security-Policy"]
-        assert policy.startswith(
-            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-        )
-        assert "unsafe" not in policy
+        assert policy.startswith(own) and "unsafe" not in policy
         assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
     page = client.get("")[1].decode()
-    assert '<script type="module" src="app.js"></script>' in page
-    assert page.count("<script") == 1
+    assert page.count("<script") == page.count('<script type="module" src="app.js"></script>') == 1
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_texts(client):
     own = {name: content.decode() for name, content in client.server.files.items() if "vendor/" not in name}
     assert {"app.js", "style.css", "index.html"} <= own.keys()
+    forbidden = re.compile(r"https?:|innerHTML|dangerously|eval\(|document\.write|@import")
     for name, content in own.items():
-        links = content.replace("http://www.w3.org/2000/svg", "")
-        for forbidden in (
-            "http:",
-            "https:",
-            "innerHTML",
-            "dangerously",
-            "eval(",
-            "document.write",
-            "@import",
-        ):
-            assert forbidden not in links, (name, forbidden)
+        assert forbidden.search(content.replace("http://www.w3.org/2000/svg", "")) is None, name
 
 
 @pytest.mark.parametrize("step", range(1, len(TEXTS) + 1))
@@ -143,9 +112,6 @@ def test_a_hostile_text_is_exported_whole(client, hostile):
     longest = TEXTS.index(max(TEXTS, key=len)) + 1
     lines = client.get(f"api/export?run={hostile}&step={longest}")[1].decode().splitlines()
     assert json.loads(lines[0])["response"] == TEXTS[longest - 1]
-
-
-def test_half_a_character_in_events_is_handed_on(client, hostile):
     assert client.ask("events", run=hostile)["events"][-1]["text"].startswith("\ud800 half ")
 
 
