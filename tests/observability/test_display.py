@@ -1,7 +1,3 @@
-"""The display of a run on a real pseudo-terminal; plain lines if there is no terminal."""
-
-from __future__ import annotations
-
 import fcntl
 import io
 import json
@@ -26,7 +22,6 @@ import pytest
 
 from tandem.observability.display import Picture, Screen, show_until_end, sparkline
 from tandem.observability.run import read_metrics
-from tests.support.runs import Lab
 from tests.support.warm import WarmProcess
 
 LIMIT_S = 120.0
@@ -121,7 +116,7 @@ def on_terminal(words: list[Any], columns: int = 100, **environment: str) -> Ite
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once(told: bool) -> None:
+def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once(told):
     terminal, ended = io.BytesIO(), threading.Event()
     screen = Screen(terminal)
     screen.show(b"", b"picture\n")
@@ -135,9 +130,7 @@ def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once
 
 
 @pytest.mark.slow
-def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_back(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_back(lab, tmp_path):
     run = tmp_path / "run"
     more = {"trainer.logger": "[console]", "trainer.on_step": f"{__file__}:on_step", "trainer.test_freq": 2}
     words = lab.overrides(run, data__val_files=lab.val, trainer__total_training_steps=9)
@@ -208,41 +201,41 @@ def lines(text: str) -> list[str]:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> list[Any]:
+def program(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return [path, tmp_path]
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_that_wants_no_display_gets_lines(program: list[Any], environment: dict[str, str]) -> None:
+def test_a_terminal_that_wants_no_display_gets_lines(program, environment):
     with on_terminal([*program, "plain"], **environment) as terminal:
         assert terminal.end() == 0
         assert b"\x1b" not in terminal.raw
         assert lines(terminal.text) == LINES
 
 
-def test_what_is_no_terminal_gets_lines(program: list[Any]) -> None:
+def test_what_is_no_terminal_gets_lines(program):
     words = [sys.executable, *program, "plain"]
     with WarmProcess(words, stdout=subprocess.PIPE, env=os.environ | {"FORCE_COLOR": "1"}) as process:
         out, _ = process.communicate(timeout=LIMIT_S)
     assert lines(out.decode()) == LINES
 
 
-def test_a_display_that_is_killed_leaves_lines(program: list[Any]) -> None:
+def test_a_display_that_is_killed_leaves_lines(program):
     with on_terminal([*program, "alone"]) as terminal:
         assert terminal.end() == 0
         assert lines(terminal.text) == LINES
 
 
-def test_the_last_words_of_a_run_that_is_killed_are_on_the_terminal(program: list[Any]) -> None:
+def test_the_last_words_of_a_run_that_is_killed_are_on_the_terminal(program):
     with on_terminal([*program, "dies"]) as terminal:
         assert terminal.end() == -signal.SIGKILL
         assert lines(terminal.text)[:2] == ["begins", "last words"]
         assert terminal.screen.cursor.x == 0 and not terminal.screen.cursor.hidden
 
 
-def test_no_picture_below_a_line_without_its_end() -> None:
+def test_no_picture_below_a_line_without_its_end():
     screen = pyte.Screen(20, 6)
     stream = pyte.ByteStream(screen)
     stream.listener = screen
@@ -285,7 +278,7 @@ def named(track: int, name: str) -> dict[str, Any]:
     return {"name": "thread_name", "ph": "M", "tid": track, "args": {"name": name}}
 
 
-def test_the_picture_of_a_folder(tmp_path: Path) -> None:
+def test_the_picture_of_a_folder(tmp_path):
     metrics = [
         {
             "step": step,
@@ -336,7 +329,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     assert narrow[6].plain.endswith("…")
 
 
-def test_sparklines_go_from_the_least_to_the_greatest() -> None:
+def test_sparklines_go_from_the_least_to_the_greatest():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([-7.0, 0.0, -6.0]) == "▁█▂"

@@ -1,8 +1,3 @@
-"""Experiment trackers, offline, each if its package is installed (`make test-loggers`).
-
-A run of the real trainer logs to a tracker. The tracker must have what metrics.jsonl and the samples have.
-"""
-
 import json
 import os
 import sqlite3
@@ -83,7 +78,7 @@ def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", ["wandb", "vemlp_wandb"])
-def test_wandb_and_what_speaks_its_api(lab: Lab, tmp_path: Path, name: str) -> None:
+def test_wandb_and_what_speaks_its_api(lab, tmp_path, name):
     """The package of vemlp_wandb is on no public index.
 
     A module in its place provides the library that has the same API.
@@ -105,7 +100,7 @@ def test_wandb_and_what_speaks_its_api(lab: Lab, tmp_path: Path, name: str) -> N
     assert tables == {step: run.table(step) for step in range(3)}
 
 
-def test_mlflow(lab: Lab, tmp_path: Path) -> None:
+def test_mlflow(lab, tmp_path):
     run = Tracked(lab, "mlflow", tmp_path, "mlflow")
     with sqlite3.connect(run.folder / "mlflow" / "mlflow.db") as database:
         rows = database.execute("select key, step, value from metrics where not is_nan").fetchall()
@@ -119,7 +114,7 @@ def test_mlflow(lab: Lab, tmp_path: Path) -> None:
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_swanlab(lab: Lab, tmp_path: Path) -> None:
+def test_swanlab(lab, tmp_path):
     run = Tracked(lab, "swanlab", tmp_path, "swanlab", SWANLAB_MODE="offline")
     (log,) = run.folder.glob("swanlab/run-*/*.swanlab")
     reader = import_module("swanlab.sdk.internal.core_python.store").DataStoreReader()
@@ -133,7 +128,7 @@ def test_swanlab(lab: Lab, tmp_path: Path) -> None:
     assert sorted(files) == [0, 1, 2]
 
 
-def test_clearml(lab: Lab, tmp_path: Path) -> None:
+def test_clearml(lab, tmp_path):
     run = Tracked(lab, "clearml", tmp_path, "clearml", CLEARML_OFFLINE_MODE="1")
     (log,) = tmp_path.glob(".clearml/cache/offline/*/metrics.jsonl")
     rows = [row for line in log.read_text().splitlines() for row in json.loads(line)]
@@ -145,7 +140,7 @@ def test_clearml(lab: Lab, tmp_path: Path) -> None:
     assert plots == {s: [list(c) for c in zip(*run.table(s), strict=True)] for s in range(3)}
 
 
-def test_trackio(lab: Lab, tmp_path: Path) -> None:
+def test_trackio(lab, tmp_path):
     run = Tracked(lab, "trackio", tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     with sqlite3.connect(tmp_path / "trackio" / "tandem-test.db") as database:
         rows = [(s, json.loads(t)) for s, t in database.execute("select step, metrics from metrics")]
@@ -156,7 +151,7 @@ def test_trackio(lab: Lab, tmp_path: Path) -> None:
         assert [list(row.values()) for row in table] == run.table(step)
 
 
-def test_tensorboard(lab: Lab, tmp_path: Path) -> None:
+def test_tensorboard(lab, tmp_path):
     run = Tracked(lab, "tensorboard", tmp_path)
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()

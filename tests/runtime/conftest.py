@@ -1,19 +1,17 @@
 """Backends and worker groups for the tests of the controller."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
 
-from tandem.runtime import Backend, ResourcePool, WorkerFactory, WorkerGroup
+from tandem.runtime import Backend, ResourcePool, WorkerGroup
 from tests.runtime.multi_worker import ThreadBackend
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadBackend]:
+def threads():
     backend = ThreadBackend()
     yield backend
     backend.shutdown()
@@ -29,7 +27,7 @@ def ray_backend() -> Backend:
 
 
 @pytest.fixture(scope="module", params=[ThreadBackend, ray_backend])
-def backend(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Backend]:
+def backend(request, ray_cluster):
     """Return each backend that runs several workers; all tests of a file share it."""
     made: Backend = request.param()
     yield made
@@ -40,7 +38,7 @@ Start = Callable[..., WorkerGroup]
 
 
 @pytest.fixture
-def start(backend: Backend) -> Iterator[Start]:
+def start(backend):
     """Return a function from (worker, processes, balance=False) to a group.
 
     Groups of the same size share their processes.
@@ -48,7 +46,7 @@ def start(backend: Backend) -> Iterator[Start]:
     groups: list[WorkerGroup] = []
     number = itertools.count()
 
-    def started(worker: WorkerFactory, processes: int, *, balance: bool = False) -> WorkerGroup:
+    def started(worker, processes, *, balance=False):
         pool = ResourcePool([processes], f"pool_of_{processes}", on_device=False)
         groups.append(WorkerGroup(backend, worker, pool, role=f"role_{next(number)}", balance=balance))
         return groups[-1]

@@ -3,8 +3,6 @@
 Each worker has a thread that runs its calls in order. As between processes, a queued call has not run yet.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections import Counter
@@ -22,20 +20,19 @@ from tandem.runtime.worker import create, execute
 
 
 class ThreadHandle:
-    """A promised result that counts how often its value was fetched and its index was read."""
+    """A promised result that counts how often its value was fetched."""
 
-    def __init__(self, promise: futures.Future, borrowed: bool = False) -> None:
+    borrowed = False
+
+    def __init__(self, promise: futures.Future) -> None:
         self.promise = promise
-        self.borrowed = borrowed
         self.values_moved = 0
-        self.indices_moved = 0
 
     def get(self, timeout_s: float | None = None) -> Any:
         self.values_moved += 1
         return self.promise.result(timeout_s)
 
     def index(self, timeout_s: float | None = None) -> Index:
-        self.indices_moved += 1
         return Index.of(self.promise.result(timeout_s))
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -200,3 +197,12 @@ def assert_same(got: DataProto, expected: DataProto) -> None:
             assert torch.equal(got.dense(name), column), name
     for name, array in expected.non_tensor_batch.items():
         assert list(got.non_tensor_batch[name]) == list(array), name
+
+
+def assert_index_of(index: Index, batch: DataProto) -> None:
+    assert len(index) == len(batch)
+    assert set(index.columns) == set(batch.columns)
+    ragged = {name: c for name, c in batch.batch.items() if isinstance(c, Ragged)}
+    assert set(index.lengths) == set(ragged)
+    for name, column in ragged.items():
+        assert torch.equal(index.lengths[name], column.lengths), name

@@ -114,12 +114,9 @@ class Parallel(Worker):
     @register(Dispatch.MEGATRON_COMPUTE)
     def forward(self, batch: DataProto) -> DataProto:
         out = batch.select(["score"], ["uid"])
-        place = self.meshes()["train"]
-        return (
-            out
-            if place.collects
-            else DataProto({"score": torch.full((len(out),), torch.nan)}, out.non_tensor_batch)
-        )
+        if not self.meshes()["train"].collects:
+            out.dense("score").fill_(torch.nan)
+        return out
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, mesh="train", blocking=False)
     def forward_later(self, batch: DataProto) -> DataProto:
@@ -142,14 +139,10 @@ class Balancer(Worker):
         """Return each row's first token, the rank that processed it, and the work of that rank."""
         tokens = batch.ragged("tokens")
         first = [float(row[0]) if len(row) else -1.0 for row in tokens]
-        return DataProto(
-            {
-                "first": torch.tensor(first, dtype=torch.float64) * scale,
-                "rank": torch.full((len(batch),), self.rank),
-                "load": torch.full((len(batch),), len(tokens.values)),
-            },
-            {"uid": batch.non_tensor_batch["uid"]},
-        )
+        columns = {"first": torch.tensor(first, dtype=torch.float64) * scale}
+        columns |= {"rank": torch.full((len(batch),), self.rank)}
+        columns |= {"load": torch.full((len(batch),), len(tokens.values))}
+        return DataProto(columns, {"uid": batch.non_tensor_batch["uid"]})
 
     @register(balance="tokens")
     def add(self, batch: DataProto, other: DataProto) -> DataProto:

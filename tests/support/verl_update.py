@@ -33,28 +33,22 @@ PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SAMPLES, LONGEST, N, PROMPT = 16, 24, 4, 2
 MICRO = tuple(tuple(range(first, first + 4)) for first in range(0, SAMPLES, 4))
 WHOLE = (tuple(range(SAMPLES)),)
+CORRECTION = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False}
+CORRECTION |= {
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
 ALGORITHM: dict[str, Any] = {
     "adv_estimator": "gae",
     "gamma": 1.0,
     "lam": 1.0,
     "norm_adv_by_std_in_grpo": True,
-    "use_kl_in_reward": False,
-    "kl_penalty": "kl",
-    "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
-    "rollout_correction": {
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-        "bypass_mode": False,
-        "loss_type": "ppo_clip",
-    },
 }
-"""The defaults of verl for the arguments of its functions.
-
-The defaults of its actor are in verl's dataclass.
-"""
+ALGORITHM |= {"use_kl_in_reward": False, "kl_penalty": "kl", "rollout_correction": CORRECTION}
+ALGORITHM["kl_ctrl"] = {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1}
+"""The defaults of verl for the arguments of its functions; those of its actor are in verl's dataclass."""
 CRITIC = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean", "loss_scale_factor": None}
 ACTOR = (
     "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "policy_loss",
@@ -71,40 +65,30 @@ class Case:
         columns: See `batch`.
         micro: The rows of each micro-batch.
         ours: Further words for Tandem alone.
-        verl: Further words for verl alone.
-        applied: Whether bypass mode reaches verl's loss, which is the case only in verl's older trainer.
     """
 
     words: tuple[str, ...]
     columns: Mapping[str, Tensor]
     micro: tuple[tuple[int, ...], ...] = MICRO
     ours: tuple[str, ...] = ()
-    verl: tuple[str, ...] = ()
-    applied: bool = True
 
 
-def batch(
-    seed: int, *, spread: float = 0.3, holes: float = 0.0, empty: int = 0, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """Return a random ragged batch: 16 samples, 4 per prompt, with 2 to 24 response tokens.
-
-    The reward is 0 or 1 at the last token.
+def batch(seed: int, *, holes: float = 0.0, empty: int = 0) -> dict[str, Tensor]:
+    """Return 16 random samples, 4 per prompt, with 2 to 24 response tokens and a reward of 0 or 1.
 
     Args:
         seed: The seed.
-        spread: The standard deviation of the log-ratio, in nats.
         holes: The share of the tokens between the first and the last that a tool wrote.
         empty: The number of responses without tokens.
-        dtype: The dtype of the columns.
     """
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
 
     def uniform(*size: int) -> Tensor:
-        return torch.rand(size, generator=draw, dtype=dtype)
+        return torch.rand(size, generator=draw, dtype=torch.float64)
 
     def normal(scale: float) -> Tensor:
-        return scale * torch.randn(shape, generator=draw, dtype=dtype)
+        return scale * torch.randn(shape, generator=draw, dtype=torch.float64)
 
     lengths = torch.randint(2, LONGEST + 1, (SAMPLES,), generator=draw)
     lengths[torch.randperm(SAMPLES, generator=draw)[:empty]] = 0
@@ -112,7 +96,7 @@ def batch(
     last = place == lengths[:, None] - 1
     mask = (place < lengths[:, None]) & ((uniform(*shape) >= holes) | (place == 0) | last)
     log_probs = -3 * uniform(*shape) - 0.05
-    old = (log_probs + normal(spread)).clamp(max=-0.01)
+    old = (log_probs + normal(0.3)).clamp(max=-0.01)
     return {
         "lengths": lengths,
         "group": torch.arange(SAMPLES) // N,
@@ -124,7 +108,7 @@ def batch(
         "entropy": 2 * uniform(*shape),
         "values": normal(0.5),
         "new_values": normal(0.5),
-        "token_level_scores": last * (uniform(SAMPLES, 1) < 0.4).to(dtype),
+        "token_level_scores": last * (uniform(SAMPLES, 1) < 0.4).double(),
         "sum_pi_squared": (2 * log_probs).exp() + 0.1 * uniform(*shape),
         "reward_baselines": uniform(SAMPLES // N).repeat_interleave(N),
         "reward_components": uniform(SAMPLES, 2),
@@ -133,7 +117,7 @@ def batch(
 
 def verl_case(case: Case) -> dict[str, Any]:
     """Return the case in the form that verl_update.py reads."""
-    words = [word.lstrip("+") for word in (*case.words, *case.verl)]
+    words = [word.lstrip("+") for word in case.words]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     assert isinstance(given, dict)
     actor = given.get("actor_rollout_ref", {}).get("actor", {})
@@ -155,7 +139,7 @@ def verl_case(case: Case) -> dict[str, Any]:
         "actor": settings,
         "critic": critic,
         "micro": [list(rows) for rows in case.micro],
-        "applied": case.applied,
+        "applied": True,
     }
 
 

@@ -1,9 +1,4 @@
-"""A rollout engine that receives weights as a stream into its own module, and faults of such streams.
-
-Engines in other processes receive weights in the same way.
-"""
-
-from __future__ import annotations
+"""A rollout engine that receives weights as a stream into its own module, and faults of such streams."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,11 +19,7 @@ TWIN = "model.layers.1.self_attn.v_proj.weight"
 
 
 class StreamedEngine:
-    """A rollout engine that receives weights as a stream.
-
-    Attributes:
-        fault: A function that changes the stream of weights; None changes nothing.
-    """
+    """An engine that receives weights as a stream, which `fault` changes."""
 
     takes = frozenset({WeightStream})
 

@@ -1,11 +1,3 @@
-"""One optimizer step, from scores to the gradient, compared with verl's own functions.
-
-The tests cover real scripts, every estimator and every loss. If verl trains something else,
-docs/verl-differences.md says so, and these tests check the figures on that page.
-"""
-
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -21,14 +13,8 @@ from tests.support.verl_update import ROOT, WHOLE, Case, batch, by_tandem, by_ve
 pytestmark = pytest.mark.verl
 
 A, C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
-COMMON = (
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    "data.train_batch_size=4",
-    "data.max_response_length=24",
-    f"{A}ppo_mini_batch_size=4",
-    f"{A}use_dynamic_bsz=true",
-)
+COMMON = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4",
+          "data.max_response_length=24", f"{A}ppo_mini_batch_size=4", f"{A}use_dynamic_bsz=true")  # fmt: skip
 SCRIPTS = json.loads((ROOT / "tests" / "e2e" / "verl_examples.json").read_text())
 ESTIMATORS = (
     "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk",
@@ -56,10 +42,7 @@ def alone(estimator: str, *, seed: int) -> Case:
 
 
 def scripts() -> dict[str, Case]:
-    """Return the steps of real scripts.
-
-    Each mini-batch is one micro-batch, because verl's result differs with several.
-    """
+    """Return the steps of real scripts, with one micro-batch: verl's result differs with several."""
     return {
         f"script {method}": Case((*script["words"], "data.max_response_length=24"), batch(seed), WHOLE)
         for seed, (method, script) in enumerate(SCRIPTS.items(), 50)
@@ -157,7 +140,7 @@ SCRIPTS_WITH_A_DIFFERENCE = ("script gpg", "script rollout correction", "script 
 
 
 @pytest.mark.parametrize("name", list(scripts()))
-def test_a_real_script_takes_the_step_that_verl_takes(name: str, tmp_path: Path) -> None:
+def test_a_real_script_takes_the_step_that_verl_takes(name, tmp_path):
     step = scripts()[name]
     found = distances(name, step, tmp_path)
     if name in SCRIPTS_WITH_A_DIFFERENCE:
@@ -170,17 +153,17 @@ def test_a_real_script_takes_the_step_that_verl_takes(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", list(same()))
-def test_the_step_is_that_of_verl(name: str, tmp_path: Path) -> None:
+def test_the_step_is_that_of_verl(name, tmp_path):
     found = distances(name, same()[name], tmp_path)
     assert max(found.values()) < TINY, found
 
 
 @pytest.mark.parametrize("name", list(different()))
-def test_a_difference_is_as_large_as_the_page_says(name: str, tmp_path: Path) -> None:
+def test_a_difference_is_as_large_as_the_page_says(name, tmp_path):
     found = distances(name, different()[name], tmp_path)
     within = 0.1 if name == "clip_cov" else 0.006  # verl draws random numbers again
     assert documented()[name] == pytest.approx((found["loss"], found["gradient"]), abs=within)
 
 
-def test_the_page_has_a_row_for_each_difference() -> None:
+def test_the_page_has_a_row_for_each_difference():
     assert documented().keys() == different().keys()
