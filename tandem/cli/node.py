@@ -79,24 +79,19 @@ def node(arguments: list[str]) -> int:
         """Join this machine to a Ray cluster.
 
         Run the command on every machine, with the same words. The environment gives
-        RANK (0 is the head) and MASTER_PORT (the head's port). The machines find
-        the head's address in a file on a shared file system. Rank 0 runs COMMAND
-        with RAY_ADDRESS set, stops when COMMAND stops, and exits with its status;
-        without COMMAND it waits for a signal. The other ranks stay until the head
-        is gone.
+        RANK (0: the head) and MASTER_PORT (the head's port). The machines find the
+        head's address in a shared file. Rank 0 runs COMMAND with RAY_ADDRESS set and
+        exits with its status; without COMMAND it waits for a signal. The other ranks
+        stay until the head is gone.
 
-        Signals are passed on to COMMAND. After a first signal the other ranks stay
-        for --grace seconds, because schedulers signal all machines at once and the
-        head may still have to save. Everything runs in the foreground and stops
-        with this command.
+        Signals go to COMMAND. The other ranks then stay for --grace seconds, because
+        the head may still have to save. All processes end with this command.
 
         Args:
-            head_file: the shared file; default: TANDEM_HEAD_FILE, or
-                ./ray_head.json
+            head_file: the shared file; default: TANDEM_HEAD_FILE, or ./ray_head.json
             timeout: seconds within which the head must be up
             grace: how many seconds the other ranks stay after a first signal
-            address: address of this machine; default: the address with the route
-                outward
+            address: address of this machine; default: the address with the route outward
             interface: network interface whose address to use
             num_cpus: CPUs to offer; default: all
             num_gpus: GPUs to offer; default: all

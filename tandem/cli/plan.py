@@ -61,19 +61,15 @@ def plan_memory(arguments: list[str]) -> int:
     The plan needs only the config: neither the model's weights nor the data have to be here, except for
     --probe. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
       --device SIZE     memory of one device; default: 80GB, or with trainer.device=cpu this machine's memory
-      --devices NxSIZE  number and memory of the devices; sets trainer.nnodes and trainer.n_gpus_per_node
-                        (8 per node at most)
-      --fit NxSIZE      search for the fastest config that fits these devices, and write it. The search
-                        changes only parallel sizes, token budgets, recomputation, offload and the
-                        rollout's cache
+      --devices NxSIZE  number and memory of the devices, 8 per node at most; sets the keys for their number
+      --fit NxSIZE      search for the fastest config that fits these devices, and write it. Only parallel
+                        sizes, token budgets, recomputation, offload and the rollout's cache may change
       --out FILE        file for the config of --fit; default: fit-NxSIZE.yaml
-      SIZE may be a kind of device, whose measured speeds are then used: A10, A100-40, A100, H100, H200
-      --lengths, --prompt-lengths  lengths in tokens for the predicted times, in the forms of tandem bench;
-                        default: the longest that the config allows
-      --probe [N]       generate and score responses to N prompts (32) from the data, with the run's model,
-                        engine and reward. Shows what share of the groups would teach something, how long
-                        responses are, what rewards cost, and the predicted times with these measurements.
-                        Nothing is written to the run folder
+      SIZE may be a kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200
+      --lengths, --prompt-lengths  lengths for the predicted times, as of tandem bench; default: the longest
+      --probe [N]       answer and score N prompts (32) of the data, with the run's model, engine and reward.
+                        Shows what share of the groups would teach something, how long responses are, what
+                        rewards cost, and the times that follow. Nothing is written to the run folder
       --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
       --schedule        compare three schedules, each with its best split: generation and training on the same
                         devices, on separate devices, and at the same time

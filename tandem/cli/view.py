@@ -44,7 +44,7 @@ def view(
                 remedy="choose another port",
             ) from error
         with server:
-            say(f"{server.url}\n{len(shelf.runs())} runs; press Ctrl-C to stop")
+            say(f"{server.url}\nruns: {len(shelf.runs())}; press Ctrl-C to stop")
             if not no_browser:
                 webbrowser.open(server.url)
             server.serve_forever()

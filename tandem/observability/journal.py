@@ -58,7 +58,7 @@ class Journal:
         now = parse_json(self._header)["settings"]
         if names := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
             raise ConfigError(
-                f"there is unfinished work with other settings ({len(self.entries)} pieces done)",
+                f"there is unfinished work with other settings (finished parts: {len(self.entries)})",
                 field=str(self.path),
                 got="; ".join(f"{name}={now.get(name)}" for name in names),
                 expected="; ".join(f"{name}={then.get(name)}" for name in names),

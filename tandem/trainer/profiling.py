@@ -53,7 +53,8 @@ class StepProfiler:
         more = f"; memory: {parts}" if snapshots else ""
         if memory and not snapshots:
             more = "; memory snapshots need CUDA: here the trace itself contains the allocations"
-        self._say(f"profile of step {step}, {processes} processes: {path} (open it in ui.perfetto.dev){more}")
+        count = "1 process" if processes == 1 else f"{processes} processes"
+        self._say(f"profile of step {step}, {count}: {path} (open it in ui.perfetto.dev){more}")
 
     def tell(self) -> None:
         """Tell the user how a step spends its time, if any step was to be profiled.

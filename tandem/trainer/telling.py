@@ -64,7 +64,7 @@ def ending(folder: Path, *, steps_taken: int) -> str:
         )
         lines = [f"{folder} has already taken all {run.steps} steps: {more}"]
     else:
-        lines = [f"{run.steps} steps in {duration(run.seconds)}"]
+        lines = [f"{run.steps} {'step' if run.steps == 1 else 'steps'} in {duration(run.seconds)}"]
     for name in SHOWN:
         if curve := run.curve(name):
             least_or_most = min if name.endswith("loss") else max

@@ -29,7 +29,7 @@ def test_other_settings_are_named_and_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         Journal(path, {"n": 4, "model": ["a", 1]})
     assert (caught.value.got, caught.value.expected) == ("n=4", "n=2")
-    assert "1 pieces done" in str(caught.value)
+    assert "finished parts: 1" in str(caught.value)
     assert Journal(path, {"n": 4}, overwrite=True).entries == []
     assert not path.exists()
 

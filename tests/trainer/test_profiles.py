@@ -57,7 +57,7 @@ def test_a_profile_changes_no_number(lab: Lab, profiled: Finished) -> None:
 
 
 def test_the_user_hears_where_it_is_and_where_the_time_went(profiled: Finished) -> None:
-    (said,) = (s for s in profiled.said if s.startswith("profile of step 2, 1 processes"))
+    (said,) = (s for s in profiled.said if s.startswith("profile of step 2, 1 process:"))
     assert "CUDA" in said
     assert "not profiled: trainer.profile.steps 9, beyond the last step" in profiled.said
     (table,) = (s for s in profiled.said if s.startswith("mean of 2 steps"))
