@@ -1,7 +1,5 @@
 """Tests of several replicas as one engine: which replica gets which request, and lost replicas."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -4,8 +4,6 @@ They run the contract of all engines on a fake with a real model, and cover the 
 through a folder.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import socket

@@ -1,9 +1,4 @@
-"""Tests of the engine on real vLLM servers that were started elsewhere, with weights over gloo.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the engine on real vLLM servers that were started elsewhere, with weights over gloo. See `make test-vllm`."""
 
 import os
 import signal

@@ -1,9 +1,4 @@
-"""Tests of the OpenAI adapter on a real vLLM API server, started as users start it.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the OpenAI adapter on a real vLLM API server, started as users start it. See `make test-vllm`."""
 
 from collections.abc import Iterator
 
@@ -17,7 +12,8 @@ from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.errors import EngineError
-from tests.engines.rollout.case import VOCABULARY, tokens
+from tests.contract.world import VOCABULARY
+from tests.engines.rollout.case import tokens
 from tests.engines.rollout.vllm.models import build, check_samples, make_requests, save
 from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, serving
 

@@ -1,9 +1,4 @@
-"""Tests of the engine on a real vLLM server that it starts itself.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the engine on a real vLLM server that it starts itself. See `make test-vllm`."""
 
 import json
 import os
@@ -135,7 +130,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
 
 def test_a_server_that_never_answers_is_ended(tmp_path):
     started, options = time.monotonic(), {"environment": {}, "start_timeout_s": 0.5}
-    with pytest.raises(EngineError, match="did not answer in"):
+    with pytest.raises(EngineError, match=r"0\.5 s"):
         VLLMProcess(["sleep", "600"], "http://127.0.0.1:9", tmp_path / "log", **options)
     assert time.monotonic() - started < 15
 

@@ -1,9 +1,4 @@
-"""Tests of the vLLM engine with its layers split over two ranks, on a real vLLM.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the vLLM engine with its layers split over two ranks, on a real vLLM. See `make test-vllm`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +13,8 @@ from tandem.engines.rollout.vllm import process
 from tandem.engines.rollout.vllm.memory import caches
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
-from tests.engines.rollout.case import VOCABULARY, drain, request, stream
+from tests.contract.world import VOCABULARY
+from tests.engines.rollout.case import drain, request, stream
 from tests.engines.rollout.vllm.models import build, check_samples, make_requests, save
 from tests.engines.rollout.vllm.ranks import Ranks, SplitEngine, vllm_engine
 

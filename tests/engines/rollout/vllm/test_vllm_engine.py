@@ -1,9 +1,4 @@
-"""Tests of the vLLM engine in this process, on a real vLLM.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the vLLM engine in this process, on a real vLLM. See `make test-vllm`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +13,8 @@ from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.vllm.memory import caches
 from tandem.engines.weight_sync import Sent, WeightSyncError, check_arrival, digest
 from tandem.errors import EngineError
-from tests.engines.rollout.case import CPU, VOCABULARY, drain, request, stream, tokens
+from tests.contract.world import VOCABULARY
+from tests.engines.rollout.case import CPU, drain, request, stream, tokens
 from tests.engines.rollout.vllm.models import build, check_samples, make_requests, save
 
 pytest.register_assert_rewrite("tests.contract.rollout")
