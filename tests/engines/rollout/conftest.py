@@ -11,6 +11,8 @@ import transformers as hf
 from tandem.protocol import Request, SamplingParams
 from tests.contract.world import SHAPE, VOCABULARY
 
+pytest.register_assert_rewrite("tests.contract.rollout")  # before a test imports it
+
 _SHAPE = SHAPE | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 _SHAPE |= {"num_key_value_heads": 2}
 _ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}

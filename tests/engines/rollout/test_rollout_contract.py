@@ -16,11 +16,9 @@ from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.errors import EngineError
+from tests.contract.rollout import RolloutContract
+from tests.contract.world import EngineKind, log_probs
 from tests.engines.rollout.case import CPU, native, request, stream, tokens
-
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import EngineKind, log_probs  # noqa: E402
 
 NAMES = ("native-fused", "native-module", "hf")
 

@@ -1,7 +1,5 @@
 """Tests of the OpenAI adapter on a real vLLM API server, started as users start it. See `make test-vllm`."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -22,9 +20,7 @@ MODEL = {"seed": 9}
 
 
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OpenAIEngine]:
+def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save(build(**MODEL), folder)
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
