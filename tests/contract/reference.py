@@ -1,7 +1,5 @@
 """Sampling by its definition: one row, float64 and loops, as a reference for the samplers of all engines."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Models, tokenizer and requests for the contract of rollout engines, and the check of a sample."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +72,15 @@ class EngineKind:
         return self.name
 
 
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 256}
+SHAPE |= {"initializer_range": 0.2}  # large enough for peaked distributions
+
+
 def make_model(seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    others = {"initializer_range": 0.15, "tie_word_embeddings": False}  # the distribution is peaked
-    config = Qwen2Config(**sizes, **heads, **others, bos_token_id=None, eos_token_id=EOS)
-    return Qwen2ForCausalLM(config).float().eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    others = {"initializer_range": 0.15, "tie_word_embeddings": False, "eos_token_id": EOS}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes | others, bos_token_id=None)).float().eval()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -113,26 +113,42 @@ def log_probs(module: PreTrainedModel, request: Request, sample: Sample) -> np.n
     return rows.log_softmax(-1).gather(1, torch.from_numpy(sample.token_ids)[:, None])[:, 0].numpy()
 
 
-def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
-    """Check every token against the reference distribution at its position."""
-    count, params, tolerance = len(sample.token_ids), request.params, kind.tolerance
+def check_tokens(
+    request: Request,
+    sample: Sample,
+    logits: Iterable[np.ndarray],
+    tolerance: float,
+    keyed: bool = True,
+    untruncated: bool = True,
+) -> None:
+    """Check every token against the reference distribution, given the logits before it; and the end."""
+    params, tokens = request.params, sample.token_ids.tolist()
     assert sample.id == request.id
-    assert len(sample.log_probs) == len(sample.versions) == count
-    keys = np.full(count, row_key(request), dtype=np.uint64)
-    numbers = uniforms(keys, first_position(request) + np.arange(count))
-    for t, logits in enumerate(logits_of(module, request, sample.token_ids)):
-        token, written = sample.token_ids[t], sample.token_ids[:t].tolist()
-        _, probabilities, whole = distribution(logits, params, request.prompt_ids.tolist(), written)
+    assert len(sample.log_probs) == len(sample.versions) == len(tokens)
+    keys = np.full(len(tokens), row_key(request), dtype=np.uint64)
+    numbers = uniforms(keys, first_position(request) + np.arange(len(tokens)))
+    for t, (token, row) in enumerate(zip(tokens, logits, strict=True)):
+        _, probabilities, whole = distribution(row, params, request.prompt_ids.tolist(), tokens[:t])
         assert probabilities[token] > 0, (params, t)
         assert sample.log_probs[t] == pytest.approx(np.log(probabilities[token]), abs=tolerance)
         if params.greedy:
             assert probabilities[token] >= probabilities.max() - tolerance
-        elif kind.keyed:
+        elif keyed:
             low = probabilities[:token].sum()
             assert low - tolerance <= numbers[t] <= low + probabilities[token] + tolerance
-        if kind.untruncated:
+        if untruncated:
             assert sample.untruncated_log_probs is not None
             assert sample.untruncated_log_probs[t] == pytest.approx(np.log(whole[token]), abs=tolerance)
+    stops = [t for t, token in enumerate(tokens) if token in params.stop_token_ids and t >= params.min_tokens]
+    assert stops in ([], [len(tokens) - 1])
+    if sample.finish_reason != "abort":
+        assert sample.finish_reason == ("stop" if stops else "length")
+        assert stops or len(tokens) == params.max_tokens
+
+
+def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
+    logits = logits_of(module, request, sample.token_ids)
+    check_tokens(request, sample, logits, kind.tolerance, kind.keyed, kind.untruncated)
 
 
 def _params(max_tokens: int, **others: Any) -> SamplingParams:

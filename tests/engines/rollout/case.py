@@ -1,7 +1,5 @@
 """Requests, streams of weights, engines and steps that the rollout tests share."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +14,6 @@ from tandem.engines.rollout.native.paged import StepInput
 from tandem.protocol import Request, Sample, SamplingParams
 
 CPU = torch.device("cpu")
-VOCABULARY = 97
 PER_TOKEN = 256  # bytes that tiny qwen2 caches in float32: 2 layers * 2 heads * (8 + 8) * 4
 
 Change = Callable[[str, Tensor], Tensor | None]
@@ -84,12 +81,7 @@ def step_of(
 ) -> StepInput:
     """Return a step that runs the last `counts` tokens of sequences that then have these lengths.
 
-    Args:
-        tables: (S, B) the block numbers of each sequence. The step is on the device of this tensor.
-        lengths: The lengths after the step.
-        counts: How many tokens the step brings.
-        block: Tokens per block.
-        ids: (T) the tokens, all 0 by default.
+    The tables (S, B) have the block numbers of each sequence. The tokens (T) are 0 by default.
     """
     device, total = tables.device, sum(counts)
     places = [torch.arange(n - c, n, device=device) for n, c in zip(lengths, counts, strict=True)]

@@ -1,7 +1,5 @@
 """Small random models and requests for the rollout tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +9,12 @@ import torch
 import transformers as hf
 
 from tandem.protocol import Request, SamplingParams
-from tests.engines.rollout.case import VOCABULARY
+from tests.contract.world import SHAPE, VOCABULARY
 
-_SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
-_SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-_SHAPE |= {"max_position_embeddings": 256, "initializer_range": 0.2}  # large enough for peaked distributions
+pytest.register_assert_rewrite("tests.contract.rollout")  # before a test imports it
+
+_SHAPE = SHAPE | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+_SHAPE |= {"num_key_value_heads": 2}
 _ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
 _ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -37,11 +36,7 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., hf.PreTrainedModel]:
-    """Return a function that builds a small model by name.
-
-    The weights of one name are always the same. All parameters are random, biases and norms too, so that a
-    test notices when one is ignored.
-    """
+    """Return a function that builds a small model by name, with random biases and norms too."""
 
     def build(name: str = "qwen2", dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
         torch.manual_seed(11)

@@ -1,7 +1,5 @@
 """Tests of weight streams in the engines of this process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
-from tests.engines.rollout.case import CPU, changed, native, request, stream, tokens
+from tests.engines.rollout.case import CPU, native, request, stream, tokens
 
 NAMES = ("native-fused", "native-module", "hf")
 
@@ -118,46 +116,29 @@ def test_weights_may_come_in_another_type_later(tiny, own, make_requests):
         assert np.array_equal(sample.log_probs, other.log_probs)
 
 
-def test_running_sequences_go_on_under_the_new_weights(tiny, own):
-    first, second = tiny(dtype=torch.float64), changed(tiny(dtype=torch.float64))
-    written = []
-    for source in (stream, SharedModule):
-        engine = make_engine("native-fused", own(), run_ahead=True)
-        engine.update_weights(source(first), 0)
-        engine.submit([request(max_tokens=20)])
-        engine.poll(0.0)
-        engine.poll(0.0)
-        engine.update_weights(source(second), 1)
-        [sample] = engine.poll(10.0)
-        assert sample.versions.tolist() == [0] * 2 + [1] * 18
-        written.append(sample.token_ids.tolist())
-    assert written[0] == written[1]
-
-
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def stream_of(*tensors):
+    return WeightStream(iter(tensors))
+
+
+def without(module):
+    return stream(module, lambda name, tensor: None if name == Q_PROJ else tensor)
+
+
+def cut(module):
+    return stream(module, lambda name, tensor: tensor[:3] if name == Q_PROJ else tensor)
+
+
 FAULTS = {
-    "missing": (lambda m: stream(m, lambda n, t: None if n == Q_PROJ else t), Q_PROJ, "too early"),
-    "nothing": (lambda m: WeightStream(iter(())), "model.embed_tokens.weight", "too early"),
-    "shape": (
-        lambda m: stream(m, lambda n, t: t[:3] if n == Q_PROJ else t),
-        Q_PROJ,
-        r"shape(.|\n)*\(3, 32\)(.|\n)*\(32, 32\)",
-    ),
-    "twice": (
-        lambda m: WeightStream(iter([*m.named_parameters(), (Q_PROJ, torch.zeros(32, 32))])),
-        Q_PROJ,
-        "twice",
-    ),
-    "unknown": (
-        lambda m: WeightStream(iter([("model.extra", torch.zeros(3))])),
-        "model.extra",
-        "Qwen2ForCausalLM",
-    ),
-    "tied": (
-        lambda m: WeightStream(iter([*m.state_dict().items()])),
-        "lm_head.weight",
-        r"only model\.embed_tokens\.weight",
-    ),
+    "missing": (without, Q_PROJ, "too early"),
+    "nothing": (lambda m: stream_of(), EMBEDDING, "too early"),
+    "shape": (cut, Q_PROJ, r"shape(.|\n)*\(3, 32\)(.|\n)*\(32, 32\)"),
+    "twice": (lambda m: stream_of(*m.named_parameters(), (Q_PROJ, torch.zeros(32, 32))), Q_PROJ, "twice"),
+    "unknown": (lambda m: stream_of(("model.extra", torch.zeros(3))), "model.extra", "Qwen2ForCausalLM"),
+    "tied": (lambda m: stream_of(*m.state_dict().items()), "lm_head.weight", f"only {EMBEDDING}"),
 }
 
 
@@ -182,7 +163,7 @@ def test_a_stream_that_is_not_the_model_is_refused_and_nothing_sampled_from_it(
 @pytest.mark.parametrize("name", ["native-fused", "hf"])
 def test_an_empty_stream_to_an_engine_that_never_had_weights(name, own):
     with pytest.raises(EngineError, match="some weights"):
-        make_engine(name, own()).update_weights(WeightStream(iter(())), 0)
+        make_engine(name, own()).update_weights(stream_of(), 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,22 +4,21 @@ They run the engine contract over the trainer's module and over the engines' own
 these engines do because they share the trainer's module.
 """
 
-from __future__ import annotations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
+from tandem.engines.rollout import base
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.errors import EngineError
+from tests.contract.rollout import RolloutContract
+from tests.contract.world import EngineKind, log_probs
 from tests.engines.rollout.case import CPU, native, request, stream, tokens
-
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import EngineKind, log_probs  # noqa: E402
 
 NAMES = ("native-fused", "native-module", "hf")
 
@@ -101,14 +100,6 @@ def test_leaves_no_trace_in_the_module(name, tiny, make_requests):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_sleep_drops_the_weights(name, tiny):
-    engine = make_engine(name, tiny())
-    engine.sleep()
-    engine.submit([request()])
-    with pytest.raises(EngineError, match="update_weights"):
-        engine.poll(0.0)
-
-
 def test_positions_of_the_model_bind(name, tiny):
     engine = make_engine(name, max_length=1000)
     engine.submit([request(prompt=2, max_tokens=255)])
@@ -150,3 +141,26 @@ def test_log_probs_are_as_precise_as_the_model(name, tiny, make_requests, dtype,
         wanted = np.float64 if dtype == torch.float64 else np.float32
         assert sample.log_probs.dtype == sample.untruncated_log_probs.dtype == wanted
         np.testing.assert_allclose(sample.log_probs, log_probs(model, asked, sample), atol=precision)
+
+
+def test_an_engine_that_stands_still_is_given_up(make_requests, monkeypatch):
+    """It finishes one request at each of the first polls and then none. A poll takes a second."""
+    waiting, clock = [], [0.0]
+
+    def poll(timeout_s):
+        clock[0] += 1
+        return [waiting.pop(0)] if len(waiting) > 2 else []
+
+    def abort(ids):
+        waiting[:] = [asked for asked in waiting if asked.id not in ids]
+
+    monkeypatch.setattr(base.time, "monotonic", lambda: clock[0])
+    engine = SimpleNamespace(submit=waiting.extend, poll=poll, progress=lambda: 4 - len(waiting), abort=abort)
+    parts = base.finished(engine, make_requests(4), at_least=1, stall_timeout_s=10)
+    assert [len(next(parts)) for _ in range(2)] == [1, 1]
+    clock[0] += 100  # time that the caller takes
+    with pytest.raises(EngineError, match="no token for 10 s") as caught:
+        next(parts)
+    assert clock[0] == 2 + 100 + 11
+    assert "2 requests pending, the first is ('p2', 0)" in caught.value.got
+    assert waiting == []

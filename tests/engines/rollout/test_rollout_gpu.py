@@ -54,12 +54,6 @@ def test_triton_attention_gives_the_log_probs_of_torch(runner, model, tiny, make
     assert_same(*(written(on_cuda(attention=name, runner=runner), module, requests) for name in names))
 
 
-def test_running_ahead_changes_nothing(tiny, make_requests):
-    requests, module = make_requests(20, 2, temperature=1.0), tiny().to(CUDA)
-    runs = [tokens(written(on_cuda(run_ahead=ahead), module, requests)) for ahead in (True, False)]
-    assert runs[0] == runs[1]
-
-
 def decode_step(lengths, generator):
     """Return a step with one token each, of sequences that will have these lengths and use every block."""
     rows, width = len(lengths), -(-max(lengths) // BLOCK)
@@ -124,12 +118,14 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
     assert engine._steps._released is not None  # its copies have no memory and wait for weights
 
 
-def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests):
+@pytest.mark.parametrize("what", ["run_ahead", "split_steps"])
+def test_neither_running_ahead_nor_prompts_apart_change_anything(what, tiny, make_requests):
     """There are more requests than rows, so prompts arrive while others decode."""
     requests, module, runs = make_requests(30, 2, temperature=0.0), tiny().to(CUDA), []
-    for apart in (True, False):
-        engine = on_cuda(max_num_seqs=8)
-        engine._split_steps = apart
+    for value in (True, False):
+        engine = on_cuda(max_num_seqs=8, **({"run_ahead": value} if what == "run_ahead" else {}))
+        if what == "split_steps":
+            engine._split_steps = value
         runs.append(written(engine, module, requests))
     assert_same(*runs)
 

@@ -1,7 +1,5 @@
 """Tests of rows on artificial logits, without an engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
+from tandem.engines.rollout.draws.keyed import row_key
 from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.sampler import sample
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
-from tests.contract.reference import distribution
+from tests.contract.world import check_tokens
 
 CPU = torch.device("cpu")
 VOCABULARY = 37
@@ -62,24 +60,8 @@ def run(requests, capacity=None):
 
 
 def check(asked, sample):
-    """Check that each token and both of its log-probs follow from the definition."""
-    params, tokens = asked.params, sample.token_ids.tolist()
-    numbers = uniforms(
-        np.full(len(tokens), row_key(asked), dtype=np.uint64), first_position(asked) + np.arange(len(tokens))
-    )
-    for t, token in enumerate(tokens):
-        at = distribution(logits_at(asked, t), params, asked.prompt_ids.tolist(), tokens[:t])
-        if params.greedy:
-            assert token == int(np.argmax(at.probabilities))
-        else:
-            low = at.probabilities[:token].sum()
-            assert low - 1e-9 <= numbers[t] <= low + at.probabilities[token] + 1e-9
-        assert sample.log_probs[t] == pytest.approx(np.log(at.probabilities[token]), abs=1e-9)
-        assert sample.untruncated_log_probs[t] == pytest.approx(np.log(at.whole[token]), abs=1e-9)
-    stops = [t for t, token in enumerate(tokens) if token in params.stop_token_ids and t >= params.min_tokens]
-    assert stops in ([], [len(tokens) - 1])
-    assert sample.finish_reason == ("stop" if stops else "length")
-    assert stops or len(tokens) == params.max_tokens
+    logits = [logits_at(asked, t) for t in range(len(sample.token_ids))]
+    check_tokens(asked, sample, logits, 1e-9)
 
 
 PARAMS = st.builds(

@@ -154,12 +154,6 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
     np.testing.assert_allclose(flat.log_probs_R, -np.log(50), atol=1e-6)
 
 
-def test_top_p_keeps_the_token_that_reaches_it():
-    logits, numbers = torch.tensor([0.5, 0.3, 0.2]).log(), np.linspace(0, ALMOST_ONE, 50)
-    for top_p, kept in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2})):
-        assert set(draw(logits, SamplingParams(top_p=top_p), numbers).tokens_R.tolist()) == kept
-
-
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"])
 def test_other_modes_only_change_what_is_given(mode):
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=(30, 200)))
@@ -224,13 +218,6 @@ def test_rows_do_not_influence_each_other():
         assert alone.tokens_R.item() == together.tokens_R[row].item()
         assert alone.log_probs_R.item() == pytest.approx(together.log_probs_R[row].item(), abs=1e-12)
         assert alone.untruncated_R.item() == pytest.approx(together.untruncated_R[row].item(), abs=1e-12)
-
-
-def test_greedy_takes_the_peak_with_untempered_log_prob():
-    logits = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 0.0]])
-    drawn = sample(logits, torch.tensor([0.99, 0.0]), row_params([SamplingParams(temperature=0.0)] * 2, 3))
-    assert drawn.tokens_R.tolist() == [1, 0]
-    torch.testing.assert_close(drawn.log_probs_R, logits.log_softmax(-1).amax(-1))
 
 
 def test_half_precision_logits_are_widened():

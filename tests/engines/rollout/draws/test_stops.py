@@ -1,7 +1,5 @@
 """Tests of stop strings, with a byte-level tokenizer whose tokens may end inside a character."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A fake of SGLang 0.5.23's server with a real, small model: `/generate`, and new weights from a folder."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A fake of the parts of vLLM's server for new weights and memory. Its workers hold plain tensors."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

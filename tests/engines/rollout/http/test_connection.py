@@ -1,7 +1,5 @@
 """Tests of the connection to a server: proxies and temporary errors."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the factory that creates engines on servers from the config."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -3,8 +3,6 @@
 They also cover what all engines on servers share: limits, retries, failures, aborts.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

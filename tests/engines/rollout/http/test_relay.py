@@ -1,7 +1,5 @@
 """Tests of one weight stream that several engines read at once."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Tests of several replicas as one engine: which replica gets which request, and lost replicas."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
@@ -17,13 +15,11 @@ from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
 from tandem.protocol import Sample
+from tests.contract.rollout import RolloutContract
+from tests.contract.world import VOCABULARY, EngineKind
 from tests.engines.rollout import case
 from tests.engines.rollout.case import CPU, native, tokens
 from tests.engines.rollout.http.fakes import FakeOpenAI
-
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import VOCABULARY, EngineKind  # noqa: E402
 
 WEIGHTS = [("a", torch.ones(3)), ("b", torch.zeros(2))]
 

@@ -4,8 +4,6 @@ They run the contract of all engines on a fake with a real model, and cover the 
 through a folder.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import socket
@@ -28,13 +26,11 @@ from tandem.engines.rollout.http.sglang import SGLangEngine
 from tandem.engines.rollout.http.shards import WeightsFolder, write_shards
 from tandem.engines.weight_sync import WeightSyncError, digest
 from tandem.errors import EngineError
+from tests.contract.rollout import GREEDY, RolloutContract
+from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of
 from tests.engines.rollout.case import changed, drain, request, stream, write
 from tests.engines.rollout.http.fake_sglang import FakeSGLang
 from tests.engines.rollout.http.fakes import Reply
-
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import GREEDY, RolloutContract  # noqa: E402
-from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of  # noqa: E402
 
 
 def make(server, folder=None, **options):

@@ -1,7 +1,5 @@
 """Tests of the engine on TGI's server, whose prompts are texts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors

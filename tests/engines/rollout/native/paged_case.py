@@ -1,7 +1,5 @@
 """A step over a paged cache, and a reference that computes one query head of one token at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise

@@ -8,8 +8,6 @@ So a response may differ, starting at a token whose random number is within roun
 tokens. For each such response the test shows that this is the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +26,8 @@ from tandem.engines.rollout.native import steps
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.protocol import Request, Sample, SamplingParams
-from tests.engines.rollout.case import VOCABULARY, native
+from tests.contract.world import SHAPE, VOCABULARY
+from tests.engines.rollout.case import native
 
 LONGEST_PROMPT, LONGEST_RESPONSE = 40, 56
 MOST = LONGEST_PROMPT + LONGEST_RESPONSE
@@ -41,9 +40,8 @@ Id = tuple[str, int]
 def build_model(dtype: torch.dtype) -> PreTrainedModel:
     """Build a model with two layers and peaked distributions."""
     torch.manual_seed(3)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, initializer_range=0.2)).to(dtype).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes)).to(dtype).eval()
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -98,14 +96,7 @@ def one_by_one(module: PreTrainedModel, requests: Sequence[Request]) -> dict[Id,
 
 @dataclass
 class Outcome:
-    """The results of the requests.
-
-    Attributes:
-        finished: Samples by id.
-        partial: Aborted samples whose partial response was requested.
-        dropped: Aborted requests whose partial response was not requested.
-        stats: The engine's counters.
-    """
+    """The samples by id, those of aborted requests apart, or only their ids if nothing was kept."""
 
     finished: dict[Id, Sample] = field(default_factory=dict)
     partial: dict[Id, Sample] = field(default_factory=dict)
@@ -124,18 +115,8 @@ def stressed(
 ) -> Outcome:
     """Run all requests with a cache for two of the longest sequences.
 
-    They arrive in bursts, one in twenty is aborted, and the weights are set again at times.
-
-    Args:
-        module: The model.
-        requests: The requests.
-        seed: The seed of arrivals and aborts.
-        graphs: Whether decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
-        options: Options of the engine, such as run_ahead: steps are launched before the last step's tokens
-            are fetched, as on CUDA.
-
-    Raises:
-        AssertionError: A request is answered twice or never, or a block is lost.
+    They arrive in bursts, one in twenty is aborted, and the weights are set again at times. With `graphs`
+    decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
     """
     block = BLOCK_SIZES[module.dtype]
     defaults = {"block_size": block, "num_gpu_blocks_override": 2 * MOST // block, "decode": decode}
@@ -196,11 +177,7 @@ def check_outcome(
 ) -> int:
     """Compare the outcome with the same requests run one by one.
 
-    Returns:
-        The number of responses that differ, starting at a token whose draw was a tie within rounding.
-
-    Raises:
-        AssertionError: A request has no answer, or a response differs for another reason.
+    Return the number of responses that differ, starting at a token whose draw was a tie within rounding.
     """
     assert sorted([*out.finished, *out.partial, *out.dropped]) == sorted(request.id for request in requests)
     exact = build_model(torch.float64) if dtype != torch.float64 else None

@@ -1,7 +1,5 @@
 """Tests of the compiled kernels: their operations against PyTorch, and how they are compiled."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

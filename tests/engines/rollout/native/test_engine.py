@@ -27,21 +27,6 @@ def written_by(engine, asked):
     return tokens(samples[each.id] for each in asked)
 
 
-@pytest.mark.parametrize(("n", "max_num_seqs"), [(16, 256), (8, 3)])
-def test_samples_share_their_prompts_prefill(tiny, n, max_num_seqs):
-    """Samples admitted later find the prompt's full blocks and compute the rest again."""
-    lengths = (32, 35, 41, 48)
-    engine = native(tiny(), max_num_seqs=max_num_seqs)
-    generate(engine, [request(str(m), k, np.full(m, m), max_tokens=9) for m in lengths for k in range(n)])
-    stats = engine.stats()
-    assert stats["peak_running"] == min(4 * n, max_num_seqs)
-    if max_num_seqs == 256:
-        assert stats["prefill_tokens"] == sum(lengths)
-    else:
-        assert sum(lengths) < stats["prefill_tokens"] < sum(lengths) + 4 * n * 16
-        assert stats["cached_prefix_tokens"] > sum(lengths)
-
-
 def test_the_next_turn_computes_only_what_is_new(tiny):
     model = tiny(dtype=torch.float64)
     engine = native(model)
@@ -55,36 +40,6 @@ def test_the_next_turn_computes_only_what_is_new(tiny):
     engine.update_weights(SharedModule(model), 1)
     generate(engine, [second])
     assert engine.stats()["prefill_tokens"] == 53
-
-
-def test_without_prefix_caching_nothing_is_found(tiny):
-    engine = native(tiny(), enable_prefix_caching=False)
-    for _ in range(2):
-        generate(engine, [request(prompt=40, max_tokens=3)])
-    stats = engine.stats()
-    assert (stats["prefill_tokens"], stats["cached_prefix_tokens"]) == (80, 0)
-
-
-def test_finished_sequences_make_room_at_once(tiny):
-    """Two rows, one long sequence and many short ones: the short sequences pass the long one."""
-    engine, order = native(tiny(), max_num_seqs=2), []
-    engine.submit([request(f"p{i}", max_tokens=n) for i, n in enumerate([45] + [4] * 10)])
-    while engine.pending():
-        order += [sample.uid for sample in engine.poll(10.0)]
-    assert order == [f"p{i}" for i in range(1, 11)] + ["p0"]
-    assert engine.stats()["decode_steps"] <= 45
-
-
-def test_the_budget_bounds_the_tokens_of_a_step(tiny, monkeypatch):
-    engine, seen, lengths = native(tiny(), max_num_batched_tokens=20), [], (8, 8, 8, 50, 4, 4)
-    runner = engine._steps.runner
-    forward = runner.forward
-    monkeypatch.setattr(
-        runner, "forward", lambda step, _: (seen.append(len(step.ids_T)), forward(step, _))[1]
-    )
-    generate(engine, [request(f"p{i}", prompt=np.full(n, i), max_tokens=6) for i, n in enumerate(lengths)])
-    assert max(seen) == 20
-    assert sum(seen) == sum(lengths) + 6 * 5
 
 
 @pytest.mark.parametrize(
@@ -197,23 +152,6 @@ def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, block
     samples = drain(engine)
     assert store.cache.blocks == blocks
     assert tokens(samples[each.id] for each in asked) == alone
-
-
-@pytest.mark.parametrize("attention", ["torch", "cpu"])
-def test_what_bad_weights_left_in_the_cache_harms_no_good_ones(tiny, attention):
-    """The blocks that a second sequence gets contain NaN beyond its end."""
-    bad = tiny()
-    with torch.no_grad():
-        bad.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
-    engine, short = (
-        native(bad, num_gpu_blocks_override=4, attention=attention),
-        request(prompt=4, max_tokens=8),
-    )
-    with pytest.raises(EngineError, match="not finite"):
-        generate(engine, [request(prompt=49, max_tokens=8)])
-    engine.update_weights(SharedModule(tiny()), 1)
-    alone = native(tiny(), attention=attention)
-    assert tokens(generate(engine, [short])) == tokens(generate(alone, [short]))
 
 
 def test_abort_loses_nothing_that_has_finished_meanwhile(tiny):

@@ -4,8 +4,6 @@ Without a CUDA device Triton's kernels run under its interpreter, which `tests/c
 Triton is not installed (a CPU build of PyTorch does not include it), they are skipped.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

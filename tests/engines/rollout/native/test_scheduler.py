@@ -3,8 +3,6 @@
 `test_stress` shows that every load is computed right.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -92,10 +90,13 @@ def test_a_long_prompt_runs_alone_when_chunks_are_off(make):
     assert [share for share in shares if share] == [[8], [30], [4, 4], [4]]
 
 
-@pytest.mark.parametrize(("steps", "forgets", "cached"), [(99, False, 4), (2, True, 0), (99, True, 0)])
-def test_what_is_found_again(make, tiny, steps, forgets, cached):
+@pytest.mark.parametrize(
+    ("steps", "forgets", "caching", "cached"),
+    [(99, False, True, 4), (99, False, False, 0), (99, True, True, 0), (2, True, True, 0)],
+)
+def test_what_is_found_again(make, tiny, steps, forgets, caching, cached):
     """A prompt that is known whole computes its last block. Sequences that run leave mixed blocks."""
-    engine = make(100, request("a", prompt=8, max_tokens=9))
+    engine = make(100, request("a", prompt=8, max_tokens=9), enable_prefix_caching=caching)
     while engine.pending() and steps:
         step(engine)
         steps -= 1

@@ -1,7 +1,5 @@
 """Small models that vLLM can run, with heads as wide as its attention on CPUs needs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,30 +18,21 @@ from transformers import (
 from tandem.engines.rollout.base import generate
 from tandem.engines.weight_sync import digest
 from tandem.protocol import Request, Sample, SamplingParams
-from tests.contract.world import log_probs
-from tests.engines.rollout.case import VOCABULARY, stream  # vLLM pads the vocabulary to 128
-
-_SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256}
+from tests.contract.world import SHAPE, VOCABULARY, log_probs
+from tests.engines.rollout.case import stream  # vLLM pads the vocabulary to 128
 
 
 def build(
     name: str = "qwen2", seed: int = 0, vocab_size: int = VOCABULARY, heads: tuple[int, int] = (2, 1)
 ) -> PreTrainedModel:
-    """Build a float32 model with random biases and norms. qwen2 has tied embeddings, qwen3 does not.
-
-    Args:
-        name: "qwen2" or "qwen3".
-        seed: The seed of the weights.
-        vocab_size: The size of the vocabulary.
-        heads: The number of query heads, and the number of key and value heads.
-    """
+    """Build a float32 model with random biases and norms and so many query and key heads."""
     torch.manual_seed(seed)
-    shape: dict[str, Any] = _SHAPE | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    shape |= {"vocab_size": vocab_size, "initializer_range": 0.2, "tie_word_embeddings": name == "qwen2"}
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "intermediate_size": 96}
+    shape |= {"vocab_size": vocab_size, "hidden_size": 64, "tie_word_embeddings": name == "qwen2"}
     if name == "qwen2":
-        model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**shape | {"hidden_size": 32 * heads[0]}))
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE | shape | {"hidden_size": 32 * heads[0]}))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32))
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | shape, head_dim=32))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

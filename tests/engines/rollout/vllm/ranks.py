@@ -50,12 +50,9 @@ class Ranks:
             process.join()
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what a function returned on each rank.
+        """Return what a function of the rank's engines, the rank and the arguments returned on each rank.
 
-        The function gets the rank's engines by number, the rank and the arguments.
-
-        Raises:
-            Exception: What the function raised on the first rank, if it raised the same on all.
+        What it raised is raised here, if it raised the same on all.
         """
         for pipe in self._pipes:
             pipe.send((call, arguments))

@@ -1,7 +1,5 @@
 """vLLM's API server over a folder, started as users start it."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

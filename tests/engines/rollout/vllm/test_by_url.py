@@ -1,27 +1,20 @@
-"""Tests of the engine on real vLLM servers that were started elsewhere, with weights over gloo.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the engine on real vLLM servers started elsewhere, with weights over gloo: `make test-vllm`."""
 
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.config.rollout import RolloutConfig, ServerConfig
-from tandem.engines.rollout.base import RolloutEngine, WeightStream
+from tandem.engines.rollout.base import WeightStream
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.http.router import Router
 from tandem.engines.rollout.registry import make_rollout_engine
-from tandem.engines.rollout.vllm.process import VLLMProcess, serve
+from tandem.engines.rollout.vllm.process import serve
 from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
 from tandem.errors import EngineError
 from tests.engines.rollout.case import CPU, stream
@@ -31,7 +24,7 @@ from tests.engines.rollout.vllm.serving import serving
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def connect(folder: Path, *servers: VLLMProcess) -> RolloutEngine:
+def connect(folder, *servers):
     urls = tuple(server.url for server in servers)
     server = ServerConfig(urls=urls, request_timeout=120.0, weights_backend="auto")
     rollout = RolloutConfig(name="vllm", mode="server", max_num_seqs=8, server=server)
@@ -40,15 +33,15 @@ def connect(folder: Path, *servers: VLLMProcess) -> RolloutEngine:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save(build(seed=9), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[list[VLLMProcess]]:
-    def start(number: int) -> VLLMProcess:
+def servers(folder):
+    def start(number):
         log = folder / f"server_{number}.log"
         return serve(str(folder), build().config, device=CPU, max_length=96, max_num_seqs=8, log=log)
 

@@ -1,11 +1,4 @@
-"""Tests of the OpenAI adapter on a real vLLM API server, started as users start it.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
+"""Tests of the OpenAI adapter on a real vLLM API server, started as users start it. See `make test-vllm`."""
 
 import numpy as np
 import pytest
@@ -17,7 +10,8 @@ from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.errors import EngineError
-from tests.engines.rollout.case import VOCABULARY, tokens
+from tests.contract.world import VOCABULARY
+from tests.engines.rollout.case import tokens
 from tests.engines.rollout.vllm.models import build, check_samples, make_requests, save
 from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, serving
 
@@ -26,9 +20,7 @@ MODEL = {"seed": 9}
 
 
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OpenAIEngine]:
+def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save(build(**MODEL), folder)
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))

@@ -1,7 +1,5 @@
 """Tests of a server that is started here: proxies, its log, and the parameters sent to vLLM."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,9 +1,4 @@
-"""Tests of the engine on a real vLLM server that it starts itself.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
+"""Tests of the engine on a real vLLM server that it starts itself. See `make test-vllm`."""
 
 import json
 import os
@@ -11,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,18 +18,16 @@ from tandem.engines.rollout.vllm.process import VLLMProcess, serve
 from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.engines.weight_sync import Sent, WeightSyncError, check_arrival, digest
 from tandem.errors import ConfigError, EngineError
+from tests.contract.rollout import RolloutContract
+from tests.contract.world import EngineKind
 from tests.engines.rollout.case import CPU, request, stream, wait_for
 from tests.engines.rollout.vllm.models import build, check_update, make_requests, save
 from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, running
 
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import EngineKind  # noqa: E402
-
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a starting server imports vLLM three times
 
 
-def start(folder: Path, model: Any, decode: Any = None, bucket_bytes: int = 1 << 20, **limits: Any) -> Any:
+def start(folder, model, decode=None, bucket_bytes=1 << 20, **limits):
     process = serve(str(folder), model.config, device=CPU, log=folder / "server.log", **limits)
     options = {"config": model.config, "process": process, "decode": decode, "bucket_bytes": bucket_bytes}
     limits = {name: limits[name] for name in ("max_length", "max_num_seqs")}
@@ -45,8 +37,8 @@ def start(folder: Path, model: Any, decode: Any = None, bucket_bytes: int = 1 <<
 class TestVLLMServer(RolloutContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def kind(cls) -> EngineKind:
-        def make(world: Any, **options: Any) -> VLLMServerEngine:
+    def kind(cls):
+        def make(world, **options):
             return start(world.folder, world.module, world.decode, **options)
 
         options = {"keyed": False, "recomputes": True, "untruncated": False, "modes": ()}
@@ -54,7 +46,7 @@ class TestVLLMServer(RolloutContract):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngine]:
+def made(tmp_path_factory):
     """Yield an engine whose model has tied embeddings. Some weight buckets hold one tensor, some several."""
     folder = tmp_path_factory.mktemp("model")
     save(build(seed=9), folder)
@@ -64,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngine]
 
 
 @pytest.fixture
-def engine(made: VLLMServerEngine) -> VLLMServerEngine:
+def engine(made):
     made.update_weights(stream(build()), 0)
     return made
 
@@ -135,7 +127,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
 
 def test_a_server_that_never_answers_is_ended(tmp_path):
     started, options = time.monotonic(), {"environment": {}, "start_timeout_s": 0.5}
-    with pytest.raises(EngineError, match="did not answer in"):
+    with pytest.raises(EngineError, match=r"0\.5 s"):
         VLLMProcess(["sleep", "600"], "http://127.0.0.1:9", tmp_path / "log", **options)
     assert time.monotonic() - started < 15
 
@@ -171,7 +163,7 @@ def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path):
         assert not alive(group)
 
 
-def alive(group: int) -> list[int]:
+def alive(group):
     """Return the processes of a process group that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -1,35 +1,23 @@
-"""Tests of the vLLM engine in this process, on a real vLLM.
-
-See `make test-vllm`.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+"""Tests of the vLLM engine in this process, on a real vLLM. See `make test-vllm`."""
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.vllm.memory import caches
 from tandem.engines.weight_sync import Sent, WeightSyncError, check_arrival, digest
 from tandem.errors import EngineError
-from tests.engines.rollout.case import CPU, VOCABULARY, drain, request, stream, tokens
+from tests.contract.rollout import RolloutContract
+from tests.contract.world import VOCABULARY, EngineKind
+from tests.engines.rollout.case import CPU, drain, request, stream, tokens
 from tests.engines.rollout.vllm.models import build, check_samples, make_requests, save
-
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import EngineKind  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm.engine", exc_type=ImportError)
 
 
-def make(folder: Any, config: Any, **options: Any) -> Any:
+def make(folder, config, **options):
     return vllm_engine.VLLMEngine(
         model_path=str(folder), config=config, device=CPU, **{"max_length": 96, **options}
     )
@@ -38,8 +26,8 @@ def make(folder: Any, config: Any, **options: Any) -> Any:
 class TestVLLM(RolloutContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def kind(cls) -> EngineKind:
-        def make_one(world: Any, **options: Any) -> Any:
+    def kind(cls):
+        def make_one(world, **options):
             return make(world.folder, world.module.config, decode=world.decode, **options)
 
         options = {"keyed": False, "recomputes": True, "untruncated": False, "modes": ("raw_logprobs",)}
@@ -47,7 +35,7 @@ class TestVLLM(RolloutContract):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def made(tmp_path_factory):
     """Yield an engine. The weights in its folder are not those of `build()`."""
     folder, config = save(build(seed=9), tmp_path_factory.mktemp("model")), build().config
     rng_before = torch.get_rng_state()
@@ -102,7 +90,7 @@ def test_weights_that_did_not_arrive_are_named(engine, model, name, other, what)
     new = build(seed=5)
     old, sent = dict(model.named_parameters()), dict(new.named_parameters())
 
-    def wrong(at: str, tensor: Tensor) -> Tensor:
+    def wrong(at, tensor):
         if at == other:
             return sent[name].detach().clone()
         if at != name:
@@ -142,7 +130,7 @@ def test_sleep_gives_memory_back(engine, model):
     requests = make_requests(3)
     before = tokens(generate(engine, requests))
 
-    def held() -> tuple[int, int]:
+    def held():
         parts = engine._model.parameters(), caches(engine._engine)
         return tuple(sum(part.untyped_storage().nbytes() for part in each) for each in parts)
 
@@ -183,7 +171,7 @@ def test_logits_that_are_not_finite_name_the_request(engine, model):
 
 
 def test_what_vllm_raises_becomes_an_engine_error(engine, monkeypatch):
-    def broken() -> None:
+    def broken():
         raise RuntimeError("EngineCore died")
 
     engine.submit(make_requests(1))
@@ -193,12 +181,12 @@ def test_what_vllm_raises_becomes_an_engine_error(engine, monkeypatch):
     assert caught.value.got == "RuntimeError: EngineCore died"
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(EngineError, match="vLLM cannot run the model"):
         make(tmp_path, build().config)
 
 
-def test_a_process_group_that_is_gone_or_another_s_does_not_stop_a_close(tmp_path: Path):
+def test_a_process_group_that_is_gone_or_another_s_does_not_stop_a_close(tmp_path):
     made_first = torch.distributed.is_initialized()
     engine = make(save(build(), tmp_path), build().config)
     assert torch.distributed.is_initialized()

@@ -3,8 +3,6 @@
 For vLLM itself see test_server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 
