@@ -50,12 +50,8 @@ def dataset(tmp_path: Path) -> PromptDataset:
     """Return the last 14 of 24 rows. The ten rows before have more than four tokens and are dropped."""
     rows = [problem(a, b) for a in (15, 11, 7, 3) for b in range(2, 9)][4:]
     assert len(rows) == 24
-    return PromptDataset(
-        str(write_rows(tmp_path / "train.parquet", rows)),
-        make_tokenizer(tmp_path),
-        max_prompt_length=4,
-        filter_overlong_prompts=True,
-    )
+    path = str(write_rows(tmp_path / "train.parquet", rows))
+    return PromptDataset(path, make_tokenizer(tmp_path), max_prompt_length=4, filter_overlong_prompts=True)
 
 
 @pytest.fixture
@@ -139,13 +135,13 @@ def test_prompts_are_recalled_by_their_uids(dataset: PromptDataset) -> None:
 
 
 def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None:
-    with pytest.raises(ConfigError, match="no such class") as caught:
+    with pytest.raises(ConfigError) as caught:
         loaded(dataset, own, "Owm")
     assert "Own" in str(caught.value.expected)
-    with pytest.raises(ConfigError, match="lacks required methods") as caught:
+    with pytest.raises(ConfigError) as caught:
         loaded(dataset, own, "Deaf")
     assert "update, state_dict, load_state_dict" in str(caught.value.got)
-    with pytest.raises(ConfigError, match="cannot be created") as caught:
+    with pytest.raises(ConfigError) as caught:
         loaded(dataset, own, "Own", begin=1)
     assert caught.value.field == "data.sampler.kwargs"
 

@@ -6,15 +6,29 @@ import math
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
-from tandem.rewards import Item, Reward, Scored, base, known_data_sources, register_reward, reward_for, score
+from tandem.rewards import (
+    Item,
+    Pool,
+    Reward,
+    Scored,
+    base,
+    known_data_sources,
+    load_custom,
+    register_reward,
+    reward_for,
+    score,
+)
 from tandem.rewards.base import WeightedSum
+from tandem.rewards.combination import Combination, Running
 
 ITEMS = [Item("a", "first", "1", {"level": 3}, index=7), Item("b", "second " * 100, "2")]
 
@@ -161,3 +175,109 @@ def test_mixed_sources_keep_their_order_and_places() -> None:
         score(items)
     assert caught.value.field == "sample 2, data_source 'gsm8k'" and "'two'" in caught.value.message
     assert score([]) == []
+
+
+SCORERS = {
+    "openai/gsm8k": ("#### 1,072", "1072", "answer 1072, expected 1072"),
+    "gsm8k": ("it is 72", "72", "no answer found"),
+    "lighteval/MATH": (r"\boxed{\frac12}", "0.5", r"answer \frac12, expected 0.5"),
+    "arithmetic": ("3+4=8", "7", "answer 8, expected 7"),
+    "math_dapo": ("Answer: 3", "4", "answer 3, expected 4"),
+    "hiyouga/geometry3k": ("35", "35", "no answer found"),
+    "searchR1_nq": (
+        "<answer>Rome</answer>", {"target": ["Paris"]}, "answer Rome, expected {'target': ['Paris']}",
+    ),
+}  # fmt: skip
+
+
+def why(reward: Any, item: Item | None = None) -> str:
+    return score([item or Item("x", "text", None, columns={"prompt": "p"})], reward)[0].why
+
+
+@pytest.mark.parametrize("source", SCORERS)
+def test_what_the_scorers_say(source: str) -> None:
+    response, truth, expected = SCORERS[source]
+    assert why(None, Item(source, response, truth)) == expected
+
+
+def test_a_scorer_that_a_user_names_says_the_same_with_its_own_arguments() -> None:
+    item = Item("gsm8k", "it is 72", "72")
+    assert why(load_custom("tandem.rewards.gsm8k"), item) == "no answer found"
+    flexible = load_custom("tandem.rewards.gsm8k", kwargs={"method": "flexible"})
+    assert why(flexible, item) == "answer 72, expected 72"
+    assert flexible.bounded
+
+
+@pytest.mark.parametrize(("said", "kept"), [
+    ("short", "short"), ("x" * 600, "x" * 500), ("half \ud800 of a pair", "half ? of a pair"), (None, ""),
+    (3, ""),
+])  # fmt: skip
+def test_what_a_function_says(said: Any, kept: str) -> None:
+    assert why(Reward("mine", lambda **_: {"score": 1, "why": said})) == kept
+
+
+def test_sums_name_who_says_what() -> None:
+    def saying(text: str) -> Reward:
+        return Reward("mine", lambda **_: {"score": 1, "why": text})
+
+    both = WeightedSum(
+        (("right", saying("yes"), 1.0), ("mute", saying(""), 1.0), ("long", saying("z" * 600), 0.5))
+    )
+    assert why(both) == ("right: yes; long: " + "z" * 500)[:500]
+
+
+def test_a_failure_is_a_reason() -> None:
+    def fails(**_: Any) -> float:
+        raise ValueError("no idea")
+
+    pool = Pool(Reward("mine", fails), RewardConfig(num_workers=0, on_error="zero"))
+    (scored,) = pool.score([Item("x", "text", None)])
+    assert (
+        scored.failed
+        and scored.why.startswith("failed: ")
+        and "ValueError: no idea (test_base.py, line " in scored.why
+    )
+
+
+def test_running_statistics_are_those_of_all_scores_at_once() -> None:
+    draw = np.random.default_rng(0)
+    batches = [draw.normal(1e6, 3.0, size=size).tolist() for size in (1, 5, 0, 40, 2)]
+    running, seen = Running(), []
+    for batch in batches:
+        running = running.after(batch)
+        seen += batch
+        assert running.scores == len(seen)
+        assert running.mean == pytest.approx(np.mean(seen), rel=1e-14)
+        assert running.squares == pytest.approx(np.var(seen) * len(seen), rel=1e-9)
+    assert running.normalised(seen[3]) == pytest.approx((seen[3] - np.mean(seen)) / np.std(seen), rel=1e-9)
+
+
+def test_before_the_first_score_and_without_spread() -> None:
+    assert Running().normalised(3.0) == 3.0
+    assert Running().after([2.0, 2.0]).normalised(3.0) == 1.0
+
+
+SOURCE = """
+import math
+def least(scores): return min(scores.values())
+def gated(scores): return scores["help"] if scores["safe"] > 0 else -1
+def raises(scores): return scores["nothing"]
+def text(scores): return "1"
+def endless(scores): return math.inf
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("least", -2.0), ("gated", -1.0), ("raises", "KeyError"), ("text", "'1'"), ("endless", "inf")],
+)
+def test_a_function_of_the_scores(tmp_path: Path, name: str, expected: float | str) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    combination = Combination((), f"{tmp_path / 'mine.py'}:{name}")
+    if isinstance(expected, float):
+        assert combination.made({"help": 5.0, "safe": -2.0}, "sample 0") == expected
+        return
+    with pytest.raises(RewardError) as caught:
+        combination.made({"help": 5.0, "safe": -2.0}, "sample 0")
+    assert expected in str(caught.value) and "help 5, safe -2" in str(caught.value.got)
+    assert "sample 0" in str(caught.value.field)

@@ -1,7 +1,4 @@
-"""No program escapes from the sandbox, as root and as nobody, under sandlock and under bubblewrap.
-
-The tests observe the targets of the attacks from outside the sandbox.
-"""
+"""No program escapes from the sandbox, as root and as nobody, under sandlock and under bubblewrap."""
 
 from __future__ import annotations
 
@@ -60,14 +57,9 @@ def interpreter(user: int) -> str:
 
 
 class Helper:
-    """A process that runs programs in sandboxes as a given user.
+    """A process that runs programs in sandboxes of a kind as a given user; their folders are in `scratch`.
 
-    Args:
-        user: user ID.
-        kind: class name of the sandbox; if it does not work here, the test is skipped.
-
-    Attributes:
-        scratch: the folder that contains the sandboxes' folders.
+    Where this kind of sandbox does not work, the test is skipped.
     """
 
     def __init__(self, user: int, kind: str) -> None:
@@ -79,13 +71,9 @@ class Helper:
         high = fcntl.fcntl(inherited, fcntl.F_DUPFD, 1500)
         self.process = subprocess.Popen(
             [sys.executable if same else interpreter(user), "-m", "tests.sandbox.helper", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment() | {"TMPDIR": str(self.scratch)},
-            pass_fds=(inherited, high),
-            **who,
-        )
+            env=environment() | {"TMPDIR": str(self.scratch)}, pass_fds=(inherited, high),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **who,
+        )  # fmt: skip
         for descriptor in (inherited, high):
             os.close(descriptor)
         self.user = user
@@ -117,13 +105,9 @@ def by_helper(names: Iterable[str]) -> pytest.MarkDecorator:
 
     In the quick test suite, each name runs with only one pair of user and sandbox, in turn.
     """
+    slow = pytest.mark.slow
     pairs = [
-        pytest.param(
-            made,
-            name,
-            marks=pytest.mark.slow if turn != at % len(HELPERS) else (),
-            id="-".join([*made, name]),
-        )
+        pytest.param(made, name, marks=slow if turn != at % len(HELPERS) else (), id="-".join([*made, name]))
         for turn, made in enumerate(HELPERS)
         for at, name in enumerate(names)
     ]
@@ -139,13 +123,9 @@ def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
 
 
 class Field:
-    """The targets of the attacks.
+    """The targets of the attacks, which belong to the attacking user, and their names for the programs.
 
-    They belong to the attacking user, who could reach them outside of the sandbox.
-
-    Attributes:
-        names: the targets' names, for the programs.
-        reached: one entry for each time that a socket was reached.
+    `reached` has an entry for each time that a socket was reached.
     """
 
     def __init__(self, folder: Path, user: int) -> None:
@@ -224,10 +204,7 @@ def field(helper: Helper) -> Iterator[Field]:
 
 
 def sandboxed(helper: Helper) -> list[str]:
-    """Return the live processes of the helper's sandboxes, without those that the helper started itself.
-
-    The processes are recognised by the sandbox folder in their command line.
-    """
+    """Return the live processes with a sandbox's folder in their command line, but the helper's own."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -315,13 +292,15 @@ def test_a_run_finds_nothing_of_another(name: str, helper: Helper, field: Field)
 def test_a_waiting_process_that_was_killed_is_replaced() -> None:
     if protections.Sandlock.version() is None:
         pytest.skip("sandlock is not installed")
-    limits = protections.Limits()
-    first = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
-    again = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
-    assert first == again  # both were forked from the same process
+
+    def parent() -> Any:
+        return local.run("import os; print(os.getppid())", "", protections.Limits(), protections.Sandlock)
+
+    first = parent()
+    assert first == parent()  # both were forked from the same process
     os.kill(int(first.stdout), 9)
     os.waitid(os.P_PID, int(first.stdout), os.WEXITED | os.WNOWAIT)
-    after = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
+    after = parent()
     assert after.status == "finished" and after != first
 
 
