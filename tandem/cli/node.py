@@ -78,14 +78,13 @@ def node(arguments: list[str]) -> int:
     ) -> None:
         """Join this machine to a Ray cluster.
 
-        Run the command on every machine, with the same words. The environment gives
-        RANK (0: the head) and MASTER_PORT (the head's port). The machines find the
-        head's address in a shared file. Rank 0 runs COMMAND with RAY_ADDRESS set and
-        exits with its status; without COMMAND it waits for a signal. The other ranks
-        stay until the head is gone.
+        Run the command on every machine, with the same words. The environment gives RANK (0: the head) and
+        MASTER_PORT (the head's port). The machines find the head's address in a shared file. Rank 0 runs
+        COMMAND with RAY_ADDRESS set and exits with its status; without COMMAND it waits for a signal. The
+        other ranks stay until the head is gone.
 
-        Signals go to COMMAND. The other ranks then stay for --grace seconds, because
-        the head may still have to save. All processes end with this command.
+        Signals go to COMMAND. The other ranks then stay for --grace seconds, because the head may still have
+        to save. All processes end with this command.
 
         Args:
             head_file: the shared file; default: TANDEM_HEAD_FILE, or ./ray_head.json
@@ -116,9 +115,10 @@ def node(arguments: list[str]) -> int:
         )
 
     run_typed("node", options, arguments[:cut], example="tandem node OPTIONS -- COMMAND …")
-    if not given:  # the command line asked for help
-        return 0
-    (settings,) = given
+    return _run(given[0]) if given else 0  # without settings: the command line asked for help
+
+
+def _run(settings: Settings) -> int:
     with tempfile.TemporaryFile() as log, Processes() as processes:
         ray = RayNode(processes, log, settings.words)
         return (_lead if settings.rank == 0 else _follow)(settings, processes, ray)

@@ -62,14 +62,13 @@ def plan_memory(arguments: list[str]) -> int:
     --probe. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
       --device SIZE     memory of one device; default: 80GB, or with trainer.device=cpu this machine's memory
       --devices NxSIZE  number and memory of the devices, 8 per node at most; sets the keys for their number
-      --fit NxSIZE      search for the fastest config that fits these devices, and write it. Only parallel
-                        sizes, token budgets, recomputation, offload and the rollout's cache may change
+      --fit NxSIZE      find the fastest config that fits these devices; only parallel sizes, token budgets,
+                        recomputation, offload and the rollout's cache may change
       --out FILE        file for the config of --fit; default: fit-NxSIZE.yaml
       SIZE may be a kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200
       --lengths, --prompt-lengths  lengths for the predicted times, as of tandem bench; default: the longest
-      --probe [N]       answer and score N prompts (32) of the data, with the run's model, engine and reward.
-                        Shows what share of the groups would teach something, how long responses are, what
-                        rewards cost, and the times that follow. Nothing is written to the run folder
+      --probe [N]       answer and score N prompts (32) as the run would; show the share of groups that would
+                        teach something, response lengths and times. The run folder stays as it is
       --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
       --schedule        compare three schedules, each with its best split: generation and training on the same
                         devices, on separate devices, and at the same time
@@ -80,8 +79,8 @@ def plan_memory(arguments: list[str]) -> int:
     sized, size, kind = _devices(options)
     path, overrides = split_arguments([*words, *sized])
     loaded = load_train_config(path, overrides, count_rows=count_rows, elsewhere=True)
-    config = loaded.config
-    overrides = [*as_words({name: value for name, (value, _) in loaded.chosen.items()}), *overrides]
+    config, chosen_values = loaded.config, {name: value for name, (value, _) in loaded.chosen.items()}
+    overrides = [*as_words(chosen_values), *overrides]
     lengths = draw(config, options.get("--prompt-lengths", ""), options.get("--lengths", ""))
     if "--schedule" in options:
         refuse_apart(config)
@@ -102,14 +101,13 @@ def plan_memory(arguments: list[str]) -> int:
         whole = _as_json(made, found) | {"time": timed, "changed": changed}
         if schedules:
             whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
-        whole |= {"probe": probing.report} if probing else {}
-        print(json.dumps(whole, indent=1))
-        return 0 if made.fits else 1
-    _print(config, made, found)
-    print_time(timed, config.trainer.world_size, probing)
-    print_schedules(schedules)
-    if "--fit" in options:
-        say(f"\nwrote {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
+        print(json.dumps(whole | ({"probe": probing.report} if probing else {}), indent=1))
+    else:
+        _print(config, made, found)
+        print_time(timed, config.trainer.world_size, probing)
+        print_schedules(schedules)
+        if "--fit" in options:
+            say(f"\nwrote {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
     return 0 if made.fits else 1
 
 

@@ -203,7 +203,7 @@ def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFix
     assert main(["bench", "predict", *map(str, words), "--device", "another"]) == 1
     assert name in capsys.readouterr().err
     assert main(["bench", "predict", *map(str, words), "--device-file", str(made / "none.json")]) == 1
-    assert "run tandem bench" in capsys.readouterr().err
+    assert "`tandem bench`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def model_of(lab: Lab, weights: dict[str, torch.Tensor] | None = None) -> Any:
 @pytest.mark.equation("kl/full")
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab: Lab, reward: str, where: str):
-    words = (REWARD, "algorithm.kl_ctrl.kl_coef=0.3") if where == "reward" else LOSS
+    words = (REWARD, "algorithm.kl_ctrl.kl_coef=0.3") if where == "reward" else (LOSS,)
     after_one = lab.run(f"one step {where}", *words, reward, "steps=1")
     finished = lab.run(f"two steps {where}", *words, reward)
     policy, reference = model_of(lab, after_one.weights()), model_of(lab)
@@ -77,9 +77,9 @@ def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(la
 
 
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
-def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: tuple[str, ...]) -> None:
-    adapted = ("M.lora_rank=4", *words, reward, "steps=3")
-    finished = lab.run(f"adapted {words[0]}", *adapted)
+def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: str) -> None:
+    adapted = ("M.lora_rank=4", words, reward, "steps=3")
+    finished = lab.run(f"adapted {words}", *adapted)
     assert set(finished.actor.engines) == {"actor"}
     assert finished.rows[0]["actor/kl"] == 0.0 < finished.rows[2]["actor/kl"]
 

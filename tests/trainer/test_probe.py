@@ -195,7 +195,7 @@ def test_an_estimator_with_a_critic_compares_no_groups(lab, rewards, capsys):
         (("--probe=none",), "whole number above 0"),
         (("--probe", "--probe-seconds=0"), "whole number above 0"),
         (("--probe", "--lengths", "9"), "exclude each other"),
-        (("--probe-seconds=9",), "is of --probe"),
+        (("--probe-seconds=9",), "needs --probe"),
         (("--probe", "data.train_files=absent.parquet"), "absent.parquet"),
         (("--probe", "M.path=Qwen/Qwen2.5-7B"), "actor_rollout_ref.model.path"),
         (("--probe", "custom_reward_function.path=absent.py"), "absent.py"),

@@ -195,7 +195,7 @@ def test_no_compiler(monkeypatch, tmp_path, device, compiler):
         monkeypatch.delenv(name, raising=False)
     error = refusal(device=torch.device(device))
     assert error.field == "fsdp_config.use_torch_compile"
-    assert error.got == f"true with no compiler {compiler} on the PATH"
+    assert error.got == f"true, with no compiler {compiler} on the PATH"
     assert error.remedy == "install them (g++ and python3-dev), or set use_torch_compile=false"
 
 
@@ -208,7 +208,7 @@ def test_a_compiler_of_ones_own(monkeypatch, tmp_path):
 
 def test_no_headers(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert refusal().got == f"true with no {tmp_path / 'Python.h'}"
+    assert refusal().got == f"true, with no file {tmp_path / 'Python.h'}"
 
 
 def test_what_cannot_be_compiled_together():
