@@ -1,4 +1,4 @@
-"""Read numbers in text exactly, however long they are.
+"""Read numbers in text exactly, up to `MAX_CHARACTERS` long.
 
 A number is read as a whole or not at all. Text after it may belong to it (1.5 million, 3 1/2, 50%, 3 x 10^8).
 tandem.rewards.contexts has the patterns that make a number a part of something else.
@@ -25,6 +25,7 @@ from tandem.rewards.contexts import (
 )
 from tandem.rewards.measures import SCALES
 
+MAX_CHARACTERS = 10_000  # of a number; longer ones take too long to convert, and are no answer
 LINE_CHARACTERS = 100  # how many characters before a number on its line are searched
 PLAIN = (
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
@@ -154,6 +155,8 @@ def _signed(found: re.Match[str], line: str, before: str) -> bool:
 
 
 def _quantity(found: re.Match[str]) -> Quantity | None:
+    if len(found.group()) > MAX_CHARACTERS:
+        return None
     value = Fraction(Decimal(re.sub(r"[^0-9.eE+-]", "", found["number"])))
     divisors = [int(Decimal(found[name])) for name in ("divisor", "bottom") if found[name]]
     if 0 in divisors or (found["top"] and value.denominator != 1):

@@ -90,7 +90,7 @@ def test_a_run_on_examples_has_the_same_two_verdicts(
     said = capsys.readouterr().out
     assert (
         said.index("the config is sound")
-        < said.index(f"`tandem {command}` would need")
+        < said.index(f"`tandem {command}` also needs")
         < said.index("CUDA")
         < said.index("clearml")
     )
