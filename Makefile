@@ -1,61 +1,61 @@
-# A fresh clone needs python3 (3.11 or newer) with venv, and pip; nothing else.
+# A fresh clone needs only python3 (3.11 or newer) with venv and pip.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# --no-compile: what is imported is compiled then, and most is never imported
+# --no-compile: most files are never imported, and the others are compiled at their first import
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 CORE := .venv/.core-installed
 DEV := .venv/.dev-installed
 TORCH := torch==2.13.0
 TRANSFORMERS := transformers>=5.16.1,<5.20
-# Hundreds of processes import the same: their bytecode is kept, which PIP_INSTALL leaves to the first of them.
+# Keep bytecode: the tests start hundreds of processes with the same imports, and pip compiles nothing (see above).
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: image demo test lint format test-full test-vllm test-verl test-loggers stress bench gpu peers clean help
 
-help: ## the targets
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(CORE) ## a policy learns arithmetic on this machine, in a few minutes
+demo: $(CORE) ## train a policy to do arithmetic on this machine, in a few minutes
 	$(BIN)/tandem demo $(ARGS)
 
-test: lint ## lint, types, import contracts, tests
+test: lint ## run lint, type checks, import contracts and tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 .PHONY: docs
-docs: $(DEV) ## the site, into build/site: what is written by hand and what is made from the code, links checked
+docs: $(DEV) ## build the site into build/site from the pages and the code, and check its links
 	$(BIN)/python -m docs.build
 
 .PHONY: docs-serve
-docs-serve: docs ## the site at http://127.0.0.1:8000
+docs-serve: docs ## build the site and serve it at http://127.0.0.1:8000
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
-lint: $(DEV) ## lint, types, import contracts
+lint: $(DEV) ## run lint, type checks and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(DEV) ## sort imports and lay the code out
+format: $(DEV) ## sort imports and format the code
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
 
-test-full: lint ## everything that needs neither a GPU nor a peer: what `make test` runs, and the long tests
+test-full: lint ## run `make test` and the long tests: everything that needs neither a GPU nor a peer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not vllm and not verl" $(ARGS)
 
-test-vllm: .peers/vllm/.tandem-installed ## the tests of the vLLM engine, in an environment of its own
+test-vllm: .peers/vllm/.tandem-installed ## run the tests of the vLLM engine, in their own environment
 	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers tests/e2e/test_vllm_run.py tests/e2e/test_every_reward.py $(ARGS)
 
-test-verl: $(DEV) .peers/verl/.installed ## the same numbers as verl's functions, which run in an environment of their own
+test-verl: $(DEV) .peers/verl/.installed ## compare with verl's functions, which run in their own environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards tests/workers $(ARGS)
 
-test-loggers: .peers/loggers/.installed ## a real run with each experiment tracker, offline, in an environment of their own
+test-loggers: .peers/loggers/.installed ## do a real offline run with each experiment tracker, in their own environment
 	OMP_NUM_THREADS=1 .peers/loggers/bin/python -m pytest -q tests/observability/test_tracker_sinks.py $(ARGS)
 
-stress: $(DEV) ## 10,000 random requests on a tiny cache, each as if it were alone; ARGS='--requests N'
+stress: $(DEV) ## send 10,000 random requests with a tiny cache, and compare each with a lone request; ARGS='--requests N'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines.rollout.native.stress $(ARGS)
 
-bench: $(DEV) peers ## the performance claims, each against its peer
+bench: $(DEV) peers ## measure the performance claims, each against its peer
 	$(BIN)/python benchmarks/rollout_vs_vllm.py
 	$(BIN)/python benchmarks/grpo_step_vs_trl.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoreboard.py
@@ -70,18 +70,18 @@ bench: $(DEV) peers ## the performance claims, each against its peer
 	$(BIN)/python benchmarks/update_vs_trl.py
 
 .PHONY: ledger
-ledger: $(DEV) .peers/trl/.installed .peers/vllm/.installed ## this tree in turns with earlier commits and the peers; names what became slower
+ledger: $(DEV) .peers/trl/.installed .peers/vllm/.installed ## compare the speed of this tree with earlier commits and peers, and list what became slower
 	$(BIN)/python benchmarks/ledger.py $(ARGS)
 
-gpu: ## all that is measured on a GPU, with $(PYTHON) as it is; ARGS='--phase decode --deadline 540 --out DIR'
+gpu: ## measure everything that is measured on a GPU, with the existing $(PYTHON); ARGS='--phase decode --deadline 540 --out DIR'
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
-image: ## an image of docker/, the CPU's by default, in which a short demo runs; ARGS='cuda'
+image: ## build an image of docker/ (default: cpu) and run a short demo in the CPU image; ARGS='cuda'
 	$(PYTHON) docker/build.py $(ARGS)
 
-peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## what we measure ourselves against
+peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## install the peers that Tandem is compared with
 
-clean: ## remove the environments and caches; runs/ stays
+clean: ## remove the environments and caches, but not runs/
 	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(CORE): pyproject.toml constraints.txt
@@ -93,8 +93,8 @@ $(DEV): $(CORE)
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Peers live in environments of their own: their pins and ours need not agree. Torch goes in first, so
-# that nothing they ask for replaces it.
+# Each peer has its own environment, because its pins may conflict with Tandem's. Torch is installed first, so
+# that no requirement of a peer replaces it.
 .peers/%/bin/python:
 	$(PYTHON) -m venv .peers/$*
 	$@ $(PIP_INSTALL) $(TORCH)
@@ -110,7 +110,7 @@ $(DEV): $(CORE)
 	.peers/vllm/bin/python -c 'import vllm; print("vllm", vllm.__version__)'
 	touch $@
 
-# Tandem on top of vLLM, for the tests of the engine that drives it.
+# Adds Tandem to vLLM's environment, for the tests of the vLLM engine.
 .peers/vllm/.tandem-installed: .peers/vllm/.installed pyproject.toml
 	.peers/vllm/bin/python $(PIP_INSTALL) -e '.[ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
 	touch $@

@@ -1,14 +1,15 @@
-"""Advantage estimators on a CPU: seconds and memory, against verl 0.9.1.
+"""Measure the time and memory of advantage estimators on a CPU, against verl 0.9.1.
 
-Both take the same batch: responses of equal length, so that there is no padding to save; a share of their
-tokens (the percentage) is a tool's. Each side is a process of its own; they take turns, and medians count.
-`spread` is the range of the ratios of single turns; `of CPU` is the ratio of processor time over all threads,
-which other programs disturb less. `extra` is the peak of resident memory over that before the first call,
-results included, as a multiple of the columns that the estimator reads.
+Both sides get the same batch. All responses have the same length, so Tandem cannot save padding. In some
+cases a part of the tokens (the percentage after the shape) comes from a tool. Each side runs in its own
+process. The sides take turns, and the medians are compared. `spread` is the range of the ratios of single
+turns. `of CPU` is the ratio of processor time over all threads, which other programs disturb less. `extra` is
+the peak of resident memory minus the memory before the first call, results included, as a multiple of the
+size of the columns that the estimator reads.
 
     python benchmarks/advantages.py [--rounds 7] [--cases gae rloo ...] [--threads 1] [--out FILE]
 
-verl runs in its own environment: `make peers` makes it.
+verl runs in its own environment; create it with `make peers`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ VERL = HERE.parent / ".peers" / "verl" / "bin" / "python"
 
 
 class Case(NamedTuple):
-    """One row: verl's name of an estimator, its options, the shape of the batch, the share of tools."""
+    """One row of the table.
+
+    Attributes:
+        name: verl's name of the estimator.
+        options: the estimator's options.
+        samples, tokens: the shape of the batch.
+        holes: the share of tokens that come from a tool.
+    """
 
     name: str
     options: dict[str, Any]
@@ -86,7 +94,7 @@ HEADINGS = (
 
 
 def ragged(columns: Columns) -> Columns:
-    """The rectangles as flat values and offsets."""
+    """Convert padded columns to flat values with offsets."""
     samples, tokens = columns["response_mask"].shape
     flat = {
         name: column.flatten() if column.shape == (samples, tokens) else column
@@ -101,7 +109,7 @@ def estimate(name: str, columns: Columns, options: dict[str, Any]) -> tuple[Tens
 
 
 def input_bytes(case: Case) -> int:
-    """Of the columns that the estimator reads, in the sizes that Tandem holds them in."""
+    """Return the bytes of the columns that the estimator reads, with Tandem's data types."""
     tokens, samples = case.samples * case.tokens, case.samples
     sizes = {
         "response_mask": tokens,
@@ -156,7 +164,7 @@ def report(found: dict[str, Any]) -> str:
         f"{found['name']:<30}{shape:>18}{1e3 * tandem['seconds']:>10.2f}{1e3 * verl['seconds']:>10.1f}"
         f"{found['ratio']:>8.1f}{cpu:>8.1f}{f'{low:.1f} to {high:.1f}':>16}"
         f"{''.join(f'{times:>8.1f}' for times in extra)}"
-        f"  {'same' if alike else 'NOT THE SAME'}"
+        f"  {'same' if alike else 'DIFFERENT'}"
     )
 
 
@@ -167,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", nargs="+", choices=sorted({case.name for case in CASES}))
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     options = arguments(parser, rounds=1, cases=["grpo"])
     if options.side:

@@ -1,9 +1,10 @@
-"""A training step with the decoder layers and the head compiled, against the same step without, in one run.
+"""Compare a training step with compiled decoder layers and head to the same step without.
 
-Sequences of unequal length go through forward, backward and AdamW of Tandem's engine, with layers run again
-in the backward pass as is the default. Turns alternate, so that both see the same machine; reported are the
-best turns, in tokens per second of wall-clock. The compiled engine's first step, which waits for the
-compiler, is told apart and is no turn; where an earlier run left kernels in the compiler's cache it is short.
+Sequences of different lengths go through forward, backward and AdamW of Tandem's engine, with the default
+recomputation of layers in the backward pass. The two engines take turns on the same machine. The result is
+the best turn of each, in tokens per second of wall-clock time. The first step of the compiled engine includes
+compilation. It is reported separately and does not count as a turn. It is short if the compiler's cache has
+kernels of an earlier run.
 
     python benchmarks/compiled_step.py [--sizes 3.2M 107M] [--dtypes fp32 bf16] [--turns 3] [--device cpu]
 """
@@ -31,7 +32,7 @@ from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto, Ragged
 
-SEQUENCES = {"3.2M": 192, "107M": 24}  # of a step
+SEQUENCES = {"3.2M": 192, "107M": 24}  # sequences per step
 PROMPT, SHORTEST, LONGEST = 6, 24, 120
 
 
@@ -56,7 +57,9 @@ def make_batch(sequences: int, vocabulary: int) -> DataProto:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SEQUENCES, default=list(SEQUENCES))
-    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="both on a CPU, bf16 on CUDA")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on CUDA"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--turns", type=int, default=3)
     options = arguments(parser, sizes=["3.2M"], dtypes=["fp32"], turns=1)

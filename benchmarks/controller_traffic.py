@@ -1,14 +1,17 @@
-"""What the controller sees of the batches, and what memory a long run takes.
+"""Measure which bytes of a batch reach the controller, and the memory of a long run.
 
-A chain as in training runs on two pools of 2 processes on Ray: one group makes samples of about 2,048 tokens,
-the other computes log-probs from them, the controller puts the columns side by side, forms balanced
-mini-batches and hands them to the first group, which reads them. Its own numbers are futures.
+The benchmark runs a chain of calls as in training, on two pools of 2 processes on Ray. One group makes
+samples of about 2,048 tokens. The other group computes log-probs from them. The controller joins the columns,
+forms balanced mini-batches and passes them to the first group, which reads them. The controller itself only
+holds futures.
 
-traffic  For one step at 64, 512 and 4,096 samples: bytes of indices and of values that came to the controller
-         as the backend counts them; all bytes that the controller's thread got from Ray, counted apart; bytes
-         that it sent. Fails if values came, or more than 64 bytes per sample and 8 for each of its lengths.
-memory   200 steps at 512 samples: the private memory of the controller and of the workers, and the use of the
-         object store. Fails if one of them grows after the warm-up.
+traffic  One step with 64, 512 and 4,096 samples. Three counts: the bytes of indices and values that reach the
+         controller, as the backend counts them; all bytes that the controller's thread gets from Ray,
+         measured independently; the bytes that the controller sends. The benchmark fails if values reach the
+         controller, or more than 64 bytes per sample plus 8 bytes for each of its lengths.
+memory   200 steps with 512 samples: the private memory of the controller and of the workers, and the use of
+the
+         object store. The benchmark fails if one of them grows after the warm-up.
 
     python benchmarks/controller_traffic.py [--steps N] [--out FILE]
 """
@@ -40,19 +43,20 @@ from tandem.runtime.dispatch import Call
 from tandem.runtime.ray_backend import RayBackend
 
 LENGTH, N, MINI_BATCHES = 2048, 8, 4
-INDEX_BOUND, LENGTHS_BOUND = 64, 8  # bytes per sample; per sample and family of columns of equal lengths
+# bytes per sample; bytes per sample for each group of columns with equal lengths
+INDEX_BOUND, LENGTHS_BOUND = 64, 8
 GROWTH_BOUND = {"controller": 8 * 1024, "workers": 64 * 1024, "store": 64 * 1024}  # bytes per step
 
 
 class SampleWorker(Worker):
-    """Makes samples, computes a column from them, reads mini-batches."""
+    """A worker that makes samples, computes a column from them, and reads mini-batches."""
 
     def __init__(self) -> None:
         self.read = (0, 0)
 
     @register(blocking=False)
     def generate(self, samples: int, step: int) -> DataProto:
-        """This worker's share of the samples, N of each prompt."""
+        """Return this worker's share of the samples, N per prompt."""
         rows = torch.arange(samples).tensor_split(self.world_size)[self.rank]
         torch.manual_seed(step * self.world_size + self.rank)
         lengths = torch.randint(LENGTH // 2, LENGTH * 3 // 2, (len(rows),))
@@ -77,7 +81,7 @@ class SampleWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_read(self) -> tuple[int, int]:
-        """Rows read since the last call, and tokens whose log-prob was the one computed from it."""
+        """Return the rows read since the last call, and the number of tokens with the expected log-prob."""
         taken, self.read = self.read, (0, 0)
         return taken
 
@@ -87,7 +91,7 @@ class SampleWorker(Worker):
 
 
 class Sent:
-    """Workers whose calls are weighed, as Ray serialises them."""
+    """Workers that count the bytes of their calls, as Ray serialises them."""
 
     bytes = 0
 
@@ -102,7 +106,7 @@ class Sent:
 
 
 class WeighingBackend(RayBackend):
-    """Weighs what the controller sends."""
+    """A Ray backend that counts the bytes that the controller sends."""
 
     def launch(self, *placed: Any) -> Any:
         return Sent(super().launch(*placed))
@@ -110,7 +114,7 @@ class WeighingBackend(RayBackend):
 
 @contextmanager
 def weighed_gets() -> Iterator[list[int]]:
-    """The sizes of all that this thread gets from Ray meanwhile."""
+    """Record the sizes of everything that this thread gets from Ray inside the context."""
     sizes: list[int] = []
     get, thread = ray.get, threading.get_ident()
 
@@ -137,7 +141,11 @@ def groups(backend: RayBackend) -> tuple[WorkerGroup, WorkerGroup]:
 
 
 def run_step(actor: WorkerGroup, reference: WorkerGroup, samples: int, step: int) -> tuple[int, int]:
-    """One step of the chain: the tokens in the batch, and the families of lengths in the two indices read."""
+    """Run one step of the chain.
+
+    Returns:
+        The number of tokens in the batch, and the number of different length columns in the two indices.
+    """
     made: BatchFuture = actor.generate(samples, step)
     computed: BatchFuture = reference.compute_log_prob(made)
     batch = made.union(computed)
@@ -160,7 +168,7 @@ def measure_traffic(
         tokens, families = run_step(actor, reference, samples, step=2)
     sent, came = Sent.bytes, backend.take_traffic()
     rows, matching = map(sum, zip(*actor.take_read(), strict=True))
-    assert (rows, matching) == (samples, tokens), "a mini-batch lost samples, or mixed them up"
+    assert (rows, matching) == (samples, tokens), "a mini-batch lost or mixed up samples"
     row = {
         "samples": samples,
         "batch_bytes": tokens * 17,  # int64 tokens, bool mask, two float32
@@ -179,7 +187,7 @@ def measure_traffic(
 
 
 def private_memory() -> int:
-    """Bytes of this process that no other shares: without what it maps of the object store."""
+    """Return the anonymous memory of this process in bytes, without its mappings of the object store."""
     with open("/proc/self/status") as file:
         (line,) = (line for line in file if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
@@ -209,7 +217,11 @@ def measure_memory(steps: int, samples: int, actor: WorkerGroup, reference: Work
 
 
 def growth(values: Sequence[float]) -> float:
-    """Bytes per step after the warm-up, the first third: between the medians of the other two."""
+    """Return the growth in bytes per step after the warm-up.
+
+    The warm-up is the first third of the values. The growth is the difference of the medians of the other two
+    thirds.
+    """
     third = len(values) // 3
     return (statistics.median(values[-third:]) - statistics.median(values[-2 * third : -third])) / third
 
@@ -218,18 +230,20 @@ def complaints(traffic: list[dict[str, Any]], growths: dict[str, float]) -> Iter
     for row in traffic:
         for what in ("index_bytes_per_sample", "all_bytes_got_per_sample"):
             if row["value_bytes"] or row[what] > row["bound"]:
-                yield f"too much came to the controller: {row}"
+                yield f"too many bytes reached the controller: {row}"
     for what, slope in growths.items():
         if slope > GROWTH_BOUND[what]:
-            yield f"{what}: {slope:,.0f} bytes more each step; the bound is {GROWTH_BOUND[what]:,}"
+            yield f"{what}: grows by {slope:,.0f} bytes per step; at most {GROWTH_BOUND[what]:,} are allowed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200, help="for the memory; the first third warms up")
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps of the memory test; the first third is the warm-up"
+    )
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     args = arguments(parser, steps=6)
     counts, samples = ((64,), 64) if args.tiny else ((64, 512, 4096), 512)
     backend = WeighingBackend("traffic", device="cpu")
@@ -240,11 +254,11 @@ def main() -> None:
             f" {'got B/sample':>16} {'sent B/sample':>16}"
         )
         traffic = [measure_traffic(count, actor, reference, backend) for count in counts]
-        print(f"{'':>12} {'MiB at 1/3':>12} {'at the end':>12} {'bytes a step':>16}")
+        print(f"{'':>12} {'MiB at 1/3':>12} {'at the end':>12} {'bytes/step':>16}")
         memory = measure_memory(args.steps, samples, actor, reference)
     finally:
         backend.shutdown()
-    growths = {} if args.tiny else memory["growth_bytes_per_step"]  # a few steps show no growth
+    growths = {} if args.tiny else memory["growth_bytes_per_step"]  # a few steps do not show growth
     failures = list(complaints(traffic, growths))
     if args.out:
         report = {

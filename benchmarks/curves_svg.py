@@ -1,4 +1,4 @@
-"""Small charts beside each other, as one SVG file."""
+"""Draw small charts side by side in one SVG file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 Curve = list[tuple[float, float]]
-"""Points of time and accuracy."""
+"""Pairs of time and accuracy."""
 
 WIDTH, HEIGHT = 190, 130
 LEFT, TOP, RIGHT, BOTTOM = 30, 24, 10, 22
@@ -20,10 +20,10 @@ class Panel:
     """One chart.
 
     Attributes:
-        title: above it.
-        note: below the curves, at the right.
-        curves: a line each, y from 0 to 1.
-        colours: of the curves, from the first again where there are more curves.
+        title: the text above the chart.
+        note: the text at the lower right.
+        curves: one line each, with y from 0 to 1.
+        colours: the colours of the curves; they repeat if there are more curves.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Panel:
 
 
 def draw(panels: list[Panel], *, goal: float) -> str:
-    """The charts in rows of five, all with the same axes; a dashed line at `goal`."""
+    """Draw the charts in rows of five with the same axes, and a dashed line at `goal`."""
     longest = max((x for panel in panels for curve in panel.curves for x, _ in curve), default=1.0) or 1.0
     rows = -(-len(panels) // COLUMNS)
     width, height = COLUMNS * WIDTH, max(rows, 1) * HEIGHT

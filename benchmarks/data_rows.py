@@ -1,11 +1,14 @@
-"""Times a million rows from the file to the first training batch: checked, formatted, tokenised, filtered,
-shuffled; beside `datasets` doing the same but for the checks, with as many processes.
+"""Measure the time from a file of a million rows to the first training batch.
+
+Tandem checks, formats, tokenises, filters and shuffles the rows. The peer, `datasets`, does the same without
+the checks, with as many processes.
 
     python benchmarks/data_rows.py --out benchmarks/results/data_rows.json
 
-Each measurement is a process of its own, cold (nothing cached) and warm, in turns; seconds are from the end
-of the imports to the first batch, memory is the peak of what all of its processes hold (PSS: a shared page
-counts once). `ratio` is Tandem's seconds over those of `datasets`."""
+Each measurement runs in its own process, first cold (empty cache), then warm, and the two sides take turns.
+The seconds count from the end of the imports to the first batch. The memory is the peak over all processes
+(PSS, which counts a shared page once). `ratio` is Tandem's time divided by the time of `datasets`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ TEMPLATE = (
 
 
 def write(folder: Path, rows: int) -> None:
-    """Problems of 8 to 60 words, a fifth of them over the limit, and a tokenizer trained on such."""
+    """Write problems of 8 to 60 words, a fifth over the limit, and a tokenizer trained on such text."""
     tokenizers = __import__("tokenizers")
     draw = random.Random(0)
     words = ["".join(draw.choices("aeioubcdfglmnprst", k=draw.randint(2, 9))) for _ in range(2000)]
@@ -77,7 +80,7 @@ def tandem(folder: Path, cache: Path, workers: int) -> dict[str, Any]:
     from tandem.data.mixture import EpochOrder  # noqa: PLC0415
     from tandem.data.prompts import PromptDataset  # noqa: PLC0415
 
-    __import__("pandas")  # as `datasets` does when it is imported; pyarrow does at its first conversion
+    __import__("pandas")  # `datasets` imports pandas too; pyarrow imports it at the first conversion
     tokenizer = tokenizer_of(folder)
     began = time.monotonic()
     dataset = PromptDataset(
@@ -128,7 +131,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def measured(way: str, folder: Path, cache: Path, workers: int) -> dict[str, Any]:
-    """Runs one way in a process; its peak of memory is looked for twice a second."""
+    """Run one side in a process, and sample its memory twice a second for the peak."""
     words = [
         sys.executable,
         __file__,
@@ -156,14 +159,14 @@ def measured(way: str, folder: Path, cache: Path, workers: int) -> dict[str, Any
 
 
 def held(pid: int) -> float:
-    """Bytes that a process and its children hold."""
+    """Return the bytes that a process and its children use (PSS)."""
     total = 0.0
     try:
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
             for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss:"):
                     total += int(line.split()[1]) * 1024
-    except (psutil.NoSuchProcess, OSError):  # one has just ended
+    except (psutil.NoSuchProcess, OSError):  # a process has just ended
         return 0.0
     return total
 
@@ -174,8 +177,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--way", choices=WAYS, help="measure this one alone, in this process")
-    parser.add_argument("--folder", type=Path, help="where the rows are; made there if they are not")
+    parser.add_argument("--way", choices=WAYS, help="measure only this side, in this process")
+    parser.add_argument(
+        "--folder", type=Path, help="the folder of the rows; they are written if they do not exist"
+    )
     parser.add_argument("--cache", type=Path)
     given = arguments(parser, rows=2000, workers=1)
     if given.way:
@@ -183,7 +188,7 @@ def main() -> None:
         return
     ways = list(WAYS)
     if given.tiny and not find_spec("datasets"):
-        print("datasets: skipped, it is not installed")
+        print("datasets: skipped because it is not installed")
         ways.remove("datasets")
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch)

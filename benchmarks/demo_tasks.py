@@ -1,6 +1,8 @@
-"""Runs of the demo's tasks of reasoning-gym: seconds with the warm start, accuracy before, during and after.
+"""Run the demo's reasoning-gym tasks, and record seconds and accuracy before, during and after.
 
-python benchmarks/demo_tasks.py [TASK …] [--seed 0] [--out benchmarks/results/demo_tasks.json]
+The seconds include the warm start.
+
+    python benchmarks/demo_tasks.py [TASK …] [--seed 0] [--out benchmarks/results/demo_tasks.json]
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tandem.observability.run import read_metrics
 
 
 def measure(task: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """One run, its curve as pairs of step and validation accuracy."""
+    """Run a task once; the curve has pairs of step and validation accuracy."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         done = run_demo(
@@ -49,7 +51,7 @@ def measure(task: str, seed: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def device() -> dict[str, Any]:
-    """Where it ran."""
+    """Return the facts about this machine and its packages."""
     facts = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
     packages = ("torch", "transformers", "reasoning-gym")

@@ -1,20 +1,25 @@
-"""The controller's costs, Tandem against verl 0.9.1, in one run on one machine, both on Ray.
+"""Compare the controller's costs of Tandem and verl 0.9.1, in one run on one machine, both on Ray.
 
-tables   DataProto's concat, chunk, reorder and union: 4,096 samples of 2,048 tokens, 6 columns; ragged rows
-         here, padded ones of the same bytes there.
-calls    Blocking calls on 1, 4 and 8 workers: of a method that does nothing, on all of them; and of one that
-         gets its share of a small batch from the controller and returns a column of it.
-move     A batch of 1 GiB from a group of 2 workers to one of 3, which read every value; and half of it in
-         another order, as for balance (the whole is too much for verl on a machine of 24 GB). Tandem's
-         controller hands on a future, the rows go worker to worker; verl's collects the batch and dispatches
-         it. verl has other ways as well: all are tried, and the fastest is reported too.
+tables   DataProto's concat, chunk, reorder and union on 4,096 samples of 2,048 tokens with 6 columns. Tandem
+has
+         ragged rows, verl padded rows of the same number of bytes.
+calls    Blocking calls on 1, 4 and 8 workers. One method does nothing on all workers. The other method gets
+its
+         share of a small batch from the controller and returns a column of it.
+move     A batch of 1 GiB goes from a group of 2 workers to a group of 3, which reads every value. Then half
+of
+         the batch goes in another order, as in balancing (verl cannot move all of it on a machine of 24 GB).
+         Tandem's controller passes on a future, and the rows go from worker to worker. verl's controller
+         collects the batch and dispatches it. All other ways of verl are tried too, and the fastest is
+         reported.
 
-The sides take turns; medians count. The floor of a move: its bytes copied once, to shared memory that was
-used before, and read once, on all cores, measured between the turns.
+The sides take turns, and the medians are compared. The floor of a move is the time to copy its bytes once
+into shared memory that was used before, and to read them once, on all cores. It is measured between the
+turns.
 
     python benchmarks/dispatch.py [--quick] [--out FILE]
 
-verl runs in its own environment: `make peers` makes it.
+verl runs in its own environment; create it with `make peers`.
 """
 
 from __future__ import annotations
@@ -50,22 +55,22 @@ from tandem.runtime.ray_backend import RayBackend
 HERE = Path(__file__).resolve().parent
 VERL = HERE.parent / ".peers" / "verl" / "bin" / "python"
 PRODUCERS, CONSUMERS = 2, 3
-ROWS = 4104  # rows, and half of them, divide by both numbers of workers: verl's must
+ROWS = 4104  # verl needs a number of rows that divides by both numbers of workers; so must the half
 COLUMNS = {"old_log_probs": 1, "ref_log_probs": 1, "values": 1, "advantages": 1, "returns": 1}
 WIDE = COLUMNS | {"top_log_probs": 25}
-TOKEN_BYTES = 4 * (2 + sum(WIDE.values()))  # 128: 1 GiB is 4,096 rows of 2,048 tokens
+TOKEN_BYTES = 4 * (2 + sum(WIDE.values()))  # 128 bytes, so 4,096 rows of 2,048 tokens are 1 GiB
 CORES = os.cpu_count() or 1
 Way = tuple[str, str]
-"""How verl moves a batch, and how it serialises it."""
+"""How verl moves a batch, and how it serialises the batch."""
 VERL_WAYS: list[Way] = [(way, how) for way in ("proto", "mesh") for how in ("torch", "numpy")]
 VERL_WAYS += [("tensordict", "torch"), ("future", "torch"), ("future", "numpy")]
-PLAIN_WAY = VERL_WAYS[0]  # the decorator's and the environment's defaults
+PLAIN_WAY = VERL_WAYS[0]  # the defaults of the decorator and the environment
 Widths = dict[str, int]
-"""Column name to float32 values per token; the column `tokens` comes on top."""
+"""Column name → float32 values per token. Every batch has the column `tokens` in addition."""
 
 
 def make_columns(rows: int, length: int, widths: Widths, seed: int) -> dict[str, Ragged]:
-    """Rows of length/2 to 3·length/2 random tokens, rows·length in all."""
+    """Make rows of length/2 to 3·length/2 random tokens, rows·length tokens in total."""
     torch.manual_seed(seed)
     spread = torch.randint(length // 2 + 1, (rows // 2,))
     lengths = length + torch.cat([spread, -spread, torch.zeros(rows % 2, dtype=torch.int64)])
@@ -79,12 +84,12 @@ def make_columns(rows: int, length: int, widths: Widths, seed: int) -> dict[str,
 
 
 def checksum(columns: Iterable[Any]) -> Tensor:
-    """(1) int64: the sum over all memory of ragged columns, four bytes at a time."""
+    """Return the sum over the memory of ragged columns as int64 of shape (1), four bytes at a time."""
     return torch.stack([column.values.view(torch.int32).sum() for column in columns]).sum().reshape(1)
 
 
 class BenchWorker(Worker):
-    """Holds rows of a batch, hands them out, and reads others."""
+    """A worker that holds rows of a batch, hands them out, and reads other rows."""
 
     def __init__(self, rows: int = 0, length: int = 0, widths: Widths | None = None) -> None:
         self.held = DataProto(make_columns(rows, length, widths or {}, self.rank))
@@ -99,7 +104,7 @@ class BenchWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self, rows: int) -> int:
-        """Of the first rows held."""
+        """Return the checksum of the first rows that this worker holds."""
         return int(checksum(self.held[:rows].batch.values()))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -112,7 +117,7 @@ class BenchWorker(Worker):
 
 
 class TandemSide:
-    """What can be asked of either side; verl's has the same methods."""
+    """The methods that the benchmark calls on either side; verl's side has the same methods."""
 
     def __init__(self) -> None:
         self._groups: dict[str, WorkerGroup] = {}
@@ -144,7 +149,7 @@ class TandemSide:
         self._group("consumers", consumers)
 
     def move(self, rows: int, reordered: bool) -> float:
-        """Seconds from the call that hands the batch out to the end of the one that reads it."""
+        """Return the seconds from the call that produces the batch to the end of the call that reads it."""
         producer, consumer = self._groups["producers"], self._groups["consumers"]
         asked, order = DataProto({"row": torch.arange(rows)}), torch.randperm(rows)
         expected = sum(producer.checksum(rows // producer.world_size))
@@ -167,7 +172,7 @@ class TandemSide:
         self._order = torch.randperm(rows)
 
     def tables(self, times: int) -> dict[str, float]:
-        """Median seconds of each operation."""
+        """Return the median seconds of each operation."""
         table, left = self._table, self._table.select(self._left)
         right = self._table.select(self._right, [])
         return {
@@ -179,11 +184,12 @@ class TandemSide:
 
 
 class Comparison:
-    """Both sides, and their turns.
+    """Both sides and their turns.
 
     Args:
         rounds: turns of each measurement.
-        folder: for what the sides print.
+        folder: the folder for the output of the sides.
+        with_verl: whether verl takes part.
     """
 
     def __init__(self, rounds: int, folder: Path, *, with_verl: bool) -> None:
@@ -199,12 +205,12 @@ class Comparison:
             side.ask(method, **arguments)
 
     def of_verl(self, method: str, **arguments: Any) -> list[Callable[[], Any]]:
-        """The question to verl; none where it does not take part."""
+        """Return the request to verl in a list; the list is empty if verl does not take part."""
         side = self.verl
         return [] if side is None else [lambda: side.ask(method, **arguments)]
 
     def turns(self, *questions: Callable[[], Any]) -> list[list[Any]]:
-        """The answers to each question, asked in turn; those of the first round, a warm-up, are left out."""
+        """Ask each question in turn and return the answers, without the first round, which is a warm-up."""
         answers = [[question() for question in questions] for _ in range(self.rounds + 1)]
         return [list(column) for column in zip(*answers[1:], strict=True)]
 
@@ -233,7 +239,7 @@ def compare_calls(sides: Comparison, workers: list[int]) -> list[dict[str, Any]]
 
 @dataclass
 class Move:
-    """One kind of move, and the seconds it took."""
+    """One kind of move and the seconds that it took."""
 
     rows: int
     reordered: bool
@@ -250,7 +256,7 @@ class Move:
         return float(side.ask("move", rows=self.rows, reordered=self.reordered, **asked))
 
     def warm_up_verl(self, side: Side) -> None:
-        """The first time with all its ways, to find the fastest."""
+        """Warm up verl. The first time, try all its ways to find the fastest."""
         if self.verl_s:
             self.of_verl(side, list(self.verl_s)[-1])
             return
@@ -268,8 +274,11 @@ class Move:
 
 
 def compare_moves(sides: Comparison, length: int) -> list[dict[str, Any]]:
-    """A turn is a warm-up, two moves of each kind, and Ray's end: both sides' batches would be too much
-    memory."""
+    """Measure the moves.
+
+    Each turn starts with a warm-up, then does two moves of each kind, and then stops Ray, because the batches
+    of both sides together need too much memory.
+    """
     opened = {"producers": PRODUCERS, "consumers": CONSUMERS, "rows": ROWS, "length": length, "widths": WIDE}
     moves = [Move(ROWS, reordered=False), Move(ROWS // 2, reordered=True)]
     for _ in range(max(1, sides.rounds - 1)):
@@ -303,7 +312,7 @@ def compare_tables(sides: Comparison, rows: int, length: int) -> list[dict[str, 
 
 
 def floor_s(size: int) -> float:
-    """Seconds to copy `size` bytes to shared memory that was used before, and to read them, on all cores."""
+    """Return the seconds to copy `size` bytes to used shared memory and to read them, on all cores."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(size)
         with mmap.mmap(file.fileno(), size) as shared, ThreadPoolExecutor(CORES) as pool:
@@ -323,10 +332,12 @@ def median(values: Iterable[float]) -> float:
 
 
 def row(what: str, tandem_s: float, verl_s: Sequence[float]) -> dict[str, Any]:
-    """Print and return one line of the table.
+    """Print and return one row of the table.
 
     Args:
-        verl_s: of verl's ways, its defaults first; empty where it does not take part.
+        what: the name of the row.
+        tandem_s: Tandem's seconds.
+        verl_s: the seconds of verl's ways, with the default way first; empty without verl.
     """
     found: dict[str, Any] = {"what": what, "tandem_s": tandem_s}
     told = f"{what:<42} {tandem_s * 1e3:>12.3f}"
@@ -345,9 +356,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="moves a quarter of the bytes; fewer workers, fewer turns"
+        "--quick", action="store_true", help="move a quarter of the bytes, with fewer workers and turns"
     )
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     parser.add_argument("--tandem", action="store_true", help=argparse.SUPPRESS)
     args = arguments(parser, quick=True)
     if args.tandem:
@@ -356,7 +367,7 @@ def main() -> None:
         return
     with_verl = peer("verl", tiny=args.tiny)
     length = 16 if args.tiny else 512 if args.quick else 2048
-    print(f"{'':<42} {'Tandem ms':>12} {'verl ms':>12} {'ratio':>7} {'its fastest':>12} {'ratio':>7}")
+    print(f"{'':<42} {'Tandem ms':>12} {'verl ms':>12} {'ratio':>7} {'fastest':>12} {'ratio':>7}")
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(Comparison(1 if args.quick else 3, Path(folder), with_verl=with_verl)) as sides,

@@ -1,20 +1,21 @@
-"""Everything that is claimed of a GPU, measured in one go: `make gpu`.
+"""Measure everything that Tandem's documentation claims about GPUs, in one run: `make gpu`.
 
     python benchmarks/gpu.py [--phase environment decode training engine demo step] [--deadline SECONDS]
         [--out DIR] [--device auto] [--tiny] [--predictions] [--report]
 
 environment  the machine, and the tests that need a GPU
-decode       a decode step of the 1.5B at batch 256, context 1k and 7.6k, and a few others
-training     log-probs and updates at 8k and 14k tokens over the ways to run them; memory; optimizer offload
-engine       512 requests of spread lengths through the rollout engine; updates, graphs, the host's part
-demo         `tandem demo`, and the kernels that take the time
-step         a training step of the 1.5B beside the table of verl on eight H100s
+decode       a decode step of the 1.5B at batch 256 with context 1k and 7.6k, and a few other shapes
+training     log-probs and updates at 8k and 14k tokens with each setting; memory; optimizer offload
+engine       512 requests of different lengths through the rollout engine; updates, graphs, host time
+demo         `tandem demo`, and the kernels that take most of its time
+step         a training step of the 1.5B, compared with verl's table for eight H100s
 
-A phase is a process of its own with a limit of its own. It first measures the device's rates of copying and
-of an 8192-wide bf16 product, of which all shares are, and writes DIR/PHASE.json after every row. What fails
-is a row with the error's text, and the next row goes on, in a new process where the device was lost with it.
-Rows for which the time does not suffice are left out, and said so. DIR/table.md has everything beside what
-was predicted; DIR/log.txt what was said on the way. It needs no environment of ours, no pip and no network.
+Each phase runs in its own process with its own time limit. It first measures how fast the device copies and
+how fast it multiplies 8192-wide bf16 matrices. All shares refer to these two rates. It writes DIR/PHASE.json
+after every row. A failed row holds the text of the error, and the next row continues, in a new process if the
+device was lost. Rows without enough time left are skipped with a note. DIR/table.md shows the results beside
+the predictions, and DIR/log.txt has the output of the phases. The program needs no special environment, no
+pip and no network.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.device.report import LOST, Report, Setting, free_memory, measure
 from benchmarks.device.table import bar, expected, markdown, percent, predict, predictions
 from tandem.device import choose_device
 
-PHASES = {  # the module of each, and the seconds after which it is ended
+PHASES = {  # the module of each phase, and the seconds after which the phase is ended
     "environment": ("environment", 270),
     "decode": ("decode", 180),
     "training": ("training", 530),
@@ -48,9 +49,9 @@ PHASES = {  # the module of each, and the seconds after which it is ended
     "demo": ("demo", 300),
     "step": ("step", 530),
 }
-START_S = 25  # of a process, before its first row
+START_S = 25  # seconds that a process needs before its first row
 LONGEST_LOG = 8 * 2**20
-END_S = 8  # to end a phase, and to write the table
+END_S = 8  # seconds to end a phase and to write the table
 
 
 def main() -> int:
@@ -58,12 +59,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=list(PHASES), metavar="PHASE")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for everything")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="where the results go")
+    parser.add_argument("--deadline", type=float, default=1800.0, help="time limit in seconds for all phases")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="the folder for the results")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--tiny", action="store_true", help="the smallest shapes, to try this program")
-    parser.add_argument("--predictions", action="store_true", help="print what is predicted, and stop")
-    parser.add_argument("--report", action="store_true", help="write the table of what is in DIR, and stop")
+    parser.add_argument("--tiny", action="store_true", help="use the smallest shapes, to try this program")
+    parser.add_argument("--predictions", action="store_true", help="print the predictions and stop")
+    parser.add_argument(
+        "--report", action="store_true", help="write the table from the results in DIR and stop"
+    )
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "UNTIL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -78,7 +81,7 @@ def main() -> int:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Runs the phases, each in a process of its own; 1 where a row has an error."""
+    """Run each phase in its own process; return 1 if a row has an error, else 0."""
     until = time.monotonic() + options.deadline
     options.out.mkdir(parents=True, exist_ok=True)
     for phase in options.phase:
@@ -104,13 +107,13 @@ def run_all(options: argparse.Namespace) -> int:
 
 
 def watch(phase: str, options: argparse.Namespace, folder: Path, until: float, log: Any) -> None:
-    """Starts the phase's process, and again for the rows after one of which it died, while there is time."""
+    """Start the process of a phase. If it dies in a row, start it again for the rows after that."""
     path = options.out / f"{phase}.json"
     ends = min(until, time.monotonic() + PHASES[phase][1])
     while True:
         left = ends - time.monotonic()
         if left < (1 if options.tiny else START_S):
-            note(path, f"{phase}: {max(left, 0):.0f} s are left, too few to start", log)
+            note(path, f"{phase}: only {max(left, 0):.0f} s left, too few to start", log)
             return
         print(f"{phase}: {left:.0f} s at most", flush=True)
         status = start(phase, options, folder, ends, log)
@@ -134,7 +137,11 @@ def watch(phase: str, options: argparse.Namespace, folder: Path, until: float, l
 
 
 def start(phase: str, options: argparse.Namespace, folder: Path, ends: float, log: Any) -> int | None:
-    """The status of a phase's process; None where it was ended at its limit. On a CPU it is a fork."""
+    """Run the process of a phase; on a CPU the process is a fork.
+
+    Returns:
+        The exit status, or None if the process was ended at its time limit.
+    """
     child, limit_s = ["--child", str(folder), str(ends)], ends - time.monotonic()
     if options.device == "cpu":
         given = vars(options) | {"phase": [phase], "child": child[1:]}
@@ -145,7 +152,7 @@ def start(phase: str, options: argparse.Namespace, folder: Path, ends: float, lo
 
 
 def note(path: Path, text: str, log: Any) -> None:
-    """Puts a sentence into the phase's report."""
+    """Add a note to the report of a phase."""
     report = Report.at(path)
     report.about.setdefault("notes", []).append(text)
     report.write()
@@ -154,7 +161,7 @@ def note(path: Path, text: str, log: Any) -> None:
 
 
 def shorten(log: Path) -> None:
-    """Keeps the end of a long log."""
+    """Keep only the end of a long log."""
     kept = tail(log, LONGEST_LOG)
     if log.stat().st_size > LONGEST_LOG:
         log.write_text(kept)
@@ -167,12 +174,12 @@ def tail(path: Path, characters: int = 1500) -> str:
 
 
 def run_phase(options: argparse.Namespace) -> None:
-    """In a process of its own: the rates, then the rows that the phase's report lacks."""
+    """Measure a phase in the current process: the rates first, then the rows missing in its report."""
     (phase,), (folder, ends) = options.phase, options.child
     report = Report.at(options.out / f"{phase}.json")
     device = choose_device(options.device)
     if device.type == "cpu" and not options.tiny:
-        sys.exit("there is no CUDA device, and on a CPU only --tiny is of use")
+        sys.exit("no CUDA device was found; on a CPU use --tiny")
     rates = measure_rates(device, tiny=options.tiny)
     free_memory(device)
     setting = Setting(device, options.tiny, rates, Path(folder), until=float(ends) - 2)
@@ -191,7 +198,7 @@ def module(phase: str) -> ModuleType:
 
 
 def write_table(out: Path) -> None:
-    """Prints the table of the phases that have a report, and writes it beside them."""
+    """Print the table of all phases that have a report, and write it to table.md."""
     reports = [
         (phase, Report.at(out / f"{phase}.json")) for phase in PHASES if (out / f"{phase}.json").exists()
     ]
@@ -201,7 +208,7 @@ def write_table(out: Path) -> None:
 
 
 def print_predictions(options: argparse.Namespace) -> None:
-    """What each row is expected to give on an H100, and why."""
+    """Print the expected result of each row on an H100, and the reason."""
     setting = Setting(torch.device("cuda"), False, H100, Path(), 0.0)
     for phase in options.phase:
         told = predictions().get(phase, {})

@@ -1,15 +1,15 @@
-"""Seconds per GRPO step, Tandem against TRL, in one run: same model, data, dtype and lengths.
+"""Compare seconds per GRPO step of Tandem and TRL: same model, data, dtype and lengths, in one run.
 
-A Qwen2 of about 3 million parameters, 32 prompts of 6 tokens, 8 completions each. "equal": every completion
-has 64 tokens, so nobody can save padding. "spread": lengths from 4 to 64, forced on both sides. A step
-is everything from prompts to updated weights: generation, rewards, advantages, update. The two
-take turns; the best step of each counts, so that a busy moment of the machine hurts neither. Each is
-given the fastest of its own settings: micro-batches, and for TRL in bf16 the precision (autocast over
-fp32 weights, as Tandem has them, or pure bf16).
+The model is a Qwen2 of about 3 million parameters. A step has 32 prompts of 6 tokens with 8 completions each.
+In the mode "equal" every completion has 64 tokens, so no side can save padding. In the mode "spread" both
+sides are forced to lengths from 4 to 64. A step includes everything from prompts to updated weights:
+generation, rewards, advantages and update. The sides take turns, and the best step of each counts, so other
+load on the machine favours neither. Each side uses the fastest of its own settings: micro-batch size, and for
+TRL in bf16 the precision (autocast over fp32 weights, as in Tandem, or pure bf16).
 
     python benchmarks/grpo_step_vs_trl.py [--precisions fp32 bf16] [--modes equal spread] [--out FILE]
 
-TRL runs in its own environment: `make peers` makes it.
+TRL runs in its own environment; create it with `make peers`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,20 @@ MODES = ("equal", "spread")
 
 @dataclass(frozen=True)
 class Size:
-    """Prompts of a step, completions of each, and the tokens of the longest."""
+    """The size of a step.
+
+    Attributes:
+        prompts: prompts per step.
+        n: completions per prompt.
+        longest: tokens of the longest completion.
+    """
 
     prompts: int
     n: int
     longest: int
 
     def lengths(self, mode: str) -> list[int]:
-        """Tokens of each completion."""
+        """Return the number of tokens of each completion."""
         count = range(self.prompts * self.n)
         return [self.longest if mode == "equal" else 4 + (i * 37) % (self.longest - 3) for i in count]
 
@@ -90,11 +96,13 @@ def make_files(folder: Path, size: Size) -> None:
 
 
 def settings(folder: Path, size: Size, precision: str, tokens: int) -> list[str]:
-    """Return the keys of the step that is measured.
+    """Return the config keys of the measured step.
 
     Args:
-        folder: what `make_files` filled.
-        tokens: of a micro-batch.
+        folder: a folder written by `make_files`.
+        size: the size of the step.
+        precision: the dtype.
+        tokens: tokens per micro-batch.
     """
     return [
         f"actor_rollout_ref.model.path={folder / 'model'}",
@@ -115,8 +123,10 @@ def settings(folder: Path, size: Size, precision: str, tokens: int) -> list[str]
 
 
 class SetLengths(RolloutPart):
-    """A rollout that writes a given number of tokens for each request: lengths are part of the task here,
-    not of the policy. No token ends a response."""
+    """A rollout that writes a given number of tokens for each request.
+
+    The lengths are part of the benchmark, not of the policy, so no token ends a response.
+    """
 
     lengths: ClassVar[Sequence[int]] = ()
 
@@ -129,7 +139,7 @@ class SetLengths(RolloutPart):
 
 
 class SetLengthsActor(ActorWorker):
-    """The policy's worker with that rollout."""
+    """The policy's worker with a rollout of given lengths."""
 
     rollout_part = SetLengths
 
@@ -137,7 +147,7 @@ class SetLengthsActor(ActorWorker):
 def tandem_steps(
     folder: Path, mode: str, precision: str, tokens: int, count: int, size: Size
 ) -> dict[str, Any]:
-    """Run in a process of its own: seconds of each step after two to warm up."""
+    """Run in a separate process; return the seconds of each step after two warm-up steps."""
     run = Path(tempfile.mkdtemp(dir=folder))
     overrides = [
         *settings(folder, size, precision, tokens),
@@ -189,7 +199,7 @@ def tandem_seconds(
 
 
 def fastest(run: Callable[[Any], list[float]], settings: Sequence[Any]) -> tuple[Any, list[float]]:
-    """Run every setting once, and the fastest of several again; return it with its seconds."""
+    """Run each setting once and the fastest again; return this setting and its seconds."""
     tried = {setting: run(setting) for setting in settings}
     best = min(tried, key=lambda setting: min(tried[setting]))
     return best, tried[best] + (run(best) if len(tried) > 1 else [])

@@ -1,6 +1,7 @@
-"""How many of many short healthy runs are told that something is wrong: each with settings drawn from the
-seed, algorithm, rollout engine, sampling, sizes, adapters, reference, optimizer; a tiny random model that
-learns to write digits. A warning, or an error, is a false alarm.
+"""Count the healthy short runs that get a warning or an error, which is a false alarm.
+
+The settings of each run are drawn from a seed: algorithm, rollout engine, sampling, sizes, adapters,
+reference and optimizer. A tiny random model learns to write digits.
 
     python benchmarks/healthy_runs.py [--runs 200] [--steps 6] [--seed N] [--out FILE.json]
 """
@@ -51,13 +52,13 @@ CHOICES = {
 def digits(
     data_source: str, solution_str: str, ground_truth: str, extra_info: object = None
 ) -> dict[str, float]:
-    """The share of digits among the first two characters, and each of them as a component."""
+    """Return the share of digits among the first two characters, with one component for each."""
     first, second = (float(solution_str[place : place + 1].isdigit()) for place in (0, 1))
     return {"score": (first + second) / 2, "first": first, "second": second}
 
 
 def make_task(folder: Path) -> list[str]:
-    """Make a random model of a few thousand parameters, and problems; the words that every run has."""
+    """Write a random model of a few thousand parameters and problems; return the keys of every run."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -90,7 +91,7 @@ def make_task(folder: Path) -> list[str]:
 
 
 def settings(seed: int) -> Iterator[list[str]]:
-    """Words of configs, without end; some that the rules of configs refuse."""
+    """Yield configs without end, as key=value words; the config rules refuse some of them."""
     draw = random.Random(seed)
     while True:
         words = [f"{key}={draw.choice(values)}" for key, values in CHOICES.items()]
@@ -118,7 +119,7 @@ def main() -> int:
                     None, [*common, f"trainer.default_local_dir={place}", *words]
                 ).config
             except ConfigErrors:
-                continue  # these do not go together
+                continue  # the config rules refuse this combination
             try:
                 if run_ppo(config, say=lambda _: None):
                     sys.exit("interrupted")

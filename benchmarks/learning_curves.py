@@ -1,12 +1,12 @@
-"""Which algorithms learn: validation accuracy against training time on the task of `tandem demo`, for every
-advantage estimator (with the loss vanilla) and every policy loss (with the estimator grpo).
+"""Measure which algorithms learn: validation accuracy against training time on the demo's task.
 
-A cell is an estimator, a loss and a seed: so many seconds of training steps from the demo's warm model,
-which is right about a third of the time, at a constant learning rate, two updates a step where OF_LOSSES
-does not say otherwise. Estimators that compare the samples of a prompt get eight of 64 prompts, others one
-of 512. Each cell is a process of its own and ends in one JSON file; finished cells are kept, and one that
-was killed starts anew. At the end: a table, a figure, and how many algorithms reach the goal (accuracy
-0.85) in two of three seeds.
+The benchmark trains every advantage estimator with the loss vanilla, and every policy loss with the estimator
+grpo. A cell is an estimator, a loss and a seed. It trains for a given number of seconds from the demo's warm
+model, which is right about a third of the time. The learning rate is constant, and a step has two updates
+unless OF_LOSSES says otherwise. Estimators that compare the samples of a prompt get 64 prompts with eight
+samples each; other estimators get 512 prompts with one sample. Each cell runs in its own process and writes
+one JSON file. Finished cells are kept, and a killed cell starts over. At the end the program writes a table
+and a figure, and counts the algorithms that reach the goal (accuracy 0.85) in two of three seeds.
 
     python benchmarks/learning_curves.py [--only NAME …] [--seeds 3] [--seconds 60] [--jobs 1] [--out FOLDER]
 """
@@ -90,14 +90,17 @@ OF_LOSSES: Mapping[str, tuple[str, ...]] = {
     "reinforce": (f"{ACTOR}.ppo_mini_batch_size=64",),
     "sapo": (f"{ACTOR}.optim.lr=2.5e-4",),
 }
-"""What an algorithm is given besides its name. Smaller steps, or one update a step, are for those that sank
-or did not reach the goal without."""
+"""Further keys of an algorithm.
+
+An algorithm that collapsed or missed the goal with the common settings has a smaller learning rate, or one
+update per step.
+"""
 
 
 def in_parts(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """The task's score, and as components whether it is right and whether the working is shown."""
+    """Return the task's score, with components for a right answer and for shown working."""
     score = compute_score(data_source, solution_str, ground_truth, extra_info)
     return {"score": score, "right": score, "worked": float("," in solution_str and "=" in solution_str)}
 
@@ -129,7 +132,7 @@ class Cell:
 
 
 class TimedTrainer(PPOTrainer):
-    """Ends with the first step after `limit_s` seconds of steps; notes each validation."""
+    """A trainer that stops after the step that passes `limit_s` seconds, and records each validation."""
 
     limit_s = math.inf
     trained_s = 0.0
@@ -152,7 +155,7 @@ class TimedTrainer(PPOTrainer):
 
 
 def task(folder: Path, seed: int) -> Path:
-    """The demo's problems and warm model of a seed, made once."""
+    """Return the folder of the demo's problems and warm model for a seed; it is made once."""
     made, done = folder / f"task_{seed}", folder / f"task_{seed}" / "done"
     if not done.exists():
         shutil.rmtree(made, ignore_errors=True)
@@ -163,7 +166,7 @@ def task(folder: Path, seed: int) -> Path:
 
 
 def train(cell: Cell, folder: Path, seconds: float) -> None:
-    """Runs a cell and writes its file."""
+    """Run a cell and write its file."""
     made, run = task(folder, cell.seed), folder / "runs" / cell.name
     shutil.rmtree(run, ignore_errors=True)
     found: dict[str, Any] = {"estimator": cell.estimator, "loss": cell.loss, "seed": cell.seed}
@@ -187,7 +190,7 @@ def train(cell: Cell, folder: Path, seconds: float) -> None:
         finally:
             trainer.shutdown()
         if trainer.session.interrupted:
-            sys.exit("interrupted; the cell starts anew the next time")
+            sys.exit("interrupted; the next run repeats this cell from the start")
         found |= {"seconds": seconds, "curve": trainer.curve, "final": trainer.curve[-1][2]}
     found["machine"] = machine()
     partial = cell_file(cell, folder).with_suffix(".partial")
@@ -210,17 +213,17 @@ def cell_file(cell: Cell, folder: Path) -> Path:
 
 
 def cells(only: Iterable[str], seeds: int) -> list[Cell]:
-    """Those of the algorithms named, of all if none is."""
+    """Return the cells of the named algorithms, or of all algorithms if no name is given."""
     wanted = set(only) or {*ADVANTAGES.names, *POLICY_LOSSES.names}
     if unknown := wanted - {*ADVANTAGES.names, *POLICY_LOSSES.names}:
-        sys.exit(f"no such algorithm: {', '.join(sorted(unknown))}")
+        sys.exit(f"unknown algorithm: {', '.join(sorted(unknown))}")
     pairs = [(name, "vanilla") for name in ADVANTAGES.names if name in wanted]
     pairs += [("grpo", name) for name in POLICY_LOSSES.names if name in wanted]
     return [Cell(*pair, seed) for pair in dict.fromkeys(pairs) for seed in range(seeds)]
 
 
 def run_in_process(cell: Cell, options: argparse.Namespace) -> str | None:
-    """Runs a cell that is not finished in a process of its own; what went wrong, if anything did."""
+    """Run an unfinished cell in a separate process; return its name if it fails."""
     if cell_file(cell, options.folder).exists():
         return None
     command = [sys.executable, __file__, "--folder", str(options.folder), "--seconds", str(options.seconds)]
@@ -241,7 +244,7 @@ def run_in_process(cell: Cell, options: argparse.Namespace) -> str | None:
 
 
 def report(found: list[dict[str, Any]]) -> tuple[str, list[Panel], dict[str, Any]]:
-    """A table in Markdown, a panel for each pair, and the numbers."""
+    """Return a table in Markdown, a chart for each pair, and the numbers."""
     rows = ["| estimator | loss | final accuracy by seed | mean | seeds at 0.85 |", "|---|---|---|---|---|"]
     panels, summary = [], []
     for (estimator, loss), group in groupby(found, key=lambda cell: (cell["estimator"], cell["loss"])):
@@ -269,10 +272,12 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="estimators or losses")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training steps, for each cell")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
-    parser.add_argument("--folder", type=Path, default=Path("runs/learning_curves"), help="tasks and cells")
-    parser.add_argument("--out", type=Path, help="also write learning_curves.{json,md,svg} here")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of training steps for each cell")
+    parser.add_argument("--jobs", type=int, default=1, help="number of cells that run at the same time")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/learning_curves"), help="folder of tasks and cells"
+    )
+    parser.add_argument("--out", type=Path, help="also write learning_curves.{json,md,svg} to this folder")
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     options = arguments(parser, only=["rloo"], seeds=1, seconds=0.1)
     if options.cell is not None:

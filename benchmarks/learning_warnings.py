@@ -1,10 +1,12 @@
-"""Whether runs in which all is well bring warnings. Each is a real run, through the trainer, on one core, of
-two kinds: every advantage estimator and every policy loss with several seeds on a task that a random model
-learns within seconds, digits and not letters; and settings that have looks of their own (few prompts a step,
-a KL term, an entropy bonus, prompts left out) on the task of `tandem demo`, from its warm model. What a run
-warns of and its reward in the first and last sixth of its steps are printed, and the number of runs without a
-warning at the end. Runs in which the reward did not rise are counted apart; finished runs that are in the
-folder are not done again.
+"""Count the warnings in runs that learn well, where every warning is a false alarm.
+
+Each run is a real run through the trainer on one core. There are two kinds. The first kind has every
+advantage estimator and every policy loss with several seeds, on a task that a random model learns within
+seconds: write digits instead of letters. The second kind has special settings (few prompts per step, a KL
+term, an entropy bonus, filtered prompts) on the task of `tandem demo`, from its warm model. The program
+prints the warnings of each run, and its reward in the first and last sixth of its steps. At the end it prints
+the number of runs without a warning. Runs whose reward did not rise are counted separately. Finished runs in
+the folder are not repeated.
 
     python benchmarks/learning_warnings.py [--only NAME …] [--seeds N] [--limit SECONDS] [--folder DIR]
         [--out FILE.json]
@@ -42,7 +44,7 @@ DIGITS = (
     f"custom_reward_function.path={__file__}",
     "custom_reward_function.name=digits",
 )
-"""The task of digits, 64 samples a step in two updates, is given beyond the cell's own words."""
+"""Keys for the task of digits, in addition to the cell's keys: 64 samples per step in two updates."""
 KL_COEF = f"{ACTOR}.kl_loss_coef=0.005"
 MANY = ("actor_rollout_ref.rollout.n=4", f"{ACTOR}.ppo_mini_batch_size=64", "critic.ppo_mini_batch_size=32")
 SETTINGS = {
@@ -61,14 +63,14 @@ SETTINGS = {
 def digits(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, float]:
-    """The share of digits among the first four characters; of the first two and the next as components."""
+    """Return the share of digits in the first four characters, with a component for each half."""
     first, second = (sum(map(str.isdigit, part)) / 2 for part in (solution_str[:2], solution_str[2:4]))
     return {"score": (first + second) / 2, "right": first, "worked": second}
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """One run: an algorithm's cell, and the setting on the demo's task if it is one of these."""
+    """One run: the cell of an algorithm, and the special setting if the run has one."""
 
     cell: Cell
     setting: str = ""
@@ -104,7 +106,7 @@ def healthy_runs(seeds: int) -> list[Healthy]:
 
 
 def outcome(healthy: Healthy, folder: Path, steps: int) -> dict[str, Any]:
-    """What became of one run."""
+    """Run it unless it is finished, and return its rewards and warnings."""
     try:
         config = load_train_config(None, healthy.words(folder, steps)).config
     except ConfigErrors as refused:
@@ -134,16 +136,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of the runs' names")
-    parser.add_argument("--seeds", type=int, default=2, help="of each estimator and loss")
-    parser.add_argument("--limit", type=float, default=3600.0, help="begin no run after so many seconds")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="only runs whose name contains one of these"
+    )
+    parser.add_argument("--seeds", type=int, default=2, help="seeds for each estimator and loss")
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, help="start no further run after this number of seconds"
+    )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "tandem_learning_warnings",
-        help="for the warm model, made once, and the runs",
+        help="folder for the warm model, which is made once, and the runs",
     )
-    parser.add_argument("--out", type=Path, help="also write what was found here")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     options = arguments(parser, only=["rloo"], seeds=1)
     found, began = [], time.monotonic()
     for healthy in healthy_runs(options.seeds):
@@ -157,7 +163,7 @@ def main() -> None:
     ran = [each for each in found if "refused" not in each]
     rose = [each for each in ran if each["rewards"][1] > each["rewards"][0]]
     quiet = [each for each in rose if not each["warnings"]]
-    print(f"{len(ran)} runs; in {len(rose)} the reward rose, and {len(quiet)} of these brought no warning")
+    print(f"{len(ran)} runs; the reward rose in {len(rose)} of them, {len(quiet)} of these had no warning")
 
 
 if __name__ == "__main__":

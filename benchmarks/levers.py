@@ -1,24 +1,27 @@
-"""Every lever of the training engine, and the pairs of them that make sense, in one table: what each does to
-the gradient, to memory and to speed.
+"""Measure what each lever of the training engine does to the gradient, to memory and to speed.
 
-Gradient: the relative difference to the plain path's, in float64, fp32 and bf16, of a small model with
-sequences of unequal length. The plain path is one rank with packed sequences, all in one micro-batch, nothing
-computed twice, moved or split; its own gradient is compared with that of transformers' model, one
-sequence at a time with all logits. Bounds: 1e-9 in float64, 1e-5 in fp32; in bf16 twice the plain path's own
-distance to float64, for two results that are each rounded so far may lie that far apart. On a CPU
-activations that would leave the device are really copied from host memory to host memory.
+The table has every lever, and all pairs of levers that make sense.
 
-Memory and speed: an update of a larger model, fp32 on a CPU and bf16 on a GPU. Peak memory is that of a step,
-beside parameters and optimizer state ("state"): on a GPU from the caching allocator; on a CPU every
-allocation and release that PyTorch's allocator reports to its profiler, added up. Resident memory would
-count as well what the libraries hold beside tensors, and what the C library keeps when it is freed; it is
-measured too, in a process of its own for each row, and the two are compared in the end. "moves" is what
-the lever takes, or on a CPU would take, off the device. A process computes in one thread, so that rows
-with one, two and four ranks are alike; speeds compare within the same number of ranks.
+Gradient: the relative difference to the plain path, in float64, fp32 and bf16, for a small model with
+sequences of different lengths. The plain path has one rank and packed sequences in one micro-batch, without
+recomputation, offload or splitting. Its own gradient is compared with transformers' model, one sequence at a
+time with all logits. The bounds are 1e-9 in float64 and 1e-5 in fp32. In bf16 the bound is twice the distance
+of the plain path to float64, because two results that each have this rounding error may differ by that much.
+On a CPU, activations that would leave the device are really copied, from host memory to host memory.
+
+Memory and speed: an update of a larger model, in fp32 on a CPU and in bf16 on a GPU. Peak memory is that of a
+step, without parameters and optimizer state ("state"). On a GPU it comes from the caching allocator. On a CPU
+it is the sum of all allocations and releases that PyTorch's allocator reports to its profiler. Resident
+memory also includes memory of libraries outside tensors, and freed memory that the C library keeps. It is
+measured too, in a separate process for each row, and the program compares both at the end. "moves" is the
+number of bytes that the lever moves off the device, or would move on a CPU. Each process computes in one
+thread, so rows with one, two and four ranks are alike. Compare speeds only between rows with the same number
+of ranks.
 
     python benchmarks/levers.py [--only NAME ...] [--device cpu | cuda] [--quick] [--no-pairs] [--out FILE]
 
-A file that is there already keeps its other rows. Ends with an error if a row misses its bound or fails.
+Other rows of an existing output file are kept. The program ends with an error if a row misses its bound or
+fails.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from tiny import arguments
 HERE = Path(__file__).resolve().parent
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-5}
 ROUNDINGS = 2.0
-"""Of the plain path's own error in bf16, the bound there."""
+"""The bound in bf16, as a multiple of the plain path's own error in bf16."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,18 @@ class Lever:
     """One row of the table.
 
     Attributes:
-        name: in the table.
-        axis: levers of one axis exclude each other, and make no pair.
-        options: keys of the model, of fsdp_config and of optim, by section; "micro": of `MicroBatching`;
-            "engine": further arguments of the engine.
-        ranks: how many it needs.
-        splits: whether other levers that need ranks need them besides.
-        pairs: whether it is combined with the others.
-        excludes: axes with which it cannot be combined.
-        against: the row whose gradient it must have; None: it has one of its own, which its pairs must have.
-        needs: packages; "cuda".
-        precisions: in which its gradient is compared.
+        name: the name in the table.
+        axis: levers of one axis exclude each other and form no pair.
+        options: keys of the model, of fsdp_config and of optim, by section; "micro" has arguments of
+            `MicroBatching`, "engine" further arguments of the engine.
+        ranks: how many ranks the lever needs.
+        splits: whether the ranks of another lever in a pair multiply with these ranks.
+        pairs: whether the lever is combined with others.
+        excludes: axes with which the lever cannot be combined.
+        against: the row whose gradient the lever must have; None if the lever has a gradient of its own,
+            which its pairs must have.
+        needs: required packages, or "cuda".
+        precisions: the precisions in which the gradient is compared.
     """
 
     name: str
@@ -141,14 +145,14 @@ LEVERS = (
     ),
     Lever("units by size", "units", fsdp(wrap_policy={"min_num_params": 20_000}), ranks=2, pairs=False),
     Lever("deterministic", "determinism", fsdp(full_determinism=True), pairs=False),
-    # In float64 transformers' norms round to fp32 within, which a compiler may leave out.
+    # transformers' norms round to fp32 even in float64; a compiler may omit this rounding.
     Lever("compiled", "compiled", fsdp(use_torch_compile=True), pairs=False, precisions=("fp32", "bf16")),
     Lever("adapters", "adapters", {"model": {"lora_rank": 8}}, against=None, needs=("peft",)),
 )
 
 
 def pair(first: Lever, second: Lever) -> Lever:
-    """Both at once."""
+    """Combine two levers."""
     sections = [*first.options, *(name for name in second.options if name not in first.options)]
     together = {name: {**first.options.get(name, {}), **second.options.get(name, {})} for name in sections}
     splits = first.splits or second.splits
@@ -164,7 +168,7 @@ def pair(first: Lever, second: Lever) -> Lever:
 
 
 def rows(device: str, *, pairs: bool) -> list[Lever]:
-    """All levers, and the pairs of those that can run here."""
+    """Return all levers, and the pairs of levers that can run here."""
     able = [lever for lever in LEVERS if lever.pairs and missing(lever, device) is None]
     both = [
         pair(first, second)
@@ -177,7 +181,7 @@ def rows(device: str, *, pairs: bool) -> list[Lever]:
 
 
 def missing(lever: Lever, device: str) -> str | None:
-    """Why it cannot run here."""
+    """Return why a lever cannot run here, or None."""
     packages = [name for name in lever.needs if name != "cuda" and find_spec(name) is None]
     if "cuda" in lever.needs and device != "cuda":
         return "needs a CUDA device"
@@ -189,27 +193,31 @@ def missing(lever: Lever, device: str) -> str | None:
 
 
 def judge(row: dict[str, Any], gradients: dict[str, Any], against: str | None, rounding: float) -> None:
-    """Adds the differences, and whether they are within their bounds.
+    """Add the differences to a row, and the list of bounds that it misses.
 
     Args:
-        gradients: of all rows so far, by name and precision.
+        row: the row.
+        gradients: the gradients of all rows so far, by name and precision.
+        against: the row to compare with, or None.
         rounding: the plain path's own error in bf16.
     """
     row["differences"], row["failures"] = {}, []
     if against is None:
         return
     if against not in gradients:
-        row["failures"].append(f"no gradient of '{against}' to compare with")
+        row["failures"].append(f"the gradient of '{against}' is missing, so nothing was compared")
         return
     for precision, found in gradients[row["name"]].items():
         gap = row["differences"][precision] = difference(found, gradients[against][precision])
         bound = BOUNDS.get(precision, ROUNDINGS * rounding)
         if not gap <= bound:
-            row["failures"].append(f"{precision} gradient off by {gap:.1e}, bound {bound:.1e}")
+            row["failures"].append(
+                f"{precision} gradient differs by {gap:.1e}, at most {bound:.1e} is allowed"
+            )
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The norm of the difference over that of the wanted gradient, of all weights together."""
+    """Return the norm of the difference divided by the norm of the expected gradient, over all weights."""
     if set(found) != set(wanted):
         return float("inf")
     gap = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
@@ -264,8 +272,10 @@ def run(levers: Sequence[Lever], options: argparse.Namespace) -> list[dict[str, 
 
 
 def against_resident(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The growth of resident memory in a step as a line over the allocator's account: bytes for each byte of
-    it, and bytes besides."""
+    """Fit the growth of resident memory in a step as a line over the allocator's peak.
+
+    The result has the slope (bytes for each byte of the peak) and the offset in bytes.
+    """
     both = [(row["peak_bytes"], row["resident_bytes"]) for row in found if row.get("resident_bytes")]
     if len(both) < 3:
         return {}
@@ -280,7 +290,7 @@ def against_resident(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def write(path: Path, found: Sequence[dict[str, Any]], order: Sequence[str]) -> None:
-    """Puts the rows in the file, in the places of earlier ones."""
+    """Write the rows to the file; they replace earlier rows of the same name."""
     machine = {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
@@ -304,11 +314,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--only", nargs="+", help="rows whose name contains one of these; plain always")
+    parser.add_argument(
+        "--only", nargs="+", help="only rows whose name contains one of these, and always plain"
+    )
     parser.add_argument("--no-pairs", action="store_true")
-    parser.add_argument("--steps", type=int, default=3, help="timed ones of each row; the best counts")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each row; the best counts")
     parser.add_argument("--quick", action="store_true", help="no pairs, one timed step")
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     options = arguments(parser, quick=True, only=["plain"])
     options.steps = 1 if options.quick else options.steps
     levers = rows(options.device, pairs=not (options.quick or options.no_pairs))
@@ -321,8 +333,8 @@ def main() -> None:
     check = against_resident(found)
     if check:
         print(
-            f"resident memory grew by {check['bytes_for_each']:.2f} bytes for each of the account, and "
-            f"{check['bytes_besides'] / 1e6:.0f} MB besides (correlation {check['correlation']:.3f})"
+            f"resident memory grew by {check['bytes_for_each']:.2f} bytes for each allocated byte, plus "
+            f"{check['bytes_besides'] / 1e6:.0f} MB (correlation {check['correlation']:.3f})"
         )
     failures = [f"{row['name']}: {'; '.join(row['failures'])}" for row in found if row.get("failures")]
     if failures:

@@ -1,18 +1,20 @@
-"""Log-probabilities and entropies from hidden states, forward and backward, in bfloat16 on a CPU: seconds,
-and memory beside the weight's own gradient.
+"""Compare heads that compute log-probs and entropies from hidden states, in bfloat16 on a CPU.
 
-tandem   The head of `tandem.models.heads` in tiles of the vocabulary.
+Each head runs forward and backward. The results are seconds, and the memory in addition to the weight's own
+gradient.
+
+tandem   The head of `tandem.models.heads`, in tiles of the vocabulary.
 full     All logits at once, in the plain way: product, float32, log-softmax, gather, sum of p log p.
 verl     verl 0.9.1's fused linear layer for PPO, in chunks of 512 positions.
 
-Each side is a process of its own; they take turns, and medians count: by the clock, and of processor time
-over all threads, which other programs disturb less (with `--threads 1`). The floor is that of the operations
-of the tiles, 8 M D V (2 forward, 2 to make the logits again, 4 for the gradients), at the rate of one product
-hidden weightᵀ measured in the same run; for all logits at once it is 6 M D V.
+Each side runs in its own process. The sides take turns, and the medians are compared: wall-clock time, and
+processor time over all threads, which other programs disturb less (with `--threads 1`). The floor of the
+tiles is the time of their 8 M D V operations (2 forward, 2 to recompute the logits, 4 for the gradients), at
+the rate of one product hidden weightᵀ measured in the same run. With all logits at once it would be 6 M D V.
 
     python benchmarks/log_prob_head.py [--tokens 1024] [--hidden 896] [--vocabulary 151936] [--out FILE]
 
-verl runs in its own environment: `make peers` makes it.
+verl runs in its own environment; create it with `make peers`.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     parser.add_argument("--side", choices=list(HEADS), help=argparse.SUPPRESS)
     options = arguments(parser, tokens=16, hidden=32, vocabulary=256, rounds=1)
     if options.side is not None:

@@ -1,25 +1,27 @@
-"""What packing and balancing save where responses are of very different lengths.
+"""Measure what packing and balancing save if responses have very different lengths.
 
-Lengths are lognormal, cut off at the longest, with a mean of a quarter of it: half of the variance of the
-logarithm lies between prompts, half between the samples of one prompt.
+Lengths are lognormal, capped at the longest, with a mean of a quarter of the longest. Half of the variance of
+the logarithm is between prompts, half between the samples of one prompt.
 
 Packing: useful tokens/s of an update (forward, backward, AdamW) of a 3.2M-parameter model, in turns:
 
 packed     use_remove_padding=true, the default: sequences lie end to end.
-padded     use_remove_padding=false: each micro-batch is a rectangle as wide as its longest. Sequences of like
-           length share one, so that little is padded.
-rectangle  each sequence is padded to the longest of the batch, as without either.
+padded     use_remove_padding=false: each micro-batch is a rectangle as wide as its longest sequence.
+Sequences of
+           similar length share a micro-batch, so there is little padding.
+rectangle  each sequence is padded to the longest of the batch, as without packing and sorting.
 
-Balancing: the largest share of tokens over the mean, of the ranks that share an update's rows
-(trainer.balance_batch), of the micro-batches under a token budget, and of the ranks that share the prompts of
-a rollout, the second time they are answered. Before: rows as they come, in shares of equal count. At every
-turn of the micro-batches ranks wait for the slowest: "turns" is the tokens of the slowest at every turn over
-a rank's mean tokens, where every rank cuts its micro-batches by itself, and where they agree on a number.
+Balancing: the largest share of tokens divided by the mean. This is measured for the ranks that share the rows
+of an update (trainer.balance_batch), for the micro-batches under a token budget, and for the ranks that share
+the prompts of a rollout, when the prompts are answered for the second time. "Before" has shares of equal
+count in the given order. In each turn of micro-batches, all ranks wait for the slowest. "turns" is the sum
+over the turns of the slowest rank's tokens, divided by a rank's mean tokens: once with each rank cutting its
+own micro-batches, and once with a common number of micro-batches.
 
     python benchmarks/packing.py [--quick] [--device cpu] [--out FILE]
 
-Fails where a balanced division for an update is above 1.05, or packing is below twice the rectangle by the
-clock and by processor time.
+The program fails if a balanced division for an update is above 1.05, or if packing is less than twice as fast
+as the rectangle, both by the clock and by processor time.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ BALANCED, FASTER = 1.05, 2.0
 
 
 def draw_lengths(samples: int, longest: int, seed: int = 0, sigma: float = 1.0) -> np.ndarray:
-    """(samples) tokens of each response, those of a prompt in succession; their mean is `longest` / 4."""
+    """Return the tokens of each response, shape (samples,), in the order of the prompts.
+
+    Their mean is `longest` / 4.
+    """
     prompts = np.random.default_rng(1).standard_normal(samples // SAMPLES_OF_A_PROMPT)
     own = np.random.default_rng([2, seed]).standard_normal(samples)
     drawn = np.exp(sigma * np.sqrt(0.5) * (prompts.repeat(SAMPLES_OF_A_PROMPT) + own))
@@ -74,7 +79,10 @@ def draw_lengths(samples: int, longest: int, seed: int = 0, sigma: float = 1.0) 
 
 
 def make_batch(lengths: Sequence[int], *, widest: int | None = None) -> DataProto:
-    """Prompts of 16 tokens with responses of those lengths; up to `widest` tokens that do not count."""
+    """Make prompts of 16 tokens with responses of these lengths.
+
+    With `widest`, each sequence is filled up to this length with tokens outside the mask.
+    """
     whole = PROMPT + torch.tensor(lengths)
     held = torch.full_like(whole, widest) if widest else whole
     draw = torch.Generator().manual_seed(0)
@@ -88,7 +96,7 @@ def make_batch(lengths: Sequence[int], *, widest: int | None = None) -> DataProt
 def steps(
     folder: Path, lengths: Sequence[int], dtype: str, micro: int, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    """One update in each of the three ways."""
+    """Return a function for each of the three ways, which takes one update."""
     longest = PROMPT + max(lengths)
     ragged, rectangle = make_batch(lengths), make_batch(lengths, widest=longest)
     ways = {"packed": (True, ragged), "padded": (False, ragged), "rectangle": (True, rectangle)}
@@ -148,7 +156,7 @@ def imbalance(totals: Sequence[int]) -> float:
 
 
 def balancing(samples: int, longest: int, ranks: int, budget: int) -> dict[str, Any]:
-    """By the functions that divide a batch over workers, and that cut a worker's share."""
+    """Measure the balance of the functions that divide a batch over workers and cut micro-batches."""
     lengths = draw_lengths(samples, longest - PROMPT)
     batch = DataProto({"tokens": Ragged.from_lengths(torch.zeros(int(lengths.sum())), torch.tensor(lengths))})
     mesh = Mesh.flat(ranks)
@@ -179,12 +187,12 @@ def balancing(samples: int, longest: int, ranks: int, budget: int) -> dict[str, 
 
 
 def shares(calls: Sequence[Any]) -> list[list[int]]:
-    """Each rank's row lengths."""
+    """Return the row lengths of each rank."""
     return [args[0].ragged("tokens").lengths.tolist() for args, _ in calls]
 
 
 def turns(of_ranks: Sequence[Sequence[int]], cuts: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Tokens of the slowest rank of each turn, added up, over a rank's mean tokens."""
+    """Return the tokens of the slowest rank summed over turns, divided by a rank's mean tokens."""
     tokens = np.zeros((len(cuts), max(map(len, cuts))))
     for rank, (lengths, parts) in enumerate(zip(of_ranks, cuts, strict=True)):
         for turn, rows in enumerate(parts):
@@ -193,7 +201,7 @@ def turns(of_ranks: Sequence[Sequence[int]], cuts: Sequence[Sequence[Sequence[in
 
 
 def prompts_dealt(samples: int, longest: int, ranks: int, *, learns: bool) -> float:
-    """The imbalance of what ranks write to the prompts they are dealt, in a second epoch."""
+    """Return the imbalance of the tokens that ranks write for their prompts in a second epoch."""
     count = samples // SAMPLES_OF_A_PROMPT
     prompts = index([f"1-{row}" for row in range(count)], "prompts", [PROMPT] * count)
     first, second = (draw_lengths(samples, longest - PROMPT, seed) for seed in (0, 1))
@@ -221,7 +229,7 @@ DIVISIONS = "| samples | ranks | budget | ranks | micro-batches | turns alone | 
 
 
 def report(found: dict[str, Any]) -> list[str]:
-    """Prints the tables; what fails."""
+    """Print the tables and return the failures."""
     failures = []
     print(UPDATES, "|---|---|---|---|---|---|---|", sep="\n")
     for row in found["packing"]:
@@ -247,14 +255,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=64, help="of an update")
-    parser.add_argument("--longest", type=int, default=512, help="tokens")
-    parser.add_argument("--micro-batch", type=int, default=16, help="samples")
+    parser.add_argument("--samples", type=int, default=64, help="samples of an update")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sequence")
+    parser.add_argument("--micro-batch", type=int, default=16, help="samples per micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="a quarter of the samples, one round, one dtype")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto; on CUDA in bf16 alone")
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto; on CUDA only bf16 is measured")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     options = arguments(parser, quick=True, samples=32, longest=64, micro_batch=4, threads=1)
     torch.set_num_threads(options.threads)
     samples = options.samples // 4 if options.quick else options.samples

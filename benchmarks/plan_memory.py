@@ -1,17 +1,19 @@
-"""How well `tandem.memory` predicts what a log-prob pass and an update hold.
+"""Measure how well `tandem.memory` predicts the memory of a log-prob pass and an update.
 
-traced     torch's FSDPMemTracker follows every operation of Tandem's own model, sharded by its own code,
-           under fake tensors, as one of 1 to 512 ranks (see `traced_memory`): 0.5B to 72B shapes with 3 to 6
-           layers, and two with all of them, as layers are alike; levers on and off. The held-out cases are
-           drawn from seeds, and were traced after the formulas were written down.
-Both sides count the same tensors; what a CPU cannot trace (kernels of a GPU, its allocator, the cache, copies
-to the host) is not in the comparison.
+The reference is a trace. torch's FSDPMemTracker follows every operation of Tandem's own model under fake
+tensors, sharded by Tandem's own code, as one of 1 to 512 ranks (see `traced_memory`). The shapes are from
+0.5B to 72B with 3 to 6 layers, because layers are alike, and two models have all their layers. Levers are on
+and off. The held-out cases are drawn from seeds, and were traced after the formulas were written.
+
+Both sides count the same tensors. The comparison excludes what a CPU cannot trace: GPU kernels, the GPU's
+allocator, the cache, and copies to the host.
 
     python benchmarks/plan_memory.py [--only NAME ...] [--report] [--out FILE]
 
-A file that is there keeps its cases: those that it lacks are traced. --report only prints the table. Fails
-where the median error of totals is above 3%, or the worst above 10%, of the designed or of the held-out
-cases."""
+Cases in an existing file are kept, and missing cases are traced. --report only prints the table. The program
+fails if the median error of the totals is above 3% or the worst is above 10%, for the designed or the
+held-out cases.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ LENGTHS = ((1024,) * 4, (1024,) * 8, (512,) * 8, (8192,), (700, 300, 20) * 4, (1
 
 
 def designed() -> Iterator[tuple[str, Case]]:
-    """Each lever on and off, on shapes of every size."""
+    """Yield cases with each lever on and off, on shapes of every size."""
     four, eight = (1024,) * 4, (1024,) * 8
 
     def case(model: str, layers: int, lengths: tuple[int, ...] = four, **levers: Any) -> tuple[str, Case]:
@@ -97,37 +99,40 @@ def designed() -> Iterator[tuple[str, Case]]:
         {"shards": 8, "mode": "none", "lora_rank": 8, "kind": "value"},
     ):
         yield case(middle, 4, eight, **levers)
-    yield from reduced_in_each("drawn, each", SEED + 1)  # held out once, and then learnt from
-    yield from with_adapters("drawn, adapters", SEED + 3)  # so too
+    # were held-out cases once, and then used to improve the formulas
+    yield from reduced_in_each("drawn, each", SEED + 1)
+    yield from with_adapters("drawn, adapters", SEED + 3)  # the same
 
 
 def held_out() -> Iterator[tuple[str, Case]]:
-    """Drawn from the seed; from another, of several micro-batches whose gradients are reduced in each; from
-    a third, with adapters."""
+    """Yield the held-out cases, each group drawn from its own seed.
+
+    The second group has several micro-batches with gradients reduced in each. The third group has adapters.
+    """
     yield from drawn("held out", SEED)
     yield from reduced_in_each("held out, each", SEED + 2)
     yield from with_adapters("held out, adapters", SEED + 4)
 
 
 def reduced_in_each(name: str, seed: int) -> Iterator[tuple[str, Case]]:
-    """Cases drawn from a seed, of several micro-batches whose gradients are reduced in each."""
+    """Yield drawn cases with several micro-batches, with gradients reduced in each."""
     for each, case in drawn(name, seed):
         yield each, replace(case, micro=max(2, case.micro), shards=max(2, case.shards), each=True)
 
 
 def with_adapters(name: str, seed: int) -> Iterator[tuple[str, Case]]:
-    """Cases drawn from a seed, with adapters, which alone learn."""
+    """Yield drawn cases with adapters, where only the adapters are trained."""
     ranks = (8, 16, 32, 64, 128)
     for each, case in drawn(name, seed):
         yield each, replace(case, lora_rank=ranks[len(case.lengths) % 5], each=case.micro > 1)
 
 
 def drawn(name: str, seed: int) -> Iterator[tuple[str, Case]]:
-    """Cases drawn from a seed."""
+    """Yield cases drawn from a seed."""
     draw = random.Random(seed)
     for number in range(HELD_OUT):
         shape = {**(published(draw.choice(MODELS)) or {}), "num_hidden_layers": draw.choice((3, 4, 6))}
-        shape["sliding_window"] = 2**20  # shorter ones do not go with sequence parallelism
+        shape["sliding_window"] = 2**20  # shorter windows do not work with sequence parallelism
         heads, key_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
         tensor = draw.choice([size for size in (1, 1, 2, 4, 8) if key_heads % size == 0])
         sequence = draw.choice([size for size in (1, 1, 2, 4) if heads // tensor % size == 0])
@@ -150,7 +155,7 @@ def drawn(name: str, seed: int) -> Iterator[tuple[str, Case]]:
 
 
 def predicted(case: Case) -> dict[str, dict[str, float]]:
-    """What `tandem.memory` says of a case, by phase and kind."""
+    """Return the prediction of `tandem.memory` for a case, by phase and kind."""
     shape = model_shape(case.model)
     rank = case.lora_rank
     own = Gathered.of(shape, tensor=case.tensor, head=case.kind == "policy", lora_rank=rank)
@@ -184,8 +189,11 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
 
 
 def errors(row: dict[str, Any], guess: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Errors of a case by phase and kind, as shares of the traced total; gradients, activations and what the
-    head holds are one kind, as the tracker tells them apart only at the end."""
+    """Return the errors of a case by phase and kind, as shares of the traced total.
+
+    Gradients, activations and the head's memory count as one kind, because the tracker separates them only at
+    the end.
+    """
     out = {}
     for phase, traced_bytes in row["traced"].items():
         known = {name: traced_bytes[name] for name in ("weights", "optimizer", "gathered", "total")}
@@ -195,7 +203,7 @@ def errors(row: dict[str, Any], guess: dict[str, dict[str, float]]) -> dict[str,
 
 
 def report(rows: dict[str, Any]) -> bool:
-    """Prints the table, and says whether the aims are met."""
+    """Print the table; return whether the errors are within the limits."""
     fine = True
     print(f"{'case':78} {'log_prob':>9} {'error':>7} {'update':>9} {'error':>7}")
     totals: dict[tuple[bool, str], list[float]] = {}

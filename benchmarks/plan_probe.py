@@ -1,13 +1,14 @@
-"""Whether the intervals of `tandem plan --probe` hold: the share of groups without spread that 32 prompts
-predict, against that of a real run's first step at the same weights over 1,024 groups.
+"""Check the intervals of `tandem plan --probe` against real runs.
 
-Ten runs of models of one million parameters, warmed up as by `tandem demo` on its tasks, with other group
-sizes and temperatures. The probe draws its prompts and samples by seed 1, the run by seed 2. Both the
-interval and the run's share are of all training prompts, some of which both have.
+The probe predicts, from 32 prompts, the share of groups without spread. The reference is the first step of a
+real run with the same weights over 1,024 groups. There are ten runs of models with one million parameters,
+warmed up as in `tandem demo` on its tasks, with different group sizes and temperatures. The probe draws its
+prompts and samples with seed 1, the run with seed 2. Both draw from all training prompts, so they may share
+some prompts.
 
     OMP_NUM_THREADS=1 python benchmarks/plan_probe.py [--folder DIR] [--out FILE.json]
 
-Runs that the file has are not made again.
+Runs in an existing file are not repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tandem.trainer.assembly import build_ppo
 from tandem.trainer.probe import report, run_probe
 
 GROUPS, TRUTH = 32, 1024
-RUNS: tuple[tuple[str, int, int, float], ...] = (  # task, its seed, responses to a prompt, temperature
+RUNS: tuple[tuple[str, int, int, float], ...] = (  # task, seed of the task, responses per prompt, temperature
     (gym.ARITHMETIC, 0, 8, 1.0),
     (gym.ARITHMETIC, 0, 2, 0.6),
     (gym.ARITHMETIC, 1, 4, 1.0),
@@ -49,7 +50,7 @@ RUNS: tuple[tuple[str, int, int, float], ...] = (  # task, its seed, responses t
 
 
 def model_of(folder: Path, task: str, seed: int) -> Path:
-    """The warmed-up model of a task, whose problems lie beside it."""
+    """Return the folder of a task's warmed-up model, which is next to its problems."""
     made = folder / f"{task}_{seed}"
     if not (made / "warm_model").exists():
         make_task(made, seed, task)
@@ -92,7 +93,7 @@ def config_of(
 
 
 def judged(folder: Path, run: tuple[str, int, int, float], groups: int, truth: int) -> dict[str, Any]:
-    """What the probe says of a run, and what its first step has."""
+    """Return the prediction of the probe for a run, and the true value of its first step."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         config = config_of(folder, run, 1, Path(name) / "never", truth)
         began = time.perf_counter()
@@ -126,7 +127,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_probe.json"))
-    parser.add_argument("--folder", type=Path, help="for models and runs; a temporary one")
+    parser.add_argument("--folder", type=Path, help="folder for models and runs; default: a temporary folder")
     args = arguments(parser)
     groups, truth = (4, 16) if args.tiny else (GROUPS, TRUTH)
     rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
@@ -147,7 +148,7 @@ def main() -> None:
                     "rows": rows,
                 }
                 args.out.write_text(json.dumps(whole, indent=1) + "\n")
-    print(f"{sum(row['inside'] for row in rows)} of {len(rows)} inside")
+    print(f"{sum(row['inside'] for row in rows)} of {len(rows)} runs are inside the interval")
 
 
 if __name__ == "__main__":

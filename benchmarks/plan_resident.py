@@ -1,9 +1,12 @@
-"""What a log-prob pass and an update of the training engine really take on a CPU beside weights and optimizer
-state, by resident memory, next to what `tandem.memory` says; each in a process of its own, after one before.
+"""Compare the resident memory of log-prob passes and updates on a CPU with `tandem.memory`.
+
+The memory counts beyond weights and optimizer state. Each measurement runs in its own process, after one pass
+to warm up.
 
     python benchmarks/plan_resident.py [--sizes 3.2M 30M 107M] [--out FILE]
 
-The error is a share of the whole: weights, optimizer state and the growth. Fails where it is above 15%.
+The error is a share of the total: weights, optimizer state and the growth. The program fails if an error is
+above 15%.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ LENGTH, WORST = 513, 0.15
 
 
 def measured(size: str, precision: str, mode: str, sequences: int) -> dict[str, float]:
-    """Bytes, of this rank; two micro-batches of so many sequences."""
+    """Return this rank's bytes, for two micro-batches of this number of sequences."""
     checkpointing = {"enable_gradient_checkpointing": mode != "none"}
     checkpointing |= {} if mode == "none" else {"gradient_checkpointing_mode": mode}
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +95,7 @@ def predicted(size: str, precision: str, mode: Any, sequences: int, ranks: int) 
 
 
 def run(size: str, precision: str, mode: str, sequences: int, ranks: int) -> dict[str, float]:
-    """What the first rank measured."""
+    """Run all ranks; return the measurement of the first rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [sys.executable, __file__, "--case", size, precision, mode, str(sequences)]
@@ -139,7 +142,7 @@ def main() -> int:
     options.out.write_text(
         json.dumps({"torch": torch.__version__, "worst": most, "rows": rows}, indent=1) + "\n"
     )
-    print(f"worst: {most:.1%}")
+    print(f"worst error: {most:.1%}")
     return 0 if most <= WORST or options.tiny else 1
 
 

@@ -1,14 +1,14 @@
-"""The model of time against real runs: factors are fitted to some configs, and predict others.
+"""Check the time model against real runs: factors fitted to some configs predict other configs.
 
-Each run is `tandem bench` with dummy weights in this process, in fp32 on one thread: a step before, three
-that are measured. The clock of its phases is the process's CPU time, which other programs on the machine
-disturb less than they do the time on the wall; the two sets take turns. Factors come from the first set
-alone. Reported is the predicted time of a step over the measured one for each run of the second set, which
-differs from the first in size, lengths, batch, mini-batches and estimator.
+Each run is `tandem bench` with dummy weights in this process, in fp32 on one thread: one warm-up step, then
+three measured steps. The clock is the process's CPU time, which other programs disturb less than wall-clock
+time. The runs of the two sets alternate. The factors come only from the first set. For each run the program
+reports the predicted time of a step divided by the measured time. The second set differs from the first in
+size, lengths, batch, mini-batches and estimator.
 
     OMP_NUM_THREADS=1 python benchmarks/plan_time.py [--report] [--out benchmarks/results/plan_time.json]
 
-Runs that the file has are not made again; `--report` judges those that are there.
+Runs in an existing file are not repeated; `--report` only evaluates the runs in the file.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MODELS = {  # hidden, intermediate, layers, heads, key heads, vocabulary
     "107M": (768, 2560, 12, 12, 4, 16000),
 }
 KL, TWICE = "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.ppo_epochs=2"
-# model, estimator, prompts, responses to each, prompts of a mini-batch, tokens of a micro-batch, lengths of
-# prompts and responses, further words
+# model, estimator, prompts, responses per prompt, prompts per mini-batch, tokens per micro-batch, lengths of
+# prompts and of responses, further keys
 FITTED: list[tuple[Any, ...]] = [
     ("3M", "grpo", 6, 8, 6, 2048, "12", "lognormal:60:150"),
     ("3M", "gae", 24, 1, 12, 4096, "uniform:8:64", "96"),
@@ -77,7 +77,7 @@ HELD_OUT: list[tuple[Any, ...]] = [
 
 
 def words(folder: Path, run: tuple[Any, ...]) -> tuple[str, ...]:
-    """A config of `tandem train`."""
+    """Return a config of `tandem train`, as key=value words."""
     name, estimator, prompts, n, mini, tokens, _, _, *further = run
     hidden, inner, layers, heads, key_heads, vocabulary = MODELS[name]
     file = folder / f"{name}.json"
@@ -114,8 +114,7 @@ def words(folder: Path, run: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def observe(folder: Path, run: tuple[Any, ...]) -> dict[str, Any]:
-    """What one run took: seconds of each phase, medians of its steps, and the least and the most of a
-    step."""
+    """Measure one run: median seconds of each phase, and the shortest and longest step."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         asked = Asked(words(folder, run), True, run[6], run[7], 3, 1, False, Path(own))
@@ -132,7 +131,7 @@ def observe(folder: Path, run: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def work_of(folder: Path, run: tuple[Any, ...]) -> dict[str, Work]:
-    """What the model of time says is to be done in a step of a run."""
+    """Return the work in a step of a run, according to the time model."""
     config, _ = load(words(folder, run), folder, dummy=True)
     drawn = draw(config, run[6], run[7])
     shape = model_shape(stored_config(config.actor_rollout_ref.model.path))
@@ -140,7 +139,7 @@ def work_of(folder: Path, run: tuple[Any, ...]) -> dict[str, Work]:
 
 
 def judge(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Factors of the first set, and with them the prediction for each run, which is added to its row."""
+    """Fit the factors to the first set, and add a prediction to each row."""
     works = [work_of(folder, tuple(row["run"])) for row in rows]
     fitted = [(work, row) for work, row in zip(works, rows, strict=True) if tuple(row["run"]) in FITTED]
     rates = Rates(**fitted[-1][1]["rates"])
@@ -171,7 +170,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_time.json"))
-    parser.add_argument("--report", action="store_true", help="judge what the file has, and run nothing")
+    parser.add_argument("--report", action="store_true", help="only evaluate the runs in the file")
     args = arguments(parser)
     fitted, held_out = (FITTED[:1], HELD_OUT[:1]) if args.tiny else (FITTED, HELD_OUT)
     Timeline.now = lambda _: time.process_time()  # type: ignore[method-assign]
@@ -195,9 +194,7 @@ def main() -> None:
         print(f"{row['set']:<9} {row['off']:+.3f} of {row['measured']['step']:.3f} s ", *row["run"])
     for kind in ("fitted", "held out"):
         if kind in report:
-            print(
-                f"{kind}: off by {report[kind]['median']:.3f} in the median, {report[kind]['worst']:.3f} most"
-            )
+            print(f"{kind}: median error {report[kind]['median']:.3f}, worst {report[kind]['worst']:.3f}")
 
 
 if __name__ == "__main__":

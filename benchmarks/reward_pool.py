@@ -1,8 +1,9 @@
-"""Times the reward pool where 5 % of scores hang, 5 % end their process and 1 % leak memory.
+"""Measure the reward pool with scores of which 5 % hang, 5 % kill their process and 1 % leak memory.
 
     python benchmarks/reward_pool.py --scores 2000 --workers 4 --limit 0.5 --work 0.01
 
-Prints one JSON line; `ratio` is the time over (work + hangs x limit) / workers."""
+The program prints one line of JSON. `ratio` is the time divided by (work + hangs x limit) / workers.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def main() -> None:
     wrong = sum(s.score != (kind in ("ok", "leak")) for s, kind in zip(scored, kinds, strict=True))
     left = []
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # the process has ended in the meantime
             left += [] if "forkserver" in "".join(child.cmdline()) else [child]
     alive = [p.pid for p in psutil.Process().children(recursive=True)]
     facts = {"seconds": seconds, "ideal": ideal, "ratio": seconds / ideal, "wrong": wrong}

@@ -1,10 +1,10 @@
-"""Rollout throughput of the native engine against transformers' `generate`, in one run.
+"""Compare rollout throughput of the native engine with transformers' `generate`, in one run.
 
-64 prompts of 32 tokens, 16 to 192 new tokens each, sampled at temperature 1. Useful tokens are those
-that were asked for: `generate` runs its padded batch until the longest response is done. Each engine
-is warmed up once and then timed alternately; the best of the repeats counts, so that a busy moment of
-the machine hurts neither. The floor is the time of the model's matrix products alone, measured at the
-full batch for every decode step.
+There are 64 prompts of 32 tokens with 16 to 192 new tokens each, sampled at temperature 1. Useful tokens are
+the requested tokens: `generate` runs its padded batch until the longest response is done. Each engine is
+warmed up once, and then the engines take turns. The best of the repeats counts, so other load on the machine
+favours neither. The floor is the time of the model's matrix products alone, measured with the full batch for
+every decode step.
 
     python benchmarks/rollout_vs_hf.py [--sizes 3.2M 107M] [--dtypes bf16 fp32] [--out FILE]
 """
@@ -86,7 +86,7 @@ def make_requests(vocabulary: int, longest: int) -> list[Request]:
 
 
 def run_native(module: PreTrainedModel, requests: Sequence[Request], device: torch.device) -> None:
-    """One generation phase as in training: weights handed over, cache made, all written, cache freed."""
+    """Run a generation phase as in training: pass weights, make the cache, generate, free the cache."""
     engine = NativeEngine(device=device, max_length=PROMPT_LENGTH + LONGEST)
     engine.update_weights(SharedModule(module), 0)
     generate(engine, requests)
@@ -109,7 +109,7 @@ def run_hf(module: Any, requests: Sequence[Request], device: torch.device) -> No
 
 
 def matmuls(module: nn.Module, rows: int, device: torch.device) -> Callable[[], None]:
-    """The products of one decode step with the model's weight matrices."""
+    """Return a function with the products of one decode step with the model's weight matrices."""
     weights: list[Tensor] = [part.weight.detach() for part in module.modules() if isinstance(part, nn.Linear)]
     inputs = [torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=device) for weight in weights]
 
@@ -142,7 +142,7 @@ def measure(size: str, dtype_name: str, device: torch.device, repeats: int, long
         for name, work in engines.items():
             for _ in range(20 if name == "matmul_step" else 1):
                 took = seconds(work, device)
-                best[name] = min(best[name], took) if repeat else best[name]  # the first round warms up
+                best[name] = min(best[name], took) if repeat else best[name]  # the first round is the warm-up
     useful = sum(request.params.max_tokens for request in requests)
     rates = {name: useful / best[name] for name in ("tandem", "hf_generate")}
     floor = PROMPTS / best["matmul_step"]
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     options = arguments(parser, sizes=["3.2M"], dtypes=["fp32"], repeats=1, device="cpu")
     set_threads(options.threads)
     device = choose_device(options.device)

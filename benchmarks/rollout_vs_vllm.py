@@ -1,15 +1,16 @@
-"""Rollout throughput of the native engine against vLLM and transformers' `generate`, in one run.
+"""Compare rollout throughput of the native engine with vLLM and transformers' `generate`, in one run.
 
-Prompts of 32 tokens, 16 to 192 new tokens each, sampled at temperature 1 with the log-prob of every token:
-64 prompts once, and 256 prompts 8 times. vLLM runs in an environment of its own (`make peers`), as a
-process that stays up, so that the engines take turns within the same minutes; it has the same weights,
-lengths, threads, dtype and most rows as Tandem, and enforce_eager. Each engine is warmed up on a few prompts;
-the best round counts, so that a busy moment of the machine hurts none. Useful tokens are those that were
-asked for: `generate`, which gives no log-probs, runs its padded batches until the longest response is done.
+Prompts have 32 tokens, with 16 to 192 new tokens each, sampled at temperature 1 with the log-prob of every
+token. One workload has 64 prompts once, the other 256 prompts 8 times. vLLM runs in its own environment
+(`make peers`), as a process that stays up, so the engines take turns within the same minutes. It has the same
+weights, lengths, threads, dtype and maximum number of sequences as Tandem, and enforce_eager. Each engine is
+warmed up on a few prompts. The best round counts, so other load on the machine favours no engine. Useful
+tokens are the requested tokens: `generate`, which returns no log-probs, runs its padded batches until the
+longest response is done.
 
 Floors are the time of the model's matrix products alone, in Tandem's process: "full" with all rows busy at
-every step, "ramp" with the rows that are really there, step by step, from the first to the last response.
-Neither counts the prompts.
+every step, "ramp" with the rows that are really running, step by step, from the first to the last response.
+Neither includes the prompts.
 
     python benchmarks/rollout_vs_vllm.py [--sizes 3.2M 30M 107M] [--dtypes bf16 fp32] [--workloads 64x1 256x8]
         [--engines tandem vllm hf] [--quick] [--out FILE]
@@ -58,11 +59,11 @@ WORKLOADS = {"64x1": (64, 1), "256x8": (256, 8)}
 QUICK = {"8x1": (8, 1), "16x2": (16, 2)}
 ENGINES = ("tandem", "vllm", "hf")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""At which the matrix products are timed; between them their time is interpolated."""
+"""Numbers of rows at which the matrix products are timed; times in between are interpolated."""
 
 
 def make_requests(vocabulary: int, prompts: int, n: int) -> list[Request]:
-    """The samples of a prompt have different lengths."""
+    """Make requests; the samples of a prompt have different lengths."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, vocabulary, size=PROMPT_LENGTH) for _ in range(prompts)]
     lengths = rng.integers(SHORTEST, LONGEST + 1, size=(prompts, n))
@@ -74,7 +75,7 @@ def make_requests(vocabulary: int, prompts: int, n: int) -> list[Request]:
 
 
 def run_tandem(module: PreTrainedModel, requests: Sequence[Request], device: torch.device) -> None:
-    """One generation phase as in training: weights handed over, cache made, all written, cache freed."""
+    """Run a generation phase as in training: pass weights, make the cache, generate, free the cache."""
     engine = NativeEngine(device=device, max_length=PROMPT_LENGTH + LONGEST, max_num_seqs=MAX_NUM_SEQS)
     engine.update_weights(SharedModule(module), 0)
     samples = generate(engine, requests)
@@ -88,7 +89,10 @@ def run_batches(module: PreTrainedModel, requests: Sequence[Request], device: to
 
 
 def rows_by_step(lengths: Sequence[int], most: int) -> np.ndarray:
-    """(S) sequences that are written to at each step, if each that ends is replaced at once."""
+    """Return the number of running sequences at each step, shape (S,).
+
+    A sequence that ends is replaced at once.
+    """
     ends: list[int] = []
     running = np.zeros(sum(lengths) + 1, dtype=np.int64)
     last = 0
@@ -103,7 +107,7 @@ def rows_by_step(lengths: Sequence[int], most: int) -> np.ndarray:
 def floors(
     module: PreTrainedModel, lengths: Sequence[int], device: torch.device, repeats: int
 ) -> dict[str, float]:
-    """Tokens/s if there were nothing but matrix products."""
+    """Return the tokens/s if there were only the matrix products."""
     most = min(MAX_NUM_SEQS, len(lengths))
     grid = [rows for rows in ROWS if rows < most] + [most]
     took = []
@@ -115,10 +119,13 @@ def floors(
 
 
 class VLLM:
-    """The peer's process, with one model.
+    """The peer's process with one model.
 
     Args:
-        log: takes what it prints.
+        module: the model, whose weights the peer loads.
+        dtype: the dtype of the peer.
+        threads: the number of threads.
+        log: the file for the peer's output.
     """
 
     def __init__(self, module: PreTrainedModel, dtype: str, threads: int, log: Path) -> None:
@@ -142,7 +149,7 @@ class VLLM:
         self.versions: dict[str, str] = self._side.ask("versions")
 
     def run(self, requests: Sequence[Request]) -> float:
-        """Seconds from the call to the last response, in the peer's own process."""
+        """Return the seconds from the call to the last response, measured in the peer's process."""
         took, tokens = self._side.ask(
             "generate",
             prompts=[request.prompt_ids.tolist() for request in requests],
@@ -163,7 +170,7 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> dict[str, Any]:
-    """Best seconds of each engine over rounds in which they take turns, as tokens/s, beside the floors."""
+    """Return tokens/s of the best round of each engine, and the floors; the engines take turns."""
     runs: dict[str, Callable[[Sequence[Request]], float]] = {
         "tandem": lambda given: seconds(lambda: run_tandem(module, given, device), device),
         "hf": lambda given: seconds(lambda: run_batches(module, given, device), device),
@@ -214,10 +221,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--quick", action="store_true", help="the smallest size on a few prompts, in a minute"
+        "--quick", action="store_true", help="only the smallest size with a few prompts; takes a minute"
     )
     parser.add_argument(
-        "--out", type=Path, help=f"the results as JSON; default {RESULTS.name}, with --quick none"
+        "--out", type=Path, help=f"JSON file of the results; default {RESULTS.name}, none with --quick"
     )
     options = arguments(parser, quick=True, dtypes=["fp32"])
     set_threads(options.threads)

@@ -1,11 +1,13 @@
-"""Times the start of a program in the sandbox, against the start of Python alone, by turns.
+"""Compare the start of a program in the sandbox with the start of Python alone, in turns.
 
     python benchmarks/sandbox.py --runs 100
 
-Prints one JSON line. A run's cost is processor time, of this process and of all that it started, which other
-work on the machine changes less than the clock; `per_core_second`: runs in a second of it. Each turn is of 25
-runs, and what sandlock has waiting for them starts and ends within it. Of bubblewrap's processes the system
-counts but the first."""
+The program prints one line of JSON. The cost of a run is processor time, of this process and of all processes
+that it started, because other load on the machine changes it less than wall-clock time. `per_core_second` is
+the number of runs in a second of processor time. Each turn has 25 runs. Processes that sandlock keeps waiting
+for the next run start and end within the turn. For bubblewrap, the system counts only the first of its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from tiny import arguments
 
 from tandem.sandbox import Limits, local, protection
-from tandem.sandbox.protections import Sandlock, kept_for
+from tandem.sandbox.protections import Sandlock, idle_sandboxes
 
 TURN = 25
 
@@ -31,10 +33,10 @@ def spent() -> float:
 
 
 def end() -> None:
-    """Ends what waits for runs."""
-    for kept in kept_for(Sandlock, os.getpid()):
+    """End the sandbox processes that wait for a run."""
+    for kept in idle_sandboxes(Sandlock, os.getpid()):
         kept.close()
-    kept_for(Sandlock, os.getpid()).clear()
+    idle_sandboxes(Sandlock, os.getpid()).clear()
 
 
 def main() -> None:

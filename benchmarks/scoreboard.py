@@ -1,17 +1,18 @@
-"""Time to reward on one machine: Tandem and TRL learn six tasks of the demo from the same warmed-up models.
+"""Measure the time to a target reward: Tandem and TRL learn six demo tasks from the same models.
 
-Both train with GRPO: the same prompts and responses a step, lengths, constant learning rate and AdamW, in
-fp32, and look at the greedy accuracy every 2 steps; time spent looking is left out of both. Seconds are those
-of the process's CPU time, on one thread, which other programs on the machine disturb less than they do the
-time on the wall; the file has both. A run ends when the accuracy is seen, or at the most steps. The two sides
-take turns, task by task and seed by seed, so that what else the machine does hits both. Of each pair the file
-keeps the curves and the machine's load; pairs that it has are not run again.
+Both start from the same warmed-up models and train with GRPO in fp32, with the same prompts and responses per
+step, lengths, constant learning rate and AdamW. Both measure the greedy accuracy every 2 steps; the time of
+this evaluation is excluded for both. Seconds are the process's CPU time on one thread, which other programs
+disturb less than wall-clock time; the file has both. A run ends when the evaluation reaches the target, or at
+the maximum number of steps. The sides take turns, task by task and seed by seed, so other load affects both.
+For each pair the file has the curves and the machine's load. Pairs in the file are not repeated.
 
     OMP_NUM_THREADS=1 python benchmarks/scoreboard.py [TASK …] [--seeds 0 1 2 3 4] [--out FILE]
     python benchmarks/scoreboard.py --report
 
-One seed of all tasks takes half an hour at most. `--report` draws the figure and prints the table of the file
-that is there. TRL runs in its own environment: `make peers` makes it."""
+One seed of all tasks takes at most half an hour. `--report` draws the figure and prints the table from the
+existing file. TRL runs in its own environment; create it with `make peers`.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +58,14 @@ SIDES = ("tandem", "trl")
 
 
 def sizes(task: str) -> tuple[int, int, int]:
-    """Prompts of a step, and the longest prompt and response, tokens."""
+    """Return the prompts per step, and the tokens of the longest prompt and of the longest response."""
     if task == ARITHMETIC:
         return 64, LONGEST_PROMPT, LONGEST_RESPONSE
     return GYM_PROMPTS["grpo"], GYMS[task].prompt, GYMS[task].response
 
 
 class Clocked(Schedule[Any]):
-    """The usual order of a run, with the CPU time of each step after the validation at 0."""
+    """The usual schedule, which also records the CPU time of each step after the validation at step 0."""
 
     def __init__(self) -> None:
         self.cpu_seconds = [0.0]
@@ -77,7 +78,7 @@ class Clocked(Schedule[Any]):
 
 
 def tandem_run(folder: Path, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """Runs in a process of its own, which ends as soon as the target is seen."""
+    """Train in a separate process until the target is reached."""
     run = folder / f"tandem_{seed}"
     prompts, prompt, response = sizes(task)
     overrides = [
@@ -100,7 +101,7 @@ def tandem_run(folder: Path, task: str, seed: int, steps: int) -> dict[str, Any]
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={run}",
         "trainer.logger=[]",
-        "reward.num_workers=0",  # in this process, as TRL's
+        "reward.num_workers=0",  # in this process, as in TRL
     ]
     clock = Clocked()
     trainer = build_ppo(load_train_config(None, overrides).config, say=lambda _: None, schedule=clock)
@@ -139,7 +140,7 @@ def trl_run(folder: Path, task: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def outcome(curve: list[dict[str, float]]) -> dict[str, Any]:
-    """What a run came to, with its curve as (step, CPU seconds, accuracy)."""
+    """Return the result of a run, with its curve as (step, CPU seconds, accuracy)."""
     points = [[point["step"], round(point["cpu_seconds"], 3), round(point["accuracy"], 4)] for point in curve]
     step, seconds, accuracy = points[-1]
     return {
@@ -152,7 +153,7 @@ def outcome(curve: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def measure(folder: Path, task: str, seed: int, sides: Sequence[str], steps: int) -> dict[str, Any]:
-    """Both sides, one after the other; which is first alternates with the seed."""
+    """Run both sides one after the other; the order alternates with the seed."""
     row: dict[str, Any] = {"task": task, "seed": seed, "load": [round(os.getloadavg()[0], 2)]}
     for side in sides if seed % 2 == 0 else sides[::-1]:
         if side == "tandem":
@@ -169,7 +170,7 @@ def told(run: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: of each task the medians over seeds, and the median of the seeds' own ratios."""
+    """Return a Markdown table of each task: medians over seeds, and the median of the seeds' ratios."""
     lines = [
         "| task | seeds | Tandem reached it | s | steps | TRL reached it | s | steps | TRL's s / Tandem's |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -190,7 +191,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def figure(report: dict[str, Any]) -> str:
-    """The curves of all seeds: Tandem's blue, TRL's red."""
+    """Draw the curves of all seeds: Tandem blue, TRL red."""
     panels = []
     for task in TASKS:
         rows = [row for row in report["rows"] if row["task"] == task]
@@ -216,13 +217,13 @@ def machine() -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Run what the file does not have."""
+    """Run the pairs that the file does not have."""
     out, steps = args.out, 2 if args.tiny else MOST_STEPS
     sides = SIDES if peer("trl", tiny=args.tiny) else SIDES[:1]
     report = json.loads(out.read_text()) if out.exists() else {"target": TARGET, "rows": []}
     report |= {"command": " ".join(["python", *sys.argv]), **machine()}
     with tempfile.TemporaryDirectory() as name:
-        print("tandem, then TRL: seconds and steps to the target; * not reached")
+        print("Tandem, then TRL: seconds and steps to the target; * means not reached")
         for seed in args.seeds:
             for task in args.tasks or TASKS:
                 if any((row["task"], row["seed"]) == (task, seed) for row in report["rows"]):
@@ -245,20 +246,22 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="draw what the file has, and run nothing")
+    parser.add_argument(
+        "--report", action="store_true", help="only draw the figure and print the table of the file"
+    )
     parser.add_argument("--tandem", nargs=4, help=argparse.SUPPRESS)
     args = arguments(parser, tasks=[ARITHMETIC])
     if args.tandem:
         print(json.dumps(tandem_run(Path(args.tandem[0]), args.tandem[1], *map(int, args.tandem[2:]))))
         return
     if unknown := set(args.tasks) - set(TASKS):
-        parser.error(f"unknown task {', '.join(unknown)}; there are {', '.join(TASKS)}")
+        parser.error(f"unknown task {', '.join(unknown)}; use one of {', '.join(TASKS)}")
     if not args.report:
         with small_demo() if args.tiny else nullcontext():
             run_all(args)
     report = json.loads(args.out.read_text())
     if any(side not in row for row in report["rows"] for side in SIDES):
-        return  # a tiny run without TRL: there is nothing to compare
+        return  # a tiny run without TRL has nothing to compare
     args.out.with_suffix(".svg").write_text(figure(report))
     print(table(report))
 

@@ -1,10 +1,12 @@
-"""Times the README's six lines, from the start of Python to the first step and to the reward 0.9.
+"""Measure the README's six lines, from the start of Python to the first step and to reward 0.9.
 
     python benchmarks/six_lines.py
 
-The model is untrained and has a million parameters; a response is worth the share of its characters that are
-the letter in its prompt. Prints one JSON line: `import_s` (of tandem), `first_step_s` and `reward_s` (the
-first step whose mean reward is 0.9), since the start of Python, and `step`, its number."""
+The model is untrained and has a million parameters. The reward of a response is the share of its characters
+that equal the letter in the prompt. The program prints one line of JSON: `import_s` (the import of tandem),
+`first_step_s` and `reward_s` (the first step with a mean reward of 0.9), both counted from the start of
+Python, and `step`, the number of that step.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The mode `--tiny` of the scripts in this folder, and the environments of peers.
+"""The mode `--tiny` of the scripts in this folder, and the check for the environments of peers.
 
-A tiny run takes seconds. It goes the whole way of its script with small sizes, on a CPU, and leaves no result
-file. Its figures mean nothing. Where a peer's environment is missing, Tandem's side runs alone.
+A tiny run takes seconds. It runs its whole script with small sizes on a CPU and leaves no result file. Its
+figures mean nothing. If a peer's environment is missing, only Tandem's side runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_DEMO = {"SFT_STEPS": 2, "SFT_BATCH": 16, "TRAIN_PROBLEMS": 64, "VALIDATION_PROBLEMS": 16}
-"""Sizes of a small warm start, by their names in `tandem.demo.program`."""
+"""The sizes of a small warm start, by their names in `tandem.demo.program`."""
 
 
 def arguments(parser: argparse.ArgumentParser, **small: Any) -> argparse.Namespace:
-    """Read the command line, with `--tiny` among its options.
+    """Parse the command line, with the additional option `--tiny`.
 
     Args:
-        small: defaults that count with `--tiny`; a value that is given counts before them. What has a
-            default for `--out` or `--folder` gets a temporary folder instead.
+        parser: the parser of the script.
+        small: defaults that apply with `--tiny`; options on the command line override them. If `--out` or
+            `--folder` has a default, a temporary path replaces the default.
     """
-    parser.add_argument("--tiny", action="store_true", help="a try in seconds: small sizes, no result file")
+    parser.add_argument(
+        "--tiny", action="store_true", help="try the script in seconds: small sizes, no result file"
+    )
     if "--tiny" in sys.argv[1:]:
         scratch = tempfile.TemporaryDirectory(prefix="tiny-")
         atexit.register(scratch.cleanup)
@@ -37,12 +40,12 @@ def arguments(parser: argparse.ArgumentParser, **small: Any) -> argparse.Namespa
 
 
 def peer(name: str, *, tiny: bool) -> bool:
-    """Return whether a peer takes part; where its environment is missing, only a tiny run goes on."""
+    """Return whether a peer takes part; without its environment, a run that is not tiny exits."""
     if (ROOT / ".peers" / name / ".installed").exists():
         return True
     if not tiny:
         sys.exit(f"{name}'s environment is missing: run `make peers` first")
-    print(f"{name}: skipped, its environment is missing; `make peers` makes it", flush=True)
+    print(f"{name}: skipped because its environment is missing; create it with `make peers`", flush=True)
     return False
 
 

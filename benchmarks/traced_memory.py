@@ -1,5 +1,8 @@
-"""The memory of a log-prob pass and of an update, op by op, by torch's FSDPMemTracker: Tandem's own model,
-sharded by its own code, under fake tensors, as one of many ranks that are not there."""
+"""Trace the memory of a log-prob pass and an update, op by op, with torch's FSDPMemTracker.
+
+The model is Tandem's own, sharded by Tandem's own code, under fake tensors. It runs as one of many ranks, of
+which the others do not exist.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from tandem.models.wrap import wrapped
 from tandem.protocol import Ragged
 
 CPU = torch.device("cpu")
-# The tracker's kinds, and the plan's.
+# The tracker's kinds → the plan's kinds.
 KINDS = {
     "SHARDED_PARAM": "weights",
     "OPT": "optimizer",
@@ -56,15 +59,17 @@ class Case:
     """A model, how it is divided and what runs.
 
     Attributes:
-        model: config.json.
-        lengths: tokens of the sequences of each micro-batch, less the last of each.
+        model: the contents of config.json.
+        lengths: tokens of the sequences of each micro-batch, without the last token of each sequence.
         micro: micro-batches of the update.
-        each: their gradients are reduced in each of them.
-        shards, tensor, sequence: ranks that share weights, layers and tokens.
-        mode: what runs again.
-        entropy: whether the head gives entropies too.
+        each: whether gradients are reduced in each micro-batch.
+        shards, tensor, sequence: the number of ranks that share weights, layers and tokens.
+        mode: what is recomputed.
+        entropy: whether the head returns entropies too.
         kind: "policy" or "value".
-        lora_rank: of adapters on all linear layers, which alone learn; 0: all weights do.
+        reshard: whether weights are resharded after the forward.
+        prefetch: whether the next unit is gathered in advance.
+        lora_rank: the rank of adapters on all linear layers, which alone are trained; 0 trains all weights.
     """
 
     model: dict[str, Any]
@@ -87,8 +92,10 @@ class Case:
 
 
 class Tracker(FSDPMemTracker):
-    """torch's, but for what a unit is gathered into: weights from the beginning, which it calls activations
-    until the unit is whole."""
+    """torch's tracker, but gathered weights count as weights from the start of the gathering.
+
+    torch's own tracker counts them as activations until the unit is whole.
+    """
 
     def __init__(self, module: nn.Module, optimizer: Any, units: list[Any]) -> None:
         super().__init__(module, optimizer)
@@ -114,7 +121,7 @@ class Tracker(FSDPMemTracker):
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Attention by the kernel of variable lengths, and tiles of a GPU's size, though nothing is computed."""
+    """Use the attention kernel for variable lengths and a GPU's tile size, on fake tensors."""
     kept = attention.rectangular, tiled.TILE_BYTES["cpu"], DeviceMesh._concatenate
 
     def real(*args: Any) -> DeviceMesh:
@@ -130,7 +137,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def traced(case: Case) -> dict[str, dict[str, int]]:
-    """The most bytes of "log_prob" and "update", by kind; "state", before them."""
+    """Return the peak bytes of "log_prob" and "update", by kind."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     try:
         grid = Grid.over_all_ranks(CPU, sequence=case.sequence, tensor=case.tensor)
@@ -188,7 +195,7 @@ def _run(
             found[key] = found.get(key, 0) + size
         return found
 
-    log_prob()  # what is set up once is not counted, nor shapes that DTensor tries once
+    log_prob()  # exclude one-time setup, and shapes that DTensor tries only once
     if case.tensor > 1:
         peak(update)
         module.zero_grad(set_to_none=True)
@@ -196,7 +203,7 @@ def _run(
 
 
 def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[Any]]:
-    """The model as `FSDPEngine` makes it, on this rank, and its units."""
+    """Return the model as `FSDPEngine` builds it on this rank, and its FSDP units."""
     config = AutoConfig.for_model(**case.model)
     model = BackboneConfig.model_construct(**_defaults() | {"lora_rank": case.lora_rank}, path="")
     with unset_fake_temporarily(), torch.device("meta"):
@@ -232,7 +239,7 @@ def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[
 
 
 def _allocate(module: nn.Module) -> None:
-    """Gives a module without storage fake tensors of this host."""
+    """Give a module without storage fake tensors on the host."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):

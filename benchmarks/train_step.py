@@ -1,14 +1,14 @@
-"""One training step of Tandem's engine against plain transformers, in the same run.
+"""Compare a training step of Tandem's engine with plain transformers, in the same run.
 
 Both take a 3.2M-parameter Qwen2 and 256 sequences of 6 prompt and 64 response tokens through forward,
-backward and AdamW. Peer: transformers' forward on a rectangle without padding, log-softmax, and
-fused AdamW, in micro-batches of 64. Turns alternate, so that both see the same machine; reported are
-the best turns, in tokens per second of wall-clock, and the share of the matrix product floor: the time
-that the model's linear layers alone would take at the best rate measured here.
+backward and AdamW. The peer is transformers' forward on a rectangle without padding, log-softmax, and fused
+AdamW, in micro-batches of 64. The two take turns on the same machine. The program reports the best turns, in
+tokens per second of wall-clock time, and the share of the matrix product floor: the time of the model's
+linear layers alone, at the best rate measured here.
 
     python benchmarks/train_step.py [--turns 4] [--checkpointing] [--spread] [--device cpu]
 
-In fp32 and bf16 on a CPU, in bf16 on CUDA.
+It measures fp32 and bf16 on a CPU, and bf16 on CUDA.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROMPT, RESPONSE, SAMPLES, VOCABULARY = 6, 64, 256, 64
 
 
 class MeanLogProb:
-    """The plainest loss: minus the mean log-probability of the response tokens."""
+    """The simplest loss: minus the mean log-prob of the response tokens."""
 
     outputs = frozenset({"log_probs", "entropy"})
     columns = frozenset({"response_mask"})
@@ -54,7 +54,7 @@ class MeanLogProb:
 
 
 def save_model(folder: Path) -> int:
-    """A random model in `folder`; its number of weights in linear layers."""
+    """Save a random model in `folder`; return its number of weights in linear layers."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -111,7 +111,7 @@ def transformers_step(
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Best FLOP/s of a linear layer of the model's shape."""
+    """Return the best FLOP/s of a linear layer of the model's shape."""
     x, w = (torch.randn(rows, 256, dtype=dtype, device=device) for rows in (1120, 768))
 
     def best(product: Callable[[Tensor, Tensor], Tensor]) -> float:
@@ -122,7 +122,7 @@ def product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def describe(device: torch.device) -> str:
-    """The device by its name, or the processor and its threads."""
+    """Return the name of the device, or the processor and its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations (Tandem only)")
-    parser.add_argument("--spread", action="store_true", help="responses of 4 to 64 tokens, not all 64")
+    parser.add_argument("--spread", action="store_true", help="responses have 4 to 64 tokens instead of 64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     options = arguments(parser, turns=1)
     device = choose_device(options.device)

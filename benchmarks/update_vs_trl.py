@@ -1,25 +1,26 @@
-"""Tokens/s of the policy update alone, Tandem against TRL and against plain transformers, in one run.
+"""Compare tokens/s of the policy update alone: Tandem, TRL and plain transformers, in one run.
 
-An update is GRPO's on given rollouts: forward, backward, clipping and AdamW over one batch; nothing is
-generated. All sides take the same model, tokens and advantages, and their gradients' norms are compared.
+The update is GRPO's on given rollouts: forward, backward, clipping and AdamW over one batch. Nothing is
+generated. All sides get the same model, tokens and advantages, and the norms of their gradients are compared.
 
 tandem        The training engine with the loss of its policy update. In bf16 it keeps fp32 weights.
-trl           TRL 1.16.0's GRPO trainer, given the rollouts. In bf16 its weights are bf16.
+trl           TRL 1.16.0's GRPO trainer with the given rollouts. In bf16 its weights are bf16.
 transformers  The plain loop: padded batches, all logits at once, log-softmax, fused AdamW. In bf16 its
               weights are bf16.
 
-"equal": every completion has the longest length, so nobody can save padding. "spread": lengths from a
-sixteenth of it to all of it. Each side is a process of its own and is given the fastest of several
-micro-batch sizes, found in a trial by processor time (on CUDA by the clock); then the sides take turns, and
-medians count: by the clock, and of processor time over all threads, which other programs disturb less (with
-`--threads 1`). Useful tokens are those of prompts and completions, without padding.
+In the mode "equal" every completion has the longest length, so no side can save padding. In the mode "spread"
+lengths go from a sixteenth of the longest to all of it. Each side runs in its own process with the fastest of
+several micro-batch sizes, which a trial finds by processor time (on CUDA by wall-clock time). Then the sides
+take turns, and the medians are compared: wall-clock time, and processor time over all threads, which other
+programs disturb less (with `--threads 1`). Useful tokens are the tokens of prompts and completions, without
+padding.
 
     python benchmarks/update_vs_trl.py [--sizes 3.2M 107M] [--dtypes bf16 fp32] [--modes equal spread]
         [--quick] [--device cpu] [--out FILE]
 
-On CUDA all sides are on the device, TRL's too if its environment has PyTorch's CUDA build, and the dtype is
-bf16 alone unless another is asked for. Each row is written when it is there; a file keeps its other rows. TRL
-runs in an environment of its own: `make peers` makes it.
+On CUDA all sides use the device, TRL's too if its environment has PyTorch's CUDA build, and the default dtype
+is only bf16. Each row is written as soon as it is measured; other rows of an existing file are kept. TRL runs
+in its own environment; create it with `make peers`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,15 @@ MODES = ("equal", "spread")
 
 @dataclass(frozen=True)
 class Work:
-    """Samples, tokens of a prompt and of the longest completion; samples per micro-batch that padded sides
-    try, and tokens per micro-batch that Tandem tries."""
+    """The size of the work, and the micro-batch sizes to try.
+
+    Attributes:
+        samples: samples in the batch.
+        prompt: tokens of a prompt.
+        longest: tokens of the longest completion.
+        micro: samples per micro-batch that padded sides try.
+        tokens: tokens per micro-batch that Tandem tries.
+    """
 
     samples: int
     prompt: int
@@ -89,7 +97,7 @@ def make_rollouts(work: Work, mode: str, vocabulary: int) -> dict[str, Any]:
     return {
         "prompts": torch.randint(2, vocabulary, (work.samples, work.prompt), generator=draw).tolist(),
         "completions": [torch.randint(2, vocabulary, (n,), generator=draw).tolist() for n in lengths],
-        # small ones, for gradients that no side clips before their norm is taken
+        # small advantages, so that no side clips its gradients before their norm is measured
         "advantages": (0.1 * torch.randn(work.samples, generator=draw)).tolist(),
     }
 
@@ -111,7 +119,7 @@ class TandemSide:
         )
 
     def step(self) -> float:
-        """The gradient's norm."""
+        """Take a step; return the norm of the gradient."""
         metrics = self._engine.train_step(self._batch, self._loss, micro=self._micro)
         return metrics.to_floats()["grad_norm"]
 
@@ -143,7 +151,7 @@ class TransformersSide:
         self._micro = micro
 
     def step(self) -> float:
-        """The gradient's norm."""
+        """Take a step; return the norm of the gradient."""
         for rows in torch.arange(len(self._ids)).split(self._micro):
             ids, attend, mask = self._ids[rows], self._attend[rows], self._mask[rows]
             full = bool(attend.all())
@@ -160,7 +168,7 @@ class TransformersSide:
 
 
 class Timed:
-    """A side of this environment, as the peers answer."""
+    """A side in this environment, with the same interface as the peers."""
 
     def __init__(self, side: TandemSide | TransformersSide) -> None:
         self._side = side
@@ -173,7 +181,7 @@ class Timed:
         return {"torch": torch.__version__, "transformers": transformers.__version__}
 
     def step(self) -> dict[str, float]:
-        """Seconds by the clock and of the processor; the norm of the first step's gradient."""
+        """Take a step; return wall-clock and CPU seconds, and the norm of the first step's gradient."""
         began, began_cpu = time.perf_counter(), time.process_time()
         norm = self._side.step()
         synchronize(self._device)
@@ -189,7 +197,7 @@ def start(name: str, folder: Path) -> Side:
 
 
 def fastest(name: str, settings: tuple[int, ...], logs: Path, **work: Any) -> tuple[Side, dict[str, Any]]:
-    """The side at its best micro-batch size, warmed up, and what was found on the way."""
+    """Start a side at its fastest micro-batch size, warmed up; return it with the results of the trial."""
     best: tuple[float, Side, dict[str, Any]] | None = None
     kind = "seconds" if work["device"] == "cuda" else "cpu_seconds"
     tried = {}
@@ -260,7 +268,7 @@ def report(row: dict[str, Any]) -> None:
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
-    """Puts the row in the file, in the place of an earlier one."""
+    """Write the row to the file; it replaces an earlier row."""
     cell = ("size", "dtype", "mode")
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     table = {tuple(each[name] for name in cell): each for each in [*old, row]}
@@ -272,14 +280,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=list(WORK), default=list(WORK))
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), help="both on a CPU, bf16 on CUDA")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(DTYPES), help="default: both on a CPU, bf16 on CUDA"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="one micro-batch size for each side")
-    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
+    parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = arguments(parser, sizes=["3.2M"], dtypes=["fp32"], modes=["spread"], rounds=1, quick=True)
     if options.side is not None:

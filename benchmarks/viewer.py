@@ -1,12 +1,14 @@
-"""Times the page of `tandem view` in Chromium over a run of many steps and samples.
+"""Measure the page of `tandem view` in Chromium, for a run with many steps and samples.
 
     python benchmarks/viewer.py --steps 1000 --samples 1000 [--folder DIR]
 
-Makes the run folder (a few tokens to a sample), and prints one JSON line: seconds until the index has all
-samples; milliseconds from the page's address to its first paint and to its first chart, from a filter's
-change to the new list, and from the last key of a search to its list, which waits 150 ms for a further one.
-Medians of five. Where duckdb can be imported, it answers the same filter and search over the same files,
-after it has read them into memory as the index has: `over_duckdb` is the server's time over duckdb's."""
+The program writes a run folder with a few tokens per sample, and prints one line of JSON. It has the seconds
+until the index contains all samples, and milliseconds (medians of five): from opening the page to its first
+paint and to its first chart, from a change of a filter to the new list, and from the last key of a search to
+its list, including the 150 ms in which the page waits for a further key. If duckdb is installed, it answers
+the same filter and search over the same files, after it has read them into memory, as the index does.
+`over_duckdb` is the server's time divided by duckdb's time.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ ROUNDS = 5
 
 
 def write_run(folder: Path, steps: int, samples: int, *, first: int = 1) -> None:
-    """A run folder with as many files of samples as steps, of the columns that training writes."""
+    """Write a run folder with a file of samples for each step, with the columns that training writes."""
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     (folder / "log").mkdir(exist_ok=True)
     rng = np.random.default_rng(first)
@@ -86,7 +88,7 @@ def _samples(rng: np.random.Generator, words: np.ndarray, step: int, count: int)
 
 
 def listed(page: Page, act: str) -> float:
-    """Milliseconds from an action in the page to the list that follows from it."""
+    """Return the milliseconds from an action in the page to the resulting list."""
     took: float = page.evaluate(
         """async (act) => {
           const said = () => document.querySelector(".summary")?.textContent;
@@ -97,7 +99,7 @@ def listed(page: Page, act: str) -> float:
             for (const kind of ["input", "change"]) input.dispatchEvent(new Event(kind, { bubbles: true }));
           });
           while (said() === before || document.querySelector('.listed[aria-busy="true"]')) {
-            if (performance.now() - began > 30000) throw new Error(`the list stays as it is: ${before}`);
+            if (performance.now() - began > 30000) throw new Error(`the list did not change: ${before}`);
             await new Promise(requestAnimationFrame);
           }
           return performance.now() - began;
@@ -108,7 +110,7 @@ def listed(page: Page, act: str) -> float:
 
 
 def painted(page: Page, url: str) -> tuple[float, float]:
-    """Milliseconds to the first paint and until all charts are drawn."""
+    """Return the milliseconds to the first paint and until all charts are drawn."""
     page.goto("about:blank")
     page.goto(url)
     page.wait_for_selector(".chart canvas")
@@ -136,8 +138,8 @@ def in_page(server: Server, name: str) -> dict[str, float]:
         page.wait_for_selector(".summary")
         filters = []
         for _ in range(ROUNDS):
-            filters.append(listed(page, f'type("Least score", "{FILTER}")'))
-            listed(page, 'type("Least score", "")')
+            filters.append(listed(page, f'type("Lowest score", "{FILTER}")'))
+            listed(page, 'type("Lowest score", "")')
         searches = [listed(page, f'type("Text in prompt or response", "{word}")') for word in WORDS]
         browser.close()
     return {
@@ -149,7 +151,7 @@ def in_page(server: Server, name: str) -> dict[str, float]:
 
 
 def in_server(api: Api, name: str) -> dict[str, float]:
-    """The same filter and searches without a browser."""
+    """Measure the same filter and searches without a browser."""
     words = iter(WORDS)
     return {
         "filter_ms": timed(lambda: api.routes["samples"](Query(f"run={name}&score={FILTER}.."))),
@@ -158,7 +160,7 @@ def in_server(api: Api, name: str) -> dict[str, float]:
 
 
 def in_duckdb(folder: Path) -> dict[str, float]:
-    """The same of the peer, which also counts for the histograms of score, length and step."""
+    """Measure the same in duckdb, which also counts the histograms of score, length and step."""
     base = import_module("duckdb").connect(config={"threads": os.cpu_count()})
     base.execute(
         "create table s as select filename, scores as score, uid, finish_reason, data_source, response_text, "
@@ -188,7 +190,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--folder", type=Path, help="where the run is made, or was; default: a temporary one")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="the run folder, written if it does not exist; default: a temporary folder",
+    )
     asked = arguments(parser, steps=4, samples=2000)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary) / "run"

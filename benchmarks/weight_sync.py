@@ -1,14 +1,14 @@
-"""What it costs to bring weights from training to generation: seconds, extra memory, the digests' share.
+"""Measure the weight sync from training to generation: seconds, extra memory, the share of digests.
 
     python benchmarks/weight_sync.py [--ranks 2] [--hidden 512] [--layers 8] [--bucket-mib 16] [--device cpu]
 
-On CUDA each rank has a device of its own, and memory is that of the devices. An actor on FSDP2 over `--ranks`
-processes gives its weights, fp32 parameters in bf16, on three ways: its own
-module unsharded in place; a stream of whole tensors; buckets in host memory. Each is timed without the
-digests of both sides, and these alone. Extra memory is the peak of resident memory during the transfer over
-that before it, against the bound: for the stream and the buckets the largest unit that FSDP gathers (a layer,
-or the embedding) and one bucket; for the module the weights in bf16, one unit and its shard. On a CPU gloo
-gathers into a buffer of its own first, another unit, which comes on top. Writes
+An actor on FSDP2 over `--ranks` processes transfers its weights (fp32 parameters, sent in bf16) in three
+ways: its own module unsharded in place, a stream of whole tensors, and buckets in host memory. On CUDA each
+rank has its own device, and memory means device memory. Each way is timed without the digests of both sides,
+and the digests are timed alone. Extra memory is the peak of resident memory during the transfer minus the
+memory before it. The bound for the stream and the buckets is the largest unit that FSDP gathers (a layer, or
+the embedding) plus one bucket. The bound for the module is the weights in bf16 plus one unit and its shard.
+On a CPU, gloo first gathers into its own buffer, which adds one more unit. The results go to
 benchmarks/results/weight_sync.json.
 """
 
@@ -72,14 +72,14 @@ def make_engine(folder: Path, device: torch.device) -> FSDPEngine:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak of this process's memory during a call, over that before it: the device's, or resident (Linux)."""
+    """Return the peak of memory during a call minus the memory before it (device, or resident on Linux)."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - held
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = resident("VmRSS")
     run()
     return resident("VmHWM") - before
@@ -92,7 +92,7 @@ def resident(kind: str) -> int:
 
 
 def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The best of several, all ranks together."""
+    """Return the best time of several calls, with all ranks together."""
     best = float("inf")
     for _ in range(repeats):
         dist.barrier()
@@ -105,7 +105,7 @@ def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> fl
 
 
 class Ways:
-    """The transfers of one engine."""
+    """The ways to transfer the weights of one engine."""
 
     def __init__(self, engine: FSDPEngine, bucket: int) -> None:
         self.engine = engine
@@ -136,7 +136,7 @@ class Ways:
             pass
 
     def in_buckets(self) -> None:
-        """One bucket on the host at a time, on the first rank."""
+        """Transfer the weights with one bucket at a time in host memory of the first rank."""
         for names in self.packed:
             held = [value.to("cpu") for _, value in self.engine.weights(dtype=DTYPE, names=names)]
             del held
@@ -180,7 +180,7 @@ def measure(folder: Path, bucket: int, repeats: int, device: torch.device) -> di
 def launch(options: argparse.Namespace) -> None:
     devices = torch.cuda.device_count()
     if choose_device(options.device).type == "cuda" and devices < options.ranks:
-        sys.exit(f"--ranks {options.ranks} need as many CUDA devices; this machine has {devices}")
+        sys.exit(f"--ranks {options.ranks} needs {options.ranks} CUDA devices; this machine has {devices}")
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options.hidden, options.layers)
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -197,7 +197,9 @@ def report(found: dict[str, Any]) -> None:
         extra, bound = row["extra_peak_bytes"] / MIB, row["bound_bytes"] / MIB
         print(f"{name:<10} {row['seconds']:>8.3f} {row['digest_share']:>8.1%} {extra:>10.1f} {bound:>10.1f}")
     if found["gloo_buffer_bytes"]:
-        print(f"(gloo's own buffer, {found['gloo_buffer_bytes'] / MIB:.0f} MiB, comes on top of the bound)")
+        print(
+            f"(gloo's own buffer, {found['gloo_buffer_bytes'] / MIB:.0f} MiB, is not included in the bound)"
+        )
 
 
 def main() -> None:

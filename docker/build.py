@@ -1,14 +1,14 @@
-"""Build an image of docker/, with Docker, Podman or Buildah, and run a short `tandem demo` in that for CPUs.
+"""Build an image of docker/ with Docker, Podman or Buildah, and run a short demo in the CPU image.
 
     python docker/build.py [cpu|cuda|sglang|vllm] [--build-arg NAME=VALUE] [--no-demo] [--debootstrap]
 
-Docker is used where its daemon answers, else Podman, else Buildah, which needs no daemon. Podman and Buildah
-use this machine's pip settings for the build alone: the files are mounted while commands run, and are not in
-the image. Docker has no such mounts; it uses none of them.
+Docker is used if its daemon answers, otherwise Podman, otherwise Buildah, which needs no daemon. Podman and
+Buildah use this machine's pip settings during the build: the files are mounted while commands run, and are
+not part of the image. Docker has no such mounts and does not use these settings.
 
-Where Buildah reaches no registry of images, root on Debian gets a stand-in of the official base image, under
-the same name: Debian with its own Python, made by debootstrap (`--debootstrap` asks for it). Where PyTorch's
-own index cannot be reached, torch comes from the index that pip is set to.
+If Buildah cannot reach a registry of images, root on Debian gets a replacement for the official base image
+under the same name: Debian with its own Python, made by debootstrap (`--debootstrap` forces this). If
+PyTorch's own index cannot be reached, torch comes from pip's configured index.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHORT = (
 DEMO = ("env", "OMP_NUM_THREADS=1", "python", "-c", SHORT, "demo", "--out", "/tmp/demo")
 DEMO += ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
 DEMO += ("trainer.total_training_steps=4",)
-# Without a daemon: no namespaces, no overlay file system.
+# Settings for Buildah without a daemon: no namespaces, no overlay file system.
 PLAIN = {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"}
 CONTAINER = "tandem-build"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -44,14 +44,14 @@ REACH_S, PULL_S = 10, 600
 
 
 def run(*words: str, **environment: str) -> None:
-    """Run a command to its end; leave the program where it fails."""
+    """Run a command to its end; exit if it fails."""
     print("+", " ".join(words), flush=True)
     if status := subprocess.run(words, cwd=ROOT, env=os.environ | environment, check=False).returncode:
         sys.exit(f"{words[0]} {words[1]} ended with status {status}")
 
 
 def builder() -> str:
-    """The program that builds images here."""
+    """Return the program that builds images on this machine."""
     if shutil.which("docker"):
         answer = subprocess.run(["docker", "info"], capture_output=True, timeout=60, check=False)
         if answer.returncode == 0:
@@ -59,11 +59,11 @@ def builder() -> str:
     for name in ("podman", "buildah"):
         if shutil.which(name):
             return name
-    sys.exit("nothing here builds images: start Docker's daemon, or install podman or buildah")
+    sys.exit("no program to build images was found: start Docker's daemon, or install podman or buildah")
 
 
 def base_of(dockerfile: Path, given: Sequence[str]) -> str:
-    """The image that a Dockerfile begins with, its arguments put in."""
+    """Return the base image of a Dockerfile, with its arguments filled in."""
     text = dockerfile.read_text(encoding="utf-8")
     values = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE)) | dict(
         pair.split("=", 1) for pair in given
@@ -73,7 +73,7 @@ def base_of(dockerfile: Path, given: Sequence[str]) -> str:
 
 
 def reaches(url: str) -> bool:
-    """Whether this machine gets an answer from there."""
+    """Return whether this machine gets an answer from a URL."""
     try:
         with urllib.request.urlopen(url, timeout=REACH_S):
             return True
@@ -82,7 +82,7 @@ def reaches(url: str) -> bool:
 
 
 def has_base(image: str) -> bool:
-    """Whether Buildah has the base image, or can pull it."""
+    """Return whether Buildah has the base image or can pull it."""
     for command in (["inspect", "--type", "image", image], ["pull", "--quiet", image]):
         try:
             done = subprocess.run(
@@ -100,14 +100,14 @@ def has_base(image: str) -> bool:
 
 
 def make_base(name: str, folder: Path) -> None:
-    """Make the stand-in of the official Python image and store it under that name."""
+    """Make a replacement for the official Python image, and store it under the same name."""
     if name != OFFICIAL:
-        sys.exit(f"--debootstrap makes {OFFICIAL} alone, whose Python {DEBIAN} has; asked for was {name}")
+        sys.exit(f"--debootstrap can only make {OFFICIAL}, because {DEBIAN} has that Python; got {name}")
     root = folder / "root"
     run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", DEBIAN, str(root))
     (root / "usr/bin/python").symlink_to("python3")
     for marker in root.glob("usr/lib/python3.*/EXTERNALLY-MANAGED"):
-        marker.unlink()  # the official image lets pip install beside its own Python
+        marker.unlink()  # as in the official image, pip may install into the system Python
     run("buildah", "from", "--name", f"{CONTAINER}-base", "scratch", **PLAIN)
     try:
         run("buildah", "copy", "--quiet", f"{CONTAINER}-base", str(root), "/", **PLAIN)
@@ -117,7 +117,7 @@ def make_base(name: str, folder: Path) -> None:
 
 
 def pip_settings() -> dict[str, str]:
-    """What `pip config list` says on this machine; variables count before files, as they do for pip."""
+    """Return the settings that `pip config list` shows; variables override files, as in pip."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
@@ -127,14 +127,14 @@ def pip_settings() -> dict[str, str]:
 
 
 def mounts(folder: Path, settings: Mapping[str, str]) -> Iterator[str]:
-    """Options that mount pip's settings, and the files and folders that these name, while commands run."""
+    """Yield options that mount pip's settings, and the files that they name, while commands run."""
     file = folder / "pip.conf"
     lines = (f"{name} = " + value.replace("\n", "\n    ") for name, value in settings.items())
     file.write_text("\n".join(["[global]", *lines]) + "\n", encoding="utf-8")
     yield f"--volume={file}:/etc/pip.conf:ro"
     words = {word.removeprefix("file://") for value in settings.values() for word in value.split()}
     for path in sorted(Path(word) for word in words if word.startswith("/")):
-        # an index of files may name others beside it: its folder is mounted with it
+        # an index of files may refer to other files next to it, so its folder is mounted too
         held = path.parent if path.is_dir() and path.name == "simple" else path
         if held.exists():
             yield f"--volume={held}:{held}:ro"
@@ -152,14 +152,14 @@ def build(program: str, dockerfile: Path, tag: str, options: argparse.Namespace)
         else:
             base = base_of(dockerfile, options.build_arg)
             if options.debootstrap or not has_base(base):
-                print(f"{base} is made from Debian's packages", flush=True)
+                print(f"making {base} from Debian's packages", flush=True)
                 make_base(base, Path(name))
             common += ["--network", "host", *mounts(Path(name), pip_settings())]
             run("buildah", "bud", "--pull-never", *common, ".", **PLAIN)
 
 
 def demo(program: str, tag: str) -> None:
-    """Run a short demo in the image, as its own user."""
+    """Run a short demo in the image, as the image's user."""
     if program != "buildah":
         run(program, "run", "--rm", "--shm-size=8g", tag, *DEMO)
         return
@@ -178,12 +178,14 @@ def main() -> None:
     parser.add_argument("kind", nargs="?", default="cpu", choices=kinds)
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--no-demo", action="store_true", help="build only")
-    parser.add_argument("--debootstrap", action="store_true", help="make the base image of Debian's packages")
+    parser.add_argument(
+        "--debootstrap", action="store_true", help="make the base image from Debian's packages"
+    )
     options = parser.parse_args()
     program = "buildah" if options.debootstrap else builder()
     given = [pair.partition("=")[0] for pair in options.build_arg]
     if options.kind == "cpu" and "TORCH_FROM" not in given and not reaches(TORCH_INDEX):
-        print(f"{TORCH_INDEX} cannot be reached: torch comes from pip's own index", flush=True)
+        print(f"{TORCH_INDEX} cannot be reached; using pip's default index for torch", flush=True)
         options.build_arg.append("TORCH_FROM=")
     began, tag = time.monotonic(), f"localhost/tandem:{options.kind}"
     build(program, ROOT / "docker" / f"Dockerfile.{options.kind}", tag, options)

@@ -1,10 +1,10 @@
-"""Tries a Dockerfile's install steps without a Docker engine.
+"""Run the install steps of a Dockerfile without a container program.
 
     python docker/try_install.py docker/Dockerfile.cpu --build-arg TORCH_FROM=
 
-Its COPY and RUN lines run in empty folders that stand for its WORKDIRs, in a fresh virtual environment of
-this Python; all is deleted afterwards. Steps that need root (apt-get, useradd) and lines that shape the image
-(FROM, USER, CMD …) are listed as not run. ENV PIP_* is left out, so that pip's cache serves. The last RUN
+The COPY and RUN lines run in empty folders that replace the WORKDIRs, in a new virtual environment of this
+Python. Everything is deleted afterwards. Steps that need root (apt-get, useradd) and lines about the image
+itself (FROM, USER, CMD …) are listed as not run. ENV PIP_* is ignored, so pip's cache is used. The last RUN
 line of our Dockerfiles is their smoke test.
 """
 
@@ -27,7 +27,7 @@ NEEDS_ROOT = ("apt-get", "useradd")
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """The word and the rest of each instruction; continued lines are joined, comments left out."""
+    """Yield the word and the rest of each instruction; join continued lines, skip comments."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         if line.strip():

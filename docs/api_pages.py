@@ -1,4 +1,4 @@
-"""The pages of the Python interface, from signatures and docstrings."""
+"""Generate the site's pages about the Python interface, from signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -18,62 +18,63 @@ _ENTRY = re.compile(r"^(\*{0,2}\w[\w, *]*): (.*)$")
 
 @dataclass(frozen=True)
 class Part:
-    """A page of the interface.
+    """One page of the Python interface.
 
     Attributes:
-        title: its heading.
-        says: what it is for, one sentence.
-        modules: those whose names it has: all of `__all__`, or what the module itself defines in public.
+        title: the heading of the page.
+        purpose: one sentence that says what the modules are for.
+        modules: the modules whose public names the page lists: all of `__all__`, or without `__all__` the
+            public classes and functions that the module itself defines.
     """
 
     title: str
-    says: str
+    purpose: str
     modules: tuple[str, ...]
 
 
 PARTS = {
-    "tandem": Part("tandem", "Training, answering and scoring from a script or a notebook.", ("tandem",)),
+    "tandem": Part("tandem", "Train, generate and score from a script or a notebook.", ("tandem",)),
     "rewards": Part(
         "tandem.rewards",
-        "What a reward function is given and returns; ready scorers; a judge.",
+        "The arguments and results of a reward function, ready-made scorers, and a model as judge.",
         tuple(f"tandem.rewards.{name}" for name in ("base", "items", "signatures", "rules", "judges")),
     ),
-    "sandbox": Part("tandem.sandbox", "Programs that nobody trusts, run within limits.", ("tandem.sandbox",)),
+    "sandbox": Part("tandem.sandbox", "Run untrusted programs within limits.", ("tandem.sandbox",)),
     "protocol": Part("tandem.protocol", "The data that travels between workers.", ("tandem.protocol",)),
     "runtime": Part(
         "tandem.runtime",
-        "Workers, groups of them, dispatch and futures: a distributed program of your own.",
+        "Workers, worker groups, dispatch and futures, to write a distributed program of your own.",
         ("tandem.runtime", "tandem.runtime.ray_backend"),
     ),
     "engines": Part(
         "tandem.engines",
-        "The two protocols that an engine fulfils: training and rollout.",
+        "The two protocols that an engine can implement: training and rollout.",
         ("tandem.engines.train.base", "tandem.engines.rollout.base", "tandem.engines.rollout.registry"),
     ),
     "algorithms": Part(
         "tandem.algorithms",
-        "The registries of algorithms and what their functions share; each algorithm has a page of its own.",
+        "The registries of algorithms and their shared functions. Each algorithm has its own page.",
         ("tandem.algorithms.registry", "tandem.algorithms.aggregation", "tandem.algorithms.evaluation"),
     ),
-    "errors": Part("tandem.errors", "One hierarchy of errors.", ("tandem.errors",)),
+    "errors": Part("tandem.errors", "The classes of errors that Tandem raises.", ("tandem.errors",)),
     "observability": Part(
-        "tandem.observability", "A run folder, read by a program.", ("tandem.observability.reading",)
+        "tandem.observability", "Read a run folder from a program.", ("tandem.observability.reading",)
     ),
 }
 
 
 def pages() -> dict[str, str]:
-    """The pages by path below api/, in Markdown."""
-    rows = "\n".join(f"- [{part.title}]({name}.md): {part.says}" for name, part in PARTS.items())
+    """Return the Markdown of every page by its path below api/."""
+    rows = "\n".join(f"- [{part.title}]({name}.md): {part.purpose}" for name, part in PARTS.items())
     index = (
-        "# Python\n\nThe public names, from their signatures and docstrings. `tandem` alone is the interface "
-        f"for users; the rest is for those who extend it.\n\n{rows}\n"
+        "# Python\n\nThe public names, with their signatures and docstrings. Most users need only `tandem`; "
+        f"the other modules are for people who extend it.\n\n{rows}\n"
     )
     return {"index.md": index} | {f"{name}.md": _page(part) for name, part in PARTS.items()}
 
 
 def public(part: Part) -> Iterator[tuple[str, Any]]:
-    """The names of a page and what they stand for: classes and functions, each once."""
+    """Yield the public classes and functions of a page with their names, each object once."""
     seen: set[int] = set()
     for path in part.modules:
         module = import_module(path)
@@ -93,8 +94,8 @@ def _own(module: Any) -> list[str]:
 
 
 def _page(part: Part) -> str:
-    said = "\n\n".join(_described(name, value) for name, value in public(part))
-    return f"# {part.title}\n\n{part.says}\n\n{said}\n"
+    described = "\n\n".join(_described(name, value) for name, value in public(part))
+    return f"# {part.title}\n\n{part.purpose}\n\n{described}\n"
 
 
 def _described(name: str, value: Any) -> str:
@@ -107,7 +108,7 @@ def _described(name: str, value: Any) -> str:
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class itself defines."""
+    """Yield the public methods and properties that a class itself defines."""
     for name, value in vars(kind).items():
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not name.startswith("_") and inspect.isfunction(inner) and inspect.getdoc(inner):
@@ -121,7 +122,7 @@ def _member(name: str, value: Any) -> str:
 
 
 def _signature(name: str, value: Any) -> str:
-    """A call with annotations, one parameter a line where it is long."""
+    """Return the signature with annotations. A long signature has one parameter per line."""
     word = "class " if inspect.isclass(value) else "def "
     try:
         signature = inspect.signature(value)
@@ -136,7 +137,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _parameters(signature: inspect.Signature) -> Iterator[str]:
-    """Each as it is written, with the bare * where keywords begin."""
+    """Yield each parameter as in the source, with a bare * before the keyword-only parameters."""
     starred = False
     for each in signature.parameters.values():
         if each.kind is each.KEYWORD_ONLY and not starred:
@@ -146,7 +147,7 @@ def _parameters(signature: inspect.Signature) -> Iterator[str]:
 
 
 def documented(value: Any) -> str:
-    """A docstring in Markdown: its paragraphs, its indented code, and its sections as lists."""
+    """Convert a docstring to Markdown: paragraphs, indented code, and sections as lists."""
     own = value.__doc__ if value.__doc__ and not value.__doc__.startswith(f"{value.__name__}(") else None
     out: list[str] = []
     in_section = False
@@ -165,7 +166,7 @@ def documented(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown sees no tag or link, outside of code."""
+    """Escape what Markdown would read as a tag, a link or emphasis, outside of code."""
     parts = text.split("`")
     return "`".join(
         part if place % 2 else part.replace("<", "&lt;").replace("[", "\\[").replace("*", "\\*")

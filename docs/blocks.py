@@ -1,6 +1,6 @@
-"""Blocks of code in pages: what stands between fences, and what a comment before it says.
+"""Read the fenced code blocks of a page, and the comment before each block.
 
-<!-- not run: WHY -->      of the next block, which no test executes
+The comment `<!-- not run: WHY -->` before a block means that no test executes the block.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _FILE = re.compile(r"# ([\w/.-]+\.(?:py|yaml))\n")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
+    """A code block of a page.
 
     Attributes:
-        page: where it stands.
-        line: of its first fence, from 1.
-        language: after the fence.
-        not_run: why nobody executes it, if so.
+        page: the file of the page.
+        line: the line number of the opening fence, counted from 1.
+        language: the word after the opening fence.
+        text: the lines between the fences.
+        not_run: why no test executes the block; empty if tests execute it.
     """
 
     page: Path
@@ -33,13 +34,13 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name of the file that it is, by its first line; none: it is something to run."""
+        """The file name that the first line gives; empty if the block is a command or program to run."""
         found = _FILE.match(self.text)
         return found[1] if found else ""
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The blocks of a page, in order."""
+    """Yield the blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for found in _BLOCK.finditer(text):
         line = text.count("\n", 0, found.start(2)) + 1

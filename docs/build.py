@@ -1,9 +1,9 @@
-"""Builds the site into build/site, from the pages, by Zensical, and looks at what came out.
+"""Build the site into build/site with Zensical, and check the result.
 
     make docs            (python -m docs.build)
 
-Whatever Zensical warns of is an error, and so are a link that leads nowhere and anything that a browser would
-fetch from elsewhere.
+Every warning of Zensical is an error. A link without a target is an error, and so is anything that a browser
+would fetch from another server.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ _FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sou
 
 
 def build(checks: Iterable[Check], folder: Path = BUILD) -> Path:
-    """Builds the site.
+    """Build the site and check it.
 
     Args:
-        checks: the tests of algorithms, for their page.
-        folder: its `pages` gets the pages in Markdown, and its `site` the site.
+        checks: the tests of algorithms, which the page of tests lists.
+        folder: where to write: the Markdown pages go into `pages`, the site into `site`.
+
+    Returns:
+        The folder of the site.
 
     Raises:
-        ValueError: what is wrong, all of it.
+        ValueError: the build failed or the checks found faults; the message lists all of them.
     """
     site = folder / "site"
     for old in (folder / "pages", site, folder / ".cache"):
@@ -61,15 +64,15 @@ def build(checks: Iterable[Check], folder: Path = BUILD) -> Path:
         check=False,
     )
     if done.returncode:
-        raise ValueError(f"the site cannot be built:\n{done.stdout}\n{done.stderr}")
+        raise ValueError(f"The site cannot be built:\n{done.stdout}\n{done.stderr}")
     _stay_here(site)
     if wrong := list(faults(site)):
-        raise ValueError("\n".join(["the site is not as it should be:", *wrong]))
+        raise ValueError("\n".join(["The built site has these faults:", *wrong]))
     return site
 
 
 def _stage(all_pages: Mapping[str, Page], folder: Path) -> None:
-    """Writes the pages, and the files of the repository that they link to."""
+    """Write the pages, and the files of the repository that they link to."""
     files: set[str] = set()
     for place, page in all_pages.items():
         _write(folder / place, outside_fences(rewritten(page, all_pages, files), _nested))
@@ -88,8 +91,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _nested(prose: str) -> str:
-    """Lists within lists, and what goes on below an item, with the four blanks that Python's Markdown wants;
-    a blank line before a list that follows a paragraph's line."""
+    """Adapt the Markdown of lists to Python-Markdown.
+
+    Python-Markdown needs four spaces of indentation for a nested list and for further lines of an item, and a
+    blank line between a paragraph and a list.
+    """
     prose = re.sub(
         r"^((?: {2})+)(?=[-*] |\S)",
         lambda found: found[1] * 2 if len(found[1]) < 4 else found[1],
@@ -100,7 +106,7 @@ def _nested(prose: str) -> str:
 
 
 def navigation(all_pages: Mapping[str, Page]) -> list[object]:
-    """The navigation as Zensical wants it; a page that is not there yet is left out."""
+    """Return the navigation in Zensical's form. Pages that do not exist are left out."""
     named = set(_named(NAV))
     folders = tuple(name for name in named if name.endswith("/"))
     rest = [place for place in all_pages if place not in named and not place.startswith(folders)]
@@ -133,7 +139,7 @@ def _items(
 
 
 def _folder(places: list[str], folder: str) -> Iterator[object]:
-    """The pages of a folder, those of a folder within it below its name."""
+    """Yield the pages of a folder; the pages of a subfolder are grouped below its name."""
     below: dict[str, list[object]] = {}
     for place in places:
         name, _, rest = place.removeprefix(folder).partition("/")
@@ -145,7 +151,7 @@ def _folder(places: list[str], folder: str) -> Iterator[object]:
 
 
 def _toml(value: object) -> str:
-    """A list of texts and tables of one entry, as TOML."""
+    """Convert a list of strings and one-entry dicts to TOML."""
     match value:
         case list():
             return f"[{', '.join(map(_toml, value))}]"
@@ -155,8 +161,11 @@ def _toml(value: object) -> str:
 
 
 def _stay_here(site: Path) -> None:
-    """Puts a script of our own in the place of the one that pages would fetch, and the first page in that of
-    its folder, which a browser would list."""
+    """Make the pages independent of other servers and of directory listings.
+
+    A copy of Zensical's worker script replaces the script that pages would fetch from another server. Links
+    to a folder become links to its index.html, because a browser that opens a file would list the folder.
+    """
     shutil.copy(_HERE / "worker.js", site / _SHIM_HERE)
     for file in site.rglob("*.html"):
         way = os.path.relpath(site / _SHIM_HERE, file.parent)
@@ -165,7 +174,7 @@ def _stay_here(site: Path) -> None:
 
 
 class _Html(HTMLParser):
-    """What a page links to, what it fetches, and where links to it may lead."""
+    """The links of a page, the URLs that it fetches, its anchors and its prose."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -194,11 +203,11 @@ class _Html(HTMLParser):
 
 
 _RAW = re.compile(r"^\s*(?:[-*] \S|\|.* \| .*\||#{1,6} |```)|\]\(\S+\)", re.M)
-"""Markdown that was not made into anything."""
+"""Matches Markdown that was not converted to HTML."""
 
 
 def faults(site: Path) -> Iterator[str]:
-    """What is wrong with a built site: links, anchors, what is fetched from elsewhere, Markdown left over."""
+    """Yield the faults of a built site: bad links and anchors, URLs to fetch, unconverted Markdown."""
     files = {
         path.relative_to(site).as_posix(): _Html(path.read_text("utf-8")) for path in site.rglob("*.html")
     }
@@ -212,19 +221,19 @@ def faults(site: Path) -> Iterator[str]:
             if fault := _fault(site, name, url, files):
                 yield f"{name}: {fault}"
         if left := _RAW.search("".join(html.prose)):
-            yield f"{name}: Markdown that is left over: {left[0].strip()!r}"
+            yield f"{name}: Markdown that was not converted: {left[0].strip()!r}"
 
 
 def _fault(site: Path, name: str, url: str, files: Mapping[str, _Html]) -> str | None:
     parts = urlsplit(url)
     if parts.scheme:
         good = parts.scheme in ("http", "https", "mailto") and (parts.netloc or parts.scheme == "mailto")
-        return None if good else f"no address: {url}"
+        return None if good else f"not a valid address: {url}"
     target = os.path.normpath(os.path.join(os.path.dirname(name), parts.path)) if parts.path else name
     if target not in files:
-        return None if (site / target).is_file() else f"a link leads nowhere: {url}"
+        return None if (site / target).is_file() else f"the target of this link does not exist: {url}"
     missing = parts.fragment and unquote(parts.fragment) not in files[target].ids
-    return f"no such anchor: {url}" if missing else None
+    return f"this anchor does not exist: {url}" if missing else None
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The pages of the config: every key of every command, from the types that declare it."""
+"""Generate the pages of config keys: all keys of every command, from their declared types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRAIN = "tandem train"
 
 
 def pages() -> dict[str, str]:
-    """The pages by path below config/, in Markdown."""
+    """Return the Markdown of every page by its path below config/."""
     made = {
         f"{_slug(group)}.md": _page(f"`{group}` of {_TRAIN}", _TRAIN, members)
         for group, members in _groups().items()
@@ -24,12 +24,12 @@ def pages() -> dict[str, str]:
 
 
 def place(name: str) -> str:
-    """Where a key of `tandem train` is described, below config/."""
+    """Return the link target of a key of `tandem train`, below config/."""
     return f"{_slug(_group(name))}.md#{name}"
 
 
 def _group(name: str) -> str:
-    """The first section of a key; of the policy's models also the second."""
+    """Return the first section of a key, or the first two for keys of `actor_rollout_ref`."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "actor_rollout_ref" else 1])
 
@@ -62,12 +62,13 @@ def _index() -> str:
         "\n\n".join(
             [
                 "# Every key",
-                f"The {len(keys(COMMANDS[_TRAIN]))} keys of `tandem train`, and those of the other commands: "
-                "name, type, default, meaning, when it counts, and which module reads it. A key stands on a "
-                "command line as `key=value`, with values in YAML; in a file as nested YAML; in Python in "
-                '`config={"key": value}`. `tandem config explain KEY` says the same in a terminal, and an '
-                "unknown key is an error that names the nearest known one.",
-                table(("section", "keys", "such as"), rows),
+                f"The {len(keys(COMMANDS[_TRAIN]))} keys of `tandem train`, and the keys of the other "
+                "commands. Each key has its type, default and meaning, when it is used, and which modules "
+                "read it. On a command line, write `key=value` with a YAML value. In a file, write nested "
+                'YAML. In Python, use `config={"key": value}`. `tandem config explain KEY` prints the same '
+                "facts in a terminal. An unknown key is an error, and the message suggests the most similar "
+                "key.",
+                table(("section", "keys", "for example"), rows),
                 "## The other commands",
                 table(("command", "keys", ""), others),
             ]
@@ -87,8 +88,8 @@ def _page(title: str, command: str, members: Iterable[Key]) -> str:
 
 def _key(key: Key, read_by: list[str]) -> str:
     facts = [f"- type: {key.expected}", f"- default: {_default(key)}"]
-    facts += [f"- counts only {condition.words}" for condition in dict.fromkeys(key.conditions)]
-    modules = ", ".join(f"`{module}`" for module in read_by) or "the config alone"
+    facts += [f"- used only {condition.words}" for condition in dict.fromkeys(key.conditions)]
+    modules = ", ".join(f"`{module}`" for module in read_by) or "only the config code itself"
     facts.append(f"- read by: {modules}")
     meaning = key.info.description or ""
     lines = [_plain(meaning[:1].upper() + meaning[1:]).rstrip(".") + ".", "\n".join(map(_plain, facts))]
@@ -96,7 +97,7 @@ def _key(key: Key, read_by: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown sees no emphasis, tag or link."""
+    """Escape what Markdown would read as emphasis, a tag or a link, outside of code."""
     return "`".join(
         part
         if place % 2
@@ -108,4 +109,4 @@ def _plain(text: str) -> str:
 def _default(key: Key) -> str:
     if key.inherits is not None:
         return f"the value of `{key.inherits}`"
-    return "none; it must be given" if key.required else f"`{shown(key.default)}`"
+    return "none (required)" if key.required else f"`{shown(key.default)}`"

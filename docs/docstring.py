@@ -1,4 +1,4 @@
-"""A docstring of `tandem.algorithms` in its parts."""
+"""Parse the docstrings of `tandem.algorithms` into their parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LABELS = ("When to use", "Watch", "Cost", "Source")
-"""Paragraphs that every algorithm has."""
+"""The labelled paragraphs that every algorithm must have."""
 
 _SECTIONS = ("Args", "Returns", "Raises", "Attributes")
 _START = re.compile(rf"({'|'.join([*LABELS, *_SECTIONS])}):(\s|$)|Equations?\b")
@@ -19,16 +19,16 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.+)")
 
 @dataclass
 class Docstring:
-    """A docstring taken apart.
+    """The parts of a docstring.
 
     Attributes:
-        summary: its first paragraph, one line.
+        summary: the first paragraph, on one line.
         notes: further paragraphs without a label, in Markdown.
         equation: the indented lines below "Equation …:", or below the summary.
-        symbols: what stands in parentheses between "Equation" and the colon.
-        labelled: each of LABELS that is there, as one line.
-        arguments: the meaning of each argument, one line.
-        returns, raises: one line; empty where they are not said.
+        symbols: the text in parentheses between "Equation" and the colon.
+        labelled: the text of each label of LABELS that the docstring has, on one line.
+        arguments: the meaning of each argument, on one line.
+        returns, raises: the text of the section, on one line; empty without the section.
     """
 
     summary: str
@@ -42,7 +42,7 @@ class Docstring:
 
 
 def parse(function: Callable[..., Any]) -> Docstring:
-    """The parts of a function's or class's docstring."""
+    """Parse the docstring of a function or class."""
     first, *blocks = _blocks(inspect.getdoc(function) or "")
     summary, _, code = first.partition("\n\n")
     found = Docstring(_one_line(summary), equation=textwrap.dedent(code))
@@ -67,7 +67,10 @@ def parse(function: Callable[..., Any]) -> Docstring:
 
 
 def _blocks(text: str) -> list[str]:
-    """Paragraphs, each with the indented lines below it; a label begins one, blank line or not."""
+    """Split a docstring into paragraphs with the indented lines below them.
+
+    A label starts a new paragraph, with or without a blank line before it.
+    """
     blocks: list[list[str]] = [[]]
     blank = False
     for line in text.splitlines():
@@ -80,7 +83,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _entries(block: str) -> dict[str, str]:
-    """`name, name: meaning`, one or several lines each."""
+    """Parse entries of the form `name, name: meaning`, each on one or several lines."""
     found: dict[str, str] = {}
     names: list[str] = []
     for line in textwrap.dedent(block.partition("\n")[2]).splitlines():
@@ -98,6 +101,6 @@ def _one_line(text: str) -> str:
 
 
 def _paragraph(block: str) -> str:
-    """Prose on one line, indented lines below it as they are."""
+    """Join the prose on one line and keep the indented lines below it unchanged."""
     prose, blank, code = block.partition("\n\n")
     return _one_line(prose) + blank + code

@@ -1,6 +1,6 @@
-"""The drawings of the site, from a few words each: boxes on a grid and arrows between them, as SVG.
+"""Draw the site's diagrams as SVG: boxes on a grid and arrows between them.
 
-Colours are those of the page's text and links, so that a drawing is right in light and in dark.
+The colours are those of the page's text and links, so a diagram is readable in light and in dark mode.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _LETTER = 6.4
 
 @dataclass(frozen=True)
 class Box:
-    """A box.
+    """A box of a diagram.
 
     Attributes:
-        column, row: its place in the grid; halves are allowed.
-        lines: what stands in it, two lines at most.
-        wide: how many columns it covers.
-        soft: dashed: what is not always there.
+        column, row: the position in the grid; halves are allowed.
+        lines: the text in the box, at most two lines.
+        wide: how many columns the box covers.
+        soft: draw a dashed border, for a part that not every run has.
     """
 
     column: float
@@ -34,25 +34,28 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """An arrow between two boxes, by name.
+    """An arrow between two boxes.
 
     Attributes:
-        says: what stands beside its middle.
-        soft: dashed.
+        start, end: the names of the boxes.
+        label: the text beside the middle of the arrow.
+        soft: draw a dashed line.
     """
 
     start: str
     end: str
-    says: str = ""
+    label: str = ""
     soft: bool = False
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing.
+    """A diagram.
 
     Attributes:
-        title: what it shows, for those who do not see it.
+        title: a description for readers who cannot see the diagram.
+        boxes: the boxes by name.
+        arrows: the arrows between boxes.
     """
 
     title: str
@@ -82,7 +85,7 @@ DRAWINGS = {
         ),
     ),
     "controller": Drawing(
-        "One controller calls groups of workers; batches go from worker to worker, it sees an index",
+        "One controller calls worker groups; batches go between workers, the controller has an index",
         {
             "controller": Box(0, 0, ("controller", "one Python loop, an index of each batch"), wide=4),
             "actor": Box(0, 1.2, ("policy", "ranks 0 … n")),
@@ -101,31 +104,31 @@ DRAWINGS = {
         ),
     ),
     "ragged": Drawing(
-        "Three sequences, one after the other: values and offsets, no padding",
+        "Three sequences stored one after the other: values and offsets, no padding",
         {
             "a": Box(0, 0, ("sequence 0", "prompt, response")),
             "b": Box(1, 0, ("sequence 1", "prompt, response")),
             "c": Box(2, 0, ("sequence 2", "prompt, response")),
-            "o": Box(0, 1, ("offsets: 0, length 0, length 0 + 1, all",), wide=3),
+            "o": Box(0, 1, ("offsets: 0, end of 0, end of 1, end of 2",), wide=3),
         },
         (),
     ),
     "native": Drawing(
-        "With the native engine one module trains and samples; to another engine weights are sent",
+        "The native engine samples from the module that is trained; other engines receive its weights",
         {
-            "module": Box(0, 0, ("module", "that is trained")),
+            "module": Box(0, 0, ("module", "being trained")),
             "native": Box(1.6, 0, ("native engine", "the same module")),
             "other": Box(1.6, 1.1, ("vLLM, SGLang", "a copy")),
-            "digest": Box(3.2, 1.1, ("digests", "of both compared")),
+            "digest": Box(3.2, 1.1, ("digests", "are compared")),
         },
         (
-            Arrow("module", "native", "shares"),
-            Arrow("module", "other", "stream"),
+            Arrow("module", "native", "shared"),
+            Arrow("module", "other", "weight sync"),
             Arrow("other", "digest"),
         ),
     ),
     "staleness": Drawing(
-        "Tokens are sampled at version v and learnt from at version v to v + k - 1",
+        "Tokens are sampled at version v and trained on at versions v to v + k - 1",
         {
             "v": Box(0, 0, ("version v", "writes a batch")),
             "one": Box(1, 0, ("mini-batch 1", "ratio = 1")),
@@ -136,13 +139,13 @@ DRAWINGS = {
         (Arrow("v", "one"), Arrow("one", "two"), Arrow("two", "three"), Arrow("three", "next")),
     ),
     "trust": Drawing(
-        "Two log-probs of one token are compared on every step, and a difference is traced to its cause",
+        "Two log-probs of each token are compared on every step; a large difference is explained",
         {
             "rollout": Box(0, 0, ("rollout's", "log-probs")),
             "train": Box(0, 1, ("training's", "log-probs")),
             "compare": Box(1.2, 0.5, ("difference", "on every step")),
-            "fine": Box(2.6, 0, ("within rounding", "nothing is said")),
-            "cause": Box(2.6, 1, ("over the limit", "the cause is named")),
+            "fine": Box(2.6, 0, ("within rounding", "no message")),
+            "cause": Box(2.6, 1, ("over the limit", "message with cause")),
         },
         (
             Arrow("rollout", "compare"),
@@ -155,7 +158,7 @@ DRAWINGS = {
 
 
 def drawing(name: str) -> str:
-    """A drawing as a figure of the page."""
+    """Return a diagram as an HTML figure."""
     shown = DRAWINGS[name]
     width = max(_right(box) for box in shown.boxes.values()) + _MARGIN
     height = max(_top(box) + _HEIGHT for box in shown.boxes.values()) + _MARGIN
@@ -196,20 +199,23 @@ def _arrow(name: str, shown: Drawing, arrow: Arrow) -> Iterator[str]:
     (x1, y1), (x2, y2) = _ends(shown.boxes[arrow.start], shown.boxes[arrow.end])
     dashed = ' class="soft"' if arrow.soft else ""
     yield f'<path d="M{x1:g} {y1:g} L{x2:g} {y2:g}" marker-end="url(#head-{name})"{dashed}/>'
-    if arrow.says:
+    if arrow.label:
         x, y = (x1 + x2) / 2, (y1 + y2) / 2
-        beside = len(arrow.says) * _LETTER / 2 + 4 if abs(y2 - y1) > abs(x2 - x1) else 0
+        beside = len(arrow.label) * _LETTER / 2 + 4 if abs(y2 - y1) > abs(x2 - x1) else 0
         y -= 0 if beside else 5
-        yield f'<text x="{x + beside:g}" y="{y:g}" text-anchor="middle">{escape(arrow.says)}</text>'
+        yield f'<text x="{x + beside:g}" y="{y:g}" text-anchor="middle">{escape(arrow.label)}</text>'
 
 
 def _ends(start: Box, end: Box) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where an arrow leaves one box and reaches the other: at facing sides, or at a side and an edge."""
+    """Return where an arrow leaves one box and reaches the other.
+
+    Arrows connect facing sides; an arrow back to the left ends at a lower edge.
+    """
     if _left(end) > _right(start):
         return (_right(start), _top(start) + _HEIGHT / 2), (_left(end), _top(end) + _HEIGHT / 2)
     down = _top(end) > _top(start)
     x = (_left(end) + _right(end)) / 2 if start.wide > 1 else (_left(start) + _right(start)) / 2
-    if _right(end) < _left(start):  # back: to the lower edge
+    if _right(end) < _left(start):  # An arrow back to the left ends at the lower edge.
         return (_left(start), _top(start) + _HEIGHT / 2), (
             (_left(end) + _right(end)) / 2,
             _top(end) + _HEIGHT,

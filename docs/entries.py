@@ -1,4 +1,7 @@
-"""The algorithms that have a page: everything registered, and whatever says when to use it."""
+"""Find the algorithms that have a page.
+
+These are all registered functions, and every function or class whose docstring has "When to use".
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MODULES = (
     *(module.name for module in pkgutil.walk_packages(tandem.algorithms.__path__, "tandem.algorithms.")),
     "tandem.models.heads.exact",
 )
-"""The modules that hold algorithms."""
+"""The modules that contain algorithms."""
 
 
 @dataclass(frozen=True)
@@ -29,43 +32,43 @@ class Entry:
     """An algorithm that has a page.
 
     Attributes:
-        kind: what it is.
-        name: in the config, or its title.
-        aliases: further names.
-        fn: the function.
-        said: its docstring.
-        spec: of a registered function.
-        settings: the keys that ask for it.
+        kind: the kind of algorithm.
+        name: the name in the config, or the title of the page.
+        aliases: other names that the config accepts.
+        fn: the function or class.
+        docstring: the parsed docstring.
+        spec: the registered spec; None if the function is not registered.
+        settings: the config keys that select the algorithm, with their values.
     """
 
     kind: Kind
     name: str
     aliases: tuple[str, ...]
     fn: Any
-    said: Docstring
+    docstring: Docstring
     spec: Spec | None
     settings: dict[str, Any]
 
     @property
     def path(self) -> str:
-        """The page's, below docs/algorithms."""
+        """The path of the page below docs/algorithms."""
         return f"{self.kind.folder}/{self.name}.md"
 
 
 def _contents() -> Iterator[Any]:
-    """The contents of all modules, one module after the other."""
+    """Yield all values in the modules, one module after the other."""
     for module in MODULES:
         yield from vars(importlib.import_module(module)).values()
 
 
 def registries() -> list[Registry[Any]]:
-    """The registries of the modules, in the order of KINDS."""
+    """Return the registries of the modules, in the order of KINDS."""
     found = {id(value): value for value in _contents() if isinstance(value, Registry)}
     return sorted(found.values(), key=lambda registry: list(KINDS).index(kind_of(registry)))
 
 
 def described() -> list[Any]:
-    """The functions and classes outside the registries that say when to use them."""
+    """Return the unregistered functions and classes whose docstring has "When to use"."""
     named = {spec.fn for registry in registries() for spec in map(registry.find, registry.names)}
     own = (value for value in _contents() if callable(value) and getattr(value, "__module__", "") in MODULES)
     return [fn for fn in dict.fromkeys(own) if fn not in named and "When to use" in parse(fn).labelled]
@@ -77,7 +80,7 @@ def kind_of(registry: Registry[Any]) -> str:
 
 
 def entries() -> Iterator[Entry]:
-    """Everything that has a page, in the order of the index."""
+    """Yield all algorithms that have a page, in the order of the index."""
     folders = [*(kind.folder for kind in KINDS.values()), OTHER.folder]
     yield from sorted([*_registered(), *_others()], key=lambda entry: folders.index(entry.kind.folder))
 

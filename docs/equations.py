@@ -1,10 +1,10 @@
-"""The page of tests: each algorithm's equation and the tests that hold it against it.
+"""Generate the page of tests: the equation of each algorithm and the tests that check it.
 
-A test names its pages by a mark, whose words may hold the test's parameters:
+A test names the algorithm's page with a mark, which may contain parameters of the test:
 
     @pytest.mark.equation("kl/{kind}")
 
-An alias of the config is as good as the name, and so is a name with the + of a straight-through form.
+The mark may also use an alias from the config, or a name with the + of a straight-through form.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ PAGE = "tests.md"
 
 _MARK = "mark.equation("
 _ELSEWHERE = {"gpu": "on a GPU", "slow": "in `make test-full`"}
-"""Marks of tests that `make test` leaves out, and where they run."""
+"""Marks of tests that `make test` skips, and where these tests run."""
 
 _COLLECTS_WITHIN_S = 240
 
 
 @dataclass(frozen=True)
 class Check:
-    """A test of an algorithm, with one set of its parameters.
+    """A test of an algorithm with one set of parameters.
 
     Attributes:
-        page: as the mark names it.
-        file: from the root.
-        test: the function's name.
-        says: the first paragraph of its docstring, one line.
-        where: what leaves it out of `make test`, in words.
-        verl: whether it compares with verl's function.
+        page: the page, as the mark names it.
+        file: the path from the root of the repository.
+        test: the name of the test function.
+        summary: the first paragraph of the test's docstring, on one line.
+        where: where the test runs if `make test` skips it, in words; empty otherwise.
+        verl: whether the test compares with verl's function.
     """
 
     page: str
     file: str
     test: str
-    says: str
+    summary: str
     where: str
     verl: bool
 
 
 class _Collector:
-    """A plugin of pytest that keeps what the marks say."""
+    """A pytest plugin that collects the marks of all tests."""
 
     def __init__(self) -> None:
         self.found: list[Check] = []
@@ -65,7 +65,7 @@ class _Collector:
 
 
 def checks_of(item: pytest.Item) -> Iterator[Check]:
-    """One for each page that the test's marks name."""
+    """Yield one check for each page that the test's marks name."""
     assert isinstance(item, pytest.Function), item
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     where = [words for mark, words in _ELSEWHERE.items() if item.get_closest_marker(mark)]
@@ -75,17 +75,17 @@ def checks_of(item: pytest.Item) -> Iterator[Check]:
                 page=name.format(**parameters),
                 file=os.path.relpath(item.path, ROOT),
                 test=item.originalname,
-                says=" ".join((item.function.__doc__ or "").split("\n\n")[0].split()),
+                summary=" ".join((item.function.__doc__ or "").split("\n\n")[0].split()),
                 where=", ".join(where),
                 verl=item.get_closest_marker("verl") is not None,
             )
 
 
 def collected(folder: Path = ROOT / "tests") -> list[Check]:
-    """The checks of a folder's tests, by pytest's own collection in a process of its own.
+    """Collect the checks of the tests in a folder, with pytest in a separate process.
 
     Raises:
-        RuntimeError: the tests cannot be collected; with pytest's words.
+        RuntimeError: pytest cannot collect the tests; the message has pytest's output.
     """
     files = sorted(folder.rglob("test_*.py"))
     marked = [str(file) for file in files if _MARK in file.read_text(encoding="utf-8")]
@@ -102,21 +102,21 @@ def collected(folder: Path = ROOT / "tests") -> list[Check]:
             check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(f"the tests cannot be collected:\n{done.stdout}\n{done.stderr}")
+            raise RuntimeError(f"pytest cannot collect the tests:\n{done.stdout}\n{done.stderr}")
         return [Check(**check) for check in json.loads(out.read_text(encoding="utf-8"))]
 
 
 def by_page(entries: list[Entry], checks: list[Check]) -> dict[str, list[Check]]:
-    """The checks of each entry, by the path of its page; none where nothing checks it.
+    """Return the checks of each entry by the path of its page; the list may be empty.
 
     Raises:
-        ValueError: a mark names no page.
+        ValueError: a mark names a page that does not exist.
     """
     pages = {f"{entry.kind.folder}/{name}": entry.path for entry in entries for name in _names(entry)}
     found: dict[str, list[Check]] = {entry.path: [] for entry in entries}
     for check in checks:
         if check.page not in pages:
-            raise ValueError(f"no page '{check.page}', which {check.file}::{check.test} is marked with")
+            raise ValueError(f"{check.file}::{check.test} names the unknown page '{check.page}'")
         found[pages[check.page]].append(check)
     return found
 
@@ -126,7 +126,7 @@ def _names(entry: Entry) -> list[str]:
 
 
 def page(entries: list[Entry], checks: list[Check]) -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     found = by_page(entries, checks)
     own, verl = ({(c.file, c.test) for c in checks if c.verl == is_verl} for is_verl in (False, True))
     introduction = _INTRODUCTION.format(algorithms=len(entries), tests=len(own), verl=len(verl))
@@ -136,28 +136,28 @@ def page(entries: list[Entry], checks: list[Check]) -> str:
         title = members[0].kind.singular
         parts.append(f"## {title[0].upper()}{title[1:]}")
         for entry in members:
-            parts += [f"### [`{entry.name}`]({entry.path})", *shown(entry.said)]
+            parts += [f"### [`{entry.name}`]({entry.path})", *shown(entry.docstring)]
             parts.append(_listed([check for check in found[entry.path] if not check.verl]))
             like_verl = [check for check in found[entry.path] if check.verl]
-            parts += [f"Equal to verl's:\n\n{_listed(like_verl)}"] if like_verl else []
+            parts += [f"Compared with verl's function:\n\n{_listed(like_verl)}"] if like_verl else []
     return "\n\n".join(parts) + "\n"
 
 
-_INTRODUCTION = """Each of {algorithms} algorithms with its equation, and the tests that hold it to that.
+_INTRODUCTION = """The equation of each of the {algorithms} algorithms, and the tests that check it.
 
-{tests} tests compare values or gradients with a slow reference written from the equation, or with numbers
-worked by hand. {verl} more, "equal to verl's", compare with verl's own function (`make test-verl`).
-`make docs` makes this page from the tests' marks."""
+{tests} tests compare values or gradients with a slow reference that follows the equation, or with numbers
+calculated by hand. {verl} more tests compare with verl's own function (`make test-verl`).
+`make docs` generates this page from marks in the tests."""
 
 
-def shown(said: Docstring) -> list[str]:
-    """An equation and its symbols, in Markdown."""
-    parts = [f"```text\n{said.equation}\n```"] if said.equation else []
-    return [*parts, f"Where: {said.symbols}."] if said.symbols else parts
+def shown(docstring: Docstring) -> list[str]:
+    """Return the equation and its symbols in Markdown."""
+    parts = [f"```text\n{docstring.equation}\n```"] if docstring.equation else []
+    return [*parts, f"Where: {docstring.symbols}."] if docstring.symbols else parts
 
 
 def _listed(checks: list[Check]) -> str:
-    """File by file, each test once."""
+    """Return a list of the tests by file, each test once."""
     lines = []
     ordered = sorted(dict.fromkeys(checks), key=lambda check: check.file)
     for file, members in groupby(ordered, key=lambda check: check.file):
@@ -165,8 +165,8 @@ def _listed(checks: list[Check]) -> str:
         for name, same in groupby(members, key=lambda check: check.test):
             first = next(same)
             where = f" ({first.where})" if first.where else ""
-            says = f": {first.says.rstrip('.:')}" if first.says else ""
-            lines.append(f"  - `{name}`{where}{says}")
+            summary = f": {first.summary.rstrip('.:')}" if first.summary else ""
+            lines.append(f"  - `{name}`{where}{summary}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Directives of pages that are written by hand: comments, which the site has something in place of.
+"""Expand the directives in handwritten pages: comments that the site replaces.
 
-<!-- help: NAME -->        what `tandem NAME --help` prints
-<!-- drawing: NAME -->     a drawing of docs/drawings.py
+<!-- help: NAME -->        the output of `tandem NAME --help`
+<!-- drawing: NAME -->     a diagram of docs/drawings.py
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _DIRECTIVE = re.compile(r"^<!-- (help|drawing): (\S+) -->$", re.M)
 
 
 def expanded(text: str) -> str:
-    """A page with what its directives ask for."""
+    """Return the text of a page with its directives expanded."""
     return _DIRECTIVE.sub(lambda found: _MAKE[found[1]](found[2]), text)
 
 
 def help_of(command: str) -> str:
-    """What `--help` of a command prints, in a terminal of 100 columns without colours."""
-    said = io.StringIO()
+    """Return the `--help` output of a command, as in a terminal of 100 columns without colours."""
+    printed = io.StringIO()
     plain = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    with redirect_stdout(said), patch.dict("os.environ", plain), suppress(SystemExit):  # argparse exits
+    # argparse raises SystemExit
+    with redirect_stdout(printed), patch.dict("os.environ", plain), suppress(SystemExit):
         main([*command.split(), "--help"])
-    return f"```text\n{said.getvalue().strip()}\n```"
+    return f"```text\n{printed.getvalue().strip()}\n```"
 
 
 _MAKE: Mapping[str, Callable[[str], str]] = {"help": help_of, "drawing": drawings.drawing}

@@ -1,7 +1,8 @@
-"""The page of messages: every error that the program can print, found in its source.
+"""Generate the page of messages: every error that the program can print, found in its source.
 
-A call that makes a `TandemError` is one entry: its class, its sentence, the field, what would have been right
-and the remedy, with … where the program fills something in. Docstrings of the classes say what each is about.
+Each call that makes a `TandemError` is one entry, with its class, text, field, expected value and remedy. The
+sign … replaces the parts that are only known at run time. The docstring of a class says when that class is
+raised.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class Message:
     """An error that the program can print.
 
     Attributes:
-        kind: the class.
-        text: the sentence; … stands for what is filled in.
-        parts: `field`, `expected` and `remedy`, where they are said.
-        file: from the root.
+        kind: the class of the error.
+        text: the message; … replaces the parts that are only known at run time.
+        parts: `field`, `expected` and `remedy`, as far as the call gives them.
+        file: the path from the root of the repository.
     """
 
     kind: str
@@ -37,16 +38,16 @@ class Message:
 
 @cache
 def trees() -> Mapping[str, ast.Module]:
-    """The modules of the package, by path from the root."""
+    """Return the syntax trees of the package's modules, by path from the root."""
     files = sorted(PACKAGE.rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in files}
 
 
 @cache
 def kinds() -> Mapping[str, str]:
-    """The classes of errors for the user, and what each is about, in the words of its docstring."""
+    """Return the classes of errors for users, each with the first paragraph of its docstring."""
     classes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    found = {"TandemError": "An error that fits no class below."}
+    found = {"TandemError": "An error that belongs to none of the classes below."}
     while more := {
         node.name: _about(node)
         for node in classes
@@ -62,13 +63,13 @@ def _about(node: ast.ClassDef) -> str:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """All of them, by class and sentence."""
+    """Return all messages, sorted by class and text."""
     found = {message for file, tree in trees().items() for message in _in(file, tree)}
     return tuple(sorted(found, key=lambda each: (each.kind, each.text, each.file, each.parts)))
 
 
 def _short(tree: ast.Module) -> dict[str, str]:
-    """The names by which a module raises a class of errors: its own, and those of a partial."""
+    """Return the names by which a module raises errors: the classes and partials of them."""
     found = {kind: kind for kind in kinds()}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
@@ -96,7 +97,7 @@ def _in(file: str, tree: ast.Module) -> Iterator[Message]:
 
 
 def _own(function: ast.AST) -> Iterator[ast.AST]:
-    """What stands in a function, but not in one within it."""
+    """Yield the nodes of a function, without those of functions defined inside it."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child
@@ -104,8 +105,11 @@ def _own(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def _texts(node: ast.expr, function: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module) -> list[str]:
-    """What a message may be: the expression's text, what is assigned to its name, or, where the name is a
-    parameter, what its function is called with in the same module."""
+    """Return the texts that a message can have.
+
+    The node is an expression, or a name. For a name the texts are what the function assigns to it. If the
+    name is a parameter, they are the arguments of the function's calls in the same module.
+    """
     if not isinstance(node, ast.Name):
         return [words(node)]
     assigned = [
@@ -123,7 +127,7 @@ def _texts(node: ast.expr, function: ast.FunctionDef | ast.AsyncFunctionDef, tre
 
 
 def words(node: ast.expr) -> str:
-    """An expression's text, with … for each part that is only known when the program runs."""
+    """Return the text of an expression, with … for the parts that are only known at run time."""
     match node:
         case ast.Constant(value=None):
             return ""
@@ -148,16 +152,16 @@ def _name(node: ast.expr) -> str:
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     by_kind: dict[str, list[Message]] = {}
     for message in messages():
         by_kind.setdefault(message.kind, []).append(message)
     parts = [
         "# Every message",
-        f"The {len(messages())} errors that the program can print, found in its source; … stands for "
-        "what it fills in. An error says which key, file or argument is concerned, what was given, what "
-        "would have been right, and what to do. [What goes wrong](failures.md) explains those that people "
-        "meet most.",
+        f"The {len(messages())} errors that the program can print, collected from its source. The sign … "
+        "replaces values that are only known at run time. A message names the key, file or argument, what "
+        "was given, what was expected, and what to do. [What goes wrong](failures.md) explains the most "
+        "frequent messages.",
     ]
     for kind, members in by_kind.items():
         parts += [f"## {kind}", f"{kinds()[kind].rstrip('.')}.", *_entries(members)]
@@ -166,18 +170,18 @@ def page() -> str:
 
 def _entries(members: Iterable[Message]) -> Iterator[str]:
     for message in members:
-        said = (
+        shown = (
             escaped(message.text)
             if message.text.strip("… ")
-            else "(what went wrong, in the words of its cause)"
+            else "(the text of the error that caused this one)"
         )
-        lines = [f"**{said}** ([{Path(message.file).name}](../{message.file}))"]
+        lines = [f"**{shown}** ([{Path(message.file).name}](../{message.file}))"]
         lines += [f"- {name}: {escaped(text)}" for name, text in message.parts]
         yield lines[0] + ("\n\n" + "\n".join(lines[1:]) if lines[1:] else "")
 
 
 def escaped(text: str) -> str:
-    """A text in which Markdown sees nothing of its own, on one line."""
+    """Put a text on one line and escape everything that has a meaning in Markdown."""
     one_line = " ".join(text.split())
     for mark in "\\`*_[]{}|#":
         one_line = one_line.replace(mark, f"\\{mark}")

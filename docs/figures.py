@@ -1,9 +1,10 @@
-"""Figures of the pages that results hold.
+"""Read the figures on pages that come from result files.
 
     1.74 <!-- = grpo_step_vs_trl.json rows[mode=equal,precision=fp32].ratio -->
 
-What stands after `=` is a file of benchmarks/results and a path in it; members of a list are chosen by what
-they have, and two paths may be divided. A test holds that the figure is the value, to the digits shown.
+The comment after a figure names a file of benchmarks/results and a path in that file. Square brackets select
+the member of a list that has the given values. Two paths may be divided with `/`. A test checks that the
+figure equals the value, to the digits shown.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Figure:
     """A figure on a page.
 
     Attributes:
-        shown: as it stands there, without its unit.
-        unit: of what is shown, in those of the file.
-        file, path: where its value is.
+        shown: the digits on the page, without the unit.
+        unit: the unit on the page, as a number of the file's units.
+        file, path: the result file and the path of the value in that file.
     """
 
     shown: str
@@ -41,7 +42,7 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """What the file says, in the page's unit."""
+        """The value in the file, converted to the unit of the page."""
         numerator, _, denominator = self.path.partition(" / ")
         value = _at(self.file, numerator) / (_at(self.file, denominator) if denominator else 1.0)
         return value / self.unit
@@ -54,7 +55,7 @@ class Figure:
 
 
 def figures(text: str) -> Iterator[Figure]:
-    """The figures of a page."""
+    """Yield the figures of a page."""
     for shown, unit, file, path in _FIGURE.findall(text):
         yield Figure(shown, _UNIT.get(unit, 1.0), file, path)
 
@@ -65,10 +66,10 @@ def _loaded(path: Path) -> Any:
 
 
 def _at(file: str, path: str) -> float:
-    """The number at a path.
+    """Return the number at a path of a result file.
 
     Raises:
-        KeyError: there is none, or several.
+        KeyError: the path matches no entry or several entries.
     """
     value = _loaded(RESULTS / file)
     for name, wanted in _STEP.findall(path.strip()):
@@ -77,6 +78,6 @@ def _at(file: str, path: str) -> float:
             pairs = [part.split("=") for part in wanted.split(",")]
             found = [each for each in value if all(str(each.get(key)) == want for key, want in pairs)]
             if len(found) != 1:
-                raise KeyError(f"{file}: {len(found)} of {path}")
+                raise KeyError(f"{file}: {len(found)} entries match {path}, but exactly one must match")
             value = found[0]
     return float(value)

@@ -1,6 +1,6 @@
-"""The pages of algorithms: one for each and an index, from docstrings and signatures.
+"""Generate the pages of algorithms and their index, from docstrings and signatures.
 
-An algorithm that is registered has a page; nothing is to be added here for it.
+Every registered algorithm gets a page without any change in this module.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ _PAPER = re.compile(r"([^;]*?\d{4}\b(?: \([^)]*\))?)[^;]*?(https?://[^\s,;]+[^\s
 
 
 def option_key(kind: Kind, option: str) -> str:
-    """The key that sets an option: one of its own, or one among those given by name."""
+    """Return the key that sets an option: its own key, or an entry of the `kwargs` mapping."""
     own = (f"{section}.{option}" for section in kind.sections)
     return next((name for name in own if name in keys(TrainConfig)), f"{kind.by_name}.{option}")
 
 
 def default_of(name: str, declared: Any) -> Any:
-    """The value of an option that a run does not set: the key's default, else the signature's."""
+    """Return the value of an option that a run does not set.
+
+    This is the default of the key, or without one the default in the signature.
+    """
     key = keys(TrainConfig).get(name)
     while key is not None and key.inherits is not None:
         key = keys(TrainConfig)[key.inherits]
@@ -42,22 +45,22 @@ def default_of(name: str, declared: Any) -> Any:
 
 
 def page(entry: Entry) -> str:
-    """A page, in Markdown."""
-    said, labelled = entry.said, entry.said.labelled
-    parts = [f"# `{entry.name}`", _sentence(said.summary)]
+    """Return the page of an algorithm in Markdown."""
+    docstring, labelled = entry.docstring, entry.docstring.labelled
+    parts = [f"# `{entry.name}`", _sentence(docstring.summary)]
     also = f"; also called {_ticked(entry.aliases)}" if entry.aliases else ""
     parts.append(_sentence(f"{entry.kind.singular}{also}. Code: {_source_link(entry)}"))
     if "When to use" in labelled:
         parts += ["## When to use", _sentence(labelled["When to use"])]
-    if said.equation:
-        parts += ["## Equation", *equations.shown(said)]
-    parts += said.notes
+    if docstring.equation:
+        parts += ["## Equation", *equations.shown(docstring)]
+    parts += docstring.notes
     config = list(_config(entry))
     parts += ["## Config", *config] if config else []
     if entry.spec and entry.spec.columns:
-        parts += ["## What it reads", _columns(entry.spec, entry.said.arguments)]
-    if said.returns and entry.spec:
-        parts += [_sentence(f"Returns {said.returns[0].lower()}{said.returns[1:]}")]
+        parts += ["## Inputs", _columns(entry.spec, entry.docstring.arguments)]
+    if docstring.returns and entry.spec:
+        parts += [_sentence(f"Returns {docstring.returns[0].lower()}{docstring.returns[1:]}")]
     if "Watch" in labelled:
         items = re.split(r";\s+(?=`)", labelled["Watch"])
         parts += ["## What to watch", "\n".join(f"- {item}" for item in items)]
@@ -69,7 +72,7 @@ def page(entry: Entry) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a full stop, and with a capital letter unless it begins with a symbol or a name."""
+    """End the text with a period. Capitalize the first word unless it is a symbol or a name."""
     word = text.split()[0]
     plain = word.rstrip(".,:;").isalpha() and len(word) > 1
     return f"{text[0].upper() if plain else text[0]}{text[1:].rstrip('.:')}."
@@ -87,52 +90,50 @@ def _config(entry: Entry) -> Iterator[str]:
     yield from (note.format(name=entry.name) for note in entry.kind.notes)
     if entry.spec is None or not entry.spec.options:
         return
-    yield "The same in a file, with all options at their defaults:"
+    yield "The same in a YAML file, with the defaults of all options:"
     yield f"```yaml\n{snippet(entry)}```"
     rows = [("option", "default", "meaning")]
     arguments = arguments_of(entry)
     for name, (option, value) in options_of(entry).items():
         meaning = arguments.get(option) or _meaning(name)
-        shown = "must be given" if name in entry.settings else f"`{_value(value)}`"
+        shown = "required" if name in entry.settings else f"`{_value(value)}`"
         rows.append((f"`{name}`", shown, meaning.rstrip(".")))
     yield _table(rows)
 
 
 def arguments_of(entry: Entry) -> dict[str, str]:
-    """The meaning of each argument, of the function and of what chooses its tokens, if anything does."""
+    """Return the meaning of each argument of the function and of its token selection, if any."""
     choice = entry.spec.selection if isinstance(entry.spec, PolicyLossSpec) else None
-    return (parse(choice.fn).arguments if choice else {}) | entry.said.arguments
+    return (parse(choice.fn).arguments if choice else {}) | entry.docstring.arguments
 
 
 def options_of(entry: Entry) -> dict[str, tuple[str, Any]]:
-    """By key: the option of a registered function, and what a run takes that does not set it."""
+    """Return the options of a registered function by config key, each with its default in a run."""
     declared = entry.spec.options if entry.spec else {}
     names = {option_key(entry.kind, option): option for option in declared}
     return {name: (option, default_of(name, declared[option])) for name, option in names.items()}
 
 
 def snippet(entry: Entry) -> str:
-    """The settings and all options, as YAML."""
+    """Return the settings and all options as YAML."""
     options = {name: value for name, (_, value) in options_of(entry).items()}
     return OmegaConf.to_yaml(OmegaConf.create(nested(entry.settings | options | entry.settings)))
 
 
 def _meaning(name: str) -> str:
     key = keys(TrainConfig).get(name)
-    return (key.info.description or "") if key else "as in the equation"
+    return (key.info.description or "") if key else "see the equation"
 
 
 def _columns(spec: Spec, own: Mapping[str, str]) -> str:
-    """The registry's words for each column, and the docstring's own beside them, if it has any."""
+    """Return the table of columns, described by the docstring's `Args:` or else by the registry."""
     rows = [("column", "shape and meaning")]
-    for name in spec.columns:
-        note = f"; {own[name].rstrip('.')}" if name in own else ""
-        rows.append((f"`{name}`", f"{spec.known_columns[name]}{note}"))
+    rows += [(f"`{name}`", own.get(name, spec.known_columns[name]).rstrip(".")) for name in spec.columns]
     return _table(rows)
 
 
 def index(all_entries: list[Entry]) -> str:
-    """The index, in Markdown."""
+    """Return the index in Markdown."""
     rows = [("name", "kind", "needs", "level", "cost", "paper")]
     for entry in all_entries:
         also = f" ({_ticked(entry.aliases)})" if entry.aliases else ""
@@ -142,8 +143,8 @@ def index(all_entries: list[Entry]) -> str:
                 entry.kind.singular,
                 needs(entry.spec) if entry.spec else entry.kind.needs,
                 level_of(entry) if entry.spec else entry.kind.level,
-                entry.said.labelled.get("Cost", "").rstrip("."),
-                paper(entry.said.labelled.get("Source", "")),
+                entry.docstring.labelled.get("Cost", "").rstrip("."),
+                paper(entry.docstring.labelled.get("Source", "")),
             )
         )
     return "\n\n".join([INTRODUCTION, _table(rows)]) + "\n"
@@ -151,19 +152,20 @@ def index(all_entries: list[Entry]) -> str:
 
 INTRODUCTION = """# Algorithms
 
-Every algorithm is a pure function: columns of the batch and numbers in, tensors out. Its signature says what
-it reads, and the loop provides that and nothing else. These pages are made from docstrings and signatures by
-`make docs`. [Your own algorithm](../your-own-algorithm.md) is a function in a file of yours.
-[These tests](tests.md) hold each one against its equation.
+Every algorithm is a pure function: it takes columns of the batch and numbers, and returns tensors. Its
+signature names the inputs, and the training loop computes only these inputs. `make docs` generates these
+pages from docstrings and signatures. To use [your own algorithm](../your-own-algorithm.md), write a function
+in a file. [These tests](tests.md) check each algorithm against its equation.
 
-- **needs**: what the run has for it besides the policy and its samples.
-- **level**: `token`, each token by itself; `sequence`, one number or ratio for a whole response; `batch`, the
-  responses beside it count too. Found by running the registered function on a small batch.
-- **cost**: what it adds to a step."""
+- **needs**: what the run must have besides the policy and its samples.
+- **level**: `token` means that each token counts by itself; `sequence` means that there is one number or
+  ratio for a whole response; `batch` means that other responses in the batch count too. The level is found by
+  running the registered function on a small batch.
+- **cost**: how much the algorithm adds to a step."""
 
 
 def level_of(entry: Entry) -> str:
-    """See `docs.probe.level`."""
+    """Return the level of a registered algorithm; see `docs.probe.level`."""
     assert entry.spec is not None, entry.name
     settings = entry.settings
     options = {option: settings.get(name, value) for name, (option, value) in options_of(entry).items()}
@@ -171,12 +173,12 @@ def level_of(entry: Entry) -> str:
 
 
 def needs(spec: Spec) -> str:
-    """The things that a run must have for an algorithm, in words."""
+    """Return in words what a run must have for an algorithm."""
     return ", ".join(NEEDS[name] for name in spec.columns if name in NEEDS)
 
 
 def paper(source: str) -> str:
-    """The papers of a source, as links."""
+    """Return links to the papers in a source paragraph."""
     return "; ".join(f"[{who.strip()}]({where})" for who, where in _PAPER.findall(source))
 
 
@@ -194,6 +196,9 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The pages by path below docs/algorithms, from which their links hold, but for that of the tests."""
+    """Return all pages except the page of tests, by path below docs/algorithms.
+
+    Links in a page are relative to its path.
+    """
     found = list(entries())
     return {entry.path: page(entry) for entry in found} | {"README.md": index(found)}

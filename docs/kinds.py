@@ -1,4 +1,4 @@
-"""The keys that ask for an algorithm, which its docstring and its signature do not tell."""
+"""Config keys of each kind of algorithm, which docstrings and signatures do not tell."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ACTOR = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of algorithms.
+    """A kind of algorithm.
 
     Attributes:
-        singular: what one is called.
-        folder: of the pages.
-        keys: the keys that name one.
-        sections: where its options may be keys of their own.
-        by_name: the mapping for all other options.
-        beside: what else must be set for it to count.
-        notes: what each page says below the keys; `{name}` is that of the algorithm.
-        needs, level: of those that are not registered, as in the index.
+        singular: what an algorithm of this kind is called.
+        folder: the folder of its pages.
+        keys: the keys whose value is the algorithm's name.
+        sections: the config sections that may have its options as keys.
+        by_name: the key of the mapping that takes all other options.
+        beside: other keys that must be set so that the algorithm has an effect.
+        notes: text for each page, below the keys; `{name}` is replaced by the algorithm's name.
+        needs, level: the index entries of algorithms that are not registered.
     """
 
     singular: str
@@ -39,11 +39,13 @@ class Kind:
 
 KL_LOSS: Mapping[str, Any] = {f"{ACTOR}.use_kl_loss": True}
 KL_IN_REWARD = (
-    "In the reward instead of the loss: `algorithm.kl_penalty={name} algorithm.use_kl_in_reward=true`."
+    "To use it in the reward instead of the loss: "
+    "`algorithm.kl_penalty={name} algorithm.use_kl_in_reward=true`."
 )
 STRAIGHT_THROUGH = (
-    "`{name}+` has the values of `{name}` and the gradient of [`k2`](k2.md), whose mean on the policy's own "
-    "samples is the gradient of the KL: Tang and Munos 2025, https://arxiv.org/abs/2506.09477."
+    "`{name}+` has the values of `{name}` and the gradient of [`k2`](k2.md). On the policy's own samples, "
+    "the mean of this gradient is the gradient of the KL: Tang and Munos 2025, "
+    "https://arxiv.org/abs/2506.09477."
 )
 
 KINDS = {
@@ -78,11 +80,11 @@ KINDS = {
         beside={"algorithm.rollout_correction.rollout_rs_threshold": "2.0"},
     ),
 }
-"""By the `kind` of the specs in a registry."""
+"""The kinds by the `kind` of the specs in a registry."""
 
 NEEDS = {
     "values": "a critic",
-    "ref_log_probs": "a reference",
+    "ref_log_probs": "a reference model",
     "group": "several samples of a prompt",
     "reward_baselines": "a greedy response to each prompt",
     "reward_components": "rewards by component",
@@ -90,11 +92,11 @@ NEEDS = {
     "rollout_log_probs": "the rollout's log-probs",
     "entropy": "the entropy",
 }
-"""Columns that a run does not have anyway."""
+"""What a run must have for a column that not every run has."""
 
 
 OTHER = Kind("part of the loop", "parts")
-"""Parts that are not one of several to choose from."""
+"""Parts that are not one of several alternatives."""
 
 EXACT_KL = Kind(
     "exact KL",
@@ -107,7 +109,7 @@ EXACT_KL = Kind(
 )
 
 BY_NAME = {"kl_divergence": (EXACT_KL, FULL_KL)}
-"""Functions outside the registries that a name in the config asks for: what they are, and that name."""
+"""Functions outside the registries that a config selects by name: their kind and that name."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "policy_losses/bypass_mode": {"algorithm.rollout_correction.bypass_mode": True},
@@ -127,4 +129,4 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "reward_model.overlong_buffer.len": 4096,
     },
 }
-"""The keys to set besides the name, or instead of one, by folder and name."""
+"""The keys to set besides or instead of the name, by folder and name."""

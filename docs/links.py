@@ -1,4 +1,4 @@
-"""Links of pages, which hold from where each lies in the repository, as links within the site."""
+"""Convert links that are relative to files of the repository into links within the site."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from docs.entries import ROOT
 from docs.pages import Page
 
 SOURCES = "source"
-"""The folder of the site that has files of the repository which pages link to."""
+"""The folder of the site for files of the repository that pages link to."""
 FIGURES = "figures"
-"""The folder of the site that has pictures."""
+"""The folder of the site for pictures."""
 
 _LINK = re.compile(r"(`+)[^`]*?\1|(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 _EXTERNAL = re.compile(r"[a-z]+:|#")
@@ -21,7 +21,7 @@ _FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 
 
 def outside_fences(text: str, change: Callable[[str], str]) -> str:
-    """A page in which each paragraph's lines outside fences of code are changed."""
+    """Apply `change` to the text before, between and after the code fences of a page."""
     out: list[str] = []
     fence = ""
     prose: list[str] = []
@@ -39,7 +39,7 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
 
 
 def targets(text: str) -> Iterator[str]:
-    """Where the links of a page lead, outside fences of code."""
+    """Yield the link targets of a page, outside code fences."""
     found: list[str] = []
 
     def collect(prose: str) -> str:
@@ -51,13 +51,15 @@ def targets(text: str) -> Iterator[str]:
 
 
 def rewritten(page: Page, pages: Mapping[str, Page], files: set[str]) -> str:
-    """A page's text with links that hold within the site.
+    """Return a page's text with links that work within the site.
 
     Args:
-        files: takes the files of the repository that it links to.
+        page: the page.
+        pages: all pages of the site.
+        files: a set; the files of the repository that the page links to are added to it.
 
     Raises:
-        ValueError: a link leads nowhere.
+        ValueError: the target of a link does not exist.
     """
     places = {other.origin: other.place for other in pages.values()}
 
@@ -69,7 +71,7 @@ def rewritten(page: Page, pages: Mapping[str, Page], files: set[str]) -> str:
         place = places.get(origin)
         if place is None:
             if not (ROOT / origin).exists():
-                raise ValueError(f"{page.origin}: a link leads nowhere: {match[3]}")
+                raise ValueError(f"{page.origin}: the target of this link does not exist: {match[3]}")
             files.add(origin)
             place, hash_, anchor = place_of(origin), "", ""
         way = os.path.relpath(place, os.path.dirname(page.place) or ".")
@@ -79,7 +81,7 @@ def rewritten(page: Page, pages: Mapping[str, Page], files: set[str]) -> str:
 
 
 def place_of(file: str) -> str:
-    """Where the site has a file of the repository that is no page."""
+    """Return the place in the site of a repository file that is not a page."""
     if PurePosixPath(file).suffix in (".svg", ".png"):
         return f"{FIGURES}/{PurePosixPath(file).name}"
     return f"{SOURCES}/{file}.md"

@@ -1,7 +1,9 @@
-"""Prints the tables of docs/memory.md: what `tandem plan` says of the configs of examples/memory, and what
-levers save of an update's activations.
+"""Print the tables of docs/memory.md.
 
     python docs/memory_table.py
+
+The tables show what `tandem plan` predicts for the configs of examples/memory, and how much memory for
+activations each lever saves in an update.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _PHASES = ("reshard", "rollout", "old log-probs", "actor update")
 
 
 def planned(file: Path) -> tuple[int, int, Plan]:
-    """The number of devices that the file's name says, GiB of each, and the plan."""
+    """Return the number of devices and GiB per device in the file's name, and the plan."""
     match = _NAME.fullmatch(file.stem)
     assert match is not None, file
     config = load_train_config(str(file), elsewhere=True).config
@@ -41,8 +43,8 @@ def planned(file: Path) -> tuple[int, int, Plan]:
 
 
 def examples() -> Iterator[str]:
-    """A row for each config: GiB of each phase on a device."""
-    yield "| config | devices | " + " | ".join(_PHASES) + " | left at the worst | host of a node |"
+    """Yield a table row for each config: the GiB that each phase needs on a device."""
+    yield "| config | devices | " + " | ".join(_PHASES) + " | free at worst | host memory |"
     yield "|---|---|" + "---|" * (len(_PHASES) + 2)
     for file in EXAMPLES:
         count, size, made = planned(file)
@@ -54,9 +56,12 @@ def examples() -> Iterator[str]:
 
 
 def savings() -> Iterator[str]:
-    """A row for each model: of an update's activations, and of all that it holds beside weights and moments,
-    the share that a lever saves; one micro-batch of 8,192 tokens on one of eight devices."""
-    yield "| model | none: activations, all | ops | full | full, on the host |"
+    """Yield a table row for each model: how much memory each lever saves in an update.
+
+    A cell has two shares: of the activations, and of everything that the update holds besides weights and
+    optimizer moments. The update has one micro-batch of 8,192 tokens, on one of eight devices.
+    """
+    yield "| model | none: activations, everything | ops | full | full, offloaded |"
     yield "|---|---|---|---|---|"
     for name in (
         "Qwen/Qwen2.5-3B",
@@ -100,8 +105,11 @@ _THEIRS = (
 
 
 def beside_theirs() -> Iterator[str]:
-    """A row for each model: GiB of an update in one micro-batch and in several, of 8,192 tokens a device,
-    with all that saves memory, beside the figure of a table that states neither lengths nor batches."""
+    """Yield a table row for each model: the GiB of an update with every lever that saves memory.
+
+    The update has one or several micro-batches of 8,192 tokens per device. The column "GB, elsewhere" has the
+    figures of another system's table, which states neither lengths nor batch sizes.
+    """
     yield "| model | devices | GB, elsewhere | one micro-batch | several | several, reduced once |"
     yield "|---|---|---|---|---|---|"
     for name, devices, theirs in _THEIRS:
@@ -113,7 +121,8 @@ def beside_theirs() -> Iterator[str]:
         ]
         cells = []
         for several, sync in ((1, "each"), (4, "each"), (4, "once")):
-            prompts = several * devices // 2  # of 8 responses of 2,048 tokens
+            # each prompt has 8 responses; prompt and response have 2,048 tokens in total
+            prompts = several * devices // 2
             words = [*size, *_ONE, f"data.train_batch_size={prompts}"]
             actor = "actor_rollout_ref.actor"
             words += [f"{actor}.ppo_mini_batch_size={prompts}", f"{actor}.use_dynamic_bsz=true"]
@@ -140,7 +149,7 @@ _RUN = (
 
 @functools.cache
 def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
-    """What `tandem plan --fit` finds, and its plan."""
+    """Return the result of `tandem plan --fit` and the plan of the config that it finds."""
     count, _, size = devices.removesuffix("GB").partition("x")
     words = [f"actor_rollout_ref.model.path={model}", *_RUN, f"trainer.nnodes={-(-int(count) // 8)}"]
     words += [f"trainer.n_gpus_per_node={min(8, int(count))}"]
@@ -154,9 +163,9 @@ def fitted_pair(model: str, devices: str) -> tuple[Plan, TrainConfig, Found]:
 
 
 def fitted() -> Iterator[str]:
-    """A row for each pair: what was found, GiB that are left, and the floor of a step."""
-    head = ("model", "devices", "tensor, sequence, stages, shards", "again", "on the host")
-    head += ("tokens: update, log-probs", "rollout: split, share", "left", "floor, s")
+    """Yield a table row for each pair: what was found, the free GiB, and the floor of a step."""
+    head = ("model", "devices", "tensor, sequence, stages, shards", "recomputed", "offloaded")
+    head += ("tokens: update, log-probs", "rollout: split, share", "free", "floor, s")
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * 9
     for pair in PAIRS:

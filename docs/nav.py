@@ -1,10 +1,13 @@
-"""The navigation of the site. A title is the page's own."""
+"""The navigation of the site. Each page provides its own title."""
 
 from __future__ import annotations
 
 Part = str | tuple[str, tuple["Part", ...]]
-"""A page, or a title and what stands below it. A name that ends in / stands for the pages of that folder that
-nothing else names, and REST for all that are left."""
+"""A page, or a title with the entries below it.
+
+A name that ends in / means all pages of that folder that no other entry names. REST means all remaining
+pages.
+"""
 
 REST = "*"
 

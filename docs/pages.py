@@ -1,4 +1,4 @@
-"""The pages of the site: those that are written by hand, and those that are made from the code."""
+"""Collect all pages of the site: handwritten pages and pages generated from the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUTSIDE = {
     "examples/reward_model/README.md": "examples/reward_model.md",
     "benchmarks/results/learning_curves.md": "results/learning_curves.md",
 }
-"""Pages of the site that lie outside docs/, and where the site has them."""
+"""Pages outside docs/ by path, and their places in the site."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Page:
     """A page in Markdown.
 
     Attributes:
-        origin: the path from the root of the repository from which its links hold; of a page that is made,
-            the one that it would have.
-        text: with its directives expanded.
+        origin: the path from the root of the repository; links are relative to it. For a generated page, the
+            path that it would have.
+        text: the Markdown text; `pages` expands its directives.
     """
 
     origin: str
@@ -53,13 +53,13 @@ class Page:
 
 
 def written() -> Iterator[Page]:
-    """The pages that are written by hand, as they lie in the repository."""
+    """Yield the handwritten pages, unchanged from the repository."""
     for path in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OUTSIDE)]:
         yield Page(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
 
 
 def made(checks: Iterable[Check]) -> Iterator[Page]:
-    """The pages that are made from the code.
+    """Yield the pages that are generated from the code.
 
     Args:
         checks: the tests of algorithms.
@@ -81,13 +81,13 @@ def made(checks: Iterable[Check]) -> Iterator[Page]:
 
 
 def pages(checks: Iterable[Check]) -> dict[str, Page]:
-    """All pages by their place in the site."""
+    """Return all pages by their place in the site."""
     found = [Page(page.origin, expand.expanded(page.text)) for page in written()]
     return {page.place: page for page in [*found, *made(checks)]}
 
 
 def source(path: Path) -> str:
-    """A file of the repository, or the names of a folder's, as a page that the search leaves out."""
+    """Return a repository file, or the list of a folder's files, as a page without search entries."""
     names = (file.name for file in sorted(path.glob("*")) if not file.name.startswith("_"))
     text = "\n".join(names) if path.is_dir() else path.read_text(encoding="utf-8").rstrip("\n")
     fence = "`" * (1 + max(2, *(len(run) for run in re.findall("`+", text)), 2))

@@ -1,4 +1,4 @@
-"""An algorithm's reach, found on a small batch: whether it looks at tokens, sequences or the whole batch."""
+"""Find on a small batch whether an algorithm looks at tokens, sequences or the whole batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _COMPONENTS = 2
 
 
 def level(spec: Spec, options: Mapping[str, Any]) -> str:
-    """`token`, `sequence` or `batch`. Of an estimator: whether a sequence's tokens all get the same
-    advantage. Of all else: how far the log-prob of one token reaches into the results of others.
+    """Return `token`, `sequence` or `batch`.
+
+    For an advantage estimator this says whether all tokens of a sequence get the same advantage. For other
+    algorithms it says how far a change of one token's log-prob reaches into the results of other tokens.
 
     Args:
-        options: to call it with.
+        spec: the registered algorithm.
+        options: the options to call it with.
     """
     return _of_estimator(spec, options) if isinstance(spec, AdvantageSpec) else _reach(spec, options)
 
@@ -54,8 +57,10 @@ def _per_token(spec: Spec, options: Mapping[str, Any], columns: dict[str, Tensor
 
 
 def _columns(spec: Spec) -> dict[str, Tensor]:
-    """Two prompts with two samples each; floats are random in float64, rewards between 0 and 1, policies
-    nearly the same."""
+    """Return columns of two prompts with two samples each.
+
+    Floats are random in float64, rewards are between 0 and 1, and the policies are nearly equal.
+    """
     draw = torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, *_LENGTHS]).cumsum(0)
     tokens, sequences = int(offsets[-1]), len(_LENGTHS)

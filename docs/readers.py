@@ -1,11 +1,10 @@
-"""Writes tandem/config/readers.json, the table of what reads which key of which command, from the code.
+"""Write tandem/config/readers.json, which lists the modules that read each key of each command.
 
     python -m docs.readers
 
-The sources are parsed, not imported. A name is followed where its type is written: parameters, fields and
-attributes annotated with a section or with a class that holds one, and what is assigned from these. A
-property or method of a section reads its keys for the module that uses it. What takes a section as a whole
-counts by the type it declares, wherever the section lies.
+The sources are parsed, not imported. Names are followed if their type is declared: parameters, fields and
+attributes annotated with a section (or a class that holds one), and names assigned from these. A property or
+method of a section counts for the module that uses it. A whole section counts by its declared type.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from tandem.config.section import Section
 PACKAGE = Path(tandem.__file__).parent
 
 _NAMES = re.compile(r"Config\b|\.config\b")
-"""A module without these knows no section, nor what holds one."""
+"""A module without a match uses no section."""
 
 Value = tuple[str, tuple[str, ...]]
-"""A thing of a class, by its name, and the attributes that lead on from it."""
+"""The name of a class, and the attributes that lead from an instance to the value."""
 
 Values = frozenset[Value]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,8 +41,8 @@ class _Class:
 
     Attributes:
         bases: names of its base classes.
-        attributes: what its annotated attributes and those assigned to self may be.
-        methods: its functions, properties among them.
+        attributes: possible values of annotated attributes and of attributes assigned to self.
+        methods: its functions and properties.
     """
 
     bases: tuple[str, ...]
@@ -52,13 +51,13 @@ class _Class:
 
 
 def table() -> dict[str, dict[str, list[str]]]:
-    """The modules that read each key, by command."""
+    """Return the modules that read each key, by command."""
     return {command: readers(root) for command, root in explain.COMMANDS.items()}
 
 
 @cache
 def readers(root: type[Section]) -> dict[str, list[str]]:
-    """The modules that read each key, by dotted path, in alphabetical order."""
+    """Return the modules that read each key, by dotted path, in alphabetical order."""
     found: dict[str, set[str]] = {name: set() for name in keys(root)}
     holders = _holders(root)
     for module, start, chain in _reads():
@@ -70,7 +69,7 @@ def readers(root: type[Section]) -> dict[str, list[str]]:
 
 
 def _holders(root: type[Section]) -> dict[str, frozenset[str]]:
-    """The sections of a config by path, each with the names of its class and its bases."""
+    """Return the sections of a config by path, each with the names of its class and bases."""
     found: dict[str, frozenset[str]] = {}
 
     def visit(section: type[Section], at: str) -> None:
@@ -85,7 +84,7 @@ def _holders(root: type[Section]) -> dict[str, frozenset[str]]:
 
 @cache
 def _reads() -> frozenset[tuple[str, str, tuple[str, ...]]]:
-    """Module, class of the section from which it is reached, and attributes up to the key."""
+    """Return triples: module, class of the first section, attributes from there to the key."""
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(source)
@@ -102,7 +101,7 @@ def _reads() -> frozenset[tuple[str, str, tuple[str, ...]]]:
 
 
 class _Code:
-    """The classes and functions of the package, and what they read."""
+    """The classes and functions of the package, and the keys that they read."""
 
     def __init__(self, trees: Iterable[ast.Module]) -> None:
         self.classes: dict[str, _Class] = {}
@@ -121,7 +120,8 @@ class _Code:
                 self.returns[node.name] = self.named(node.returns)
             elif isinstance(node, ast.ClassDef):
                 self._declare(node)
-        for _ in range(2):  # an attribute may be assigned from another class's
+        # two passes, because an attribute may be assigned from an attribute of another class
+        for _ in range(2):
             for node in nodes:
                 if isinstance(node, ast.ClassDef):
                     self._assign(node)
@@ -148,7 +148,7 @@ class _Code:
                     known.attributes[target.attr] = old | scope.values(value)
 
     def named(self, annotation: ast.expr | None) -> Values:
-        """The classes of the package that an annotation names, outside of containers."""
+        """Return the classes of the package that an annotation names, outside of containers."""
         if isinstance(annotation, ast.BinOp):
             return self.named(annotation.left) | self.named(annotation.right)
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -159,7 +159,7 @@ class _Code:
         return frozenset({(name, ())}) if name in self.classes else _NONE
 
     def parameters(self, function: Function, owner: str | None = None) -> dict[str, Values]:
-        """What the parameters of a function may be."""
+        """Return the possible values of a function's parameters."""
         given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         found = {part.arg: self.named(part.annotation) for part in given}
         if owner is not None and given and given[0].arg == "self":
@@ -167,14 +167,14 @@ class _Code:
         return found
 
     def lineage(self, name: str) -> Iterator[str]:
-        """A class and its bases, nearest first."""
+        """Yield a class and its bases, nearest first."""
         if name in self.classes:
             yield name
             for base in self.classes[name].bases:
                 yield from self.lineage(base)
 
     def member(self, owner: str, name: str) -> tuple[Values | None, Function | None]:
-        """An attribute of a class: what it may be, or the function that makes it."""
+        """Return the possible values of an attribute, or the method or property of that name."""
         for each in self.lineage(owner):
             known = self.classes[each]
             if name in known.methods:
@@ -187,7 +187,7 @@ class _Code:
         return "Section" in self.lineage(name)
 
     def module_reads(self, tree: ast.Module) -> set[Value]:
-        """What the functions of a module read."""
+        """Return the values that the functions of a module read."""
         found: set[Value] = set()
         for node in tree.body:
             parts = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -203,7 +203,7 @@ class _Code:
         return scope.reads(function)
 
     def used(self, owner: str, name: str) -> frozenset[tuple[str, ...]]:
-        """What a property or method of a section reads, as attributes from the section on."""
+        """Return what a property or method of a section reads, as attributes from that section."""
         at = (owner, name)
         if at not in self._used and at not in self._using:
             self._using.add(at)
@@ -224,13 +224,13 @@ class _Code:
 
 
 class _Scope:
-    """The names of one function."""
+    """The names in one function and their possible values."""
 
     def __init__(self, code: _Code, names: dict[str, Values]) -> None:
         self._code, self._names = code, names
 
     def bind(self, function: Function) -> None:
-        """Learns what its assigned names may be."""
+        """Record the possible values of the names that the function assigns."""
         facts = _facts(function)
         for inner in facts.functions:
             self._names = self._code.parameters(inner) | self._names
@@ -241,7 +241,7 @@ class _Scope:
                     self._names[target.id] = old | self.values(value)
 
     def values(self, node: ast.expr) -> Values:
-        """What an expression may be."""
+        """Return the possible values of an expression."""
         match node:
             case ast.Name(id=name):
                 return self._names.get(name, _NONE)
@@ -276,7 +276,7 @@ class _Scope:
         return name
 
     def _step(self, value: Value, name: str) -> Values:
-        """One attribute on: from a section the way is kept, so that the key is known from where it began."""
+        """Follow one attribute. From a section, keep the path, which later gives the key."""
         owner = self._class_of(value)
         held, function = self._code.member(owner, name)
         if function is not None:
@@ -287,7 +287,7 @@ class _Scope:
         return held or _NONE
 
     def reads(self, function: Function) -> set[Value]:
-        """The keys that are read, each from the section at which the way began."""
+        """Return the keys that the function reads, each from the section where its path starts."""
         facts = _facts(function)
         found = {each for inner, name in facts.attributes for each in self._read(inner, {name})}
         return found | {each for inner in facts.by_name for each in self._read(inner, facts.words)}
@@ -310,14 +310,14 @@ class _Scope:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What stands in a function.
+    """The relevant parts of a function.
 
     Attributes:
-        assigned: targets and values.
-        attributes: expressions and the attributes that are read of them.
-        by_name: expressions whose attributes are read by names in variables, by getattr or attrgetter.
-        words: texts in the function, and in the tables of names that it uses.
-        functions: functions within it.
+        assigned: targets and values of assignments.
+        attributes: expressions and the names of attributes read from them.
+        by_name: expressions whose attributes are read through getattr or attrgetter.
+        words: strings in the function, and in the tables of names that it uses.
+        functions: functions defined inside it.
     """
 
     assigned: tuple[tuple[ast.expr, ast.expr], ...]
@@ -351,7 +351,7 @@ def _facts(function: Function) -> _Facts:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets and values of an assignment or of a loop over written-out values, tuples taken apart."""
+    """Yield targets and values of an assignment or of a loop over literals, one by one."""
     pairs: list[tuple[ast.expr, ast.expr]] = []
     match node:
         case ast.Assign(targets=targets, value=value):
@@ -373,7 +373,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _type_variable(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """The name and bound of a type variable, or of a union that has a name."""
+    """Yield the name and bound of a type variable, or the name and members of a union."""
     match node:
         case ast.Assign(
             targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id="TypeVar"), keywords=words)

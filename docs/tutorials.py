@@ -1,9 +1,9 @@
-"""Runs the tutorials, from their own blocks of code, and draws the curves that they end in.
+"""Run the tutorials from their own code blocks, and draw the curves at their end.
 
     python -m docs.tutorials [FOLDER] [NAME …]
 
-FOLDER has runs/demo, as `tandem demo` leaves it. What the curves are of goes into
-benchmarks/results/tutorials.json, the curves into docs/figures.
+FOLDER must contain runs/demo, which `tandem demo` writes. The points of the curves go into
+benchmarks/results/tutorials.json, the pictures into docs/figures.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Line:
     """A curve.
 
     Attributes:
-        label: at its end.
+        label: the text at the end of the curve.
         run: the run folder.
-        metric: what it shows.
-        times: by which it is multiplied.
+        metric: the metric that the curve shows.
+        times: a factor for the metric's values.
     """
 
     label: str
@@ -70,11 +70,11 @@ TUTORIALS: Mapping[str, tuple[Line, ...]] = {
         Line("one process", "runs/demo/run", "val/accuracy"),
     ),
 }
-"""The curves of each tutorial; `first-run` is the demo's own."""
+"""The curves of each tutorial; `first-run` is the demo."""
 
 
 def run(name: str, folder: Path) -> None:
-    """Does what a tutorial says, in a folder: writes its files and runs its commands, in order.
+    """Follow a tutorial in a folder: write its files and run its commands, in order.
 
     Raises:
         subprocess.CalledProcessError: a command failed.
@@ -99,7 +99,7 @@ def run(name: str, folder: Path) -> None:
 
 
 def _on_two_machines(text: str, folder: Path, environment: Mapping[str, str]) -> None:
-    """Runs a line on each of two network namespaces, which needs root."""
+    """Run a command in each of two network namespaces; this requires root."""
     with cluster_network(2) as machines:
         started = [
             machine.start(
@@ -113,7 +113,7 @@ def _on_two_machines(text: str, folder: Path, environment: Mapping[str, str]) ->
 
 
 def curves(name: str, folder: Path) -> dict[str, list[list[float]]]:
-    """The points of a tutorial's curves, step and value."""
+    """Return the points of a tutorial's curves: pairs of step and value."""
     found = {}
     for line in TUTORIALS[name]:
         rows = Run(folder / line.run).metrics
@@ -123,7 +123,7 @@ def curves(name: str, folder: Path) -> dict[str, list[list[float]]]:
 
 
 def draw(lines: Mapping[str, list[list[float]]]) -> str:
-    """Curves over steps, as SVG that is legible on white and on black."""
+    """Draw curves over steps as SVG that is readable on white and on black."""
     points = [point for line in lines.values() for point in line]
     last, low, high = max(x for x, _ in points), min(0.0, *(y for _, y in points)), max(y for _, y in points)
     high = 1.0 if 0.5 < high <= 1.05 else high

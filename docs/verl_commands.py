@@ -1,4 +1,4 @@
-"""The page of verl's commands: how many commands of verl's own examples load, and why the others do not."""
+"""Generate the page of verl's commands: which example commands load, and why others do not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from docs.verl_keys import HERE, table
 from tandem.peers.table import rule_of
 
 COMMANDS: dict[str, list[str]] = json.loads((HERE.parent / "tests/config/verl_commands.json").read_text())
-"""The words after verl's trainer, by script, of main and 0.6.1."""
+"""The arguments of verl's trainer in each example script, of verl's main branch and 0.6.1."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TOOLS, _TALK = (f"{_ROLLOUT}.multi_turn.{name}_config_path" for name in ("tool", "interaction"))
 _ROUTER = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff"
@@ -28,7 +28,7 @@ REFUSED = {
         _TOOLS,
     },
 }
-"""Script → the keys for which it is refused; a test loads every command."""
+"""The keys for which a script is refused, by script; a test loads every command."""
 
 KINDS = {
     "text": "text, one turn",
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def kind(script: str) -> str:
-    """What a script trains, of `KINDS`."""
+    """Return the kind of training that a script does, a key of `KINDS`."""
     text = " ".join(COMMANDS[script])
     if "megatron" in script or "strategy=megatron" in text:
         return "megatron"
@@ -49,32 +49,33 @@ def kind(script: str) -> str:
 
 
 def refused(script: str) -> set[str]:
-    """The keys for which a script is refused; none: it loads."""
+    """Return the keys for which a script is refused; an empty set means that it loads."""
     return REFUSED.get(script.rpartition("/")[2], set())
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Scripts that load, and all, by kind."""
+    """Return the number of scripts that load and of all scripts, by kind."""
     of = {name: [script for script in COMMANDS if kind(script) == name] for name in KINDS}
     return {name: (sum(not refused(script) for script in those), len(those)) for name, those in of.items()}
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     found = counts()
     passed, total = (sum(pair[place] for pair in found.values()) for place in (0, 1))
     failing = sorted(script for script in COMMANDS if refused(script))
     parts = [
         "# verl's own commands",
-        f"Of {total} commands of verl's examples, of main and 0.6.1, {passed} load, with nothing changed but "
-        "paths, and `vllm` in sglang's place: `tandem check` finds no key in them that is refused. What only "
-        "data and models tell comes later: rows that hold images are refused when read, and a reward "
-        "model over another vocabulary than the policy's when it is.",
+        f"verl's examples (main branch and 0.6.1) have {total} commands. {passed} of them load: `tandem "
+        "check` refuses none of their keys. Only paths are changed, and `sglang` is replaced by `vllm`. "
+        "Some problems show only later, with data and models: rows with images are refused when they are "
+        "read, and a reward model is refused when it is loaded if its vocabulary differs from the "
+        "policy's.",
         table(
-            ("trains", "load", "of"),
+            ("training", "commands that load", "all commands"),
             [(KINDS[name], str(load), str(of)) for name, (load, of) in found.items()],
         ),
-        "The others are refused for these keys:",
+        "The other commands are refused because of these keys:",
         table(
             ("script", "keys", "why"),
             [

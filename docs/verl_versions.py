@@ -1,9 +1,10 @@
-"""Writes docs/verl_versions.json: keys of verl's trainers that its 0.9.1 `ppo_trainer` does not have.
+"""Write docs/verl_versions.json: keys of verl's trainers that are not in `ppo_trainer` of 0.9.1.
 
     pip download --no-deps -d WHEELS verl==0.6.0    # and 0.6.1 0.7.0 0.7.1 0.8.0 0.9.0 0.9.1
     python -m docs.verl_versions WHEELS
 
-Each key has the versions whose `ppo_trainer` or `ppo_megatron_trainer` has it, and its last default there.
+For each key the file has the versions whose `ppo_trainer` or `ppo_megatron_trainer` contains it, and its
+default in the last of these versions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TRAINERS = ("ppo_trainer", "ppo_megatron_trainer")
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Values by dotted path, without `_target_`."""
+    """Return the values by dotted path, without `_target_`."""
     rows: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{before}{name}"
@@ -35,7 +36,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def keys_of(wheel: Path) -> dict[str, Any]:
-    """The keys of both trainers, and their defaults, from the files that verl writes for reference."""
+    """Return the keys and defaults of both trainers, from the reference files in verl's wheel."""
     with ZipFile(wheel) as files:
         names = [f"verl/trainer/config/_generated_{name}.yaml" for name in TRAINERS]
         return {key: value for name in names for key, value in flat(yaml.safe_load(files.read(name))).items()}

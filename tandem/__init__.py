@@ -3,7 +3,8 @@
     import tandem
     run = tandem.train("path/to/model", train=rows, rewards=[right], steps=100, out="runs/mine")
 
-What stands in `__all__` is loaded when it is first used, so that `import tandem` is quick."""
+The names in `__all__` are loaded when they are first used, so `import tandem` is fast.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m tandem` is the command `tandem`."""
+"""The command `python -m tandem`, which is the same as `tandem`."""
 
 import sys
 

@@ -1,5 +1,8 @@
-"""Even division of weights: Karmarkar–Karp largest differencing (Karmarkar & Karp 1982; k parts:
-Korf 1998). Used over token counts, for micro-batches and for data-parallel shares. No torch here."""
+"""Division of weights into equal parts, for micro-batches and data-parallel shares by token counts.
+
+The method is Karmarkar–Karp largest differencing (Karmarkar & Karp 1982; for k parts: Korf 1998). This
+module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,36 @@ from collections.abc import Sequence
 
 from tandem.errors import ConfigError
 
-EXACTING = 1 << 14  # items · parts up to which differencing takes under about 20 ms
+EXACTING = 1 << 14  # differencing takes less than about 20 ms up to this number of items · parts
 
 
 def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Divides items into `parts` sets of nearly equal total weight: by largest differencing, or, where
-    items · parts exceeds `EXACTING`, by giving the heaviest item left to the lightest set (Graham 1969),
-    which takes milliseconds and leaves the sets at most one item apart.
+    """Divide items into `parts` sets of nearly equal total weight.
+
+    The method is largest differencing. If items · parts exceeds `EXACTING`, the heaviest remaining item
+    goes to the lightest set instead (Graham 1969). This takes milliseconds, and the sets differ by at most
+    one item.
 
     Args:
         weights: one number >= 0 per item, such as its tokens.
-        parts: how many sets; more than items leaves some sets empty.
+        parts: number of sets. If there are more sets than items, some sets are empty.
 
     Returns:
-        The items' indices per set, ascending within a set; heaviest set first. The same input always
-        gives the same answer.
+        The items' indices per set, ascending within a set; heaviest set first. The same input always gives
+        the same result.
 
     Raises:
-        ConfigError: fewer than one part.
+        ConfigError: `parts` is less than one.
     """
     if parts < 1:
-        raise ConfigError("parts below one", field="parts", got=parts, expected=">= 1")
+        raise ConfigError("must be at least one", field="parts", got=parts, expected=">= 1")
     few = len(weights) * parts <= EXACTING
     return _by_differencing(weights, parts) if few else _heaviest_first(weights, parts)
 
 
 def _by_differencing(weights: Sequence[int], parts: int) -> list[list[int]]:
     # A state is a partial solution: its sets heaviest first. The two states with the largest spread
-    # are merged, heaviest set with lightest, until one state is left. The counter breaks ties.
+    # are merged, heaviest set with lightest, until one state remains. The counter breaks ties.
     empty: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
     heap = [(-weight, item, [(weight, [item]), *empty]) for item, weight in enumerate(weights)]
     heapq.heapify(heap)
@@ -59,12 +64,13 @@ def _heaviest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def dealt(weights: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
-    """Divides items into sets of given sizes and nearly equal weight: the heaviest item left goes to the
-    lightest set with room (Graham 1969).
+    """Divide items into sets of given sizes and nearly equal weight.
+
+    The heaviest remaining item goes to the lightest set that is not full (Graham 1969).
 
     Args:
         weights: one number >= 0 per item.
-        sizes: items of each set; together as many as there are.
+        sizes: number of items of each set; their sum is the number of items.
 
     Returns:
         The items' indices per set, ascending within a set.
@@ -80,31 +86,31 @@ def dealt(weights: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def even(count: int, parts: int) -> list[slice]:
-    """`parts` successive slices of `count` items whose sizes differ by one at most."""
+    """Return `parts` successive slices of `count` items. Their sizes differ by at most one."""
     base, extra = divmod(count, parts)
     starts = [i * base + min(i, extra) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def within_budget(weights: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Divides items into few sets of nearly equal weight, none above `budget`.
+    """Divide items into a small number of sets with nearly equal weight, none above `budget`.
 
     Args:
         weights: one number >= 0 per item.
-        budget: what a set may weigh.
-        at_least: how many sets to make, if there are as many items.
+        budget: largest weight of a set.
+        at_least: number of sets to make at least, if there are so many items.
 
     Returns:
-        The items' indices per set; no set is empty, and no items give no sets.
+        The items' indices per set. No set is empty, and no items give no sets.
 
     Raises:
-        ConfigError: one item alone is heavier than the budget.
+        ConfigError: a single item is heavier than the budget.
     """
     if not weights:
         return []
     if max(weights) > budget:
         raise ConfigError(
-            "one sequence alone exceeds the token budget",
+            "a single sequence exceeds the token budget",
             got=f"{max(weights)} tokens",
             expected=f"<= {budget}",
             remedy="raise the *max_token_len_per_gpu key, or shorten prompts and responses",

@@ -1,4 +1,4 @@
-"""The choice of a device, its threads, and repeatable kernels."""
+"""The choice of a device, its threads, and copies between host and device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 
-_ALIGNMENT = 16  # bytes; of every type's numbers
+_ALIGNMENT = 16  # bytes; enough for every data type
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device this process computes on; under torchrun, the GPU of its LOCAL_RANK.
+    """Return the device that this process computes on. Under torchrun it is the GPU of its LOCAL_RANK.
 
     Args:
-        name: "cpu", "cuda", or "auto" for a GPU where there is one.
+        name: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
-        ConfigError: an unknown name, or a device this machine does not have.
+        ConfigError: the name is unknown, or this machine does not have the device.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("unknown device", field="trainer.device", got=name, expected="auto, cpu or cuda")
@@ -47,39 +47,42 @@ def choose_device(name: str = "auto") -> torch.device:
 def set_threads(count: int | None) -> int:
     """Set how many OpenMP threads the CPU kernels use that this thread calls.
 
-    Use it in place of `torch.set_num_threads`, which also turns MKL's dynamic threading off, now and whenever
-    another thread uses PyTorch for the first time. MKL then looks for threads in each small product inside a
-    parallel kernel: attention on two cores takes 1.3 times as long.
+    Use this function instead of `torch.set_num_threads`. That function also turns MKL's dynamic threading
+    off, now and whenever another thread uses PyTorch for the first time. MKL then looks for threads in each
+    small product inside a parallel kernel: attention on two cores takes 1.3 times as long.
 
-    Call it with 1, first, in a thread that works beside the one that trains. If both have OpenMP threads,
-    there are more of these than cores. Waiting threads then go to sleep at once, and each kernel of training
-    has to wake them up.
+    In a thread that works at the same time as the training thread, first call this function with 1. If both
+    threads have OpenMP threads, there are more of these than cores. Waiting threads then go to sleep at
+    once, and each kernel of training has to wake them up.
 
     Args:
-        count: None keeps PyTorch's choice (OMP_NUM_THREADS, or one per core).
+        count: number of threads; None keeps PyTorch's choice (OMP_NUM_THREADS, or one per core).
 
     Returns:
-        The number now in force.
+        The number of threads now.
 
     Raises:
-        ConfigError: a count below one.
+        ConfigError: the count is below one.
     """
-    before = torch.get_num_threads()  # PyTorch sets this thread's number when it is first asked
+    before = torch.get_num_threads()  # the first call makes PyTorch set this thread's number
     if count is None:
         return before
     if count < 1:
-        raise ConfigError("threads below one", field="threads", got=count, expected=">= 1")
+        raise ConfigError("must be at least one", field="threads", got=count, expected=">= 1")
     library = ctypes.CDLL(torch._C.__file__)
     if hasattr(library, "omp_set_num_threads"):
         library.omp_set_num_threads(count)
-    else:  # a PyTorch with threads of another kind
+    else:  # this PyTorch does not use OpenMP
         torch.set_num_threads(count)
     return torch.get_num_threads()
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on `device`. From the host to a GPU all go in one copy from pinned memory, for which the
-    host does not wait; they then lie in one storage."""
+    """Return the tensors on `device`.
+
+    All tensors go from the host to a GPU in one copy from pinned memory. The host does not wait for it. The
+    tensors then share one storage.
+    """
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     sent = [tensor for tensor in tensors if tensor.device.type == "cpu"]
@@ -88,18 +91,21 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy of the array on the device, made in the order of its other work; the host does not wait for it.
-    On a CPU it is the array itself, which must not change afterwards."""
+    """Copy an array to the device, without waiting for the copy.
+
+    The copy is ordered with the other work of the device. On a CPU the result is the array itself, which
+    must not change afterwards.
+    """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # a copy from other memory is waited for
+        tensor = tensor.pin_memory()  # a copy from unpinned memory would make the host wait
     return tensor.to(device, non_blocking=True)
 
 
 def together(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
-    """uint8: the bytes of tensors on the host, one after the other, each from a multiple of 16 on."""
+    """Return the bytes of tensors on the host as one uint8 tensor. Each starts at a multiple of 16."""
     places = _places(tensors)
     out = torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, pin_memory=pinned)
     for tensor, piece in zip(tensors, apart(out, tensors), strict=True):
@@ -108,7 +114,7 @@ def together(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
 
 
 def apart(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what `together` made, with the types and shapes of its `tensors`."""
+    """Return views of the result of `together`, with the types and shapes of its `tensors`."""
     return [
         joined[place].view(tensor.dtype).view(tensor.shape)
         for tensor, place in zip(tensors, _places(tensors), strict=True)
@@ -124,8 +130,11 @@ def _places(tensors: Sequence[Tensor]) -> list[slice]:
 
 
 def memory_use(device: torch.device) -> dict[str, int]:
-    """Bytes of a GPU: "total"; "used", by everybody; "reserved" by PyTorch's allocator in this process, and
-    "allocated" by it. Empty for a CPU."""
+    """Return the memory use of a GPU in bytes; empty for a CPU.
+
+    Keys: "total"; "used" by all processes; "reserved" by PyTorch's allocator in this process; and
+    "allocated" by this allocator.
+    """
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -1,5 +1,8 @@
-"""One picklable exception hierarchy. Every message says what is wrong, what was given, what was
-expected and how to mend it; the parts stay readable as attributes after a trip between processes."""
+"""The exceptions of Tandem. All of them can be pickled.
+
+A message says what is wrong, what was given, what was expected and what to do. These parts are also
+attributes, which other processes can read.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from tandem.hidden import masked
 
 
 class TandemError(Exception):
-    """An error the user can act on.
+    """An error that the user can act on.
 
     Args:
-        message: what is wrong, one sentence.
-        field: the config key, column, file or argument concerned.
+        message: what is wrong, in one sentence.
+        field: the config key, column, file or argument.
         got: what was given.
-        expected: what would have been right.
+        expected: what would be right.
         remedy: what to do now.
     """
 
@@ -67,11 +70,11 @@ class ConfigError(TandemError, ValueError):
 
 
 class ConfigErrors(ConfigError):
-    """All that is wrong with a config, reported at once.
+    """All errors of a config, reported together.
 
     Args:
-        errors: the single errors, in the order of the config's fields.
-        readings: how keys of another command line were read that are not among them.
+        errors: the errors, in the order of the config's fields.
+        readings: how the keys of another command line were read, except for those with errors.
     """
 
     def __init__(self, errors: list[ConfigError], readings: Sequence[Any] = ()) -> None:
@@ -88,7 +91,7 @@ class DataError(TandemError, ValueError):
 
 
 class NoTokensError(DataError):
-    """No token of a mini-batch counts, so that there is nothing to learn from it."""
+    """No token of a mini-batch counts, so there is nothing to learn from it."""
 
 
 class FileError(TandemError, OSError):
@@ -96,16 +99,17 @@ class FileError(TandemError, OSError):
 
     @classmethod
     def of(cls, error: OSError, path: Path | str | None = None) -> FileError:
-        """The error of the operating system, with the file that it is about.
+        """Turn an error of the operating system into a `FileError` of its file.
 
         Args:
-            path: the file, where the error does not name it.
+            error: the error.
+            path: the file, if the error does not name it.
         """
         if isinstance(error, cls):
             return error
         name = path if error.filename is None else error.filename
         found = cls(
-            "cannot be read or written" if name else "the operating system refused what was asked of it",
+            "cannot be read or written" if name else "the operating system refused an operation",
             field=None if name is None else str(name),
             got=error.strerror or str(error) or type(error).__name__,
             remedy=_REMEDIES.get(error.errno or 0),
@@ -114,22 +118,22 @@ class FileError(TandemError, OSError):
         return found
 
 
-_FULL = "free space there, or write elsewhere; a run goes on from its last checkpoint with the same command"
+_FULL = "free space there, or write elsewhere; the same command continues a run from its last checkpoint"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.ENOENT: "check the path; paths are relative to the working folder",
-    errno.EISDIR: "name a file; this is a folder",
-    errno.ENOTDIR: "name a folder; this, or a part of its path, is a file",
-    errno.EEXIST: "name another path; something is there already",
-    errno.EACCES: "choose another path, or mend its permissions",
-    errno.EROFS: "write elsewhere; this file system can only be read",
+    errno.EISDIR: "give a file; this is a folder",
+    errno.ENOTDIR: "give a folder; this path, or a part of it, is a file",
+    errno.EEXIST: "choose another path; this one exists",
+    errno.EACCES: "choose another path, or change its permissions",
+    errno.EROFS: "write elsewhere; this file system is read-only",
 }
 
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Let an error of the operating system inside be a `FileError` of this file."""
+    """Turn operating system errors inside the block into `FileError`s of this file."""
     try:
         yield
     except OSError as error:
@@ -153,19 +157,21 @@ class CheckpointError(TandemError, RuntimeError):
 
 
 class EngineError(TandemError, RuntimeError):
-    """An engine cannot do what was asked of it."""
+    """An engine cannot do what it was asked to do."""
 
 
 class DeviceMemoryError(EngineError):
-    """The memory of a device did not suffice for a pass of a model.
+    """A device did not have enough memory for a pass of a model.
 
     Args:
-        message, options: see `TandemError`.
-        use: what `tandem.device.memory_use` said of the device then.
+        message: see `TandemError`.
+        use: what `tandem.device.memory_use` returned at that time.
+        options: see `TandemError`.
 
     Attributes:
-        role, training: of the model, and whether it was trained; set by its worker.
-        held: bytes by what they were for, set there too; empty where nothing was measured.
+        role: the model's role, set by its worker.
+        training: whether the model was being trained, set by its worker.
+        held: bytes by purpose, set by the worker; empty if nothing was measured.
     """
 
     def __init__(self, message: str, *, use: Mapping[str, int], **options: Any) -> None:
@@ -180,12 +186,12 @@ class NonFiniteError(TandemError, ArithmeticError):
 
 
 class WorkerFailure(TandemError, RuntimeError):
-    """A worker raised, died or stopped answering; the message is the whole report.
+    """A worker raised an error, died or stopped answering. The message is the whole report.
 
     Args:
-        message: which worker, in which method, and what everybody else was doing.
-        restartable: whether the same run, started again, may get further: true unless the cause is an error
-            that the user has to act on.
+        message: which worker, in which method, and what all other workers were doing.
+        restartable: whether a restart of the same run may help: true, unless the user has to act on the
+            cause.
     """
 
     def __init__(self, message: str, *, restartable: bool) -> None:

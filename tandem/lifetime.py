@@ -1,4 +1,4 @@
-"""The ends of processes: what they leave behind, and processes that end with the one that started them."""
+"""The ends of processes: cleaning up after them, and processes that end together with their parent."""
 
 from __future__ import annotations
 
@@ -28,96 +28,103 @@ THREADLESS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Variables under which pyarrow, NumPy and PyTorch start no thread when they are imported."""
+"""Environment variables with which pyarrow, NumPy and PyTorch start no thread on import."""
 
 _PREFIX = "tandem-scratch-"
 _LAST_WORDS_S = 0.7
-"""How long the last words of a process may take."""
+"""Seconds that the functions in `last_words` may take together."""
 
 _MADE: dict[Path, int] = {}
-"""The temporary folders of this process, each with a descriptor that holds its lock."""
+"""The temporary folders of this process, each with a file descriptor that holds its lock."""
 
 last_words: list[Callable[[], object]] = []
-"""What `end_now` calls, the last one first: each writes down that this process ends, or gives back what it
-holds."""
+"""The functions that `end_now` calls, the last one first.
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # here, for a forked child must not load libraries
+Each one records that this process ends, or releases a resource.
+"""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because a forked child must not load libraries
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's system call of that name.
+    """Call Linux's `prctl`.
 
     Raises:
-        OSError: it fails.
+        OSError: the call fails.
     """
     if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def threads(pid: int | str = "self") -> int:
-    """Return how many threads a process has. Linux only."""
+    """Return the number of threads of a process. Linux only."""
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
 def fork_alone() -> int:
-    """Fork this process, as `os.fork`. Linux only.
+    """Fork this process, like `os.fork`. Linux only.
 
     Raises:
-        RuntimeError: it has several threads, whose locks and half-changed memory the child would inherit.
+        RuntimeError: this process has several threads. The child would inherit their locks and half-changed
+            memory.
     """
     if threads() != 1:
         names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
-        raise RuntimeError(f"a process that forks may have one thread, and this one has {', '.join(names)}")
+        raise RuntimeError(f"a process that forks must have a single thread; this one has {', '.join(names)}")
     return os.fork()
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes whose parent is this one. Linux only."""
+    """Return the child processes of a process. Linux only."""
     found: list[int] = []
     if lists := list(Path(f"/proc/{pid}/task").glob("*/children")):
         for each in lists:
-            with suppress(OSError):  # a thread that has ended
+            with suppress(OSError):  # the thread has ended
                 found.extend(map(int, each.read_text(encoding="ascii").split()))
         return found
-    for stat in Path("/proc").glob("[0-9]*/stat"):  # a kernel without these lists
-        with suppress(OSError, ValueError):  # a process that has ended
+    for stat in Path("/proc").glob("[0-9]*/stat"):  # this kernel does not have these lists
+        with suppress(OSError, ValueError):  # the process has ended
             if int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1]) == pid:
                 found.append(int(stat.parent.name))
     return found
 
 
 def trees(roots: Iterable[int]) -> list[int]:
-    """Return processes, and after them all that they have started, as far as it is still below them."""
+    """Return processes, followed by all of their descendants."""
     found = list(roots)
-    for pid in found:  # grows meanwhile
+    for pid in found:  # the list grows during the loop
         found.extend(children_of(pid))
     return found
 
 
 def kill_trees(roots: Iterable[int]) -> None:
-    """Kill processes and all that is below them."""
+    """Kill processes and all of their descendants."""
     for pid in trees(roots):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def end_with_parent(parent: int) -> None:
-    """Called in a child before its program begins: SIGTERM when the thread that started it ends. Linux only.
+    """Make this process get SIGTERM when the thread that started it ends. Linux only.
+
+    A child calls this function before its program starts.
 
     Args:
         parent: the process id of that thread.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended before that could be asked for
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def start_bound(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a process that gets SIGTERM when this one ends, be it by SIGKILL. Elsewhere than on Linux it is
-    started as any other.
+    """Start a process that gets SIGTERM when this process ends, even by SIGKILL.
+
+    On other systems than Linux, the process is started normally.
 
     Args:
-        options: of `subprocess.Popen`.
+        command: the words of the command.
+        options: options of `subprocess.Popen`.
 
     Raises:
         OSError: there is no such program.
@@ -132,7 +139,10 @@ def start_bound(command: Sequence[str], **options: Any) -> subprocess.Popen[byte
 def _start_and_stay(
     started: Future[subprocess.Popen[bytes]], command: Sequence[str], options: dict[str, Any]
 ) -> None:
-    """The signal comes with the end of the thread that forked, so this one lives as long as the child."""
+    """Start the process, and stay as long as it lives.
+
+    The signal comes when the thread that forked ends, so this thread must live as long as the child.
+    """
     tied = partial(end_with_parent, os.getpid())
     try:
         process = subprocess.Popen(command, preexec_fn=tied, **options)  # noqa: PLW1509 - it only makes system calls
@@ -140,12 +150,15 @@ def _start_and_stay(
         started.set_exception(error)
         return
     started.set_result(process)
-    with suppress(ChildProcessError):  # the caller has taken note of its end
+    with suppress(ChildProcessError):  # the caller has already reaped it
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process at once, after its last words. One that hangs or fails does not keep it alive."""
+    """End this process at once, after the functions in `last_words`.
+
+    A function that hangs or fails does not keep the process alive.
+    """
     limit = Timer(_LAST_WORDS_S, os._exit, (status,))
     limit.daemon = True
     limit.start()
@@ -157,7 +170,7 @@ def end_now(status: int) -> NoReturn:
 
 @contextmanager
 def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
-    """A temporary folder for the block; see `make_scratch`."""
+    """Return a context with a temporary folder; see `make_scratch`."""
     folder = make_scratch(purpose, place)
     try:
         yield folder
@@ -166,21 +179,24 @@ def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
 
 
 def make_scratch(purpose: str, place: Path | None = None) -> Path:
-    """Make a temporary folder, and remove those that killed processes of this user left beside it.
+    """Make a temporary folder, and remove the folders that killed processes of this user left behind.
 
-    The folder is locked as long as this process lives, so that a living owner's folder is known from a dead
-    one's, also in another container.
+    The folder is locked as long as this process lives. Other processes, even in another container, can
+    therefore tell whether its owner lives.
 
     Args:
         purpose: a word for the folder's name.
-        place: the folder it is made in; None: the system's folder for temporary files.
+        place: the parent folder; None: the system's folder for temporary files.
     """
     _claim_pymp()
     return _make_scratch(purpose, Path(tempfile.gettempdir()) if place is None else place)
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a folder that `make_scratch` made. What a process still writes there, the next start removes."""
+    """Remove a folder that `make_scratch` made.
+
+    If a process still writes there, the next start removes the rest.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     held = _MADE.pop(folder, None)
     if held is not None:
@@ -189,8 +205,10 @@ def remove_scratch(folder: Path) -> None:
 
 @cache
 def _claim_pymp() -> None:
-    """Give Python's multiprocessing a folder that the next start can remove; its own, `pymp-…`, tells nobody
-    whose it is."""
+    """Give Python's multiprocessing a folder that the next start can remove.
+
+    Its own folder, `pymp-…`, does not show whose it is.
+    """
     config = multiprocessing.process.current_process().__dict__["_config"]
     if "tempdir" not in config:
         folder = _make_scratch("pymp", Path(tempfile.gettempdir()))
@@ -204,21 +222,21 @@ def _make_scratch(purpose: str, place: Path) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=place))
         try:
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another process took it for one that was left, before it was locked
+        except FileNotFoundError:  # another process removed it before it was locked
             continue
-        with suppress(OSError):  # a file system without locks: nobody else gets one there either
+        with suppress(OSError):  # a file system without locks: no process can lock there
             fcntl.flock(held, fcntl.LOCK_EX)
         if folder.exists():
             _MADE[folder] = held
             return folder
-        os.close(held)  # it was removed in between
+        os.close(held)  # another process removed it in between
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the temporary folder of a process that has ended; leave a living one's, and another user's."""
+    """Remove the temporary folder of an ended process. Keep those of living processes and other users."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # no folder, not ours to read, or gone
+    except OSError:  # not a folder, not readable, or already removed
         return
     try:
         if os.fstat(held).st_uid == os.getuid():

@@ -1,5 +1,8 @@
-"""Finding algorithms: the modules of a package, and a user's own function by reference. A function that a
-program made goes to other processes, and into the run folder, as a file too: see `write_function`."""
+"""Functions that find code: the modules of a package, and a user's own function by reference.
+
+A function that was defined at a prompt or in a notebook goes to other processes, and into the run folder,
+as a file; see `write_function`.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,23 @@ from tandem.errors import ConfigError
 from tandem.trusted import read_own, sign, trust
 
 CODE_FILES = (".py", ".pkl")
-"""The endings of files that hold functions: Python's source, or what `write_function` wrote."""
+"""Endings of files with functions: Python source, or files that `write_function` wrote."""
 
 MOVED = {"tandem.trainer.demo": "tandem.demo"}
-"""Modules and packages that a config may name by where they once were, and where they are."""
+"""Old names of modules and packages that configs may still contain, and their new names."""
 
 
 def import_submodules(package: str, path: Iterable[str]) -> None:
-    """Imports every module of a package, so that each registers what it defines."""
+    """Import every module of a package, so that each one registers what it defines."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
 
 
 def import_named(name: str) -> ModuleType:
-    """Imports the module of a dotted name, which may be one that it had earlier (`MOVED`).
+    """Import the module of a dotted name, which may be an old name (`MOVED`).
 
     Raises:
-        ImportError: no such module. Whatever else the module raises on import passes through.
+        ImportError: there is no such module. Other errors that the module raises on import are not caught.
     """
     package, rest = name, ""
     while package and package not in MOVED:
@@ -50,26 +53,27 @@ def import_named(name: str) -> ModuleType:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:function` or `package.module:function` names.
+    """Return the function that `path/to/file.py:function` or `package.module:function` names.
 
     Raises:
-        ConfigError: no such file or module, one that fails on import, or no such function in it.
+        ConfigError: there is no such file, module or function, or the module fails on import.
     """
     module, name = load_module(reference)
     functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
     if name not in functions:
         raise ConfigError(
-            "no such function in this module", field=reference, got=name, expected=sorted(functions)
+            "this module has no such function", field=reference, got=name, expected=sorted(functions)
         )
     return functions[name]
 
 
 def load_module(reference: str) -> tuple[ModuleType, str]:
-    """The module, and the name, of `path/to/file.py:name`, of a `.pkl` file likewise, or of
-    `package.module:name`.
+    """Return the module and the name of a reference.
+
+    The reference is `path/to/file.py:name`, the same with a `.pkl` file, or `package.module:name`.
 
     Raises:
-        ConfigError: no such file or module, one that fails on import, or a `.pkl` file of somebody else.
+        ConfigError: there is no such file or module, it fails on import, or a `.pkl` file is not trusted.
     """
     source, _, name = reference.rpartition(":")
     try:
@@ -83,22 +87,25 @@ def load_module(reference: str) -> tuple[ModuleType, str]:
             field=reference,
             got=f"{type(error).__name__}: {error}",
             expected="path/to/file.py:name or package.module:name",
-            remedy="a module must be on PYTHONPATH; a file needs its path, ending in .py",
+            remedy="put the module on PYTHONPATH, or give the path of a file that ends in .py",
         ) from error
 
 
 @functools.cache
 def _module_of_file(path: Path) -> ModuleType:
-    """Executes a file as a module, once per process, whatever it is called and wherever it stands."""
+    """Execute a file as a module. This happens once per process and path."""
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"there is no file {path}")
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
     return execute_file(path, f"{path.stem}_{digest}")
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles a file anew: the bytecode that Python keeps is taken for that of a file which changed in the
-    same second and has the same size."""
+    """A loader that always compiles the source file.
+
+    Python's cached bytecode can be outdated: Python cannot detect a change within the same second that
+    keeps the file's size.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -106,11 +113,12 @@ class _FromSource(SourceFileLoader):
 
 
 def execute_file(path: Path, name: str) -> ModuleType:
-    """Execute a user's Python file as a module of that name, as the file is now; that of a `.pkl` file has
-    the function that was written there.
+    """Execute a user's Python file as a module of the given name, in the file's current version.
+
+    The module of a `.pkl` file contains the function that was written there.
 
     Raises:
-        ConfigError: a `.pkl` file that no run of this user wrote.
+        ConfigError: a `.pkl` file was not written by a run of this user.
     """
     if path.suffix == ".pkl":
         module = ModuleType(name)
@@ -119,27 +127,32 @@ def execute_file(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
     spec.loader.exec_module(module)
     return module
 
 
 def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, str]:
-    """Write a function, with what it refers to, into a file that `load_module` reads, as cloudpickle does:
-    what can be imported goes by name, all else as it is now. A signature beside it says that this user's run
-    wrote it. The file's name tells the source: a function
-    whose source has changed goes to another file.
+    """Write a function and what it refers to into a file that `load_module` reads.
+
+    cloudpickle writes the file: what can be imported is stored by name, everything else with its current
+    value. A signature next to the file proves that a run of this user wrote it. The file's name depends on
+    the source, so a function whose source changed goes to another file.
+
+    Args:
+        function: the function.
+        folder: the folder for the file.
 
     Returns:
         the file, `NAME-HASH.pkl`, and the function's name in it.
 
     Raises:
-        ConfigError: it holds what cannot be written, such as an open file or a lock.
+        ConfigError: the function holds something that cannot be written, such as an open file or a lock.
     """
-    whole = getattr(function, "func", function)  # of functools.partial
+    whole = getattr(function, "func", function)  # the function of a functools.partial
     name = getattr(whole, "__name__", type(whole).__name__).strip("<>")
     module = sys.modules.get(getattr(whole, "__module__", ""))
-    # Nobody else could import a module that `runpy.run_path` executes: its functions go by value.
+    # Other processes cannot import a module that `runpy.run_path` executes: store its functions by value.
     by_value = module is not None and module.__name__ != "__main__" and module.__spec__ is None
     try:
         with ExitStack() as stack:
@@ -151,12 +164,12 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
         raise ConfigError(
             f"the function cannot be sent to other processes: {error}",
             field=name,
-            remedy="make what it holds (clients, locks, open files, models) inside of it, or put it into a "
-            "file and name that: file.py:function",
+            remedy="create what it holds (clients, locks, open files, models) inside the function, or "
+            "put the function into a file and give its name: file.py:function",
         ) from error
     try:
         told = inspect.getsource(function).encode()
-    except (OSError, TypeError):  # typed at a prompt, or compiled: its code then stands for its source
+    except (OSError, TypeError):  # there is no source, e.g. at a prompt: use the code instead
         told = pickled
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{hashlib.blake2b(told, digest_size=4).hexdigest()}.pkl"

@@ -1,9 +1,9 @@
-"""Tasks of reasoning-gym (optional extra `tasks`): problems made by a program, and scores of their answers.
+"""Tasks of reasoning-gym (optional extra `tasks`): generated problems, and scores of answers to them.
 
-A task stands where a data file may stand: `reasoning-gym:NAME?size=5000&seed=1&KEY=VALUE`. `size` (500) and
-`seed` (0) and the further parameters are those of the generator; `answer` says where a response has its
-answer: `tags` (the default) asks for it between <answer> and </answer>, `text` takes the whole response.
-Source: https://github.com/open-thought/reasoning-gym
+A task can replace a data file: `reasoning-gym:NAME?size=5000&seed=1&KEY=VALUE`. `size` (500), `seed` (0)
+and the other parameters are those of the generator. `answer` says where the answer is in a response: `tags`
+(the default) asks for the answer between <answer> and </answer>; `text` takes the whole response. Source:
+https://github.com/open-thought/reasoning-gym
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class GymTask:
     """A generator with its parameters.
 
     Attributes:
-        reference: how the user wrote it.
-        name: of the generator.
-        parameters: of the generator.
-        tags: whether an answer stands between tags.
+        reference: the reference as the user wrote it.
+        name: name of the generator.
+        parameters: parameters of the generator.
+        tags: whether the answer is between tags.
     """
 
     reference: str
@@ -46,7 +46,7 @@ class GymTask:
         return int(self.parameters.get("size", SIZE))
 
     def rows(self) -> list[dict[str, Any]]:
-        """All problems, as rows in the usual form.
+        """Return all problems, as rows in the usual form.
 
         Raises:
             DataError: reasoning-gym is not installed, has no such generator, or refuses its parameters.
@@ -65,7 +65,7 @@ class GymTask:
         ]
 
     def answer(self, response: str) -> str | None:
-        """What the response gives as its answer: what stands in the last pair of tags, or all of it."""
+        """Return the answer of a response: the text in its last pair of tags, or the whole response."""
         if not self.tags:
             return response.strip()
         _, opened, rest = response.rpartition("<answer>")
@@ -73,21 +73,21 @@ class GymTask:
         return found.strip() if opened and closed else None
 
     def score(self, answer: str | None, index: int) -> float:
-        """What reasoning-gym says of an answer to the problem of this number, from 0 to 1."""
+        """Return reasoning-gym's score of an answer to a problem, from 0 to 1."""
         return float(generator(self.reference).score_answer(answer, _problem(self.reference, index)))
 
 
 def is_task(file: str) -> bool:
-    """Whether a data file is the name of a task."""
+    """Return whether a data file is the name of a task."""
     return file.startswith(PREFIX)
 
 
 @functools.lru_cache(maxsize=1024)
 def parse(reference: str) -> GymTask:
-    """The task that a reference names.
+    """Return the task of a reference.
 
     Raises:
-        DataError: it cannot be read, or reasoning-gym is not installed.
+        DataError: the reference cannot be read, or reasoning-gym is not installed.
     """
     name, _, query = reference.removeprefix(PREFIX).partition("?")
     try:
@@ -108,7 +108,7 @@ def parse(reference: str) -> GymTask:
 
 @functools.lru_cache(maxsize=64)
 def generator(reference: str) -> Any:
-    """reasoning-gym's data set of a reference.
+    """Return reasoning-gym's dataset for a reference.
 
     Raises:
         DataError: see `GymTask.rows`.
@@ -133,7 +133,7 @@ def generator(reference: str) -> Any:
 
 
 def _library(name: str) -> Any:
-    """A module of reasoning-gym, without what Python warns of in packages that it needs."""
+    """Import a module of reasoning-gym, without Python's warnings about packages that it needs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         return import_module(name)
@@ -153,9 +153,9 @@ def _value(text: str) -> Any:
 
 def _wrong(reference: str, problem: str) -> DataError:
     return DataError(
-        "is not a task",
+        "this is not a task",
         field=reference,
         got=problem,
-        expected=f"{PREFIX}NAME?size=N&seed=N&KEY=VALUE&answer=tags|text, the keys those of the generator",
-        remedy="quote it for the shell, and give lists as JSON",
+        expected=f"{PREFIX}NAME?size=N&seed=N&KEY=VALUE&answer=tags|text, with keys of the generator",
+        remedy="quote the reference for the shell, and write lists as JSON",
     )

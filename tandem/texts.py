@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else wrote. Whatever they hold, reading them gives a value or an error."""
+"""Safe parsers for JSON and YAML of unknown origin: they return a value or raise an error."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DEEPEST = 100
 _MOST = 1_000_000
 _DIGITS = 20
-"""Of a whole number of 64 bits, with its sign."""
+"""Digits of a whole number of 64 bits, with its sign."""
 
 
 class TooLongNumber(str):
-    """A number as it stands in a JSON text."""
+    """A number as written in a JSON text."""
 
 
-class TooLargeError(yaml.YAMLError):  # type: ignore[misc] # its base has no types
-    """A YAML text that is nested too deep, or whose aliases stand for too much."""
+class TooLargeError(yaml.YAMLError):  # type: ignore[misc] # its base class has no type annotations
+    """A YAML text is nested too deeply, or its aliases stand for too many values."""
 
 
 def parse_json(text: str | bytes | bytearray, **kinds: Any) -> Any:
     """Return the value of a JSON text.
 
     Args:
-        kinds: what makes numbers, as of `json.loads`.
+        text: the text.
+        kinds: functions that convert numbers, as in `json.loads`.
 
     Raises:
-        ValueError: it is not JSON, or nested too deep.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text, **kinds)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
 
 
 def parse_exact(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text, with a `TooLongNumber` for each number that 64 bits would change.
 
     Raises:
-        ValueError: it is not JSON, or nested too deep.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     return parse_json(text, parse_int=_whole, parse_float=_with_point)
 
@@ -58,33 +59,36 @@ def _with_point(text: str) -> float | TooLongNumber:
     number = float(text)
     try:
         exact = math.isfinite(number) and Decimal(repr(number)) == Decimal(text)
-    except ArithmeticError:  # an exponent beyond all
+    except ArithmeticError:  # the exponent is too large
         exact = False
     return number if exact else TooLongNumber(text)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the value of a YAML text, of plain types.
+    """Return the value of a YAML text, with plain types.
 
     Raises:
         yaml.YAMLError: see `check_yaml`.
-        ValueError: a value is none of its type, such as a date without a day.
+        ValueError: a value is not valid for its type, such as a date without a day.
     """
     check_yaml(text)
     return yaml.load(text, _LOADER)
 
 
 def check_yaml(text: str | bytes) -> None:
-    """Check that a YAML text can be read. The loaders build what is nested by recursion, the one in C until
-    the process dies, and a few aliases of aliases stand for more values than there is memory.
+    """Check that a YAML text can be read safely.
+
+    The loaders build nested values by recursion; too deep a nesting kills the process in the C loader. A
+    few aliases of aliases can also stand for more values than fit in memory.
 
     Raises:
-        yaml.YAMLError: it is not YAML.
-        TooLargeError: it is nested deeper than 100, stands for more than a million values, or holds itself.
+        yaml.YAMLError: the text is not YAML.
+        TooLargeError: the text is nested deeper than 100, stands for more than a million values, or
+            contains itself.
     """
     sizes: dict[str, int] = {}
     opened: list[tuple[str | None, int]] = []
-    size = 0  # of what is open at this place
+    size = 0  # number of values in the collection that is open here
     for event in yaml.parse(text, _LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, size))
@@ -95,7 +99,7 @@ def check_yaml(text: str | bytes) -> None:
             size += before
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in opened):
-                raise TooLargeError(f"*{event.anchor} stands within itself")
+                raise TooLargeError(f"*{event.anchor} contains itself")
             size += sizes.get(event.anchor, 1)
         else:
             size += isinstance(event, yaml.ScalarEvent)

@@ -1,8 +1,11 @@
-"""Which files with code may run because a run folder is read: those that this user's own runs wrote, which
-bear a signature, and those below the folders that the environment variable TANDEM_TRUST names.
+"""Which files with code may run when a run folder is read.
 
-The key of the signatures lies in the user's own state folder, outside of every run folder. A file from
-somebody else cannot bear a signature of this key, wherever it is copied to and whoever owns the copy."""
+Two kinds may: files that this user's own runs wrote, which have a signature; and files below the folders in
+the environment variable TANDEM_TRUST.
+
+The key of the signatures is in the user's own state folder, outside all run folders. A file from somebody
+else cannot have a signature of this key, wherever it is copied and whoever owns the copy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _KEY_BYTES = 32
 
 
 def sign(path: Path) -> None:
-    """Write the signature of a file beside it. Where the user's key cannot be kept, there is none.
+    """Write the signature of a file next to it.
+
+    If the user's key cannot be stored, no signature is written.
 
     Raises:
         FileError: the signature cannot be written.
@@ -35,7 +40,7 @@ def sign(path: Path) -> None:
 
 
 def is_own(path: Path, content: bytes) -> bool:
-    """Whether a file with this content was written by this user's run, or lies where TANDEM_TRUST says."""
+    """Return whether this user's run wrote a file with this content, or TANDEM_TRUST names the file."""
     whole = path.resolve()
     named = [Path(each).expanduser().resolve() for each in _named()]
     if any(whole == each or each in whole.parents for each in named):
@@ -48,18 +53,18 @@ def is_own(path: Path, content: bytes) -> bool:
 
 
 def read_own(path: Path) -> bytes:
-    """Return the content of a file that holds a pickled function.
+    """Return the content of a file with a pickled function.
 
     Raises:
-        ConfigError: no run of this user wrote it.
+        ConfigError: no run of this user wrote the file.
     """
     content = path.read_bytes()
     if not is_own(path, content):
         raise ConfigError(
-            "a pickled function runs code when it is read, and no run of yours wrote this file",
+            "reading a pickled function runs code, and no run of yours wrote this file",
             field=str(path),
             expected="a file that a run of this user wrote on a machine with this home folder",
-            remedy="name the function's source instead, file.py:function; or, if you know who wrote the "
+            remedy="give the function's source instead, file.py:function; or, if you know who wrote the "
             f"file, allow it: {TRUST}={path.parent}",
         )
     trust(path)
@@ -67,7 +72,10 @@ def read_own(path: Path) -> bytes:
 
 
 def trust(path: Path) -> None:
-    """Trust a file in this process and those that it starts, which may have another home folder."""
+    """Trust a file in this process and in the processes that it starts.
+
+    These may have another home folder, and thus another key.
+    """
     whole = str(path.resolve())
     if whole not in _named():
         os.environ[TRUST] = os.pathsep.join([*_named(), whole])
@@ -86,21 +94,22 @@ def _signature(key: bytes, content: bytes) -> str:
 
 
 def _key(*, make: bool) -> bytes:
-    """The user's key; the first one to ask makes it.
+    """Return the user's key. The first call makes it.
 
     Raises:
-        OSError, RuntimeError: there is none, or nowhere to keep it.
+        OSError: there is no key, or it cannot be stored.
+        RuntimeError: the home folder is unknown.
     """
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tandem"
     file = folder / "key"
     if make and not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder) as made:  # only its owner may read it
+        with tempfile.NamedTemporaryFile(dir=folder) as made:  # only its owner can read it
             made.write(secrets.token_bytes(_KEY_BYTES))
             made.flush()
             with suppress(FileExistsError):  # another process was first
                 os.link(made.name, file)
     key = file.read_bytes()
     if len(key) != _KEY_BYTES:
-        raise OSError(f"{file} is no key")
+        raise OSError(f"{file} is not a key")
     return key

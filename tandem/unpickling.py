@@ -1,5 +1,8 @@
-"""Reading what `torch.save` wrote without running what is in it: tensors, numpy arrays and plain values are
-read, and a file that names any other class or function is refused before that is called."""
+"""A safe reader for files of `torch.save`: it runs no code from the file.
+
+It reads tensors, numpy arrays and plain values. A file that names any other class or function is refused
+before that is called.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _MODULES = "numpy.core.multiarray", "numpy._core.multiarray"
 
 
 class _Type:
-    """Stands for a numpy type while a file is read: numpy's own would take any flags and fields from it."""
+    """A stand-in for a numpy type while a file is read.
+
+    numpy's own type would accept any flags and fields from the file.
+    """
 
     def __init__(self, name: str, *_: Any) -> None:
         self._name, self._order = name, "="
@@ -35,7 +41,7 @@ class _Type:
 
 
 class _Array:
-    """Stands for a numpy array while a file is read."""
+    """A stand-in for a numpy array while a file is read."""
 
     def __init__(self, *_: Any) -> None:
         self._state: tuple[Any, ...] = ()
@@ -51,11 +57,11 @@ class _Array:
         flat = np.empty(len(data), dtype=object)
         for at, value in enumerate(data):
             flat[at] = _real(value, read)
-        return flat.reshape(shape)  # numpy writes objects row by row always
+        return flat.reshape(shape)  # numpy always writes objects row by row
 
 
 def _number(kind: _Type, data: bytes) -> Any:
-    """A numpy scalar."""
+    """Return a numpy scalar."""
     dtype = kind.real()
     if dtype.kind == "O":
         raise ValueError("a numpy scalar that is an object")
@@ -74,12 +80,13 @@ _KNOWN: list[Any] = [
 def load_plain(
     source: Path | IO[bytes], *, refused: type[TandemError], field: str, remedy: str | None = None
 ) -> Any:
-    """Read what `torch.save` wrote, onto the host.
+    """Read a file of `torch.save` into the host's memory.
 
     Args:
         source: the file.
-        refused: the kind of error if it holds anything else than tensors, arrays and plain values.
-        field, remedy: of that error.
+        refused: class of the error if the file holds anything other than tensors, arrays and plain values.
+        field: field of this error.
+        remedy: remedy of this error.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -90,18 +97,18 @@ def load_plain(
         return _real(found, {})
     except FileNotFoundError:
         raise
-    except Exception as error:  # a strange file can make the reader raise anything
+    except Exception as error:  # a damaged file can make the reader raise any error
         raise refused(
-            "holds something else than tensors, arrays and plain values, and was not read",
+            "this file holds something other than tensors, arrays and plain values, and was not read",
             field=field,
             got=why(error),
-            expected="what this program writes there; code in such a file is never run",
+            expected="a file that this program wrote; code in such a file is never run",
             remedy=remedy,
         ) from error
 
 
 def why(error: BaseException) -> str:
-    """What PyTorch's restricted reader met with, without its advice to read without restrictions."""
+    """Return what PyTorch's restricted reader refused, without its advice to read without restrictions."""
     text = str(error)
     for pattern in (r"GLOBAL (\S+)", r"WeightsUnpickler error: ([^\n]+)"):
         found = re.search(pattern, text)
@@ -111,10 +118,12 @@ def why(error: BaseException) -> str:
 
 
 def _real(value: Any, read: dict[int, tuple[Any, Any]]) -> Any:
-    """The value with numpy arrays in place of what stood for them.
+    """Return the value, with numpy arrays in place of their stand-ins.
 
     Args:
-        read: by identity, each value that was met, which is kept here, and what it became.
+        value: the value.
+        read: for each value that was met, by identity: the value, which keeps it alive, and its
+            replacement.
     """
     if id(value) in read:
         return read[id(value)][1]

@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Fixtures and pytest hooks for all test folders."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tests.support.warm import warm_ray
 
-if not Path("/dev/nvidiactl").exists():  # Triton asks when it is first imported, which transformers does
+if not Path("/dev/nvidiactl").exists():  # Triton reads this at its first import, by transformers
     os.environ["TRITON_INTERPRET"] = "1"
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is looked for in the cache alone
-# The key by which a user's own files are known is not put into the home of whoever runs the tests.
+os.environ["HF_HUB_OFFLINE"] = "1"  # look up model names in the cache only
+# Keep the key that signs a user's own files out of the home folder of the person who runs the tests.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"tandem-tests-state-{os.getuid()}"))
 
 LONGEST = (
@@ -45,7 +45,7 @@ LONGEST = (
     "tests/engines/train/test_fsdp_two_ranks.py",
     "tests/docs/test_algorithm_pages.py",
 )
-"""The scopes that take longest: they begin first, so that the workers end together."""
+"""The scopes that take longest. They start first, so that all workers end at about the same time."""
 
 
 def scope_of(nodeid: str) -> str:
@@ -53,10 +53,13 @@ def scope_of(nodeid: str) -> str:
 
 
 class OneRayAtATime(LoadScopeScheduling):
-    """Tests that start a process for each rank, "ray" in the name of their file or parameter, all run in one
-    worker: they have limits of time, and each wants the machine for itself. So do those of one file, which
-    share what it made for them. (`--dist loadgroup` would read the same from marks, but xdist 3.8 cannot
-    pass them on under pytest 9.)"""
+    """A scheduler that runs all tests with processes per rank in one worker.
+
+    These tests have "ray" in the name of their file or parameter. They have time limits, and each of them
+    needs the whole machine. All tests of one file also run in one worker, because they share fixtures.
+    (`--dist loadgroup` could read the same groups from marks, but xdist 3.8 cannot pass marks on under pytest
+    9.)
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
@@ -69,13 +72,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRayAtATime:
-    config.option.loadscopereorder = False  # which would be by the number of tests
+    config.option.loadscopereorder = False  # xdist would order scopes by their number of tests
     return OneRayAtATime(config, log)
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray of this test process's own, for all its tests, whose workers begin warm."""
+    """Start one Ray cluster for all tests of this process; its workers start from a warm server."""
     warm_ray()
     import_module("tandem.runtime.ray_backend.cluster").connect(None, temp_dir=None, object_store_gb=1.0)
     yield

@@ -114,5 +114,5 @@ def test_dealt_items_weigh_about_the_same():
 
 
 def test_dealt_known_instance():
-    # 9 to the first, 8 to the second, 2 to the lighter second, which is full then, 1 to the first.
+    # 9 goes to the first, 8 and 2 go to the second, which is then full, and 1 goes to the first.
     assert dealt([1, 9, 8, 2], [2, 2]) == [[0, 1], [2, 3]]

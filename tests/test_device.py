@@ -87,5 +87,5 @@ def test_a_gpu_gets_them_in_one_copy_without_a_wait():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_runs_kernels_that_are_compiled():
-    """Not interpreted, as the other tests' are without a GPU."""
+    """The kernels are not interpreted. Other tests interpret them if there is no GPU."""
     assert "TRITON_INTERPRET" not in os.environ

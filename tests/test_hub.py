@@ -1,4 +1,4 @@
-"""Models by their hub name, from a cache as huggingface_hub lays it out."""
+"""Models by their hub name, from a cache with huggingface_hub's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REVISION = "a" * 40
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model `tiny/model` in the cache."""
+    """Return a model `tiny/model` in the cache."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     repository = cache / "models--tiny--model"
@@ -64,17 +64,20 @@ def test_a_name_that_cannot_be_had_is_an_error_with_what_to_do(snapshot: Path, t
     with pytest.raises(ConfigErrors) as caught:
         load_train_config(None, words(tmp_path, "tiny/other"))
     told = str(caught.value)
-    assert "actor_rollout_ref.model.path: no such folder, and as a model of the hub it cannot be had" in told
-    assert "remedy:   `hf download tiny/other` where there is a network" in told
+    assert (
+        "actor_rollout_ref.model.path: this folder does not exist, and the hub has no model of that name"
+        in told
+    )
+    assert "`hf download tiny/other` where there is a network" in told
 
 
 def test_a_snapshot_without_weights_gets_them_or_the_run_is_refused(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.fetch_weights(str(snapshot))  # they are there
+    hub.fetch_weights(str(snapshot))  # the cache has them
     weights = (snapshot / "model.safetensors").read_bytes()
     (snapshot / "model.safetensors").unlink()
-    with pytest.raises(TandemError, match=r"tiny/model: its weights are not in the cache"):
+    with pytest.raises(TandemError, match=r"tiny/model: .*weights are not in the cache"):
         hub.fetch_weights(str(snapshot))
 
     def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:

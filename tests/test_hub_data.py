@@ -1,4 +1,4 @@
-"""Data sets by their hub name, from a cache as huggingface_hub lays it out, without a network."""
+"""Datasets by their hub name, from a cache with huggingface_hub's layout, without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def rows(first: int, number: int) -> list[dict[str, str]]:
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set `openai/gsm8k` in the cache, of two folders, the first one's training rows in two files."""
+    """Return a dataset `openai/gsm8k` in the cache.
+
+    It has two folders. The first one's training rows are in two files.
+    """
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -63,7 +66,7 @@ def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
     data = loaded.config.data
     assert [row for _, row in read_files(data.train_files, ["question", "answer"]).records()] == rows(0, 5)
     assert [row for _, row in read_files(data.val_files, ["question", "answer"]).records()] == rows(5, 1)
-    assert any(str(snapshot) in said for said in loaded.said)
+    assert any(str(snapshot) in said for said in loaded.messages)
 
 
 def test_several_folders_are_named(snapshot: Path, tmp_path: Path) -> None:
@@ -75,14 +78,14 @@ def test_what_is_not_there_offline_is_an_error_with_what_to_do(
     snapshot: Path, tmp_path: Path, files: str
 ) -> None:
     told = refusal(tmp_path, files)
-    assert "data.train_files: as a data set of the hub it cannot be had" in told
+    assert "data.train_files: the hub has no dataset" in told
     assert str(tmp_path / "cache") in told
     assert f"`hf download --repo-type dataset {files[3:].partition('?')[0]}`" in told and "HF_HOME" in told
 
 
 def test_half_a_split_in_the_cache_is_not_taken_for_the_whole(snapshot: Path, tmp_path: Path) -> None:
     (snapshot / "main" / "train-00001-of-00002.parquet").unlink()
-    assert "cannot be had" in refusal(tmp_path, "hf:openai/gsm8k?name=main")
+    assert "the hub has no dataset" in refusal(tmp_path, "hf:openai/gsm8k?name=main")
 
 
 def test_what_is_no_name_of_a_data_set_is_refused(tmp_path: Path) -> None:
@@ -92,6 +95,6 @@ def test_what_is_no_name_of_a_data_set_is_refused(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_there_is_no_such_file(tmp_path: Path) -> None:
     told = refusal(tmp_path, "data/train.parquet")
-    assert "data.train_files: no such file" in told and "hub" not in told.replace("hf:", "")
+    assert "data.train_files: this file does not exist" in told and "hub" not in told.replace("hf:", "")
     assert "hf:openai/gsm8k" in refusal(tmp_path, "openai/gsm8k")
     assert hub.data_files("a.parquet") == ["a.parquet"]

@@ -1,4 +1,4 @@
-"""docker/: the images are pinned as the project is, run as a user, and are made of files that are sent."""
+"""docker/: images have pinned versions, run as a user, and contain only files of the build context."""
 
 from __future__ import annotations
 

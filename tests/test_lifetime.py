@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Processes that end together with their parent, and temporary folders of ended processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_process_with_threads_does_not_fork() -> None:
 
 
 def test_the_server_of_warm_processes_has_one_thread(tmp_path: Path) -> None:
-    """It refuses to fork otherwise; the process sees the server that it was forked from."""
+    """It would otherwise refuse to fork. The process sees the server that forked it."""
     program = tmp_path / "program.py"
     program.write_text("import os; print(len(os.listdir(f'/proc/{os.getppid()}/task')))")
     with WarmProcess([sys.executable, program], stdout=subprocess.PIPE, text=True) as process:
@@ -95,7 +95,7 @@ sys.stdin.read()
 
 
 def owner(place: Path) -> tuple[subprocess.Popen[str], list[Path]]:
-    """A process with temporary folders, and these."""
+    """Yield a process with temporary folders, and these folders."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,

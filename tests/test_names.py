@@ -1,4 +1,4 @@
-"""Whatever the tree's text names of the tree is there: modules, their attributes, files, extras."""
+"""The names of modules, attributes, files and extras in the texts of the repository exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.loading import MOVED
 
 ROOT = Path(__file__).parents[1]
 PLACES = (".ci", "benchmarks", "docker", "docs", "examples", "tandem")
-LEFT_OUT = {"static", "results", "__pycache__"}  # the page's own libraries; what programs wrote
+LEFT_OUT = {"static", "results", "__pycache__"}  # libraries of the site; generated files
 SUFFIXES = {
     "",
     ".cpu",
@@ -38,8 +38,8 @@ MADE = {
     "examples/cluster.md",
     "examples/recipes.md",
     "examples/reward_model.md",
-}  # of the site
-VERLS = "docs/verl-tests.md"  # it names files of verl
+}  # part of the site
+VERLS = "docs/verl-tests.md"  # it names verl's files
 MODULE = re.compile(r"(?<![\w./@-])(?:benchmarks|tandem)(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*)?(?![\w/-])")
 PROGRAM = re.compile(r"-m ((?:benchmarks|docs|tests)(?:\.\w+)+)")
 FILE = re.compile(r"(?<![\w./$}-])(?:\.ci|benchmarks|docker|docs|examples|tandem|tests)/[\w./-]*\w")
@@ -55,7 +55,7 @@ def texts() -> Iterator[Path]:
 
 
 def found(pattern: re.Pattern[str]) -> dict[str, str]:
-    """What the pattern finds in all texts, with the place where it is first."""
+    """Return the matches of the pattern in all texts, each with the place of its first occurrence."""
     names: dict[str, str] = {}
     for path in texts():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -66,7 +66,7 @@ def found(pattern: re.Pattern[str]) -> dict[str, str]:
 
 @cache
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one; nothing is imported but packages."""
+    """Return whether a dotted name is a module or an attribute of one. Only packages are imported."""
     if any(name == old or name.startswith(f"{old}.") for old in MOVED):
         return True
     parts = name.replace(":", ".").split(".")
@@ -81,7 +81,7 @@ def resolves(name: str) -> bool:
 
 
 def defines(body: list[ast.stmt], attributes: list[str]) -> bool:
-    """Whether statements make the first name, and a class of that name the next one."""
+    """Return whether statements define the first name, and a class of that name the next one."""
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == attributes[0]:
             inherits = bool(node.bases)
@@ -92,13 +92,13 @@ def defines(body: list[ast.stmt], attributes: list[str]) -> bool:
 
 
 def made_by(node: ast.stmt) -> set[str]:
-    """The names that a statement makes in its module."""
+    """Return the names that a statement defines in its module."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name for alias in node.names}
     names: set[str] = set()
-    for part in ast.walk(node):  # of `if TYPE_CHECKING:` too
+    for part in ast.walk(node):  # also for `if TYPE_CHECKING:`
         if isinstance(part, ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in part.names}
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):

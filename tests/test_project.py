@@ -1,4 +1,4 @@
-"""Rules that hold for the whole tree and that no linter checks."""
+"""Rules for the whole repository that no linter checks."""
 
 import ast
 import re

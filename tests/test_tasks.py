@@ -74,7 +74,7 @@ def test_without_tags_the_whole_response_is_the_answer() -> None:
         ("reasoning-gym:chain_sam", "remedy:   reasoning-gym:chain_sum"),
         ("reasoning-gym:", "no name"),
         ("reasoning-gym:chain_sum?size=0", "size=0"),
-        ("reasoning-gym:chain_sum?size", "is not a task"),
+        ("reasoning-gym:chain_sum?size", "not a task"),
         ("reasoning-gym:chain_sum?answer=box", "answer=box"),
         ("reasoning-gym:chain_sum?max_turms=3", "max_turms"),
         ("reasoning-gym:chain_sum?min_terms=5&max_terms=2", "AssertionError"),

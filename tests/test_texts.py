@@ -1,4 +1,4 @@
-"""Texts that somebody else wrote, read to a value or an error."""
+"""JSON and YAML of unknown origin: the parsers return a value or raise an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_brackets_within_a_string_are_no_nesting() -> None:
 
 
 def bomb(levels: int) -> str:
-    """Ten to the power of `levels` values, by aliases of aliases."""
+    """Return a text with 10 to the power of `levels` values, by aliases of aliases."""
     lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
     lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels)]
     return "\n".join(lines)

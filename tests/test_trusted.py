@@ -1,4 +1,4 @@
-"""Code in a run folder runs where this user's run wrote it, or where the user says so."""
+"""Code in a run folder runs only if a run of this user wrote it, or if the user allows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Forget = Callable[[], None]
 
 @pytest.fixture(autouse=True)
 def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forget:
-    """A user of this test's own; called, another process of that user, which has read nothing yet."""
+    """Return a function that acts as another process of the same user.
+
+    The user exists only in this test. The process has read nothing yet.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(trusted.TRUST, "")
     return lambda: monkeypatch.setenv(trusted.TRUST, "")
@@ -57,7 +60,7 @@ def test_a_function_of_another_user_is_not_loaded(
     path, name = write_function(twice, tmp_path / "inputs")
     forget()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    for _ in range(2):  # also once this user has a key
+    for _ in range(2):  # also after this user has a key
         with pytest.raises(ConfigError) as caught:
             load_function(f"{path}:{name}")
         assert caught.value.field == str(path) and trusted.TRUST in str(caught.value.remedy)
@@ -70,7 +73,7 @@ def test_a_function_of_another_user_is_not_loaded(
 def test_an_evil_pickle_in_place_of_a_function_is_not_read(kind: str, tmp_path: Path, forget: Forget) -> None:
     canary, (path, name) = tmp_path / "canary", write_function(twice, tmp_path / "inputs")
     forget()
-    path.write_bytes(pickle.dumps(payloads(canary)[kind]))  # beside the signature of what was there
+    path.write_bytes(pickle.dumps(payloads(canary)[kind]))  # next to the signature of the old content
     with pytest.raises(ConfigError) as caught:
         load_function(f"{path}:{name}")
     assert caught.value.field == str(path)

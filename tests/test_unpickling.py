@@ -48,7 +48,7 @@ def test_arrays_come_back_as_they_were(array: np.ndarray) -> None:
     assert type(back[0]) is np.ndarray and back[0] is back[1]["same"]
     assert back[0].dtype == array.dtype and back[0].shape == array.shape
     assert back[0].tolist() == array.tolist()
-    back[0][...] = back[0].copy()  # may be written to
+    back[0][...] = back[0].copy()  # it is writable
 
 
 def test_arrays_within_arrays_and_the_states_of_generators() -> None:
@@ -80,7 +80,7 @@ def test_nothing_in_a_file_is_called(kind: str, tmp_path: Path) -> None:
 
 
 class Dressed:
-    """An array's type with flags of its own: objects that numpy takes for numbers."""
+    """A numpy type with forged flags: numpy takes its objects for numbers."""
 
     def __reduce__(self) -> Any:
         return np.dtype, ("V8", False, True), (3, "|", None, ("f",), {"f": (np.dtype("O"), 0)}, 8, 1, 0)
@@ -95,7 +95,7 @@ class Dressed:
     ],
 )
 def test_a_forged_array_is_refused(forged: Any) -> None:
-    """One without content, and two whose bytes would be taken for the addresses of objects."""
+    """One has no content; the bytes of two others would be taken for addresses of objects."""
     with pytest.raises(DataError):
         again(forged)
 

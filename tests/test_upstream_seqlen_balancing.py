@@ -1,5 +1,7 @@
-"""What verl 0.9.1's test_seqlen_balancing.py expects, where it holds here. docs/verl-tests.md says what does
-not, and why."""
+"""The expectations of verl 0.9.1's test_seqlen_balancing.py that apply here.
+
+docs/verl-tests.md says which ones do not, and why.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def test_micro_batches_within_a_budget_are_put_in_order_again() -> None:
 
 
 def test_the_number_of_micro_batches_is_the_quotient_or_one_more() -> None:
-    """In verl it is the quotient, and a micro-batch may lie above its budget; here none does."""
+    """In verl it is the quotient, and a micro-batch may exceed its budget. Here none does."""
     for _ in range(40):
         lengths = [random.randint(50, 90) for _ in range(random.choice([20, 25]))]
         quotient = -(-sum(lengths) // 300)

@@ -1,4 +1,4 @@
-"""`tandem`'s own commands in processes of their own, as a user types them."""
+"""Run `tandem` commands in separate processes, as a user does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ SMALL_DEMO = {"SFT_STEPS": 2, "SFT_BATCH": 16, "TRAIN_PROBLEMS": 64, "VALIDATION
 
 
 def tandem(setting: Setting, *words: str, limit_s: float) -> str:
-    """What `tandem` printed for these words; where all is tiny, by a fork that makes a small demo.
+    """Run a `tandem` command and return its output.
+
+    With `--tiny` on a CPU this forks the current process and makes the demo small.
 
     Raises:
-        RuntimeError: it failed, or took longer; its last words.
+        RuntimeError: the command failed or took too long; the message has the end of the output.
     """
-    free_memory(setting.device)  # what this process keeps for itself the command cannot have
+    free_memory(setting.device)  # the command cannot use memory that this process keeps cached
     limit_s = min(limit_s, max(setting.left_s - 5, 5))
 
     def small() -> None:

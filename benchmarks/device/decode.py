@@ -1,8 +1,8 @@
-"""Decoding: one step of a batch at one context length, as the engine runs it: the forward by CUDA graph, then
-the draw of the tokens.
+"""Measure decoding: one step of a batch at one context length, as the engine runs it.
 
-Its bound is `shapes.decode_seconds`. Timed apart as well: the forward without the graph, the draw, and the
-attention of all layers, as bytes of keys and values per second.
+A step is the forward by CUDA graph and the sampling of the tokens. The bound of a step is
+`shapes.decode_seconds`. Three parts are timed separately: the forward without the graph, the sampling, and
+the attention of all layers, as bytes of keys and values per second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tandem.engines.rollout.native.runner import Runner, make_runner
 from tandem.protocol import Request, SamplingParams
 
 BLOCK_SIZE = 16
-STEPS = (  # model, sequences, tokens of each; the first two are what the aim is about
+STEPS = (  # model, sequences, tokens of each sequence; the performance goal is about the first two
     ("1.5B", 256, 1024),
     ("1.5B", 256, 7680),
     ("1.5B", 64, 14336),
@@ -103,7 +103,10 @@ def decode(setting: Setting, size: str, batch: int, context: int, repeats: int =
 
 
 def decode_step(batch: int, context: int, vocabulary: int, device: torch.device) -> StepInput:
-    """One token of each of `batch` sequences that have `context` tokens with it, in scattered blocks."""
+    """Return a step with one new token for each of `batch` sequences, in scattered cache blocks.
+
+    Each sequence has `context` tokens including the new one.
+    """
     generator = torch.Generator().manual_seed(0)
     width = -(-context // BLOCK_SIZE)
     tables_SB = torch.randperm(batch * width, generator=generator).view(batch, width)
@@ -123,20 +126,21 @@ def decode_step(batch: int, context: int, vocabulary: int, device: torch.device)
 
 
 def check_fits(needed: int, device: torch.device) -> None:
-    """
+    """Check that the cache leaves at least a tenth of the free memory.
+
     Raises:
-        Skipped: the cache would leave less than a tenth of the free memory for everything else.
+        Skipped: the cache needs too much memory.
     """
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
     if needed > 0.9 * free:
-        raise Skipped(f"the cache takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free")
+        raise Skipped(f"the cache needs {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free")
 
 
 def every_attention(runner: Runner, attention: Attention, step: StepInput, size: str) -> Callable[[], None]:
-    """The attention of every layer, without the rest."""
+    """Return a function that runs only the attention of every layer."""
     heads, width = SIZES[size]["num_attention_heads"], runner.layers[0].key_dim
     query_TND = torch.randn(len(step.ids_T), heads, width, dtype=runner.dtype, device=runner.device)
 
@@ -148,8 +152,10 @@ def every_attention(runner: Runner, attention: Attention, step: StepInput, size:
 
 
 def agreement(setting: Setting) -> dict[str, Any]:
-    """A four-layer model of the 0.5B's width in fp32 (the tiny shape where that is meant): how many of 16
-    greedy responses the engine and `generate` write alike."""
+    """Count how many of 16 greedy responses are equal between the engine and transformers.
+
+    The model has four layers of the 0.5B's width in fp32, or the tiny shape with `--tiny`.
+    """
     device, new_tokens = setting.device, 8 if setting.tiny else 64
     size = "tiny" if setting.tiny else "0.5B"
     layers = min(4, SIZES[size]["num_hidden_layers"])
@@ -171,12 +177,12 @@ def agreement(setting: Setting) -> dict[str, Any]:
 
 @torch.inference_mode()
 def greedy(module: PreTrainedModel, prompt: np.ndarray, new_tokens: int, device: torch.device) -> list[int]:
-    """What transformers' own `generate` writes."""
+    """Return the greedy response of transformers' own `generate`."""
     model: Any = module
     ids = torch.from_numpy(prompt).to(device)[None]
     out = model.generate(
         ids,
-        attention_mask=torch.ones_like(ids),  # or it takes token 0 for padding
+        attention_mask=torch.ones_like(ids),  # without this mask, transformers takes token 0 for padding
         do_sample=False,
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,

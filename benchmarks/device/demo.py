@@ -1,4 +1,4 @@
-"""`tandem demo`, as a user types it; and the kernels that take the time in decoding and training."""
+"""Measure `tandem demo` as a user runs it, and the slowest kernels of decoding and training."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def run_demo(setting: Setting) -> dict[str, Any]:
-    """Seconds by the demo's own clock, and the accuracies it ends with."""
+    """Run the demo; return its own measurement of the seconds, and the accuracies before and after."""
     words = ["demo", "--out", str(setting.folder / "demo"), f"trainer.device={setting.device.type}"]
     words += SMALL if setting.tiny else ()
     said = tandem(setting, *words, limit_s=DEMO_LIMIT_S)
     found = re.search(r"([\d.]+) before, ([\d.]+) after, in (\d+) s", said)
     if found is None:
-        raise RuntimeError(f"no accuracy in what the demo printed:\n{said[-2000:]}")
+        raise RuntimeError(f"the demo printed no accuracy:\n{said[-2000:]}")
     before, after, seconds = map(float, found.groups())
     return {"value": seconds, "accuracy_before": before, "accuracy_after": after}
 
 
 def train_kernels(setting: Setting, size: str, update: bool) -> dict[str, Any]:
-    """One micro-batch at two sequences of 8k tokens."""
+    """Profile one micro-batch with two sequences of 8k tokens."""
     engine = make_engine("default", model_folder(size, setting.folder, setting.device), setting)
     length = 64 if setting.tiny else 8192
     batch = make_batch(2, length, SIZES[size]["vocab_size"], setting.tiny)
@@ -75,7 +75,7 @@ def train_kernels(setting: Setting, size: str, update: bool) -> dict[str, Any]:
 
 
 def decode_kernels(setting: Setting, size: str) -> dict[str, Any]:
-    """Steps of 256 sequences of some 1,100 tokens."""
+    """Profile decode steps of 256 sequences of about 1,100 tokens."""
     count, prompt, steps = (4, 16, 2) if setting.tiny else (256, 1024, 10)
     engine = NativeEngine(
         device=setting.device,
@@ -90,15 +90,17 @@ def decode_kernels(setting: Setting, size: str) -> dict[str, Any]:
         Request(str(index), 0, rng.integers(0, SIZES[size]["vocab_size"], prompt), params)
         for index in range(count)
     ]
-    running(engine, requests, 2 if setting.tiny else 80)  # 33 of them read prompts
+    running(engine, requests, 2 if setting.tiny else 80)  # 33 of these steps read prompts
     told = kernels(lambda: [engine.poll(0.0) for _ in range(steps)], setting, repeats=steps)
     engine.abort([request.id for request in requests])
     return told
 
 
 def kernels(work: Callable[[], object], setting: Setting, repeats: int) -> dict[str, Any]:
-    """The share of the time in which the device is busy, and the kernels that take most of it, in
-    milliseconds per repeat; on a CPU the operators."""
+    """Return the share of time in which the device is busy, and the kernels that take most of it.
+
+    Times are in milliseconds per repeat. On a CPU, operators replace kernels.
+    """
     device, cuda = setting.device, setting.device.type == "cuda"
     work()
     wall = clock(work, device)

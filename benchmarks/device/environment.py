@@ -1,4 +1,4 @@
-"""The machine and what is installed, and the tests that need a GPU, under the same interpreter."""
+"""Report the machine and the installed packages, and run the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PACKAGES = (
     "scipy",
 )
 TEST_LIMIT_S = 240.0
-PROCESSES = 4  # of the tests: most of their time is the host's, and an error of the device ends one of them
+# processes for the tests: most of their time is host time, and a device error ends only one process
+PROCESSES = 4
 QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu,persistence_mode"
 
 
@@ -45,7 +46,7 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Machine, versions, memory and clocks."""
+    """Return the facts about the machine: versions, memory and clocks."""
     told: dict[str, Any] = {
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in PACKAGES},
@@ -78,7 +79,7 @@ def version(package: str) -> str | None:
 
 
 def nvidia_smi() -> str:
-    """Driver and clocks, as far as they can be read."""
+    """Return driver and clocks, as far as nvidia-smi can read them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "no nvidia-smi"
@@ -88,16 +89,16 @@ def nvidia_smi() -> str:
 
 
 def compiled(setting: Setting) -> dict[str, Any]:
-    """Triton's interpreter must not stand in for its compiler."""
+    """Check that Triton compiles kernels and does not interpret them."""
     asked = os.environ.get("TRITON_INTERPRET")
     if setting.device.type == "cuda" and asked is not None:
-        raise RuntimeError(f"TRITON_INTERPRET={asked}: unset it")
+        raise RuntimeError(f"TRITON_INTERPRET={asked} is set; unset it so that Triton compiles its kernels")
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia*"))
     return {"value": int(asked is None), "TRITON_INTERPRET": asked, "device_nodes": nodes}
 
 
 def test_files() -> list[str]:
-    """The files with tests that need a GPU; the others would be imported for nothing, for a minute."""
+    """Return the test files with GPU tests; importing the other files would take a minute."""
     tests = ROOT / "tests"
     mark = "mark." + "gpu"
     found = [path for path in tests.rglob("test_*.py") if mark in path.read_text(encoding="utf-8")]
@@ -105,8 +106,10 @@ def test_files() -> list[str]:
 
 
 def gpu_tests(setting: Setting) -> dict[str, Any]:
-    """`pytest -m gpu` in a process of its own. The value is how many pass; the text of what fails stands
-    beside it."""
+    """Run `pytest -m gpu` in a separate process.
+
+    The value is the number of tests that pass. The row also has the text of each failure.
+    """
     files = ["tests/test_device.py"] if setting.tiny else test_files()
     limit = min(TEST_LIMIT_S, max(setting.left_s - 5, 5))
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +145,7 @@ def gpu_tests(setting: Setting) -> dict[str, Any]:
 
 
 def cases_of(results: Path) -> list[dict[str, str]]:
-    """Name, outcome and, of what did not pass, the text of each test in pytest's file of results."""
+    """Return name, outcome and text of each test in pytest's results file; passed tests have no text."""
     if not results.exists():
         return []
     found = []
@@ -158,10 +161,11 @@ def cases_of(results: Path) -> list[dict[str, str]]:
 
 
 def cases_told(output: str) -> list[dict[str, str]]:
-    """The same from what pytest printed, test by test, before it was ended."""
+    """Return the same from pytest's output, for the tests that finished before pytest was ended."""
     outcomes = {"PASSED": "passed", "SKIPPED": "skipped", "FAILED": "failed", "ERROR": "failed"}
     words = "|".join(outcomes)
     told = re.findall(rf"^(\S+::.*?) ({words})\b", output, re.MULTILINE)
-    reported = re.findall(rf"^\[gw\d+\].*? ({words}) (\S+::.*)$", output, re.MULTILINE)  # by pytest-xdist
+    # the format of pytest-xdist
+    reported = re.findall(rf"^\[gw\d+\].*? ({words}) (\S+::.*)$", output, re.MULTILINE)
     told += [(name, word) for word, name in reported]
     return [{"name": name, "outcome": outcomes[outcome], "text": ""} for name, outcome in told]

@@ -1,8 +1,8 @@
-"""The rollout engine end to end: 512 requests of spread lengths, before and after an update of the weights;
-what an update and the capture of graphs take, and the host's part of a step.
+"""Measure the rollout engine end to end: 512 requests of different lengths, and weight updates.
 
-The bound of the tokens per second is the time to read each sequence's keys and values at every token it
-writes, and all matrices at every step of a full batch.
+The requests run before and after a weight update. The phase also measures the time of an update, of graph
+captures, and of the host in a step. The bound of tokens per second is the time to read the keys and values of
+each sequence at every token that it writes, and all matrices at every step of a full batch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ from tandem.engines.rollout.native.graphs import CudaCapture
 from tandem.protocol import Request, Sample, SamplingParams
 
 SAMPLES_OF_A_PROMPT = 8
-MEDIAN, SIGMA = 1024, 0.7  # of the lognormal lengths of responses, before they are capped
+MEDIAN, SIGMA = 1024, 0.7  # the lognormal distribution of response lengths, before they are capped
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests: how many, the longest prompt and response in tokens, and how many run at the same time."""
+    """A set of requests.
+
+    Attributes:
+        size: the model.
+        requests: the number of requests.
+        prompt, longest: tokens of the longest prompt and of the longest response.
+        running: how many requests run at the same time.
+    """
 
     size: str
     requests: int
@@ -42,7 +49,10 @@ class Load:
     running: int
 
     def make(self, seed: int = 0) -> list[Request]:
-        """Prompts of an eighth to all of the longest, each with eight responses of its own lengths."""
+        """Make prompts of an eighth to all of the longest length, with eight responses each.
+
+        Each response has its own length.
+        """
         rng = np.random.default_rng(seed)
         median = min(MEDIAN, self.longest / 4)
         lengths = np.minimum(rng.lognormal(np.log(median), SIGMA, self.requests), self.longest)
@@ -61,8 +71,10 @@ class Load:
         ]
 
     def tokens_per_s(self, rates: Rates) -> float:
-        """By what must be read: keys and values at each token, matrices at each step; products are far from
-        their bound at these sizes."""
+        """Return the bound: keys and values are read at each token, matrices at each step.
+
+        Products are ignored because they are far from their bound at these sizes.
+        """
         requests = self.make()
         written = np.array([request.params.max_tokens for request in requests])
         prompts = np.array([len(request.prompt_ids) for request in requests])
@@ -73,14 +85,14 @@ class Load:
 
 @dataclass
 class Captures:
-    """Graphs captured, and the seconds that took."""
+    """The number of graphs captured, and the seconds that this took."""
 
     count: int = 0
     seconds: float = 0.0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what is captured inside."""
+        """Count the captures inside the context."""
         capture = CudaCapture.__call__
 
         def timed(own: CudaCapture, *given: Any) -> Any:
@@ -97,7 +109,7 @@ class Captures:
 
 @dataclass
 class Bench:
-    """One engine over one model, kept over the rows."""
+    """One engine over one model, which all rows use."""
 
     load: Load
     _engine: NativeEngine | None = None
@@ -141,7 +153,7 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def serve(bench: Bench, setting: Setting, seed: int = 0) -> dict[str, Any]:
-    """All requests of a load, by the clock."""
+    """Measure the time for all requests of a load."""
     engine, requests = bench.engine(setting), bench.load.make(seed)
     engine.stats()
     captures = Captures()
@@ -172,14 +184,14 @@ def update(bench: Bench, setting: Setting) -> dict[str, Any]:
 
 
 def running(engine: NativeEngine, requests: Sequence[Request], steps: int) -> None:
-    """Begins the requests, and takes steps until prompts are read and graphs are there."""
+    """Start the requests, and take steps until the prompts are read and the graphs are captured."""
     engine.submit(requests)
     for _ in range(steps):
         engine.poll(0.0)
 
 
 def busy(bench: Bench, setting: Setting) -> dict[str, Any]:
-    """The device's time over the clock's, of steps of a full batch, by PyTorch's profiler."""
+    """Return the share of time in which the device works, in steps of a full batch, by PyTorch's profiler."""
     engine, load = bench.engine(setting), bench.load
     params = SamplingParams(max_tokens=min(400, load.longest), temperature=1.0)
     prompt = load.make()[0].prompt_ids
@@ -197,8 +209,11 @@ def busy(bench: Bench, setting: Setting) -> dict[str, Any]:
 
 
 def host_step(setting: Setting) -> dict[str, Any]:
-    """Milliseconds of a step where the device has next to nothing to do, in a full batch: planning, one
-    graph's launch, and taking the tokens in."""
+    """Measure the milliseconds of a step of a tiny model in a full batch.
+
+    The device has almost nothing to do, so this is the host's time: planning, the launch of one graph, and
+    reading the tokens.
+    """
     count, steps = (4, 10) if setting.tiny else (256, 200)
     engine = NativeEngine(device=setting.device, max_length=1024, max_num_seqs=count)
     engine.update_weights(SharedModule(build("tiny", torch.bfloat16, setting.device)), 0)
@@ -212,8 +227,11 @@ def host_step(setting: Setting) -> dict[str, Any]:
 
 
 def through_trainer(bench: Bench, setting: Setting) -> dict[str, Any]:
-    """As a run on one device does it: the trainer's module, unsharded twice, and a few steps after each. The
-    graphs of the first time are good for the second if its weights stand where they stood."""
+    """Update weights and generate a few steps several times, as a run on one device does.
+
+    The trainer's module is unsharded for each update. The graphs of the first time can be used again if the
+    weights are at the same addresses.
+    """
     bench.drop()
     folder = model_folder(bench.load.size, setting.folder, setting.device)
     trainer = make_engine("default", folder, setting)

@@ -1,7 +1,8 @@
-"""Processes that end within a time, each with all that it started: new ones, and forks of this one.
+"""Run processes with a time limit, and end them with all processes that they started.
 
-A fork begins with this one's imports, which take longer than the smallest work does. It has one thread, and
-is for CPUs alone: a device that a process has used cannot be used by its forks.
+A process is either new or a fork of the current process. A fork already has the imports, which take longer
+than the smallest work. It has one thread and works only on CPUs, because a fork cannot use a device that its
+parent has used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_command(command: Sequence[str], limit_s: float, **streams: IO[Any]) -> int | None:
-    """The exit status; None where it took longer."""
+    """Run a command; return its exit status, or None if it took longer than the limit."""
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
@@ -46,7 +47,11 @@ def run_forked(
     stdout: IO[Any] | None = None,
     stderr: IO[Any] | None = None,
 ) -> int | None:
-    """The same of a fork of this process that does the work: 0, what it exits with, or 1 where it raises."""
+    """Do the work in a fork of this process, and return its exit status.
+
+    Returns:
+        0 if the work returns, its exit code if it exits, 1 if it raises, None after the time limit.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
@@ -67,14 +72,15 @@ def run_forked(
 
 
 def _become(work: Callable[[], object], stdout: IO[Any] | None, stderr: IO[Any] | None) -> None:
-    """In the fork: the work, and the end."""
+    """Do the work in the fork, and end the fork."""
     status = 1
     try:
         os.setsid()
         for number, stream in ((1, stdout), (2, stderr)):
             if stream is not None:
                 os.dup2(stream.fileno(), number)
-        torch.set_num_threads(1)  # makes the fork's pool of threads, which two threads must not do at once
+        # this creates the fork's thread pool, which two threads must not do at the same time
+        torch.set_num_threads(1)
         work()
         status = 0
     except SystemExit as asked:
@@ -93,14 +99,15 @@ def _end_group(leader: int) -> None:
 
 
 def printed_by(run: Callable[[IO[Any]], int | None], what: str, limit_s: float) -> str:
-    """What a process printed.
+    """Run a process and return its output.
 
     Args:
-        run: starts it with this file for both of its outputs, and gives its status.
-        what: is run, for the error.
+        run: starts the process with this file for stdout and stderr, and returns its status.
+        what: the name of the process for the error message.
+        limit_s: the time limit in seconds, for the error message.
 
     Raises:
-        RuntimeError: it failed, or took longer; its last words.
+        RuntimeError: the process failed or took too long; the message has the end of the output.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         status = run(said)

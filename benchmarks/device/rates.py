@@ -1,4 +1,4 @@
-"""Rates of a device, measured: the bounds that everything else is a share of."""
+"""Measure the basic rates of a device, which are the bounds for all other measurements."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does at its best.
+    """The best rates of a device.
 
     Attributes:
-        copy: bytes/s, read and written, of a copy within its memory.
+        copy: bytes/s, read and written, of a copy within device memory.
         product: operations/s of a square product of random bf16 matrices, 8192 wide.
-        to_host, from_host: bytes/s between its memory and pinned memory of the host.
+        to_host, from_host: bytes/s between device memory and pinned host memory.
     """
 
     copy: float
@@ -27,17 +27,17 @@ class Rates:
 
 
 H100 = Rates(copy=3.0e12, product=798e12, to_host=50e9, from_host=50e9)
-"""An H100 SXM, as it was once measured; what lies between it and the host is an estimate."""
+"""An H100 SXM. `copy` and `product` were measured once; the rates to and from the host are estimates."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that was launched; on a CPU there is nothing to wait for."""
+    """Wait until the device is idle; on a CPU do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def clock(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, from an idle device to an idle device."""
+    """Return the seconds of one run, from idle device to idle device."""
     synchronize(device)
     began = time.perf_counter()
     work()
@@ -46,14 +46,14 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 3) -> float:
-    """The median time of a run of the work, after some to warm up."""
+    """Return the median seconds of a run, after some warm-up runs."""
     for _ in range(warm_up):
         work()
     return statistics.median(clock(work, device) for _ in range(repeats))
 
 
 def measure_rates(device: torch.device, *, tiny: bool = False) -> Rates:
-    """The rates of a device, in less than a second; on a CPU, and where `tiny`, of small operands."""
+    """Measure the rates of a device in less than a second; use small operands on a CPU or if `tiny`."""
     small = tiny or device.type != "cuda"
     elements, width = (2**24, 512) if small else (2**30, 8192)
     source = torch.empty(elements, dtype=torch.bfloat16, device=device).normal_()
@@ -74,7 +74,7 @@ def measure_rates(device: torch.device, *, tiny: bool = False) -> Rates:
 
 
 def _each(work: Callable[[], object], device: torch.device, runs: int = 10) -> float:
-    """Mean seconds of runs that follow each other, after three to warm up."""
+    """Return the mean seconds of consecutive runs, after three warm-up runs."""
 
     def several() -> None:
         for _ in range(runs):

@@ -1,6 +1,7 @@
-"""The rows of a phase: what measures each, the bound it is a share of, and the file of what was found.
+"""The rows of a phase and the file of their results.
 
-The file is written anew after every row, beside and then renamed: a phase that is killed leaves what it had.
+A row has a function that measures it and a bound. The file is rewritten after every row: a temporary file is
+written and then renamed. So a phase that is killed keeps its earlier results.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ LOST = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a phase runs.
+    """The conditions of a phase.
 
     Attributes:
-        device: of the models.
-        tiny: whether the smallest shapes are meant, to try the program itself.
-        rates: of the device, measured at the phase's start.
-        folder: for files that are not kept, shared by the phases.
-        until: `time.monotonic()` at which the phase ends.
+        device: the device of the models.
+        tiny: use the smallest shapes, to try the program itself.
+        rates: the rates of the device, measured at the start of the phase.
+        folder: a folder for temporary files, shared by the phases.
+        until: the value of `time.monotonic()` at which the phase ends.
     """
 
     device: torch.device
@@ -47,12 +48,12 @@ class Setting:
 
     @property
     def forks(self) -> bool:
-        """Whether processes of a row may be forks of this one."""
+        """Whether a row may fork the current process."""
         return self.tiny and self.device.type == "cpu"
 
 
 class Skipped(Exception):
-    """A row that cannot be measured here; its text says why."""
+    """Raised by a row that cannot be measured here; the text says why."""
 
 
 Bound = Callable[[Rates], float]
@@ -63,11 +64,11 @@ class Row:
     """One thing to measure.
 
     Attributes:
-        name: within its phase; predictions are found by it.
-        work: measures it: "value", in `unit`, and whatever else there is to tell.
-        expects_s: how long that takes; it is left out when less time is left.
-        unit: a rate, or "s", of which less is better.
-        bound: the value at the whole of the measured rates; None where there is no such thing.
+        name: the name within the phase, which selects the prediction.
+        work: the function that measures; its result has "value" in `unit`, and further facts.
+        expects_s: expected seconds; the row is skipped if less time is left.
+        unit: a rate, or "s", where less is better.
+        bound: the value at the measured rates of the device; None if there is no bound.
     """
 
     name: str
@@ -77,14 +78,14 @@ class Row:
     bound: Bound | None = None
 
     def share(self, value: float, rates: Rates) -> float | None:
-        """How near a value comes to the bound; 1 is at it."""
+        """Return how near a value is to the bound; 1 means equal."""
         if self.bound is None or not value:
             return None
         bound = self.bound(rates)
         return bound / value if self.unit == "s" else value / bound
 
     def at_share(self, share: float, rates: Rates) -> float | None:
-        """The value that is this share of the bound."""
+        """Return the value at this share of the bound."""
         if self.bound is None:
             return None
         return self.bound(rates) / share if self.unit == "s" else self.bound(rates) * share
@@ -92,13 +93,14 @@ class Row:
 
 @dataclass
 class Report:
-    """What a phase has found, in its file.
+    """The results of a phase and their file.
 
     Attributes:
-        about: of the phase as a whole: command, device, versions, rates.
-        rows: as measured, in order; each has a "value", an "error", or why it was "skipped".
-        running: the row at hand; of a process that died, the one it died of.
-        predicted: by row, what was predicted for it; stands with the rows as they come.
+        path: the file.
+        about: facts about the whole phase: command, device, versions, rates.
+        rows: the measured rows in order; each has a "value", an "error", or a "skipped" with the reason.
+        running: the current row; after the process died, the row in which it died.
+        predicted: the prediction of each row by name; it is stored with the row.
     """
 
     path: Path
@@ -109,7 +111,7 @@ class Report:
 
     @classmethod
     def at(cls, path: Path) -> Report:
-        """The report in a file; an empty one where there is none."""
+        """Read the report in a file; return an empty report if the file does not exist."""
         if not path.exists():
             return cls(path)
         held = json.loads(path.read_text())
@@ -133,7 +135,7 @@ class Report:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row in words."""
+    """Return a row as a line of text."""
     if "value" not in row:
         why = f"error: {row['message']}" if "error" in row else f"skipped: {row['skipped']}"
         return f"  {row['name']}: {why}"
@@ -142,16 +144,16 @@ def line(row: dict[str, Any]) -> str:
 
 
 def measure(rows: Sequence[Row], setting: Setting, report: Report) -> None:
-    """Measures the rows that the report does not have yet, for as long as there is time.
+    """Measure the rows that the report does not have yet, as long as there is time.
 
     Raises:
-        SystemExit: with status `LOST`, where the device no longer answers; the row at hand has its error.
+        SystemExit: with status `LOST` if the device no longer answers; the current row has its error.
     """
     for row in rows:
         if row.name in report.done:
             continue
         if setting.left_s < row.expects_s:
-            why = f"{setting.left_s:.0f} s are left, and it takes {row.expects_s:.0f}"
+            why = f"only {setting.left_s:.0f} s left, but the row needs {row.expects_s:.0f} s"
             report.add({"name": row.name, "skipped": why})
             continue
         report.running = row.name
@@ -166,14 +168,14 @@ def measure(rows: Sequence[Row], setting: Setting, report: Report) -> None:
 
 
 def found(row: Row, setting: Setting) -> dict[str, Any]:
-    """What measuring a row gave: its value, or the error's text."""
+    """Measure a row; return its value or the text of its error."""
     began = time.monotonic()
     told: dict[str, Any] = {"name": row.name, "unit": row.unit}
     try:
         told |= row.work(setting)
     except Skipped as reason:
         return {"name": row.name, "skipped": str(reason)}
-    except Exception as error:  # whatever it is, it is this row's, and the next one goes on
+    except Exception as error:  # any error belongs to this row, and the next row continues
         told["error"] = short(traceback.format_exc())
         told["message"] = f"{type(error).__name__}: {first_line(str(error))}"
         told.pop("value", None)
@@ -188,12 +190,12 @@ def first_line(text: str) -> str:
 
 
 def short(text: str, characters: int = 3000) -> str:
-    """The end of a long text."""
+    """Return the end of a long text."""
     return text if len(text) <= characters else f"[…]{text[-characters:]}"
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back what no row holds, and begins to count peaks anew."""
+    """Free unused memory and reset the peak counter."""
     gc.collect()
     if device.type == "cuda" and answers(device):
         torch.cuda.empty_cache()
@@ -201,7 +203,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def answers(device: torch.device) -> bool:
-    """Whether the device still computes: after an illegal access it does not, in this process."""
+    """Return whether the device still computes; after an illegal access it does not, in this process."""
     if device.type != "cuda":
         return True
     try:

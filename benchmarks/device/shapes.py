@@ -1,4 +1,4 @@
-"""Qwen2.5's shapes with random weights, and by formula what a model must compute, read and hold."""
+"""Qwen2.5 models with random weights, and formulas for their operations and memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MOST_POSITIONS = 32768
 
 
 def build(size: str, dtype: torch.dtype, device: torch.device, **overrides: Any) -> PreTrainedModel:
-    """A model with random weights, drawn on the device."""
+    """Return a model with random weights, drawn on the device."""
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES[size] | overrides, max_position_embeddings=MOST_POSITIONS, use_cache=True)
     before = torch.get_default_dtype()
@@ -69,8 +69,10 @@ def build(size: str, dtype: torch.dtype, device: torch.device, **overrides: Any)
 
 
 def model_folder(size: str, parent: Path, device: torch.device) -> Path:
-    """A Hugging Face folder of `build`'s model in bf16, with a tokenizer of one token per byte, which needs
-    no network; made once."""
+    """Return a Hugging Face folder with the model of `build` in bf16; it is written once.
+
+    The tokenizer has one token per byte and needs no network.
+    """
     folder = parent / f"qwen_{size}"
     if not (folder / "tokenizer_config.json").exists():
         build(size, torch.bfloat16, device).save_pretrained(folder)
@@ -79,7 +81,10 @@ def model_folder(size: str, parent: Path, device: torch.device) -> Path:
 
 
 def matrices(size: str) -> int:
-    """Weights in the matrices of the layers and the head; each is read, and used once, for each token."""
+    """Return the number of weights in the matrices of the layers and the head.
+
+    Each weight is read and used once for each token.
+    """
     shape = SIZES[size]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kept = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
@@ -88,7 +93,7 @@ def matrices(size: str) -> int:
 
 
 def parameters(size: str) -> int:
-    """All weights: matrices, embedding, norms and biases."""
+    """Return the number of all weights: matrices, embedding, norms and biases."""
     shape = SIZES[size]
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     kept = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
@@ -97,23 +102,29 @@ def parameters(size: str) -> int:
 
 
 def kv_bytes(size: str, item: int = 2) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     shape = SIZES[size]
     kept = shape["hidden_size"] * shape["num_key_value_heads"] // shape["num_attention_heads"]
     return int(2 * kept * shape["num_hidden_layers"] * item)
 
 
 def forward_operations(size: str, length: int) -> float:
-    """Operations per token of a forward pass over sequences of that length, attention counted: a token sees
-    half of its sequence on average. A multiplication and an addition are two; recomputation is not counted,
-    and a backward pass is twice this."""
+    """Return the operations per token of a forward pass over sequences of this length.
+
+    Attention is included: a token attends to half of its sequence on average. A multiplication and an
+    addition count as two operations. Recomputation is not included. A backward pass takes twice as many
+    operations.
+    """
     shape = SIZES[size]
     return 2 * matrices(size) + 2 * length * shape["hidden_size"] * shape["num_hidden_layers"]
 
 
 def decode_seconds(size: str, batch: int, context: float, copy: float, product: float) -> float:
-    """The least time of a decode step: of reading each matrix once and each sequence's keys and values once,
-    or of computing with them."""
+    """Return the least seconds of a decode step.
+
+    This is the longer of two times: reading each matrix and each sequence's keys and values once, and
+    computing with them.
+    """
     shape = SIZES[size]
     read = 2 * matrices(size) + batch * context * kv_bytes(size)
     attended = 4 * context * shape["hidden_size"] * shape["num_hidden_layers"]
@@ -121,11 +132,14 @@ def decode_seconds(size: str, batch: int, context: float, copy: float, product: 
 
 
 def training_bytes(size: str, tokens: int, *, fused: bool) -> dict[str, int]:
-    """Bytes of training with AdamW on one device, as Tandem reckons them: the "state", which is fp32 weights
-    and their two moments; and with what an update of several micro-batches of so many tokens holds besides,
-    by what is computed again.
+    """Return the bytes of training with AdamW on one device, by Tandem's formulas.
+
+    "state" is the fp32 weights and their two moments. The other entries, one for each recomputation mode, add
+    what an update of several micro-batches needs.
 
     Args:
+        size: the model.
+        tokens: tokens per micro-batch.
         fused: whether norms and gated layers are fused kernels.
     """
     shape, state = model_shape({"model_type": "qwen2", **SIZES[size]}), 12 * parameters(size)

@@ -1,4 +1,4 @@
-"""A reward of random text: different for each response, so that an update has something to do."""
+"""A reward for random text that differs between responses, so that an update is not empty."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """The text's checksum, between 0 and 1."""
+    """Return the checksum of the text, scaled to 0..1."""
     return zlib.crc32(solution_str.encode()) / 2**32

@@ -1,9 +1,9 @@
-"""A GRPO step of the 1.5B by `tandem train`, phase by phase, beside the table of a run on eight H100s.
+"""Measure the phases of a GRPO step of the 1.5B with `tandem train`, beside a table for eight H100s.
 
-That table is of verl 0.5.0 with R1-Distill-Qwen-1.5B: 512 samples of 14,255 tokens a step, of which a GPU has
-64. Here one GPU takes 64 samples: of a quarter of that length, the second of two steps; and of the whole
-length, one step. A step is two updates. Weights are random, and all responses have the greatest length.
-Nothing is extrapolated.
+The table is for verl 0.5.0 with R1-Distill-Qwen-1.5B: 512 samples of 14,255 tokens per step, which is 64
+samples per GPU. This benchmark uses one GPU and 64 samples. One run has a quarter of that length and reports
+the second of two steps. The other run has the whole length and one step. A step has two updates. The weights
+are random, and all responses have the maximum length. Nothing is extrapolated.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from tandem.demo.problems import LONGEST_PROMPT, split, write_problems
 from tandem.observability.run import read_metrics
 
 VERL = {"generation": 3496.0, "previous log-probs": 52090.0, "training": 14925.0}
-"""Tokens/s per GPU of the users' table; twice that is the aim."""
+"""Tokens/s per GPU in the users' table; the goal is twice as much."""
 METRICS = {
     "generation": "perf/gen_tokens_per_s_per_device",
     "previous log-probs": "perf/log_prob_tokens_per_s_per_device",
     "training": "perf/train_tokens_per_s_per_device",
     "whole step": "perf/step_tokens_per_s",
 }
-ANSWERS = 8  # of a prompt
+ANSWERS = 8  # responses per prompt
 
 
 @dataclass
 class Run:
-    """A training run, made once for the rows that read its metrics.
+    """A training run that is made once for all rows that read its metrics.
 
     Attributes:
-        length: of prompt and response, tokens.
-        steps: of which the last is reported.
-        expects_s: how long the command takes.
+        size: the model.
+        samples: samples per step.
+        length: tokens of prompt and response together.
+        steps: the number of steps; the last step is reported.
+        expects_s: expected seconds of the command.
     """
 
     size: str
@@ -53,16 +55,17 @@ class Run:
         return f"{self.samples} samples of {self.length} tokens"
 
     def metrics(self, setting: Setting) -> dict[str, Any]:
-        """Those of the last step.
+        """Return the metrics of the last step.
 
         Raises:
-            Skipped: the command failed when the row before this one ran it.
+            Skipped: the command failed in an earlier row, or there is not enough time left.
         """
         if self._error is not None:
-            raise Skipped(f"the run failed: see the row of its generation ({type(self._error).__name__})")
+            raise Skipped(f"the run failed; see its generation row ({type(self._error).__name__})")
         if not self._found:
-            if setting.left_s < self.expects_s:  # also for the rows after a first one that was left out
-                raise Skipped(f"{setting.left_s:.0f} s are left, and it takes {self.expects_s:.0f}")
+            # this also applies to later rows if the first row was skipped
+            if setting.left_s < self.expects_s:
+                raise Skipped(f"only {setting.left_s:.0f} s left, but the run needs {self.expects_s:.0f} s")
             try:
                 self._found = self._run(setting)
             except Exception as error:
@@ -84,7 +87,8 @@ class Run:
             "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.rollout.n": ANSWERS,
             "actor_rollout_ref.rollout.ignore_eos": "true",
-            "actor_rollout_ref.actor.ppo_mini_batch_size": count // 2,  # else no old log-probs are computed
+            # with one update per step, no old log-probs would be computed
+            "actor_rollout_ref.actor.ppo_mini_batch_size": count // 2,
             "actor_rollout_ref.actor.use_dynamic_bsz": "true",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": max(16384, self.length),
             "actor_rollout_ref.actor.optim.lr": 1e-6,
@@ -116,7 +120,11 @@ def phase_row(run: Run, phase: str, first: bool) -> Row:
 
 
 def bound_of(run: Run, phase: str) -> Bound | None:
-    """Of the phases that have one: decoding at the mean context, and the operations of a pass or three."""
+    """Return the bound of a phase, or None for the whole step.
+
+    Generation is bound by decoding at the mean context; the other phases by the operations of one or three
+    passes.
+    """
 
     def decoding(rates: Rates) -> float:
         step = decode_seconds(run.size, run.samples, run.length / 2, rates.copy, rates.product)
@@ -130,7 +138,7 @@ def bound_of(run: Run, phase: str) -> Bound | None:
 
 
 def read(run: Run, phase: str, setting: Setting) -> dict[str, Any]:
-    """A phase's tokens/s, and how many times verl's that is."""
+    """Return the tokens/s of a phase, and its ratio to verl's."""
     found = run.metrics(setting)
     value = float(found[METRICS[phase]])
     told: dict[str, Any] = {"value": value}

@@ -1,4 +1,4 @@
-"""The report of all phases as one table in markdown, each row beside what was predicted for it."""
+"""Write the results of all phases as Markdown tables, each row beside its prediction."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ HEADER = ("row", "measured", "share of the bound", "predicted share", "predicted
 
 
 def predictions() -> dict[str, dict[str, dict[str, Any]]]:
-    """By phase and row: the "share" of the bound, a "value" where there is no bound, or what it "says" where
-    no value is expected; "because"."""
+    """Return the predictions by phase and row.
+
+    A prediction has the "share" of the bound, or a "value" if there is no bound, or a text in "says" if no
+    value is expected. "because" has the reason.
+    """
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(PREDICTIONS.read_text())
     return found
 
 
 def predict(row: Row, told: dict[str, Any] | None, rates: Rates) -> dict[str, Any]:
-    """What was predicted for a row, at these rates: its share and its value; nothing where nothing was."""
+    """Return the predicted share and value of a row at these rates; empty without a prediction."""
     if told is None:
         return {}
     share = told.get("share")
@@ -31,7 +34,7 @@ def predict(row: Row, told: dict[str, Any] | None, rates: Rates) -> dict[str, An
 
 
 def markdown(reports: Iterable[tuple[str, Report]]) -> str:
-    """The tables of the phases, one after the other."""
+    """Return the tables of the phases, one after the other."""
     return "\n".join(line for phase, report in reports for line in phase_lines(phase, report)) + "\n"
 
 
@@ -48,14 +51,14 @@ def phase_lines(phase: str, report: Report) -> list[str]:
 
 
 def heading(about: dict[str, Any]) -> str:
-    """The device, its rates at the start and at the end, and the versions."""
+    """Return the device, its rates at the start and at the end, and the versions."""
     machine, versions = about.get("machine", {}), about.get("machine", {}).get("versions", {})
     named = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     text = f"{machine.get('device', '?')}; {named}."
     if "rates" in about:
-        text += f" Measured first: {rates_text(about['rates'])}."
+        text += f" Rates at the start: {rates_text(about['rates'])}."
     if "rates_at_end" in about:
-        text += f" At the end: {rates_text(about['rates_at_end'])}."
+        text += f" Rates at the end: {rates_text(about['rates_at_end'])}."
     return text
 
 
@@ -90,7 +93,7 @@ def expected(predicted: dict[str, Any], unit: str) -> str:
 
 
 def more(row: dict[str, Any]) -> str:
-    """The few further numbers that a reader of the table looks for."""
+    """Return further numbers of a row that readers of the table look for."""
     parts = []
     if "error" in row:
         parts.append(row["message"].replace("|", "/"))
@@ -113,12 +116,14 @@ def more(row: dict[str, Any]) -> str:
             parts.append(text.format(row[name]))
     parts += [sentence.partition(" (")[0] for sentence in row.get("said", ())]
     if "formula_gib" in row:
-        parts.append("reckoned " + ", ".join(f"{name} {gib:.1f}" for name, gib in row["formula_gib"].items()))
+        parts.append(
+            "predicted " + ", ".join(f"{name} {gib:.1f}" for name, gib in row["formula_gib"].items())
+        )
     return "; ".join(parts)
 
 
 def details(row: dict[str, Any]) -> list[str]:
-    """Below a table: the kernels of a profile, and the tests that failed."""
+    """Return what goes below a table: the kernels of a profile, and the tests that failed."""
     lines: list[str] = []
     if "kernels" in row:
         lines += [

@@ -1,9 +1,9 @@
-"""Log-probs and updates of a policy by the training engine, over the ways to run it, at two lengths.
+"""Measure log-probs and updates of the training engine with different settings, at two lengths.
 
-All sequences of a row are equally long and go through micro-batches of `BUDGET` tokens. A row's bound counts
-the operations of the matrices and of attention, three times a forward pass for an update, and not those that
-recomputation adds. Peak memory is reported beside what Tandem reckons, by which it chooses what is computed
-again, and the choice it tells.
+All sequences of a row have the same length and go through micro-batches of `BUDGET` tokens. The bound of a
+row counts the operations of matrices and attention (one forward pass for log-probs, three times that for an
+update), but not those of recomputation. The row also has the peak memory, the memory that Tandem predicts,
+which decides what is recomputed, and Tandem's message about that choice.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Liger's head": _head("liger"),
     "compiled": {},
 }
-"""Keys of the model that differ from the defaults; "compiled" differs in `fsdp_config.use_torch_compile`."""
+"""Model keys that differ from the defaults. "compiled" differs in `fsdp_config.use_torch_compile`."""
 
 
 NEEDS = {"Liger's layers": ("liger_kernel",), "Liger's head": ("liger_kernel", "cutlass")}
-"""Packages of variants that are skipped without them."""
+"""Packages that a variant needs; without them it is skipped."""
 
 
 class Bench:
-    """The engine at hand, kept from one row to the next while its variant stays."""
+    """The current engine, kept for the next row if the variant is the same."""
 
     def __init__(self, size: str) -> None:
         self.size = size
@@ -82,10 +82,10 @@ class Bench:
     def run(
         self, setting: Setting, work: Callable[[FSDPEngine], dict[str, Any]], variant: str
     ) -> dict[str, Any]:
-        """What the work gives; an engine that failed is not used again."""
+        """Return the result of the work; if it fails, drop the engine."""
         missing = [package for package in NEEDS.get(variant, ()) if find_spec(package) is None]
         if missing:
-            raise Skipped(f"not installed: {', '.join(missing)}")
+            raise Skipped(f"these packages are not installed: {', '.join(missing)}")
         engine = self.engine(variant, setting)
         try:
             return work(engine)
@@ -141,7 +141,7 @@ def rows(setting: Setting) -> list[Row]:
     ]
     bound = partial(moved_s, size=size)
     offload = Row("optimizer state to the host and back", partial(move, bench), 25, "s", bound)
-    first = 2 * len(both)  # those of the same engine
+    first = 2 * len(both)  # the rows of the default engine
     return [*measured[:first], offload, *measured[first:]]
 
 
@@ -183,14 +183,14 @@ def run_phase(
 
 
 def formula(size: str, budget: int, length: int, *, fused: bool) -> dict[str, float]:
-    """`training_bytes` of micro-batches of whole sequences, in GiB."""
+    """Return `training_bytes` for micro-batches of whole sequences, in GiB."""
     tokens = budget // length * length or length
     counts = training_bytes(size, tokens, fused=fused)
     return {name: round(count / GIB, 2) for name, count in counts.items()}
 
 
 def timed(step: Callable[[], None], setting: Setting, repeats: int = 3) -> dict[str, Any]:
-    """The best of some steps, apart from the first one, which compiles kernels; and the peak of memory."""
+    """Return the best of some steps, the first step with kernel compilation, and the peak memory."""
     device = setting.device
     first = clock(step, device)
     free_memory(device)
@@ -205,7 +205,7 @@ def timed(step: Callable[[], None], setting: Setting, repeats: int = 3) -> dict[
 
 
 def make_batch(sequences: int, length: int, vocabulary: int, tiny: bool = False) -> DataProto:
-    """Random tokens and advantages; the first tokens of each sequence are its prompt."""
+    """Make random tokens and advantages; the first tokens of each sequence are its prompt."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (sequences * length,), generator=draw)
     tokens = Ragged.from_lengths(ids, torch.full((sequences,), length))
@@ -215,15 +215,15 @@ def make_batch(sequences: int, length: int, vocabulary: int, tiny: bool = False)
 
 
 def moved_s(rates: Rates, size: str) -> float:
-    """Seconds of AdamW's moments to the host and back, at the rates of pinned copies."""
+    """Return the seconds to copy AdamW's moments to the host and back, at the rates of pinned copies."""
     moments = 8 * parameters(size)
     return moments / rates.to_host + moments / rates.from_host
 
 
 def move(bench: Bench, setting: Setting) -> dict[str, Any]:
-    """Three times to the host and back; the first makes the buffers."""
+    """Move the optimizer state to the host and back three times; the first time allocates buffers."""
     if setting.device.type != "cuda":
-        raise Skipped("nothing moves on a CPU")
+        raise Skipped("on a CPU there is nothing to move")
 
     def measured(engine: FSDPEngine) -> dict[str, Any]:
         there, back = [], []

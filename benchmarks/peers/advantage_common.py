@@ -1,4 +1,4 @@
-"""The work of advantages.py, whatever estimates. Needs PyTorch and NumPy and nothing else."""
+"""The part of advantages.py that is the same for every side. Needs only PyTorch and NumPy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 Columns = dict[str, Any]
 Estimate = Callable[[str, Columns, dict[str, Any]], tuple[Tensor, Tensor]]
-"""Name, columns and options of an estimator to advantages and returns."""
+"""Name, columns and options of an estimator → advantages and returns."""
 
 
 class AdvantageSide:
-    """Answers questions about estimators, in a process of its own.
+    """Answers requests about estimators, in its own process.
 
     Args:
-        estimate: calls one.
-        version: of what it belongs to.
-        prepare: the rectangles (B, T) in the form that `estimate` takes.
+        estimate: calls an estimator.
+        version: the version of the estimators' package.
+        prepare: converts padded columns (B, T) to the form that `estimate` takes.
     """
 
     def __init__(
@@ -34,8 +34,11 @@ class AdvantageSide:
         self._prepare = prepare
 
     def open(self, samples: int, tokens: int, holes: float, group: int, threads: int) -> str:
-        """Makes the inputs, the same on every side: responses of `tokens` tokens, a share `holes` a tool's;
-        `group` samples of each prompt. What version this is."""
+        """Make the inputs, which are the same on every side; return the version.
+
+        Responses have `tokens` tokens, of which a share `holes` comes from a tool. Each prompt has `group`
+        samples.
+        """
         torch.set_num_threads(threads)
         draw = torch.Generator().manual_seed(0)
         shape = samples, tokens
@@ -60,12 +63,14 @@ class AdvantageSide:
         return f"{self._version}, torch {torch.__version__}"
 
     def first(self, name: str, options: dict[str, Any]) -> dict[str, float]:
-        """The first call on the whole batch, after one on the samples of two prompts. `extra_bytes` is the
-        peak of resident memory over that before it (Linux), results included; the projection on random
-        numbers should be alike on every side."""
+        """Measure the first call on the whole batch, after a call on the samples of two prompts.
+
+        `extra_bytes` is the peak of resident memory minus the memory before the call (Linux), results
+        included. `projection`, of the advantages on random numbers, should be equal on every side.
+        """
         self._estimate(name, self._few, options)
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = _peak()
         advantages, _ = self._estimate(name, self._columns, options)
         extra = _peak() - before
@@ -73,7 +78,7 @@ class AdvantageSide:
         return {"extra_bytes": extra, "projection": float(inside @ self._mix[self._inside].double())}
 
     def seconds(self, name: str, options: dict[str, Any]) -> tuple[float, float]:
-        """Of one call: by the clock, and of the processor, over all threads."""
+        """Return the seconds of one call: wall-clock time, and processor time over all threads."""
         gc.collect()
         began, began_cpu = time.perf_counter(), time.process_time()
         self._estimate(name, self._columns, options)
@@ -84,5 +89,5 @@ class AdvantageSide:
 
 
 def _peak() -> int:
-    """Bytes of this process's resident memory at their peak since `clear_refs`."""
+    """Return this process's peak of resident memory in bytes since the write to `clear_refs`."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

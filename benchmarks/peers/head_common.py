@@ -1,4 +1,4 @@
-"""The work of log_prob_head.py, whatever makes the log-probs. Needs PyTorch and nothing else."""
+"""The part of log_prob_head.py that is the same for every side. Needs only PyTorch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 Head = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""hidden (M, D), weight (V, D), targets (M) and temperature to log-probs (M) and entropies (M)."""
+"""hidden (M, D), weight (V, D), targets (M) and temperature → log-probs (M) and entropies (M)."""
 
 
 class HeadSide:
-    """Answers questions about one head, in a process of its own."""
+    """Answers requests about one head, in its own process."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
 
     def open(self, tokens: int, hidden: int, vocabulary: int, temperature: float, threads: int) -> str:
-        """Makes the inputs, the same on every side, and warms up on a small part. PyTorch's version."""
+        """Make the inputs, which are the same on every side, and warm up; return PyTorch's version."""
         torch.set_num_threads(threads)
         generator = torch.Generator().manual_seed(0)
         self._hidden = torch.randn(tokens, hidden, generator=generator).bfloat16().requires_grad_()
@@ -46,11 +46,14 @@ class HeadSide:
         return self._run(self._hidden, self._weight, len(self._hidden))
 
     def first(self, rows: int) -> dict[str, Any]:
-        """The first forward and backward. `extra_bytes` is the peak of resident memory over that before it,
-        without the weight's gradient itself (Linux). The rest should be alike on every side; the errors are
-        the largest of so many rows, over float64."""
+        """Measure the first forward and backward.
+
+        `extra_bytes` is the peak of resident memory minus the memory before, without the weight's gradient
+        (Linux). The other values should be equal on every side. The errors are the largest differences to
+        float64 in the first `rows` rows.
+        """
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = _resident("VmRSS")
         log_probs, entropy = self._whole()
         extra = _resident("VmHWM") - before - self._weight.nbytes
@@ -67,13 +70,13 @@ class HeadSide:
         }
 
     def seconds(self) -> tuple[float, float]:
-        """Of a forward and backward: by the clock, and of the processor, over all threads."""
+        """Return the seconds of a forward and backward: wall-clock, and processor time of all threads."""
         began, began_cpu = time.perf_counter(), time.process_time()
         self._whole()
         return time.perf_counter() - began, time.process_time() - began_cpu
 
     def product_seconds(self) -> tuple[float, float]:
-        """The same of one product hidden weightᵀ: 2 M D V operations."""
+        """Return both times of one product hidden weightᵀ, which is 2 M D V operations."""
         with torch.no_grad():
             began, began_cpu = time.perf_counter(), time.process_time()
             self._hidden @ self._weight.T

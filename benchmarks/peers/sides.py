@@ -1,5 +1,8 @@
-"""Two sides of a comparison that take turns: each is a process of its own, in its own environment, that
-answers questions one line at a time. Needs nothing but Python."""
+"""Let the sides of a comparison take turns.
+
+Each side is a process in its own environment. It reads requests and writes answers, one line each. Needs only
+Python.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import Any
 
 
 def serve(methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Answers questions until there are no more. Whatever else is printed goes to the error output."""
+    """Answer requests until the input ends. Other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
@@ -24,11 +27,12 @@ def serve(methods: Mapping[str, Callable[..., Any]]) -> None:
 
 
 class Side:
-    """The asking end of a process that serves.
+    """The client of a process that runs `serve`.
 
     Args:
-        command: starts it.
-        log: takes its error output.
+        command: starts the process.
+        log: the file for the process's stderr.
+        environment: further environment variables of the process.
     """
 
     def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
@@ -43,12 +47,12 @@ class Side:
         )
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """The answer to one question; ends the comparison if there is none."""
+        """Return the answer to one request; if the process has ended, exit with its log."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps([method, arguments]), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            ended = f"ended with {self._process.wait(timeout=60)} when asked for {method}"
+            ended = f"ended with {self._process.wait(timeout=60)} during the request {method}"
             sys.exit(f"{self._process.args} {ended}:\n{self._log.read_text()[-3000:]}")
         return json.loads(answer)
 
@@ -61,7 +65,7 @@ class Side:
 def seconds(
     work: Callable[..., Any], times: int = 1, prepare: Callable[[], tuple[Any, ...]] = tuple
 ) -> float:
-    """Median seconds of `work(*prepare())`; preparing does not count."""
+    """Return the median seconds of `work(*prepare())`, without the time of `prepare`."""
     took = []
     for _ in range(times):
         arguments = prepare()

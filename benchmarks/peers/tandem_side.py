@@ -1,6 +1,6 @@
-"""A tree of Tandem as one side of ledger.py, whose questions it answers. PYTHONPATH says which tree.
+"""A side of ledger.py: a tree of Tandem, which PYTHONPATH selects.
 
-It has to run with the commits that the ledger names, so it uses what these have in common.
+This file must work with all commits that the ledger names, so it uses only their common interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.protocol import Request, SamplingParams
 
 BUILDERS = ("tandem.trainer.assembly", "tandem.trainer.build")
-"""Where `build_ppo` is: now, and in older commits."""
+"""The modules with `build_ppo`: the current one, and the one of older commits."""
 
 
 def build_trainer(overrides: Sequence[str]) -> Any:
@@ -39,7 +39,7 @@ def build_trainer(overrides: Sequence[str]) -> Any:
 
 
 def set_lengths(lengths: Sequence[int]) -> None:
-    """Let each request of a batch write its own number of tokens. No token ends a response."""
+    """Make each request of a batch write its own number of tokens. No token ends a response."""
     submit = NativeEngine.submit
 
     def forced(self: NativeEngine, requests: Sequence[Request]) -> None:
@@ -50,7 +50,7 @@ def set_lengths(lengths: Sequence[int]) -> None:
 
 
 class TandemSide:
-    """The work that ledger.py can ask for."""
+    """The requests of ledger.py."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -66,7 +66,7 @@ class TandemSide:
         return torch.get_num_threads()
 
     def step(self) -> dict[str, float]:
-        """Do one step; return its seconds, those of generation and those of the update."""
+        """Do one step; return the seconds of the step, of generation and of the update."""
         self._step += 1
         began = time.perf_counter()
         self._trainer.step(self._step, self._trainer.prompts.next())

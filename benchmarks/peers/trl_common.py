@@ -1,4 +1,4 @@
-"""What the TRL scripts share. They run in TRL's own environment (`make peers`), not in Tandem's."""
+"""Functions of all TRL scripts, which run in TRL's own environment (`make peers`), not in Tandem's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from tandem.rewards import Item, score
 
 
 def load_prompts(path: str) -> Dataset:
-    """A parquet file in the users' format, as the columns that TRL hands to a reward function."""
+    """Read a parquet file in Tandem's format, with the columns that TRL passes to a reward function."""
     rows = Dataset.from_parquet(path)
     truths = [str(row["ground_truth"]) for row in rows["reward_model"]]
     return rows.select_columns(["prompt", "data_source", "extra_info"]).add_column("ground_truth", truths)
 
 
 def load_model(path: str, precision: str) -> PreTrainedModel:
-    """precision: fp32; bf16-autocast (fp32 master weights, as Tandem has them); bf16-pure (no master)."""
+    """Load a model in a precision.
+
+    Args:
+        path: the model's folder.
+        precision: fp32, bf16-autocast (fp32 master weights, as in Tandem) or bf16-pure (no master weights).
+    """
     dtype = torch.bfloat16 if precision == "bf16-pure" else torch.float32
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
@@ -39,14 +44,14 @@ def own_reward(
     extra_info: list[dict[str, Any]],
     **_: Any,
 ) -> list[float]:
-    """The scores that Tandem gives, by the data source of each row."""
+    """Return Tandem's scores, by the data source of each row."""
     texts = [completion[0]["content"] for completion in completions]
     rows = zip(data_source, texts, ground_truth, extra_info, strict=True)
     return [scored.score for scored in score([Item(*row) for row in rows])]
 
 
 def base_config(precision: str, **options: Any) -> GRPOConfig:
-    """What is the same in every comparison: GRPO without a reference model, nothing that only costs time."""
+    """Return the config of all comparisons: GRPO without a reference model or other extra work."""
     return GRPOConfig(
         output_dir="runs/trl",
         use_cpu=not torch.cuda.is_available(),
@@ -64,8 +69,10 @@ def base_config(precision: str, **options: Any) -> GRPOConfig:
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each step, generation included: from one step's end to the next one's. Those of the
-    process's CPU time are `cpu_seconds`."""
+    """Records the seconds of each step, generation included, from the end of the previous step.
+
+    `cpu_seconds` has the CPU time of the process.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -81,13 +88,15 @@ class StepClock(TrainerCallback):
         self.restart()
 
     def restart(self) -> None:
-        """Leaves out what happened since the last step's end."""
+        """Exclude the time since the end of the last step."""
         self._last, self._last_cpu = time.perf_counter(), time.process_time()
 
 
 class Turns(StepClock):
-    """Takes a step for each line of the standard input, and answers with a line of JSON: the step's seconds.
-    Whatever else is printed goes to the error output. The training ends with the input."""
+    """Takes a step for each line of stdin, and answers with the step's seconds as a line of JSON.
+
+    Other output goes to stderr. The training ends with the input.
+    """
 
     def __init__(self) -> None:
         super().__init__()

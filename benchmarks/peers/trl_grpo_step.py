@@ -1,10 +1,11 @@
-"""Seconds per GRPO step in TRL with completions of given lengths. Prints one line of JSON.
+"""Measure seconds per GRPO step in TRL with completions of given lengths. Print one line of JSON.
 
     .peers/trl/bin/python benchmarks/peers/trl_grpo_step.py --model DIR --prompts train.parquet \
         --lengths lengths.json --precision fp32
 
-Lengths are forced in the sampler: the end token is impossible before a completion's length and
-certain at it. Of `--micro-batch` and the precisions, take the fastest: the driver tries several.
+The sampler forces the lengths: the end token is impossible before a completion's length and certain at that
+length. grpo_step_vs_trl.py tries several values of `--micro-batch` and of the precision, and takes the
+fastest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class ForcedLengths(LogitsProcessor):
     """Ends row i with its `lengths[i]`-th new token.
 
     Args:
-        lengths: (B) new tokens per row, the end token included.
+        lengths: (B) new tokens per row, including the end token.
+        end_token: the id of the end token.
+        prompt_length: tokens of each prompt.
     """
 
     def __init__(self, lengths: torch.Tensor, end_token: int, prompt_length: int) -> None:
@@ -45,7 +48,7 @@ class ForcedLengths(LogitsProcessor):
 
 
 def force_lengths(model: PreTrainedModel, lengths: list[int], end_token: int) -> None:
-    """Makes every later `generate` of the model write completions of these lengths."""
+    """Make every later `generate` of the model write completions of these lengths."""
     generate = model.generate
     lengths_B = torch.tensor(lengths, device=model.device)
 
@@ -59,14 +62,14 @@ def force_lengths(model: PreTrainedModel, lengths: list[int], end_token: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", required=True, help="parquet file in the users' format")
+    parser.add_argument("--prompts", required=True, help="parquet file in Tandem's format")
     parser.add_argument("--lengths", required=True, help="JSON list: new tokens of each completion")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16-autocast", "bf16-pure"])
     parser.add_argument("--n", type=int, default=8, help="completions per prompt")
     parser.add_argument("--micro-batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--turns", action="store_true", help="take a step for each line that comes in")
+    parser.add_argument("--turns", action="store_true", help="take a step for each line of stdin")
     args = parser.parse_args()
 
     lengths = json.loads(Path(args.lengths).read_text())

@@ -1,9 +1,9 @@
-"""TRL's GRPO from a given model to a given accuracy. Prints one line of JSON with the curve.
+"""Train with TRL's GRPO from a given model to a given accuracy. Print one line of JSON.
 
     .peers/trl/bin/python benchmarks/peers/trl_train.py --model DIR --train train.parquet --val val.parquet
 
-The options carry Tandem's names and meanings; `main` says what each is in TRL. Evaluation is greedy and
-its time is reported apart.
+The options have Tandem's names and meanings, and `main` maps them to TRL's. Evaluation is greedy, and its
+time is reported separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trl_common import StepClock, base_config, load_model, load_prompts, own_rew
 
 
 class Evaluation(TrainerCallback):
-    """Greedy accuracy before training and every so many steps; stops training at the target."""
+    """Measures greedy accuracy before training and every few steps, and stops training at the target."""
 
     def __init__(self, rows: Dataset, clock: StepClock, *, every: int, target: float, max_new: int) -> None:
         self._rows = rows

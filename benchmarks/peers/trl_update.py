@@ -1,6 +1,6 @@
-"""TRL's side of update_vs_trl.py, whose questions it answers. Runs in TRL's own environment (`make peers`).
+"""TRL's side of update_vs_trl.py. Runs in TRL's own environment (`make peers`).
 
-TRL's GRPO trainer, with its generation replaced by given rollouts. A step is what lies between the
+It uses TRL's GRPO trainer with given rollouts in place of generation. A step is the time between the
 callbacks on_step_begin and on_step_end: shuffling and splitting the batch, forward and backward of each
 micro-batch, clipping, and AdamW.
 """
@@ -26,7 +26,7 @@ FOREVER = 10_000
 
 
 class GivenRollouts(GRPOTrainer):
-    """Takes `given`, TRL's own table of a batch, for what was generated."""
+    """A trainer that uses `given`, TRL's dict of a batch, as the result of generation."""
 
     given: dict[str, torch.Tensor]
 
@@ -35,7 +35,7 @@ class GivenRollouts(GRPOTrainer):
 
 
 class Gate(TrainerCallback):
-    """Lets one step through for each question."""
+    """Lets the trainer take one step for each request."""
 
     def __init__(self) -> None:
         self.questions: queue.Queue[None] = queue.Queue()
@@ -69,10 +69,10 @@ class TRLSide:
         threads: int,
         device: str,
     ) -> dict[str, str]:
-        """Builds the trainer and starts it; it waits before its first step. Versions."""
+        """Build the trainer and start it; it waits before its first step. Return the versions."""
         torch.set_num_threads(threads)
         assert device == ("cuda" if torch.cuda.is_available() else "cpu"), (
-            "TRL takes a GPU where there is one"
+            "TRL always uses a GPU if the machine has one"
         )
         samples = len(rollouts["completions"])
         self._gate = Gate()
@@ -115,7 +115,7 @@ class TRLSide:
 
 
 def table(rollouts: dict[str, Any], padding: int) -> dict[str, torch.Tensor]:
-    """Rollouts as TRL holds them, completions padded on the right."""
+    """Convert rollouts to TRL's format, with completions padded on the right."""
     lengths = torch.tensor([len(ids) for ids in rollouts["completions"]])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     completions = torch.full(mask.shape, padding)

@@ -1,9 +1,10 @@
-"""verl's side of advantages.py, and of the test that compares numbers. Runs in verl's own environment
-(`make peers`).
+"""verl's side of advantages.py and of the test that compares numbers.
+
+Runs in verl's own environment (`make peers`).
 
     python verl_advantages.py             answers advantages.py
-    python verl_advantages.py IN OUT      reads a list of (estimator, columns, options), writes what verl
-                                          makes of each: advantages and returns
+    python verl_advantages.py IN OUT      reads a list of (estimator, columns, options), and writes verl's
+                                          advantages and returns for each
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 
 class Config(dict[str, Any]):
-    """Keys of `algorithm`, read as verl reads them: as attributes and by `get`."""
+    """Keys of `algorithm` with the two ways in which verl reads them: as attributes and by `get`."""
 
     __getattr__ = dict.__getitem__
 
 
 def estimate(name: str, columns: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What one of verl's estimators makes of rectangles (B, T) over responses alone. `group` (B) stands for
-    its uids, `reward_components` (B, K) for what its rewards return beside the score."""
+    """Call one of verl's estimators on padded columns (B, T) of responses.
+
+    `group` (B) replaces verl's uids. `reward_components` (B, K) replaces what verl's rewards return besides
+    the score.
+    """
     given = dict(columns)
     components = given.pop("reward_components", None)
     given["index"] = np.array([f"prompt {number}" for number in given.pop("group").tolist()], dtype=object)

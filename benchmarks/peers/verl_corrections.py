@@ -1,7 +1,7 @@
-"""verl's side of the test that compares rollout corrections. Runs in verl's own environment (`make peers`).
+"""verl's side of the test of rollout corrections. Runs in verl's own environment (`make peers`).
 
-python verl_corrections.py IN OUT     reads a list of (columns, options), writes what verl makes of each:
-                                      weights or None, the mask after rejection, and its metrics
+python verl_corrections.py IN OUT     reads a list of (columns, options), and writes verl's results for each:
+                                      weights or None, the mask after rejection, and the metrics
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 def correct(
     columns: dict[str, Tensor], options: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Of rectangles (B, T) over responses alone: old_log_prob, rollout_log_prob, response_mask."""
+    """Call verl on padded columns (B, T) of responses: old_log_prob, rollout_log_prob, response_mask."""
     found, mask, metrics = compute_rollout_correction_and_rejection_mask(**columns, **options)
     return None if found is None else found.batch["rollout_is_weights"], mask, metrics
 

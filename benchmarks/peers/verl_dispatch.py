@@ -1,8 +1,8 @@
-"""verl's side of dispatch.py, whose questions it answers. Runs in verl's own environment (`make peers`).
+"""verl's side of dispatch.py. Runs in verl's own environment (`make peers`).
 
-verl moves a batch in several ways: a DataProto through the controller by DP_COMPUTE_PROTO ("proto") or by its
-engine workers' mesh dispatch ("mesh"), the TensorDict that those workers take ("tensordict"), and a future.
-An environment variable chooses how a DataProto is serialised: as torch saves it, or as NumPy arrays.
+verl moves a batch in several ways: a DataProto through the controller with DP_COMPUTE_PROTO ("proto") or with
+its engine workers' mesh dispatch ("mesh"), the TensorDict of those workers ("tensordict"), and a future. An
+environment variable selects how a DataProto is serialised: with torch.save, or as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 MESH = make_nd_compute_dataproto_dispatch_fn("data")
 SERIALISATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 Widths = dict[str, int]
-"""Column name to float32 values per token; the column `tokens` comes on top."""
+"""Column name → float32 values per token. Every batch has the column `tokens` in addition."""
 
 
 def make_columns(rows: int, length: int, widths: Widths, seed: int) -> dict[str, torch.Tensor]:
-    """Rectangles (rows, length) of random content."""
+    """Make padded columns (rows, length) of random content."""
     torch.manual_seed(seed)
     shapes = {name: (rows, length) if width == 1 else (rows, length, width) for name, width in widths.items()}
     table = {name: torch.rand(shape) for name, shape in shapes.items()}
@@ -39,12 +39,12 @@ def make_columns(rows: int, length: int, widths: Widths, seed: int) -> dict[str,
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """(1) int64: the sum over all memory, four bytes at a time."""
+    """Return the sum over all memory as int64 of shape (1), four bytes at a time."""
     return sum(tensor.contiguous().view(torch.int32).sum() for tensor in tensors).reshape(1)
 
 
 class BenchWorker(Worker):
-    """Holds rows of a batch, hands them out, and reads others."""
+    """A worker that holds rows of a batch, hands them out, and reads other rows."""
 
     def __init__(self, rows: int = 0, length: int = 0, widths: Widths | None = None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class BenchWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def serialise(self, method: str) -> None:
-        """How to, from now on; drops what the last call left behind."""
+        """Select the serialisation of later calls, and free what the last call left in memory."""
         os.environ[SERIALISATION] = method
         gc.collect()
 
@@ -70,7 +70,7 @@ class BenchWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checksum(self, rows: int) -> int:
-        """Of the first rows held."""
+        """Return the checksum of the first rows that this worker holds."""
         return int(checksum(self.first(rows).values()))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -107,7 +107,7 @@ class BenchWorker(Worker):
 
 
 class VerlSide:
-    """What dispatch.py can ask for."""
+    """The requests of dispatch.py."""
 
     def __init__(self) -> None:
         self._groups: list[RayWorkerGroup] = []
@@ -151,7 +151,7 @@ class VerlSide:
         self._group(consumers)
 
     def move(self, way: str, serialisation: str, rows: int, reordered: bool) -> float:
-        """Seconds from the call that hands the batch out to the end of the one that reads it."""
+        """Return the seconds from the call that produces the batch to the end of the call that reads it."""
         self._serialise(serialisation)
         asked, order = DataProto.from_dict({"row": torch.arange(rows)}), torch.randperm(rows)
         expected = sum(self._groups[0].checksum(rows // self._groups[0].world_size))
@@ -182,8 +182,10 @@ class VerlSide:
         self._order = torch.randperm(rows)
 
     def tables(self, times: int) -> dict[str, float]:
-        """Median seconds of each operation. verl's union and reorder change their table, so each gets one
-        of its own."""
+        """Return the median seconds of each operation.
+
+        verl's union and reorder change their table, so each operation gets its own table.
+        """
         table, left, right = self._table, self._left, self._right
         names = [*left, *right]
         return {

@@ -1,7 +1,7 @@
 """verl's side of log_prob_head.py. Runs in verl's own environment (`make peers`).
 
-Its fused linear layer for PPO goes through the positions in chunks of 512, forward and backward; it is what
-`use_fused_kernels` with `impl_backend=torch` selects.
+verl's fused linear layer for PPO processes the positions in chunks of 512, forward and backward.
+`use_fused_kernels` with `impl_backend=torch` selects it.
 """
 
 from __future__ import annotations

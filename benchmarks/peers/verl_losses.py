@@ -1,10 +1,10 @@
-"""verl's policy losses and aggregations on given inputs. Runs in verl's own environment (`make peers`):
+"""Call verl's policy losses and aggregations on given inputs, in verl's environment (`make peers`).
 
     .peers/verl/bin/python benchmarks/peers/verl_losses.py INPUTS OUTPUTS
 
-INPUTS holds a list of cases: `name` (of a loss, "reinforce", or "agg_loss"), `mode` (of the aggregation),
-`actor` and `policy_loss` (their config's numbers), `columns` (rectangles, B by T). OUTPUTS gets, of each, the
-loss and its gradient by the log-probs (for agg_loss: by the values).
+INPUTS has a list of cases with: `name` (of a loss, "reinforce", or "agg_loss"), `mode` (of the aggregation),
+`actor` and `policy_loss` (numbers of these configs), `columns` (padded, B by T). OUTPUTS gets for each case
+the loss and its gradient with respect to the log-probs (for agg_loss: to the values).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def answer(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
             rollout_n=1,
             ppo_micro_batch_size_per_gpu=1,
             policy_loss=PolicyLossConfig(**case["policy_loss"]),
-            global_batch_info={"loss_scale_factor": case["actor"]["loss_scale_factor"]},  # its engine's work
+            # verl's engine sets this
+            global_batch_info={"loss_scale_factor": case["actor"]["loss_scale_factor"]},
             **case["actor"],
         )
         reinforce = case["name"] == "reinforce"

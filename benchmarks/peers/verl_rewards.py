@@ -1,10 +1,10 @@
-"""The scores that verl's own reward functions give. Runs in verl's own environment (`make peers`):
+"""Call verl's own reward functions, in verl's environment (`make peers`).
 
     .peers/verl/bin/python benchmarks/peers/verl_rewards.py IN.json OUT.json
 
-IN.json is a list of [data_source, solution_str, ground_truth]; OUT.json gets a score for each, null where
-verl lacks a package that it does not install itself. The data source "gsm8k, flexible" stands for GSM8K's
-laxer method.
+IN.json has a list of [data_source, solution_str, ground_truth]. OUT.json gets a score for each entry, or null
+if verl needs a package that it does not install itself. The data source "gsm8k, flexible" means GSM8K's
+flexible method.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""verl's own functions from scores to the gradient of one optimizer step, in the order in which its trainer
-calls them. Runs in verl's own environment (`make peers`):
+"""Call verl's own functions from scores to the gradient of one optimizer step.
+
+The functions run in the order of verl's trainer, in verl's own environment (`make peers`):
 
     .peers/verl/bin/python benchmarks/peers/verl_update.py INPUTS OUTPUTS
 
-INPUTS holds a list of cases, each a dict:
+INPUTS has a list of cases, each a dict:
 
-    columns       rectangles (B, T) over responses padded on the right, `lengths` and `group` (B), and, where
-                  they are read, `reward_baselines` (B), `reward_components` (B, K)
+    columns       padded columns (B, T) over responses, padded on the right; `lengths` and `group` (B); and if
+                  they are read, `reward_baselines` (B) and `reward_components` (B, K)
     algorithm, actor, critic
                   keys of verl's sections of these names
-    micro         rows of each micro-batch
-    applied       whether bypass mode reaches the loss: its older trainer sees to that, its default one does
-                  not
+    micro         the rows of each micro-batch
+    applied       whether bypass mode reaches the loss: it does in verl's older trainer, but not in its
+                  default trainer
 
-OUTPUTS gets of each case `advantages`, `returns`, `loss` and `gradient` by the log-probs, and, with values,
-those of the critic, all as rectangles; or `error`, where verl stops.
+OUTPUTS gets for each case `advantages`, `returns`, `loss` and `gradient` (with respect to the log-probs), and
+with values also the loss and gradient of the critic, all padded. If verl stops, it gets `error`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from verl.utils import tensordict_utils
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-servers = ModuleType("verl.workers.rollout.llm_server")  # they want packages that verl does not install
+# this module needs packages that verl does not install
+servers = ModuleType("verl.workers.rollout.llm_server")
 servers.LLMServerManager = None
 sys.modules[servers.__name__] = servers
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage  # noqa: E402
@@ -54,7 +56,7 @@ UPDATED = (
 
 
 def whole_batch(case: dict[str, Any]) -> DataProto:
-    """The batch with its advantages."""
+    """Return the batch with its advantages."""
     columns, algorithm = dict(case["columns"]), OmegaConf.create(case["algorithm"])
     lengths, group = columns.pop("lengths"), columns.pop("group")
     components = columns.pop("reward_components", torch.zeros(len(group), 0))
@@ -91,7 +93,7 @@ def nested(rows: list[Tensor]) -> Tensor:
 
 
 def micro_batch(case: dict[str, Any], data: DataProto, rows: list[int]) -> TensorDict:
-    """Rows as its engine hands them to a loss, with the denominators of the whole mini-batch."""
+    """Return rows as verl's engine passes them to a loss, with the denominators of the mini-batch."""
     lengths = case["columns"]["lengths"][rows].tolist()
     cut = {
         name: nested([data.batch[name][row, :length] for row, length in zip(rows, lengths, strict=True)])
@@ -104,14 +106,14 @@ def micro_batch(case: dict[str, Any], data: DataProto, rows: list[int]) -> Tenso
     tensordict_utils.assign_non_tensor(
         found,
         dp_size=1,
-        batch_num_tokens=int(case["columns"]["response_mask"].sum()),  # rejected ones included
+        batch_num_tokens=int(case["columns"]["response_mask"].sum()),  # including rejected tokens
         global_batch_size=len(case["columns"]["lengths"]),
     )
     return found
 
 
 def over_sequence(column: Tensor, case: dict[str, Any], rows: list[int]) -> Tensor:
-    """A model's output: place t belongs to token t + 1."""
+    """Align a column with a model's output, where position t belongs to token t + 1."""
     before, after = torch.zeros(PROMPT - 1).to(column), torch.zeros(1).to(column)
     lengths = case["columns"]["lengths"].tolist()
     return nested([torch.cat((before, column[row, : lengths[row]], after)) for row in rows])

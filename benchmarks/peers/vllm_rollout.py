@@ -1,5 +1,4 @@
-"""vLLM's side of rollout_vs_vllm.py, whose questions it answers. Runs in vLLM's own environment (`make
-peers`)."""
+"""vLLM's side of rollout_vs_vllm.py. Runs in vLLM's own environment (`make peers`)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 
 class VLLMSide:
-    """What rollout_vs_vllm.py can ask for."""
+    """The requests of rollout_vs_vllm.py."""
 
     def versions(self) -> dict[str, str]:
         return {
@@ -37,8 +36,11 @@ class VLLMSide:
         )
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> tuple[float, list[int]]:
-        """Seconds, and the tokens written for each prompt. What is known of earlier prompts is forgotten
-        first, as after an update of the weights; the log-prob of each token comes along."""
+        """Generate responses; return the seconds and the number of tokens for each prompt.
+
+        The prefix cache is cleared first, as after a weight update. The log-prob of each token is computed
+        too.
+        """
         self._llm.reset_prefix_cache()
         params = [
             SamplingParams(temperature=1.0, max_tokens=most, ignore_eos=True, logprobs=0, detokenize=False)

@@ -1,5 +1,7 @@
-"""Writes a small language model and preferences to learn a reward from: of two ratings the one with more
-stars is preferred. "**.*" wins over "..*...", however long either is."""
+"""Write a small language model, and preferences to train a reward model on.
+
+Of two ratings, the rating with more stars is preferred: "**.*" wins over "..*...", whatever their lengths.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ FOLDER = Path("preferences")
 
 
 def write(folder: Path = FOLDER, *, seed: int = 0) -> None:
-    """model/, train.parquet (prompt, chosen, rejected) and val.parquet, of other ratings."""
+    """Write model/, train.parquet (prompt, chosen, rejected) and val.parquet with other ratings."""
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model", seed=seed)
     draw = np.random.default_rng(seed)

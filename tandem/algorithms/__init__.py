@@ -1,7 +1,7 @@
-"""Algorithms as pure functions: tensors and numbers in, tensors out.
+"""RL algorithms as pure functions that map tensors and numbers to tensors.
 
 Importing this package registers every estimator in `advantages/`, every loss in `policy_losses/`, and every
-weight and rejection in `corrections/`; a further one is one new file there.
+importance weight and rejection statistic in `corrections/`. To add an algorithm, add one file there.
 """
 
 from tandem.algorithms import advantages, corrections, policy_losses

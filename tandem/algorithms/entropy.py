@@ -1,4 +1,4 @@
-"""The coefficient of the entropy bonus, moved so that the policy's entropy stays at a target."""
+"""A controller that adjusts the entropy coefficient to keep the policy's entropy at a target."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from dataclasses import KW_ONLY, dataclass, field
 
 @dataclass
 class AdaptiveEntropyController:
-    """An entropy coefficient that answers to the entropy:
+    """A controller that raises or lowers the entropy coefficient after each step.
 
-        c <- c + delta   where the entropy is below the target
-        c <- c - delta   where it is above
+        c <- c + delta   if the entropy is below the target
+        c <- c - delta   if the entropy is above the target
         value = c if entropy <= target else 0
 
-    c stays within its bounds. Before the first update the value is the initial coefficient.
+    c stays within [minimum, maximum]. Before the first update, the value is the initial coefficient.
 
-    When to use: where the entropy collapses early, and a constant coefficient is either too weak to hold it
-        or so strong that it blows up.
-    Watch: `actor/entropy` should stay near the target; `actor/entropy_coeff` at its upper bound for long
-        means that the bound is too low.
+    When to use: if the entropy collapses early, and a constant coefficient is either too weak to prevent this
+        or so strong that the entropy explodes.
+    Watch: `actor/entropy` should stay near the target; `actor/entropy_coeff` should not stay at its maximum
+        for long, because that means that the maximum is too low.
     Cost: nothing.
     Source: He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312, section 3.2.5.
 
     Args:
-        coefficient: the first c.
-        target: nats per token.
-        delta: what an update adds or takes off.
-        minimum, maximum: the bounds of c.
+        coefficient: the initial c.
+        target: target entropy, nats per token.
+        delta: the amount that one update adds or subtracts.
+        minimum: lower bound of c.
+        maximum: upper bound of c.
     """
 
     coefficient: float
@@ -43,7 +44,7 @@ class AdaptiveEntropyController:
         return self.coefficient if self._active else 0.0
 
     def update(self, entropy: float) -> None:
-        """Moves the coefficient after a step whose mean entropy, nats per token, was `entropy`."""
+        """Adjust the coefficient after a step whose mean entropy, in nats per token, was `entropy`."""
         gap = self.target - entropy
         moved = self.coefficient + self.delta * ((gap > 0) - (gap < 0))
         self.coefficient = min(max(moved, self.minimum), self.maximum)
@@ -53,5 +54,5 @@ class AdaptiveEntropyController:
         return {"coefficient": self.coefficient, "active": self._active}
 
     def load_state_dict(self, state: dict[str, float | bool]) -> None:
-        """Goes on from a saved coefficient."""
+        """Continue from a saved coefficient."""
         self.coefficient, self._active = float(state["coefficient"]), bool(state["active"])

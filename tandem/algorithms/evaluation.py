@@ -1,6 +1,6 @@
-"""The scores of n responses to each problem, summed up: pass@k, maj@k, and how sure they are.
+"""Evaluation scores over n responses to each problem: pass@k, maj@k and confidence intervals.
 
-Shapes: P problems.
+Shapes: P is the number of problems.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Votes = tuple[tuple[int, float], ...]
-"""Pairs of how many gave an answer and which share of them is right."""
+"""Pairs of (number of responses that gave an answer, share of these responses that are correct)."""
 
 _RESAMPLED_NUMBERS = 1 << 22
-"""Numbers drawn at a time, to keep the memory small."""
+"""Number of values drawn at a time, which bounds the memory."""
 
 
 def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> Floats:
-    """The probability that at least one of k responses is right, estimated without bias.
+    """Return the unbiased estimate of the probability that at least one of k responses is correct.
 
     Args:
-        samples: (P) n, the responses to each problem, at least k.
-        right: (P) c, how many of them are right.
-        k: responses drawn, at least 1.
+        samples: (P) n, the number of responses to each problem, at least k.
+        right: (P) c, how many of them are correct.
+        k: number of responses drawn, at least 1.
 
     Returns:
-        (P).
+        (P) probabilities.
 
-    Equation, of each problem:
+    Equation (for each problem):
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
-    When to use: `tandem eval`, to say what a model can do given several tries.
-    Watch: `pass@k` grows with k; where it is not above `accuracy`, the samples are all alike.
-    Cost: n responses to each problem, n at least k; the nearer n is to k, the wider the interval.
+    When to use: `tandem eval`, to measure what a model can solve with several tries.
+    Watch: `pass@k` grows with k; if it is not above `accuracy`, the samples of a problem are all alike.
+    Cost: n responses to each problem, with n at least k; the nearer n is to k, the wider the confidence
+        interval.
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", 2021,
-    https://arxiv.org/abs/2107.03374
+        https://arxiv.org/abs/2107.03374
     """
     assert samples.shape == right.shape and 1 <= k <= samples.min(), (samples.shape, right.shape, k)
     drawn_K = np.arange(k)
@@ -52,26 +53,29 @@ def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> F
 
 
 def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """The probability that the most frequent answer of k responses, drawn without replacement from the n
-    given, is right: exact, not simulated. Answers that are equally frequent win equally often. A response
-    without an answer (None) does not vote; where none votes, the problem is lost.
+    """Return the probability that the most frequent answer of k responses is correct.
 
-    Equation (S every set of k of the n responses, W its most frequent answers, right(a) the share of the
-    responses with answer a that are right):
+    The k responses are drawn without replacement from the n given. The result is exact, not simulated. If
+    several answers are equally frequent, each of them wins with the same probability. A response without an
+    answer (None) does not vote. A draw without any vote counts as wrong.
+
+    Equation (S is every set of k of the n responses; W(S) are the most frequent answers in S; right(a) is the
+    share of the responses with answer a that are correct):
 
         maj@k = sum_S mean_{a in W(S)} right(a) / C(n, k)
 
     Args:
-        answers: (n) one per response.
-        right: (n) whether it is right; should equal answers differ in that, their mean counts.
-        k: responses drawn, 1 to n.
+        answers: (n) the answer of each response.
+        right: (n) whether the response is correct. If responses with equal answers differ here, their mean
+            counts.
+        k: number of responses drawn, from 1 to n.
 
-    When to use: `tandem eval`, to say what a model can do when its answers vote.
-    Watch: `maj@k` above `accuracy` says that wrong answers disagree among themselves; below, that one wrong
-    answer is the usual one.
+    When to use: `tandem eval`, to measure a model whose answers are combined by majority vote.
+    Watch: `maj@k` above `accuracy` means that wrong responses disagree with each other; below `accuracy`
+        means that the most common answer is often wrong.
     Cost: n responses to each problem; the expectation over all draws is computed, not sampled.
     Source: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022,
-    https://arxiv.org/abs/2203.11171 (the vote; its expectation over draws is computed here)
+        https://arxiv.org/abs/2203.11171 (the vote; its expectation over draws is computed here)
     """
     assert len(answers) == len(right) and 1 <= k <= len(answers), (len(answers), len(right), k)
     given: dict[Hashable, list[bool]] = {}
@@ -82,10 +86,13 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
     return _majority(tuple(votes), len(answers), k)
 
 
-@lru_cache(maxsize=4096)  # problems repeat each other: all right, all wrong, one apart
+@lru_cache(maxsize=4096)  # many problems have the same votes, such as all right or all wrong
 def _majority(votes: Votes, n: int, k: int) -> float:
-    """Sums over how often the winner was drawn. Counts of draws from a fixed number of responses are
-    independent binomials given their sum, which keeps all numbers between 0 and 1."""
+    """Sum over the number of times that the winning answer was drawn.
+
+    The numbers of draws per answer are treated as independent binomials, conditioned on their sum being k.
+    This keeps all values between 0 and 1.
+    """
     share = k / n
     silent = _binomial(n - sum(count for count, _ in votes), share)
     lines = [(_binomial(count, share), value) for count, value in votes]
@@ -95,10 +102,13 @@ def _majority(votes: Votes, n: int, k: int) -> float:
 
 
 def _won_with(top: int, silent: Floats, lines: Sequence[tuple[Floats, float]], k: int) -> float:
-    """The part of the probability in which the winner was drawn `top` times, before it is conditioned on
-    k draws: a product of generating functions, in draws (columns) and in answers tied at the top (rows)."""
+    """Return the probability that the winning answer was drawn exactly `top` times, before conditioning.
+
+    Conditioning on k draws in total is left to the caller. The result is a product of generating functions,
+    in the number of draws (columns) and the number of answers that share the top count (rows).
+    """
     ways = np.zeros((k // top + 2, k + 1))
-    worth = np.zeros_like(ways)  # weighed by the summed value of those tied
+    worth = np.zeros_like(ways)  # `ways`, weighted by the summed value of the tied answers
     ways[0] = _padded(silent, k)
     for drawn, value in lines:
         below = _shifts(drawn[:top], k)
@@ -113,7 +123,7 @@ def _won_with(top: int, silent: Floats, lines: Sequence[tuple[Floats, float]], k
 
 
 def _binomial(n: int, p: float) -> Floats:
-    """(n + 1) probabilities of 0 to n successes."""
+    """Return the n + 1 probabilities of 0 to n successes."""
     if p == 1.0:
         return np.array([0.0] * n + [1.0])
     log_ways = [math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(n + 1)]
@@ -127,18 +137,20 @@ def _padded(row: Floats, k: int) -> Floats:
 
 
 def _shifts(row: Floats, k: int) -> Floats:
-    """(k + 1, k + 1): a product with it multiplies polynomials of degree up to k by that of `row`."""
+    """Return the (k + 1, k + 1) matrix that multiplies a polynomial of degree up to k by that of `row`."""
     padded = np.concatenate([np.zeros(k), _padded(row, k)])
     return np.lib.stride_tricks.sliding_window_view(padded, k + 1)[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems and its confidence interval.
+    """A mean over problems with its confidence interval.
 
     Attributes:
-        value, low, high: in the unit of the values.
-        method: how the interval was made.
+        value: the mean.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        method: how the interval was computed.
     """
 
     value: float
@@ -150,24 +162,28 @@ class Estimate:
 def estimate(
     values: Floats, *, confidence: float, resamples: int, seed: int, bounded: bool = True
 ) -> Estimate:
-    """The mean over problems with an interval for what other problems of their kind would give.
+    """Return the mean over problems and a confidence interval for other problems of the same kind.
 
-    Where each problem is either right or wrong, Wilson's score interval, which is sensible for few
-    problems and for none or all of them right. Where all are alike in between, too: nothing between 0 and 1
-    varies more than right and wrong do, so it is wide enough. Else the percentile bootstrap over problems:
-    the responses to one problem are not independent of each other, so whole problems are drawn. For few
-    problems that interval is too narrow: of one at 95%, about 85% hold the truth with 5 problems, 91% with
-    10. Of values without bounds that are all alike it says nothing: it is that value alone.
+    The interval is chosen as follows:
+
+    - If every value is 0 or 1: Wilson's score interval. It works for few problems, and if none or all are
+      right.
+    - If all values are equal and bounded: Wilson's interval too. No quantity between 0 and 1 varies more than
+      one that is only 0 or 1, so the interval is wide enough.
+    - Otherwise: the percentile bootstrap over problems. It draws whole problems, because the responses to one
+      problem are not independent. For few problems this interval is too narrow: of the 95% intervals, about
+      85% contain the true mean with 5 problems, and 91% with 10. If unbounded values are all equal, the
+      interval has width 0 and tells nothing.
 
     Args:
-        values: (P) of each problem.
+        values: (P) value of each problem.
         confidence: probability of the interval, such as 0.95.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
-        bounded: whether a problem's value is between 0 and 1 by its nature.
+        resamples: number of bootstrap samples.
+        seed: seed of the bootstrap.
+        bounded: whether a problem's value always lies between 0 and 1.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927; Efron and
-    Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13
+        Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13
     """
     assert values.ndim == 1 and len(values), values.shape
     mean = float(values.mean())

@@ -1,4 +1,7 @@
-"""Statistics over the samples of one prompt. Shapes: B sequences."""
+"""Statistics over the samples of one prompt (a group).
+
+Shapes: B is the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from tandem.algorithms.masked import require_same_shape, segment_sum
 
 
 class GroupStatistics(NamedTuple):
-    """The statistics of each sequence's group; all (B).
+    """The statistics of each sequence's group, each of shape (B).
 
     Attributes:
-        mean: zero for a group of one.
-        std: unbiased; one for a group of one.
-        size: int64.
+        mean: the group's mean; 0 for a group with a single sequence.
+        std: the unbiased standard deviation; 1 for a group with a single sequence.
+        size: int64, number of sequences in the group.
     """
 
     mean: Tensor
@@ -25,40 +28,40 @@ class GroupStatistics(NamedTuple):
 
 
 def _sorted(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort sequences by group.
+    """Sort the sequences by group.
 
     Returns:
-        (B) int64, the sequences of one group after those of another, in their own order; (G+1) int64, where
-        each group starts in that order.
+        (B) int64, indices of the sequences, group after group, in their original order within a group; (G+1)
+        int64, where each of the G groups starts in that order.
     """
     sizes = group.bincount()
     return group.argsort(stable=True), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
 
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
-    """(B): the sum over each sequence's group, the same bits every time.
+    """Return the sum over each sequence's group, (B), with identical bits on every call.
 
     Args:
         values: (B) float64.
-        group: (B) int64 from 0, in any order.
+        group: (B) int64, group index from 0, in any order.
     """
     require_same_shape(values, group)
     if values.device.type == "cpu":
         return group.bincount(weights=values)[group]
-    order, offsets = _sorted(group)  # for on other devices weighted counts come to other bits each time
+    order, offsets = _sorted(group)  # on other devices, weighted bincount is not deterministic
     return segment_sum(values[order], offsets)[group]
 
 
 def best_two(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the best sequence of every group that has members, and the score of the second best.
+    """Return the best sequence of every non-empty group, and the score of the second best.
 
     Args:
         scores: (B).
-        group: (B) int64 from 0, in any order.
+        group: (B) int64, group index from 0, in any order.
 
     Returns:
-        int64, which sequence has the greatest score, the first of several; the score next to it, zero where
-        the best is alone.
+        int64, the index of the sequence with the highest score (the first one if several share it); the
+        second highest score, which is 0 if the group has a single sequence.
     """
     require_same_shape(scores, group)
     falling = scores.argsort(descending=True, stable=True)
@@ -70,17 +73,17 @@ def best_two(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_mean(scores: Tensor, group: Tensor) -> Tensor:
-    """(B): `GroupStatistics.mean` alone, of what `group_statistics` takes."""
+    """Return only `GroupStatistics.mean`, (B); takes the arguments of `group_statistics`."""
     size = group.bincount()[group]
     return (group_sum(scores, group) / size).masked_fill(size == 1, 0.0)
 
 
 def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
-    """Mean, standard deviation and size of every group, the same bits every time.
+    """Return the mean, standard deviation and size of every group, with identical bits on every call.
 
     Args:
-        scores: (B) float64, so that equal scores deviate from their mean by exactly zero.
-        group: (B) int64 from 0, in any order.
+        scores: (B) float64, so that equal scores deviate from their mean by exactly 0.
+        group: (B) int64, group index from 0, in any order.
     """
     require_same_shape(scores, group)
     assert scores.dtype == torch.float64, scores.dtype

@@ -1,6 +1,6 @@
-"""KL penalties: per-token estimates, their use in the reward, and the controllers of their weight.
+"""KL penalties: estimates per token, their use in the reward, and controllers of the coefficient.
 
-Shapes: N tokens of all sequences together, B sequences.
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from tandem.algorithms.registry import KL_ESTIMATORS, kl_estimator
 from tandem.errors import ConfigError
 
 FULL = "full"
-"""The exact KL over the vocabulary, which is computed with the model's outputs, not from log-probs."""
+"""The name of the exact KL over the vocabulary, computed from the model's outputs instead of log-probs."""
 
 KL_KINDS = tuple(name + plus for name in (*KL_ESTIMATORS.names, *KL_ESTIMATORS.aliases) for plus in ("", "+"))
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(policy || reference) from the tokens sampled, by the estimator of that name; with a +
-    at its end the same values with the gradient of k2, see `straight_through`.
+    """Estimate KL(policy || reference) per token with the named estimator.
+
+    If `kind` ends with "+", the values are the same, but the gradient is that of k2; see `straight_through`.
 
     Args:
         log_probs: (N) nats; the gradient flows through it.
         ref_log_probs: (N) nats.
-        kind: one of KL_KINDS, or a user's `file.py:function`, with a + or without.
+        kind: one of KL_KINDS, or a user's `file.py:function`, with or without a "+" at the end.
 
     Returns:
-        (N) estimates per token.
+        (N) estimates.
 
     Raises:
-        ConfigError: an unknown kind, or a user's function that cannot be used.
+        ConfigError: the kind is unknown, or the user's function cannot be used.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -49,22 +50,20 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 def weighted_kl(
     log_probs: Tensor, ref_log_probs: Sequence[Tensor], weights: Sequence[float], kind: str
 ) -> Tensor:
-    """The KLs to several references in one penalty.
+    """Return the weighted sum of the KLs to several references.
 
-    Equation:
+    Equation (k is the estimator of that kind, applied to each reference separately):
 
         kl_t = Σ_i w_i · k(log π(t), log ref_i(t))
 
-    with the estimator k of that kind, for each reference by itself.
-
     Args:
         log_probs: (N) nats; the gradient flows through it.
-        ref_log_probs: (N) nats, of each reference.
-        weights: of each.
+        ref_log_probs: one tensor (N) per reference, nats.
+        weights: one weight per reference.
         kind: see `kl_penalty`.
 
     Returns:
-        (N).
+        (N) estimates.
     """
     assert len(ref_log_probs) == len(weights) > 0, (len(ref_log_probs), len(weights))
     terms = [w * kl_penalty(log_probs, ref, kind) for w, ref in zip(weights, ref_log_probs, strict=True)]
@@ -72,11 +71,11 @@ def weighted_kl(
 
 
 class PenalisedRewards(NamedTuple):
-    """Rewards less the KL penalty.
+    """Rewards after the KL penalty.
 
     Attributes:
         token_level_rewards: (N).
-        kl: scalar, the mean over sequences of each one's mean over its response tokens.
+        kl: scalar; the mean over sequences of each sequence's mean KL over its response tokens.
     """
 
     token_level_rewards: Tensor
@@ -94,26 +93,27 @@ def apply_kl_penalty(
     kl_coef: float,
     weights: Sequence[float] = (1.0,),
 ) -> PenalisedRewards:
-    """KL in the reward.
+    """Subtract the KL penalty from the reward of each token.
 
     Equation:
 
         r_t = score_t - kl_coef * kl_t    at response tokens
 
     Args:
-        token_level_scores: (N).
-        old_log_probs, ref_log_probs: (N) nats; of several references one each.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
+        token_level_scores: (N) rewards before the penalty.
+        old_log_probs: (N) nats.
+        ref_log_probs: (N) nats; with several references, one tensor (N) per reference.
+        response_mask: (N) bool, true at response tokens.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         kind: one of KL_KINDS.
         kl_coef: the controller's value.
-        weights: of the KL to each reference, see `weighted_kl`.
+        weights: weight of the KL to each reference, see `weighted_kl`.
 
-    When to use: with a critic, which then learns the penalty too; without one the KL as a loss
-    (`actor_rollout_ref.actor.use_kl_loss`) has less noise.
-    Watch: `actor/kl_in_reward` how far the policy has gone; `reward/after_kl` against `reward/mean` what the
-    penalty takes.
-    Cost: a reference and a forward pass of it; old log-probs even with one update per step.
+    When to use: with a critic, which then learns the penalty too. Without a critic, the KL as a loss
+        (`actor_rollout_ref.actor.use_kl_loss`) is less noisy.
+    Watch: `actor/kl_in_reward` is how far the policy has moved from the reference; `reward/after_kl` compared
+        with `reward/mean` is how much reward the penalty takes.
+    Cost: a reference model and its forward pass; old log-probs even with one update per step.
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 2.
     """
     references = [ref_log_probs] if isinstance(ref_log_probs, Tensor) else ref_log_probs
@@ -124,13 +124,13 @@ def apply_kl_penalty(
 def penalise(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, offsets: Tensor, *, kl_coef: float
 ) -> PenalisedRewards:
-    """`apply_kl_penalty` with a KL per token that is there already.
+    """Subtract a penalty for a given KL per token; like `apply_kl_penalty`, with the KL as an input.
 
     Args:
-        token_level_scores: (N).
+        token_level_scores: (N) rewards before the penalty.
         kl: (N) nats.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
+        response_mask: (N) bool, true at response tokens.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         kl_coef: the controller's value.
     """
     kl = torch.where(response_mask, kl, 0)
@@ -140,7 +140,7 @@ def penalise(
 
 
 class FixedKLController:
-    """A constant KL coefficient.
+    """A controller with a constant KL coefficient.
 
     Args:
         kl_coef: the coefficient.
@@ -150,34 +150,35 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Does nothing; a fixed coefficient does not answer to the KL."""
+        """Do nothing, because the coefficient does not depend on the KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """An empty state: the config says the coefficient, at a resume too."""
+        """Return an empty state, because the config sets the coefficient, also when a run resumes."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that steers the KL towards a target:
+    """A controller that adjusts the KL coefficient so that the KL approaches a target.
 
         value <- value * (1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon)
 
     Args:
-        init_kl_coef: the coefficient at the start.
-        target_kl: in nats per token, as `apply_kl_penalty` measures it.
-        horizon: samples; the larger, the slower the coefficient moves.
+        init_kl_coef: the initial coefficient.
+        target_kl: target KL, nats per token, as `apply_kl_penalty` measures it.
+        horizon: number of samples; the larger it is, the slower the coefficient changes.
 
     Raises:
-        ConfigError: a target or a horizon that is not positive.
+        ConfigError: the target or the horizon is not positive.
 
-    When to use: where a known distance from the reference is wanted and a good coefficient is not known.
-    Watch: `actor/kl_coef` should settle; `actor/kl_in_reward` should come to target_kl.
+    When to use: if you know how far the policy should be from the reference, but not which coefficient leads
+        there.
+    Watch: `actor/kl_coef` should settle; `actor/kl_in_reward` should approach target_kl.
     Cost: nothing beyond the KL in the reward.
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2; n_steps / horizon as in the
-    authors' code, 0.1 in the paper.
+        authors' code, 0.1 in the paper.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -189,7 +190,7 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Moves the coefficient after `n_steps` samples whose mean KL was `current_kl`."""
+        """Adjust the coefficient after `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
@@ -197,14 +198,21 @@ class AdaptiveKLController(FixedKLController):
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from a saved coefficient; from the initial one if the run had a fixed one before."""
+        """Continue from a saved coefficient.
+
+        If the run had a fixed coefficient when it was saved, the state is empty and the initial coefficient
+        stays.
+        """
         self.value = state.get("value", self.value)
 
 
 def kl_controller(
     kind: str, kl_coef: float, target_kl: float, horizon: int
 ) -> FixedKLController | AdaptiveKLController:
-    """The controller of that kind, "fixed" or "adaptive"; a fixed one has neither target nor horizon."""
+    """Return the controller of the given kind, "fixed" or "adaptive".
+
+    The fixed controller ignores `target_kl` and `horizon`.
+    """
     return (
         FixedKLController(kl_coef) if kind == "fixed" else AdaptiveKLController(kl_coef, target_kl, horizon)
     )

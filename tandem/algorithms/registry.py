@@ -1,17 +1,16 @@
-"""Advantage estimators, policy losses and KL estimators by name.
+"""Registries of advantage estimators, policy losses and KL estimators.
 
-A function's signature is its declaration. Positional parameters are columns of the batch,
-keyword-only parameters are options (numbers, bools, strings, tuples of numbers) with defaults:
+The signature of a function declares its inputs. Positional parameters are columns of the batch. Keyword-only
+parameters are options (numbers, bools, strings, tuples of numbers) with defaults:
 
     @register_advantage("mean_baseline")
     def mean_baseline(token_level_rewards, response_mask, offsets, *, scale=1.0): ...
 
-The loop reads the declaration and provides what it names; `known_columns` of its kind says what each column
-is and has which shape, so that docstrings say of a column only what is its function's own. A user's own
-function needs no registration: its name in the config is `path/to/file.py:function` or
-`package.module:function`.
+The training loop reads the signature and provides what it names. `known_columns` of each kind gives the shape
+and the meaning of every column. A user's own function needs no registration. Its name in the config is
+`path/to/file.py:function` or `package.module:function`.
 
-Shapes: N tokens of all sequences together, B sequences.
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Advantages(NamedTuple):
-    """An estimator's result; both (N), zero where `response_mask` is false.
+    """The result of an estimator; both tensors are (N), and 0 where `response_mask` is false.
 
     Attributes:
         advantages: weights of the policy gradient.
-        returns: what a critic is fitted to.
+        returns: the targets that a critic is trained on.
     """
 
     advantages: Tensor
@@ -46,12 +45,12 @@ class Advantages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A registered function and what it needs.
+    """A registered function and the inputs that it needs.
 
     Attributes:
-        name: as registered, or a user's reference.
-        fn: the function itself.
-        columns: its positional parameters, in order.
+        name: the registered name, or a user's reference.
+        fn: the function.
+        columns: names of its positional parameters, in order.
         options: its keyword-only parameters with their defaults.
     """
 
@@ -65,17 +64,20 @@ class Spec:
     options: Mapping[str, Option]
 
     def select_options(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Option]:
-        """The options to call with: of `shared` (config keys that many algorithms read) those this
-        one declares, and all of `own` (given for this one), which wins.
+        """Return the options to call the function with.
+
+        Args:
+            shared: values of config keys that many algorithms read; undeclared options are ignored.
+            own: options given for this function only; they override `shared`.
 
         Raises:
-            ConfigError: an option of `own` that is not declared, or a value of another type.
+            ConfigError: an option in `own` is not declared, or a value has the wrong type.
         """
         chosen = {name: shared[name] for name in self.options if name in shared} | dict(own)
         for name, value in chosen.items():
             if name not in self.options:
                 raise ConfigError(
-                    f"the {self.kind} '{self.name}' has no such option",
+                    f"the {self.kind} '{self.name}' has no option of this name",
                     field=name,
                     expected=dict(self.options),
                     remedy=_nearest(name, self.options),
@@ -103,7 +105,7 @@ class Spec:
         expected: str = "a tensor",
         fits: Callable[[Tensor], bool] = lambda result: True,
     ) -> Tensor:
-        """Return the one tensor that a function gave, of the shape of another; refuse anything else."""
+        """Check that a result is a tensor with the shape of `like`, and return it."""
         if not (_all_of_shape((result,), like.shape) and fits(result)):
             raise self._wrong_result(result, f"{expected} of shape {tuple(like.shape)}")
         tensor: Tensor = result
@@ -111,7 +113,7 @@ class Spec:
 
     def _wrong_result(self, got: object, expected: str) -> ConfigError:
         return ConfigError(
-            f"the {self.kind} returned something else than {self.result}",
+            f"the {self.kind} must return {self.result}",
             field=self.name,
             got=_described(got),
             expected=expected,
@@ -119,23 +121,23 @@ class Spec:
 
 
 class AdvantageSpec(Spec):
-    """An advantage estimator."""
+    """The spec of an advantage estimator."""
 
     kind = "advantage estimator"
     known_columns: ClassVar[Mapping[str, str]] = {
-        "token_level_scores": "(N) fp32, the rewards as scored",
-        "token_level_rewards": "(N) fp32, scores less the KL penalty where one is taken",
-        "values": "(N) fp32, the critic's, predicted before each token",
-        "response_mask": "(N) bool, tokens that the policy wrote",
-        "old_log_probs": "(N) fp32, nats",
-        "ref_log_probs": "(N) fp32, nats",
+        "token_level_scores": "(N) fp32, rewards before the KL penalty",
+        "token_level_rewards": "(N) fp32, rewards after the KL penalty, if there is one",
+        "values": "(N) fp32, the critic's value before each token",
+        "response_mask": "(N) bool, true at tokens that the policy wrote",
+        "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
+        "ref_log_probs": "(N) fp32, nats, of the reference",
         "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
-        "rollout_is_weights": "(N) fp32, the rollout correction's importance weights; ones without",
+        "rollout_is_weights": "(N) fp32, importance weights of the rollout correction; 1 without it",
         "sum_pi_squared": "(N) fp32, sum over the vocabulary of pi(v)**2 at the token's position",
         "reward_baselines": "(B) fp32, total reward of the prompt's greedy response",
-        "reward_components": "(B, K) fp32, a sequence's rewards by component",
-        "group": "(B) int64, which prompt each sequence answers",
-        "offsets": "(B+1) int64, where each sequence starts",
+        "reward_components": "(B, K) fp32, each sequence's rewards by component",
+        "group": "(B) int64, index of the prompt that each sequence answers",
+        "offsets": "(B+1) int64, index of each sequence's first token",
     }
     result = "Advantages(advantages, returns)"
 
@@ -144,10 +146,10 @@ class AdvantageSpec(Spec):
         return "values" in self.columns
 
     def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> Advantages:
-        """Calls the function with the columns it declares.
+        """Call the function with the columns that its signature names.
 
         Raises:
-            ConfigError: it returned something else than two tensors of the tokens' shape.
+            ConfigError: the result is not two tensors of shape (N).
         """
         result = self._call(columns, options)
         shape = columns["response_mask"].shape
@@ -157,60 +159,63 @@ class AdvantageSpec(Spec):
 
 
 class Selection(Spec):
-    """A choice of tokens over a whole batch, before the updates on it; see `tandem.algorithms.selection`."""
+    """The spec of a token selection, made over a whole batch before its updates.
 
-    kind = "choice of tokens"
+    See `tandem.algorithms.selection`.
+    """
+
+    kind = "token selection"
     known_columns: ClassVar[Mapping[str, str]] = {
         "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
         "advantages": "(N) fp32",
-        "response_mask": "(N) bool, tokens that the policy wrote",
-        "offsets": "(B+1) int64, where each sequence starts",
+        "response_mask": "(N) bool, true at tokens that the policy wrote",
+        "offsets": "(B+1) int64, index of each sequence's first token",
     }
     result = "(N) bool"
 
     def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
-        """Calls the function with the columns it declares, and those of the options that are its own.
+        """Call the function with the columns that its signature names and with its own options.
 
         Raises:
-            ConfigError: it returned something else than a bool per token.
+            ConfigError: the result is not a bool tensor of shape (N).
         """
         chosen = self._call(columns, {name: options[name] for name in self.options if name in options})
         mask = columns["response_mask"]
-        return self._tensor(chosen, mask, "bools", lambda each: each.dtype == mask.dtype)
+        return self._tensor(chosen, mask, "a bool tensor", lambda each: each.dtype == mask.dtype)
 
 
 SELECTIONS: dict[Callable[..., Any], Selection] = {}
-"""By the loss's function."""
+"""The token selection of each loss function that has one."""
 
 
 class PolicyLossSpec(Spec):
-    """A policy loss."""
+    """The spec of a policy loss."""
 
     kind = "policy loss"
     known_columns: ClassVar[Mapping[str, str]] = {
         "log_probs": "(N) fp32, nats, of the policy being trained; carries the gradient",
         "old_log_probs": "(N) fp32, nats, of the policy before this batch's updates",
         "advantages": "(N) fp32",
-        "response_mask": "(N) bool, tokens that the policy wrote",
-        "offsets": "(B+1) int64, where each sequence starts",
+        "response_mask": "(N) bool, true at tokens that the policy wrote",
+        "offsets": "(B+1) int64, index of each sequence's first token",
         "entropy": "(N) fp32, nats; carries the gradient",
         "rollout_log_probs": "(N) fp32, nats, of the engine that sampled",
-        "rollout_is_weights": "(N) importance weights of the rollout correction, bounded; ones without; "
-        "the losses of a function that does not take them are multiplied by them",
-        "selected_tokens": "(N) bool, chosen over the whole batch, see `selects_tokens`",
+        "rollout_is_weights": "(N) bounded importance weights of the rollout correction; 1 without it; "
+        "if the function does not take them, its losses are multiplied by them",
+        "selected_tokens": "(N) bool, selected over the whole batch, see `selects_tokens`",
     }
     result = "(losses per token, {metric: per token})"
 
     @property
     def selection(self) -> Selection | None:
-        """The choice of its `selected_tokens`, whose options are among the loss's own."""
+        """The selection of `selected_tokens`; its options are also options of the loss."""
         return SELECTIONS.get(self.fn)
 
     def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> tuple[Tensor, dict[str, Tensor]]:
-        """Calls the function with the columns it declares.
+        """Call the function with the columns that its signature names.
 
         Raises:
-            ConfigError: it returned something else than per-token losses and per-token metrics.
+            ConfigError: the result is not a tensor (N) of losses and a dict of tensors (N).
         """
         elsewhere = self.selection.options if self.selection else ()
         own = {name: value for name, value in options.items() if name not in elsewhere}
@@ -225,7 +230,7 @@ class PolicyLossSpec(Spec):
 
 
 class KLSpec(Spec):
-    """An estimator of KL(policy || reference) from the tokens sampled."""
+    """The spec of an estimator of KL(policy || reference) from the sampled tokens."""
 
     kind = "KL estimator"
     known_columns: ClassVar[Mapping[str, str]] = {
@@ -235,10 +240,10 @@ class KLSpec(Spec):
     result = "an estimate per token"
 
     def __call__(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Calls the function with the columns it declares.
+        """Call the function with the columns that its signature names.
 
         Raises:
-            ConfigError: it returned something else than per-token estimates.
+            ConfigError: the result is not a tensor of shape (N).
         """
         return self._tensor(self._call(columns, {}), columns["log_probs"])
 
@@ -250,7 +255,7 @@ class Registry(Generic[AnySpec]):
     """Specs by name and alias.
 
     Args:
-        spec: the class of the specs, which knows the columns allowed.
+        spec: the class of the specs; it defines which columns are known.
     """
 
     def __init__(self, spec: type[AnySpec]) -> None:
@@ -260,21 +265,21 @@ class Registry(Generic[AnySpec]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names registered, without aliases."""
+        """The registered names, without aliases."""
         return tuple(sorted(self._specs))
 
     def register(self, name: str, *aliases: str) -> Callable[[Function], Function]:
-        """A decorator that registers a function and returns it unchanged.
+        """Return a decorator that registers a function and returns it unchanged.
 
         Raises:
-            ConfigError: a name that is another function's, or a signature that is no declaration.
+            ConfigError: another function has this name, or the signature is not a valid declaration.
         """
 
         def decorate(fn: Function) -> Function:
             for each in (name, *aliases):
                 known = self._specs.get(self.aliases.get(each, each))
                 if known is not None and known.fn is not fn:
-                    raise ConfigError(f"this {self._spec.kind}'s name is taken", field=each)
+                    raise ConfigError(f"another {self._spec.kind} already has this name", field=each)
             self._specs[name] = declared(self._spec, name, fn)
             self.aliases.update(dict.fromkeys(aliases, name))
             return fn
@@ -282,10 +287,10 @@ class Registry(Generic[AnySpec]):
         return decorate
 
     def find(self, name: str) -> AnySpec:
-        """The spec of a registered name, an alias, or a user's `file.py:function`.
+        """Return the spec of a registered name, an alias, or a user's `file.py:function`.
 
         Raises:
-            ConfigError: no such name, or a user's function that cannot be used.
+            ConfigError: the name is unknown, or the user's function cannot be used.
         """
         if ":" in name:
             fn = load_function(name)
@@ -294,20 +299,20 @@ class Registry(Generic[AnySpec]):
         spec = self._specs.get(self.aliases.get(name, name))
         if spec is None:
             raise ConfigError(
-                f"no such {self._spec.kind}",
+                f"unknown {self._spec.kind}",
                 field=name,
                 expected=", ".join(self.names),
                 remedy=_nearest(name, (*self.names, *self.aliases))
-                or "your own function is named path/to/file.py:function",
+                or "to use your own function, write path/to/file.py:function",
             )
         return spec
 
 
 def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
-    """The spec that a function's signature declares.
+    """Build the spec of a function from its signature.
 
     Raises:
-        ConfigError: the signature is no declaration; the message shows what is expected.
+        ConfigError: the signature is not a valid declaration; the message shows a valid one.
     """
     columns: list[str] = []
     options: dict[str, Option] = {}
@@ -316,33 +321,33 @@ def declared(spec: type[AnySpec], name: str, fn: Callable[..., Any]) -> AnySpec:
         if parameter.kind is parameter.KEYWORD_ONLY:
             if not isinstance(parameter.default, bool | int | float | str | tuple):
                 faults.append(
-                    f"option '{parameter.name}' has no number, bool, string or tuple as its default"
+                    f"the default of option '{parameter.name}' must be a number, bool, string or tuple"
                 )
             options[parameter.name] = parameter.default
         elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            faults.append(f"'{parameter}' names nothing that could be provided")
+            faults.append(f"'{parameter}' is not allowed, because every parameter needs a name")
         elif parameter.name not in spec.known_columns:
-            hint = _nearest(parameter.name, spec.known_columns) or "an option must stand after *"
-            faults.append(f"'{parameter.name}' is no column ({hint})")
+            hint = _nearest(parameter.name, spec.known_columns) or "options must come after *"
+            faults.append(f"'{parameter.name}' is not a column ({hint})")
         else:
             columns.append(parameter.name)
     if spec is PolicyLossSpec:
         selection = SELECTIONS.get(fn)
         if ("selected_tokens" in columns) != (selection is not None):
-            faults.append("'selected_tokens' and the decorator @selects_tokens(FUNCTION) belong together")
-        if selection is not None:  # the options of what chooses the tokens are the loss's too
+            faults.append("'selected_tokens' and the decorator @selects_tokens(FUNCTION) need each other")
+        if selection is not None:  # the options of the selection are options of the loss too
             twice = [name for name in selection.options if name in options]
-            faults += [f"option '{name}' is {selection.name}'s too" for name in twice]
+            faults += [f"{selection.name} already has an option '{name}'" for name in twice]
             options.update(selection.options)
     if faults:
         known = "".join(f"\n      {column}: {meaning}" for column, meaning in spec.known_columns.items())
         raise ConfigError(
-            f"the signature of this {spec.kind} does not say what to provide: {'; '.join(faults)}",
+            f"the signature of this {spec.kind} is not valid: {'; '.join(faults)}",
             field=name,
             got=f"def {getattr(fn, '__name__', 'function')}{inspect.signature(fn)}",
             expected=f"def function(COLUMN, ..., *, OPTION=DEFAULT, ...) -> {spec.result}\n"
-            f"    where the columns are any of{known}\n"
-            "    and the defaults are numbers, bools, strings or tuples of numbers",
+            f"    COLUMN is any of{known}\n"
+            "    DEFAULT is a number, bool, string or tuple of numbers",
         )
     return spec(name, fn, tuple(columns), MappingProxyType(options))
 

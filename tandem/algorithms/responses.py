@@ -1,6 +1,7 @@
-"""Each sequence's response tokens as one run, for what goes from token to token.
+"""The response tokens of each sequence as one contiguous run, for token-to-token recurrences.
 
-Shapes: N tokens of all sequences together, B sequences, M response tokens (N where none is moved).
+Shapes: N is the number of tokens of all sequences together, B the number of sequences, M the number of
+response tokens (M = N if no token is moved).
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from tandem.algorithms.masked import kept_tokens, scatter, total, whiten_, zero_
 
 @dataclass(frozen=True)
 class Responses:
-    """The response tokens of a batch, one after the other.
+    """The response tokens of a batch, without gaps between tokens of the same sequence.
 
-    Where each response is one run already, all tokens stay where they are and those around it are zeros:
-    that spares the indices and half of the memory. Where tools wrote in between, they are moved together.
+    If every response is already contiguous, no token moves, and the other tokens are set to 0. This needs no
+    indices and half of the memory. If tools wrote tokens in between, the response tokens are copied next to
+    each other.
 
     Attributes:
-        mask, outside: (N) bool, the response tokens and all others.
-        offsets: (B+1) int64, where each sequence starts among the M.
-        indices: (M) int64, where they stand among the N; None where they have not been moved.
+        mask: (N) bool, the response tokens.
+        outside: (N) bool, all other tokens.
+        offsets: (B+1) int64, where each sequence starts among the M tokens.
+        indices: (M) int64, the tokens' indices among the N; None if they have not been moved.
     """
 
     mask: Tensor
@@ -33,10 +36,10 @@ class Responses:
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor) -> Responses:
-        """The response tokens of a mask (N) over sequences."""
+        """Return the response tokens that a mask (N) selects."""
         offsets = offsets.to(mask.device)
         outside = ~mask
-        begins = mask.clone()  # where a run begins: after no token that counts, or at a sequence's start
+        begins = mask.clone()  # a run begins after a masked-out token, or at the start of a sequence
         begins[1:] &= outside[:-1]
         starts = offsets[:-1][offsets[:-1] < len(mask)]
         begins[starts] = mask[starts]
@@ -47,26 +50,28 @@ class Responses:
         return cls(mask, outside, kept.offsets, kept.indices)
 
     def take(self, column: Tensor) -> Tensor:
-        """(N) to (M), a new tensor."""
+        """Return the response tokens of a column, (N) to (M), as a new tensor."""
         if self.indices is None:
             return torch.where(self.mask, column, 0)
         return column.index_select(0, self.indices)
 
     def add_(self, sums: Tensor, column: Tensor) -> Tensor:
-        """Adds a column (N) to sums (M)."""
+        """Add a column (N) to `sums` (M) in place."""
         if self.indices is None:
             return sums.add_(column).masked_fill_(self.outside, 0)
         return sums.add_(column.index_select(0, self.indices))
 
     def put(self, column: Tensor) -> Tensor:
-        """(M) finite numbers to (N), zero outside the mask. Overwrites its argument where nothing need be
-        moved."""
+        """Write finite numbers (M) back to their tokens, (M) to (N); 0 outside the mask.
+
+        If no token was moved, this overwrites its argument.
+        """
         if self.indices is None:
             return zero_outside_(column, self.mask)
         return scatter(column, self.indices, len(self.mask))
 
     def whitened(self, column: Tensor) -> Tensor:
-        """(M) to (N): `whiten_` over the response tokens, zero elsewhere. Overwrites its argument."""
+        """Apply `whiten_` over the response tokens, (M) to (N); 0 elsewhere. Overwrites its argument."""
         if self.indices is not None:
             return self.put(whiten_(column))
         count = self.mask.count_nonzero()

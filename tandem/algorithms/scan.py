@@ -1,6 +1,7 @@
 """Discounted sums over ragged sequences, without a loop over time steps.
 
-Shapes: M values of all sequences together, B sequences, R blocks of K values.
+Shapes: M is the number of values of all sequences together, B the number of sequences; values are also
+handled as R blocks of K values.
 """
 
 from __future__ import annotations
@@ -11,42 +12,44 @@ from torch import Tensor
 from tandem.algorithms.masked import require_same_shape
 
 _BLOCK = 64
-"""K: a block's sums are one row of a matrix product, which costs 2K operations a value."""
+"""K. A matrix product computes the sums of a block, at a cost of 2K operations per value."""
 
 _TILE = 4096
-"""Blocks at a time, so that what the product writes stays in the cache and little memory is new."""
+"""Number of blocks per matrix product, so that the result stays in the CPU cache and needs little new memory.
+"""
 
 
 def last_indices(offsets: Tensor) -> Tensor:
-    """(B+1) to int64: where the last value of every sequence that is not empty stands."""
+    """Return the index of the last value of every non-empty sequence; `offsets` (B+1) to int64."""
     ends = offsets[1:]
     return ends[ends > offsets[:-1]] - 1
 
 
 def longest_of(offsets: Tensor) -> int:
-    """Values of the longest sequence; zero where there is none."""
+    """Return the number of values of the longest sequence; 0 if there are no sequences."""
     return int(offsets.diff().max()) if len(offsets) > 1 else 0
 
 
 def following(values: Tensor, offsets: Tensor) -> Tensor:
-    """(M): the value after each one in its sequence, zero after the last."""
+    """Return, for each value, the next value of its sequence, (M); 0 after the last value."""
     after = values.roll(-1)
     after[last_indices(offsets)] = 0
     return after
 
 
 def reverse_linear_scan_(values: Tensor, coefficients: Tensor, longest: int) -> Tensor:
-    """Overwrites x with y_t = x_t + a_t * y_{t+1} along the last dimension, zero after its end.
+    """Overwrite x with y_t = x_t + a_t * y_{t+1} along the last dimension.
 
-    Doubling (Hillis and Steele, 1986): after the pass with step s, y_t holds the first 2s terms of its sum
-    and a_t the product of as many coefficients, so log2(longest) passes suffice. Nothing is ever divided by
-    a product, which keeps float32 accurate at any length.
+    After the last value, y is 0. The algorithm is doubling (Hillis and Steele, 1986). After the pass with
+    step s, y_t holds the first 2s terms of its sum, and a_t the product of as many coefficients. So
+    log2(longest) passes are enough. Nothing is divided by a product, which keeps float32 accurate at any
+    length.
 
     Args:
         values: (..., M) floating point, finite.
-        coefficients: (..., M) from 0 to 1, zero at the end of a sequence. Overwritten with the products
-            a_t * a_{t+1} * ... of `longest` coefficients or to the end.
-        longest: of the sequences.
+        coefficients: (..., M) from 0 to 1, and 0 at the end of a sequence. Overwritten with the products a_t
+            * a_{t+1} * ... of `longest` coefficients, or fewer at the end of the sequence.
+        longest: number of values of the longest sequence.
 
     Returns:
         `values`.
@@ -62,16 +65,21 @@ def reverse_linear_scan_(values: Tensor, coefficients: Tensor, longest: int) -> 
 
 
 def reverse_discounted_cumsum_(values: Tensor, offsets: Tensor, discount: float) -> Tensor:
-    """Overwrites x with y_t = x_t + discount * y_{t+1} within each sequence, zero after its last value.
+    """Overwrite x with y_t = x_t + discount * y_{t+1} within each sequence.
 
-    In blocks (Blelloch, 1990): the sums within blocks of K values are a product with the triangle of powers
-    of the discount; the blocks in which a sequence ends are done again with a coefficient of zero there; a
-    scan over blocks gives each one the sum after it. Nothing is ever divided by a power, and what belongs to
-    another sequence never enters a sum, which keeps float32 accurate at any length and discount.
+    After the last value of a sequence, y is 0. The algorithm works in blocks (Blelloch, 1990):
+
+    1. The sums within each block of K values are a product with a triangular matrix of powers of the
+    discount.
+    2. Blocks in which a sequence ends are computed again, with a coefficient of 0 at the end of the sequence.
+    3. A scan over the blocks gives each block the sum that follows it.
+
+    Nothing is divided by a power, and values of other sequences never enter a sum. This keeps float32
+    accurate at any length and discount.
 
     Args:
         values: (M) floating point, finite.
-        offsets: (B+1) int64 from 0 to M, on the values' device.
+        offsets: (B+1) int64, from 0 to M, on the same device as `values`.
         discount: in [0, 1].
 
     Returns:
@@ -87,7 +95,7 @@ def reverse_discounted_cumsum_(values: Tensor, offsets: Tensor, discount: float)
         return reverse_linear_scan_(values, coefficients, longest)
     powers = torch.full((_BLOCK + 1,), discount, dtype=torch.float64, device=values.device)
     powers = powers.pow_(torch.arange(_BLOCK + 1, device=values.device))
-    # Those too small for the type are zero.
+    # Powers too small for a normal number of the dtype become 0.
     powers = powers.masked_fill_(powers < torch.finfo(values.dtype).tiny, 0).to(values.dtype)
     mixed, places, mixed_sums, mixed_carry = _ended_blocks(values, ends, discount)
     whole_RK = values[: count // _BLOCK * _BLOCK].view(-1, _BLOCK)
@@ -110,16 +118,24 @@ def reverse_discounted_cumsum_(values: Tensor, offsets: Tensor, discount: float)
 
 
 def discounted_cumsum(values: Tensor, offsets: Tensor, discount: float) -> Tensor:
-    """(M): y_t = x_t + discount * y_{t-1} within each sequence, zero before its first value; else as
-    `reverse_discounted_cumsum_`, and of a copy."""
+    """Return y_t = x_t + discount * y_{t-1} within each sequence, (M).
+
+    Before the first value of a sequence, y is 0. Unlike `reverse_discounted_cumsum_`, this works on a copy.
+    """
     backwards = reverse_discounted_cumsum_(values.flip(0), offsets[-1] - offsets.flip(0), discount)
     return backwards.flip(0)
 
 
 def _ended_blocks(values: Tensor, ends: Tensor, discount: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The numbers (E) of the blocks in which a sequence ends, of which the last, which may be short, is one;
-    and (E, K) each: where their values stand, their sums up to the end of a sequence or of the block, and the
-    weight of the sum after the block, which is zero before a sequence's end."""
+    """Compute the blocks in which a sequence ends; E is their number.
+
+    The last block of all, which may be shorter than K, is always among them.
+
+    Returns:
+        (E) indices of these blocks, and three tensors (E, K): the indices of their values; the sums up to the
+        end of the sequence or of the block; the weight of the sum after the block, which is 0 before the end
+        of a sequence.
+    """
     of_end = ends // _BLOCK
     has_end = torch.zeros(-(-len(values) // _BLOCK), dtype=torch.bool, device=values.device)
     has_end[of_end] = True

@@ -1,7 +1,8 @@
-"""Policy losses that treat some tokens apart, chosen once over a whole batch, and the covariance that two of
-them choose by.
+"""Token selections for policy losses, made once over a whole batch.
 
-Shapes: N tokens of all sequences together.
+Some policy losses treat selected tokens differently. Two of them select by the covariance computed here.
+
+Shapes: N is the number of tokens of all sequences together.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from tandem.algorithms.registry import SELECTIONS, Function, Selection, declared
 
 
 def selects_tokens(choice: Callable[..., Tensor]) -> Callable[[Function], Function]:
-    """A decorator of a policy loss that treats some tokens apart, such as the largest of all. `choice` says
-    which, once for a whole batch, so that no division into micro-batches or ranks changes the loss:
+    """Return a decorator for a policy loss that treats selected tokens differently.
+
+    `choice` selects the tokens once for a whole batch, for example the tokens with the largest values. So the
+    loss does not depend on how the batch is split into micro-batches and ranks:
 
         @register_policy_loss("mine")
         @selects_tokens(choice)
         def mine(log_probs, advantages, selected_tokens, *, weight=1.0): ...
 
     Args:
-        choice: returns (N) bool; its signature declares columns and options as that of a loss does.
+        choice: returns (N) bool. Its signature declares columns and options like that of a loss.
 
     Raises:
-        ConfigError: a signature that is no declaration.
+        ConfigError: the signature of `choice` is not a valid declaration.
     """
 
     def decorate(fn: Function) -> Function:
@@ -38,12 +41,12 @@ def selects_tokens(choice: Callable[..., Tensor]) -> Callable[[Function], Functi
 
 
 def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's share of the covariance of log-prob and advantage, over the tokens that count.
+    """Return each token's term of the covariance of log-prob and advantage, over the masked tokens.
 
         c_t = (log_probs_t - mean(log_probs)) * (A_t - mean(A))
 
-    Under a policy gradient the entropy falls about as fast as the mean of c is large: likely tokens that are
-    made likelier take it away.
+    With the policy gradient, the entropy falls roughly in proportion to the mean of c: it falls when likely
+    tokens become even more likely.
 
     Args:
         log_probs: (N) nats.

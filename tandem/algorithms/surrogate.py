@@ -1,6 +1,6 @@
-"""The ratio of the two policies and PPO's clipped surrogate, which policy losses share.
+"""The ratio of two policies and PPO's clipped surrogate loss, shared by several policy losses.
 
-Shapes: N tokens of all sequences together.
+Shapes: N is the number of tokens of all sequences together.
 """
 
 from __future__ import annotations
@@ -12,32 +12,35 @@ from tandem.algorithms.masked import require_same_shape
 from tandem.errors import ConfigError
 
 _MOST = 20.0
-"""Nats. A ratio of e^20 is no estimate of anything, and its exponential stays finite."""
+"""Nats. Beyond this, a ratio is not a meaningful estimate; the bound also keeps its exponential finite."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """(N): log_probs - old_log_probs, clamped to [-20, 20], beyond which no gradient flows.
+    """Return log_probs - old_log_probs, clamped to [-20, 20], (N).
+
+    Clamped values have no gradient.
 
     Args:
         log_probs: (N) nats, carries the gradient.
         old_log_probs: (N) nats.
-        advantages: (N); only its shape is looked at.
+        advantages: (N); only its shape is checked.
     """
     require_same_shape(log_probs, old_log_probs, advantages)
     return (log_probs - old_log_probs).clamp(-_MOST, _MOST)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """max(-rho * A, -clip(rho, 1 - low, 1 + high) * A).
+    """Return max(-rho * A, -clip(rho, 1 - low, 1 + high) * A), PPO's clipped loss per token.
 
     Args:
         ratio: (N) rho, carries the gradient.
         advantages: (N) A.
-        low, high: how far the ratio may fall below and rise above one.
+        low: how far the ratio may fall below 1.
+        high: how far the ratio may rise above 1.
 
     Returns:
-        (N) losses, which carry the gradient; (N) bool, where the clipped term is the larger, so that no
-        gradient flows.
+        (N) losses, which carry the gradient; (N) bool, true where the clipped term is the larger, so that the
+        token has no gradient.
 
     Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7.
     """
@@ -47,9 +50,10 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def require_positive(name: str, value: float) -> None:
-    """
+    """Check that an option is above 0.
+
     Raises:
-        ConfigError: the option is not above zero.
+        ConfigError: the value is not positive.
     """
     if value <= 0:
         raise ConfigError("out of range", field=name, got=value, expected="> 0")

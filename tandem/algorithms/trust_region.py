@@ -1,6 +1,6 @@
 """The divergence and the masked policy gradient of the DPPO losses.
 
-Shapes: N tokens of all sequences together.
+Shapes: N is the number of tokens of all sequences together.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from torch import Tensor
 from tandem.algorithms.surrogate import log_ratio, require_positive
 
 _LEAST = 1e-8
-"""Added to the probability of all other tokens, which may be zero."""
+"""Added to the probability of all other tokens, which may be 0."""
 
 
 def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
-    """KL(old || new) of whether a token is chosen or not, in nats.
+    """Return KL(old || new) of the choice between a token and all other tokens, in nats.
 
-        q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)),  1e-8 added to both of 1 - q and 1 - p
+        q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)),  with 1e-8 added to both 1 - q and 1 - p
 
     Args:
         old_log_probs: (N) log q, nats.
@@ -32,7 +32,7 @@ def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
 def masked_policy_gradient(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, inside: Tensor, bound: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg(min(rho, c) * inside) * A * log_probs, with rho = exp(log_probs - old_log_probs).
+    """Return -sg(min(rho, c) * inside) * A * log_probs, with rho = exp(log_probs - old_log_probs).
 
     Args:
         log_probs: (N) nats, carries the gradient.
@@ -42,8 +42,8 @@ def masked_policy_gradient(
         bound: c, > 0.
 
     Returns:
-        (N) losses, and per token: clip_fraction (1 outside), clip_fraction_lower (1 inside where the ratio
-        is cut), ppo_kl (-log rho).
+        (N) losses, and the per-token metrics clip_fraction (1 outside), clip_fraction_lower (1 inside if the
+        ratio is cut) and ppo_kl (-log rho).
 
     Raises:
         ConfigError: the bound is not positive.

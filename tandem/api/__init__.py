@@ -1,3 +1,4 @@
-"""Tandem from Python: the runs of the command line, with rows and functions that a program holds.
+"""Tandem from Python: the same runs as on the command line, with data and functions from your program.
 
-`import tandem` loads these names when they are first used, and PyTorch with a run."""
+`import tandem` loads these names when they are first used. PyTorch is loaded when a run starts.
+"""

@@ -1,5 +1,8 @@
-"""The arguments of the Python API as the `key=value` words of the command line. What a command line cannot
-hold, rows and functions, goes into files in the run folder, so that the same run can be given to either."""
+"""Conversion of the Python API's arguments to the `key=value` arguments of the command line.
+
+A command line cannot hold rows and functions. They are written to files in the run folder, so that the
+command line can start the same run.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,29 @@ from tandem.errors import ConfigError
 from tandem.loading import write_function
 
 INPUTS = "inputs"
-"""The folder, in that of the run, of rows and functions."""
+"""The subfolder of the run folder that holds rows and functions."""
 
 Config = Mapping[str, Any] | str | os.PathLike[str] | None
-"""Keys with their values, dotted or nested, or a YAML file."""
+"""Config keys with their values, dotted or nested, or the path of a YAML file."""
 Rewards = Callable[..., Any] | str | Sequence[Any] | Mapping[Any, float] | None
-"""Functions, or `file.py:function` names: one, several, several with weights; None: by data source."""
+"""Reward functions, as functions or as `file.py:function`: one, several, or several with weights.
+
+With None, the data source of each row decides.
+"""
 
 ALGORITHMS = {"ppo": "gae"}
 """Algorithms that have another name than their advantage estimator."""
 
 
 def split_config(config: Config) -> tuple[str | None, dict[str, Any]]:
-    """The YAML file, if the config is one, and its keys, if it is keys."""
+    """Split a config into the path of a YAML file and a dict of keys; one of the two is empty."""
     if config is None or isinstance(config, Mapping):
         return None, dict(config or {})
     return os.fspath(config), {}
 
 
 def new_folder(name: str) -> str:
-    """A run folder that is not there yet: `runs/NAME-1` or the next."""
+    """Return a run folder that does not exist yet: `runs/NAME-1` or the next free number."""
     taken = (
         int(tail) for path in Path("runs").glob(f"{name}-*") if (tail := path.name[len(name) + 1 :]).isdigit()
     )
@@ -41,7 +47,10 @@ def new_folder(name: str) -> str:
 
 
 def words(keys: Mapping[str, Any], inputs: Path) -> list[str]:
-    """`key=value` words; a function goes to a file in `inputs`, and its place is the value."""
+    """Convert config keys to `key=value` arguments.
+
+    A function is written to a file in `inputs`, and the value is the reference to it.
+    """
     given = {name: _plain(value, inputs) for name, value in keys.items() if value is not None}
     return [f"{name}={json.dumps(value)}" for name, value in given.items()]
 
@@ -57,24 +66,24 @@ def _plain(value: Any, inputs: Path) -> Any:
 
 
 def reference(function: Callable[..., Any], inputs: Path) -> str:
-    """Where other processes find a function: `FILE:NAME`."""
+    """Return `FILE:NAME`, with which other processes can load a function."""
     path, name = write_function(function, inputs)
     return f"{path}:{name}"
 
 
 def rows_keys(train: Rows, val: Rows, inputs: Path) -> dict[str, Any]:
-    """The keys of the data."""
+    """Return the config keys of the data files."""
     validation = None if val is None else data_files(val, inputs, "val")
     return {"data.train_files": data_files(train, inputs, "train"), "data.val_files": validation}
 
 
 def reward_keys(rewards: Rewards, inputs: Path) -> dict[str, Any]:
-    """The keys of the rewards.
+    """Return the config keys of the reward functions.
 
     Raises:
-        ConfigError: one of them is neither a function nor the name of one.
+        ConfigError: an entry is neither a function nor the name of a function.
     """
-    found = [_place(function, weight, inputs) for function, weight in _weighted(rewards)]
+    found = [_reward_entry(function, weight, inputs) for function, weight in _weighted(rewards)]
     if not found:
         return {}
     for place, each in enumerate(found):
@@ -95,7 +104,7 @@ def _weighted(rewards: Rewards) -> Iterator[tuple[Any, float]]:
         yield rewards, 1.0
 
 
-def _place(function: Any, weight: float, inputs: Path) -> dict[str, Any]:
+def _reward_entry(function: Any, weight: float, inputs: Path) -> dict[str, Any]:
     if isinstance(function, str) and ":" in function:
         path, _, name = function.rpartition(":")
     elif callable(function):
@@ -103,9 +112,9 @@ def _place(function: Any, weight: float, inputs: Path) -> dict[str, Any]:
         path = str(written)
     else:
         raise ConfigError(
-            "no reward function",
+            "this is not a reward function",
             field="rewards",
             got=repr(function),
-            expected="a function, file.py:function, or (function, weight)",
+            expected="a function, a string file.py:function, or (function, weight)",
         )
     return {"name": name, "path": path, "weight": weight}

@@ -1,4 +1,4 @@
-"""A curve that grows in a notebook while a run trains."""
+"""A curve in a notebook that grows while a run trains."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from tandem.trainer.loop import Step
 
 WIDTH, HEIGHT = 640, 160
-SHOWN = ("val/accuracy", "reward/mean")
-"""Metrics of the curve; the first that a run has."""
+CURVE_METRICS = ("val/accuracy", "reward/mean")
+"""The metrics of which the curve shows one."""
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
 
 class LiveCurve:
-    """The curve of a run's reward, redrawn with each step where a notebook shows it; listens to the loop."""
+    """A listener of the training loop that draws the reward curve in a notebook after each step."""
 
     def __init__(self) -> None:
-        self._points: dict[str, list[tuple[int, float]]] = {name: [] for name in SHOWN}
+        self._points: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVE_METRICS}
         self._display: Any = None
 
     def __call__(self, step: Step) -> None:
@@ -39,7 +39,7 @@ class LiveCurve:
             self._display.update(picture)
 
     def svg(self) -> str:
-        """The curve of the metric with the most points."""
+        """Return the curve of the metric with the most points, as SVG."""
         name, points = max(self._points.items(), key=lambda item: len(item[1]))
         low, high = min((y for _, y in points), default=0.0), max((y for _, y in points), default=1.0)
         first, last = (points[0][0], points[-1][0]) if points else (0, 1)

@@ -1,4 +1,7 @@
-"""Rows that a program holds, as data files: a list of dicts, a table of pandas, polars, pyarrow, datasets."""
+"""Conversion of rows from Python to data files.
+
+Rows can be a list of dicts, or a table of pandas, polars, pyarrow or datasets.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,22 @@ from tandem.errors import DataError
 from tandem.observability.files import replace_file
 
 Rows = Any
-"""Paths, one or a list, or a list of dicts, or a table."""
+"""One path, a list of paths, a list of dicts, or a table."""
 
 
 def data_files(rows: Rows, folder: Path, name: str) -> list[str]:
-    """The data files of some rows: paths as they are; all else is written to `NAME-HASH.parquet`, where the
-    same rows find the file that is there.
+    """Return the paths of data files that hold the given rows.
+
+    Paths are returned as they are. Other rows are written to `NAME-HASH.parquet`. Equal rows give the same
+    file name, so an existing file is reused.
 
     Args:
-        folder: where to write.
-        name: what the rows are, `train` or `val`.
+        rows: the rows, or paths of files.
+        folder: the folder to write to.
+        name: "train" or "val"; first part of the file name.
 
     Raises:
-        DataError: they are of no known kind, or have no rows, or a column has values of several types.
+        DataError: the rows have an unknown type, or there are none, or a column has values of several types.
     """
     if isinstance(rows, str | os.PathLike):
         return [os.fspath(rows)]
@@ -35,7 +41,7 @@ def data_files(rows: Rows, folder: Path, name: str) -> list[str]:
         return [os.fspath(row) for row in rows]
     table = _table(rows, name)
     if not table.num_rows:
-        raise DataError("no rows", field=name, remedy="give at least one")
+        raise DataError("there are no rows", field=name, remedy="pass at least one row")
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(None), sink)
     content = sink.getvalue()
@@ -49,15 +55,16 @@ def data_files(rows: Rows, folder: Path, name: str) -> list[str]:
 def _table(rows: Rows, name: str) -> pa.Table:
     if isinstance(rows, pa.Table):
         return rows
-    if hasattr(rows, "with_format") and hasattr(rows, "column_names"):  # datasets, with its own row order
+    # A table of datasets may hold its rows in another order than its memory, so read it through its own API.
+    if hasattr(rows, "with_format") and hasattr(rows, "column_names"):
         if isinstance(rows, Mapping):
-            raise _unknown(rows, name, "choose one of its splits: " + ", ".join(map(str, rows)))
+            raise _unknown(rows, name, "pass one of its splits: " + ", ".join(map(str, rows)))
         return rows.with_format("arrow")[:]
-    if hasattr(rows, "__arrow_c_stream__"):  # pandas, polars and others
+    if hasattr(rows, "__arrow_c_stream__"):  # pandas, polars and other libraries
         return pa.table(rows)
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise _unknown(
-            rows, name, "give a list of dicts, a table of pandas, polars, pyarrow or datasets, or paths"
+            rows, name, "pass a list of dicts, a table of pandas, polars, pyarrow or datasets, or paths"
         )
     names = dict.fromkeys(column for row in rows for column in row)
     return pa.table({column: _column(column, [row.get(column) for row in rows], name) for column in names})
@@ -72,10 +79,12 @@ def _column(column: Any, values: list[Any], name: str) -> pa.Array:
             "a column has values of several types",
             field=f"{name}, column {column!r}",
             got=f"{', '.join(kinds)} ({str(error).splitlines()[0]})",
-            expected="one type for all rows",
-            remedy="convert them, for example all to text",
+            expected="the same type in all rows",
+            remedy="convert the values, for example all to text",
         ) from error
 
 
 def _unknown(rows: Rows, name: str, remedy: str) -> DataError:
-    return DataError("these are no rows", field=name, got=type(rows).__name__, remedy=remedy)
+    return DataError(
+        "rows of this type are not supported", field=name, got=type(rows).__name__, remedy=remedy
+    )

@@ -1,4 +1,4 @@
-"""Runs that are read, and models that answer, from Python."""
+"""Reading of runs, and generation and evaluation with a model, from Python."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Run(reading.Run):
     __doc__ = reading.Run.__doc__
 
     def export(self, folder: str | Path, *, best: bool = False, **options: Any) -> Path:
-        """Writes the newest checkpoint, or the best, as a folder that transformers loads.
+        """Write the newest checkpoint, or the best one, as a folder that transformers can load.
 
         Args:
-            folder: must not exist or be empty.
-            options: of `tandem.offline.export.export_checkpoint`.
+            folder: the folder to write; it must not exist, or must be empty.
+            best: whether to export the best checkpoint instead of the newest.
+            options: options of `tandem.offline.export.export_checkpoint`.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no checkpoint.
         """
         export = import_module("tandem.offline.export").export_checkpoint
         written: Path = export(self.path, Path(folder), best=best, **options)
@@ -46,17 +47,17 @@ class Run(reading.Run):
         attribute: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Takes a step again, as `tandem replay` does, and returns what it prints with --json.
+        """Repeat a step, as `tandem replay` does, and return what `tandem replay --json` prints.
 
         Args:
-            step: the last one done, where none is given.
-            rewards: a reward function in place of the recorded scores, or its `file.py:function`.
-            without: prompts' uids, or single samples, `uid#sample`, that are left out.
-            attribute: take the gradient apart by samples and tokens.
-            config: keys of what is learnt from given samples, for a changed step beside the one it was.
+            step: number of the step; None means the last completed step.
+            rewards: a reward function, or its `file.py:function`, that replaces the recorded scores.
+            without: uids of prompts, or of single samples (`uid#sample`), to leave out.
+            attribute: whether to split the gradient into shares of samples and tokens.
+            config: config keys of the update, to compare a changed step with the original one.
 
         Raises:
-            TandemError: the folder lacks what it takes, or a change is of something else.
+            TandemError: the run folder lacks data for this, or a changed key does not concern the update.
         """
         replay_found = import_module("tandem.trainer.replay_report").replay_found
         with scratch_folder("call") as scratch:
@@ -73,10 +74,10 @@ class Run(reading.Run):
 
 
 def open(folder: str | Path) -> Run:
-    """The run in a folder, alive or ended.
+    """Return the run in a folder, whether it is still running or has ended.
 
     Raises:
-        DataError: there is no run.
+        DataError: the folder holds no run.
     """
     return Run(folder)
 
@@ -90,22 +91,23 @@ def generate(
     overwrite: bool = False,
     config: Config = None,
 ) -> list[dict[str, Any]]:
-    """Answers prompts with a model, as `tandem generate` does, and returns the rows with what it wrote.
+    """Generate responses to prompts with a model, as `tandem generate` does.
 
     Args:
         model: a Hugging Face folder.
-        prompts: rows with a `prompt`, see `tandem.train`; or a list of texts.
-        n: responses to each.
-        out: the file of the responses, .parquet or .jsonl, which also goes on from a broken-off call; None:
-            none is kept.
-        overwrite: replace it.
-        config: further keys of `tandem generate`.
+        prompts: rows with a `prompt` (see `tandem.train`), or a list of texts.
+        n: number of responses per prompt.
+        out: file for the responses, .parquet or .jsonl. If a call is interrupted, the same call continues
+            from this file. None keeps no file.
+        overwrite: whether to replace an existing file.
+        config: other keys of `tandem generate`.
 
     Returns:
-        the rows, each with `responses`, `response_ids`, `response_log_probs`, `finish_reasons`: lists of n.
+        the rows, each with `responses`, `response_ids`, `response_log_probs` and `finish_reasons`, which are
+        lists of length n.
 
     Raises:
-        TandemError: anything that is wrong with these.
+        TandemError: an argument is wrong.
     """
     file, keys = split_config(config)
     generate_file = import_module("tandem.offline.generate").generate_file
@@ -135,22 +137,23 @@ def evaluate(
     overwrite: bool = False,
     config: Config = None,
 ) -> Mapping[str, Any]:
-    """Measures how well a model answers, as `tandem eval` does: accuracy, pass@k, maj@k.
+    """Measure how well a model solves problems, as `tandem eval` does: accuracy, pass@k, maj@k.
 
     Args:
-        model: a Hugging Face folder; None: the rows have `responses`.
+        model: a Hugging Face folder; None if the rows already have `responses`.
         rows: see `tandem.train`.
         rewards: reward functions, see `tandem.train`.
-        n: responses to each.
-        out: the JSON file of the report; None: none is kept.
-        overwrite: replace it.
-        config: further keys of `tandem eval`.
+        n: number of responses per row.
+        out: JSON file for the report; None keeps no file.
+        overwrite: whether to replace an existing file.
+        config: other keys of `tandem eval`.
 
     Returns:
-        by data source: `problems`, `responses` and `measures`, each with value, low and high.
+        a dict by data source, with `problems`, `responses` and `measures`; each measure has value, low and
+        high.
 
     Raises:
-        TandemError: anything that is wrong with these.
+        TandemError: an argument is wrong.
     """
     file, keys = split_config(config)
     evaluate_file = import_module("tandem.offline.eval").evaluate_file
@@ -170,7 +173,10 @@ def evaluate(
 
 @contextmanager
 def _inputs(out: str | Path | None) -> Iterator[Path]:
-    """The folder of rows and functions: beside the output, where the same call goes on, or passing."""
+    """Yield the folder for rows and functions.
+
+    With `out`, it is next to the output, where the same call finds it again. Otherwise it is temporary.
+    """
     if out is not None:
         yield Path(out).parent / INPUTS
         return

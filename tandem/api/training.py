@@ -1,4 +1,8 @@
-"""Training from Python: `train` from start to end, `Trainer` step by step, and `sft` and `reward_model`."""
+"""Training from Python.
+
+`train` runs reinforcement learning to the end, `Trainer` runs it step by step. `sft` and `reward_model` run
+the other two kinds of training.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ from tandem.trainer.sampling_params import sampling
 
 Algorithm = str | Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, float]], Any]
-"""Called with each step's number and metrics."""
+"""Called with the number and the metrics of each step."""
 
 
 def train(
@@ -59,27 +63,28 @@ def train(
     config: Config = None,
     on_step: OnStep | None = None,
 ) -> Run:
-    """Trains a model by reinforcement, from start to end, and returns its run.
+    """Train a model with reinforcement learning and return the finished run.
 
-    The same as `tandem train` with these settings; each argument is a key, and `config` takes any other. A
-    run that is interrupted (Ctrl-C, or a notebook's stop) finishes its step and is saved; the same call goes
-    on.
+    This is the same as `tandem train` with these settings. Each argument is a config key, and `config` takes
+    all other keys. If you interrupt a run (Ctrl-C, or the stop button of a notebook), the current step is
+    finished and saved. The same call continues the run.
 
     Args:
         model: a Hugging Face folder of a causal language model.
-        train: rows with a `prompt` and what the rewards read: a list of dicts, a table of pandas, polars,
-            pyarrow or datasets, or files.
-        val: rows to validate on.
-        rewards: reward functions, see `tandem.rewards.signatures`: one, a list, or a dict of function to
-            weight; `file.py:function` stands for one too. None: by the rows' `data_source`.
-        algorithm: an advantage estimator by name (`ppo` is `gae`), or a function.
-        steps: training steps; None: as `trainer.total_epochs` gives.
-        out: the run folder; None: a new one below `runs`.
-        config: keys with their values, dotted or nested, or a YAML file.
-        on_step: called in this process with the number and the metrics of each step that is done.
+        train: rows with a `prompt` and the columns that the reward functions read: a list of dicts, a table
+            of pandas, polars, pyarrow or datasets, or files.
+        val: rows for validation.
+        rewards: reward functions, see `tandem.rewards.signatures`: one, a list, or a dict that maps functions
+            to weights. A string `file.py:function` can replace a function. With None, the `data_source` of
+            each row decides.
+        algorithm: name of an advantage estimator (`ppo` means `gae`), or a function.
+        steps: number of training steps; None trains for `trainer.total_epochs`.
+        out: the run folder; None creates a new one below `runs`.
+        config: config keys with their values, dotted or nested, or a YAML file.
+        on_step: called in this process with the number and the metrics of each completed step.
 
     Raises:
-        TandemError: anything that is wrong with these; before the model is loaded, where it can be known.
+        TandemError: an argument is wrong. Where possible, this is raised before the model is loaded.
     """
     loaded = _loaded(model, train, val, rewards, algorithm, steps, out, config)
     heard = [] if on_step is None else [lambda step: on_step(step.number, step.metrics)]
@@ -88,13 +93,20 @@ def train(
 
 
 class Trainer:
-    """A live run of reinforcement learning, one step at a time: `for step in trainer: …`.
+    """A live reinforcement learning run, one step at a time: `for step in trainer: …`.
 
-    A step has its number and its metrics. Breaking out of the loop pauses; another loop goes on. As a
-    context, or with `close`, it ends its workers, and saves the last step unless that was saved.
+    Each step has its number and its metrics. If you break out of the loop, the run pauses; another loop
+    continues it. When the context ends, or on `close`, the last step is saved if needed, and the workers end.
 
     Args:
-        model, train, val, rewards, algorithm, steps, out, config: see `train`.
+        model: see `train`.
+        train: see `train`.
+        val: see `train`.
+        rewards: see `train`.
+        algorithm: see `train`.
+        steps: see `train`.
+        out: see `train`.
+        config: see `train`.
 
     Attributes:
         config: the resolved config.
@@ -129,7 +141,7 @@ class Trainer:
             raise
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps that are left. An interrupt ends the loop after its step, which is saved."""
+        """Yield the remaining steps; an interrupt ends the loop after the current step, which is saved."""
         self._require_open()
         while True:
             with self._loop.session.listening():
@@ -141,19 +153,19 @@ class Trainer:
                 return
 
     def train(self) -> Run:
-        """Takes all steps that are left, closes, and returns the run."""
+        """Run all remaining steps, close the trainer, and return the run."""
         with self:
             for _ in self:
                 pass
         return self.run
 
     def generate(self, prompts: Sequence[Any], *, n: int = 1, greedy: bool = False) -> list[list[str]]:
-        """Answers prompts with the weights as they are now, sampled as in training.
+        """Generate responses to prompts with the current weights, sampled as in training.
 
         Args:
-            prompts: texts, taken as already formatted, or lists of messages.
-            n: responses to each.
-            greedy: the most likely token each time, as in validation.
+            prompts: texts, which are used as already formatted, or lists of messages.
+            n: number of responses per prompt.
+            greedy: whether to take the most likely token each time, as in validation.
 
         Returns:
             n texts for each prompt.
@@ -171,37 +183,38 @@ class Trainer:
         return [texts[start : start + n] for start in range(0, len(texts), n)]
 
     def evaluate(self) -> dict[str, float]:
-        """Validates with the weights as they are now.
+        """Validate with the current weights and return the metrics.
 
         Raises:
-            ConfigError: there are no rows to validate on.
+            ConfigError: there are no rows for validation.
         """
         self._require_open()
         if not self._loop.can_validate:
-            raise ConfigError("there are no rows to validate on", field="val", remedy="give val=…")
+            raise ConfigError("there are no rows for validation", field="val", remedy="set val=…")
         return self._loop.validate(self._loop.done.number)
 
     def save_model(self, folder: str | Path) -> Path:
-        """Writes the weights as they are now as a folder that transformers loads, and keeps them as a
-        checkpoint too.
+        """Write the current weights as a folder that transformers can load, and also save a checkpoint.
 
         Args:
-            folder: must not exist or be empty.
+            folder: the folder to write; it must not exist, or must be empty.
 
         Raises:
-            CheckpointError: no step was taken, or the run keeps no checkpoints.
+            CheckpointError: no step has been done yet, or the run keeps no checkpoints.
         """
         if not self._closed:
             self._loop.save_unsaved()
         return self.run.export(folder)
 
     def close(self) -> None:
-        """Ends the run: what was learnt since the last checkpoint is saved, and the workers end."""
+        """End the run: save a checkpoint if there is anything unsaved, and stop the workers."""
         if self._closed:
             return
         self._closed = True
         try:
-            if getgeneratorstate(self._steps) == GEN_SUSPENDED:  # else it ended, or broke off within a step
+            if (
+                getgeneratorstate(self._steps) == GEN_SUSPENDED
+            ):  # otherwise it has ended, or failed within a step
                 self._loop.save_unsaved()
             self._steps.close()
         finally:
@@ -218,7 +231,7 @@ class Trainer:
             raise ConfigError(
                 "the trainer is closed",
                 field="Trainer",
-                remedy="make another one with the same out; it goes on from the last checkpoint",
+                remedy="create a new Trainer with the same out; it continues from the last checkpoint",
             )
 
 
@@ -231,14 +244,18 @@ def sft(
     out: str | Path | None = None,
     config: Config = None,
 ) -> Run:
-    """Fine-tunes a model on what it is to say, from start to end, and returns its run; as `tandem sft`.
+    """Fine-tune a model on example responses, as `tandem sft` does, and return the finished run.
 
     Args:
-        train: rows with `messages`, or a `prompt` and a `response`; see `train`.
-        model, val, steps, out, config: see `train`.
+        model: see `train`.
+        train: rows with `messages`, or with a `prompt` and a `response`; otherwise see `train`.
+        val: see `train`.
+        steps: see `train`.
+        out: see `train`.
+        config: see `train`.
 
     Raises:
-        TandemError: anything that is wrong with these.
+        TandemError: an argument is wrong.
     """
     loaded = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
     run_sft(loaded.config, say=say)
@@ -254,14 +271,18 @@ def reward_model(
     out: str | Path | None = None,
     config: Config = None,
 ) -> Run:
-    """Trains a reward model from preferences, from start to end, and returns its run; as `tandem rm`.
+    """Train a reward model on preferences, as `tandem rm` does, and return the finished run.
 
     Args:
-        train: rows with `chosen` and `rejected`; see `train`.
-        model, val, steps, out, config: see `train`.
+        model: see `train`.
+        train: rows with `chosen` and `rejected`; otherwise see `train`.
+        val: see `train`.
+        steps: see `train`.
+        out: see `train`.
+        config: see `train`.
 
     Raises:
-        TandemError: anything that is wrong with these.
+        TandemError: an argument is wrong.
     """
     loaded = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
     run_rm(loaded.config, say=say)
@@ -278,7 +299,7 @@ def _loaded(
     out: str | Path | None,
     config: Config,
 ) -> Loaded[TrainConfig]:
-    """The config of a run of reinforcement."""
+    """Return the resolved config of a reinforcement learning run."""
     estimator = ALGORITHMS.get(algorithm, algorithm) if isinstance(algorithm, str) else algorithm
     named = algorithm if isinstance(algorithm, str) else algorithm.__name__
 
@@ -303,14 +324,19 @@ def _resolved(
     config: Config,
     own: Callable[[Path], dict[str, Any]] = lambda inputs: {},
 ) -> Loaded[Any]:
-    """The config, once its notices are printed and nothing that it needs is missing here.
+    """Load a config, print its notices, and check that everything it needs exists here.
 
     Args:
-        load: a command's.
-        name: of a new folder.
-        model_key: the key of the model.
-        model, train, val, steps, out, config: see `train`.
-        own: makes the command's own keys, with the folder of rows and functions.
+        load: the function that loads the config of a command.
+        name: name of a new run folder.
+        model_key: the config key of the model.
+        model: see `train`.
+        train: see `train`.
+        val: see `train`.
+        steps: see `train`.
+        out: see `train`.
+        config: see `train`.
+        own: returns the additional keys of the command, given the folder for rows and functions.
     """
     file, keys = split_config(config)
     folder = Path(out or keys.get("trainer.default_local_dir") or new_folder(name))
@@ -324,7 +350,7 @@ def _resolved(
         **keys,
     }
     loaded = load(file, words(given, inputs))
-    for notice in loaded.said:
+    for notice in loaded.messages:
         say(f"note: {notice}")
     refuse(lacking(loaded.config))
     return loaded

@@ -1,1 +1,4 @@
-"""`tandem bench`: the phases of real training steps, measured with dummy weights, prompts and rewards."""
+"""The benchmark `tandem bench`.
+
+It measures the phases of real training steps, with dummy weights, prompts and rewards.
+"""

@@ -1,5 +1,7 @@
-"""What a benchmark is asked for: a config, models of which there may be nothing but a config.json, lengths.
-Nothing here needs torch."""
+"""The request of a benchmark: its config, models and lengths.
+
+A model may be described by only a config.json. This module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,23 @@ from tandem.memory.shapes import published
 from tandem.trainer.quiet import quiet
 
 MODEL_KEYS = ("actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
-_POSITIONS = 131072  # of a model of which the name alone is known; weights are random at any length
+_POSITIONS = 131072  # for a model of which only the name is known; random weights work at any length
 _FILES = ("data.train_files", "data.val_files")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A benchmark.
+    """The request of a benchmark.
 
     Attributes:
-        words: of a config of `tandem train`.
+        words: words of a config of `tandem train`.
         dummy: whether models get random weights.
-        prompts, responses: their lengths, see `lengths`; "" is the greatest.
-        steps, warm_up: that are measured, and before them.
+        prompts: lengths of the prompts, see `lengths`; "": the longest.
+        responses: lengths of the responses, likewise.
+        steps: number of measured steps.
+        warm_up: number of steps before the measured ones.
         saves: whether a checkpoint is written at the end.
-        folder: for everything it makes; workers on other machines must see it.
+        folder: folder for all files; workers on other machines must see it.
     """
 
     words: tuple[str, ...]
@@ -56,15 +60,17 @@ class Asked:
 
 
 def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfig, dict[str, Any]]:
-    """The config of `words` over prompts that a benchmark will make, and the keys that were given.
+    """Return the config of `words` with the benchmark's prompts, and the keys that were given.
 
     Args:
-        folder: for prompts and models; of these it gets no more than their config.json.
-        dummy: whether the models are to be made.
+        words: words of a config of `tandem train`.
+        folder: folder for prompts and models. Of the models, only config.json and the tokenizer are written
+            here.
+        dummy: whether the models get random weights.
 
     Raises:
         ConfigErrors: everything that is wrong with the config.
-        ModelError: nothing to make a model of.
+        ModelError: there is no description of a model.
     """
     path, overrides = split_arguments(list(words))
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +90,12 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
 
 
 def _described(source: str, folder: Path) -> Path:
-    """A folder with the config.json, and the tokenizer if there is one, of a config.json, a folder with one,
-    or a model that is known by name."""
+    """Return a folder with the config.json of a model, and with its tokenizer if there is one.
+
+    Args:
+        source: a config.json, a folder with one, or the name of a known model.
+        folder: the folder to write.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     place, known = Path(source).expanduser(), published(source)
     if known is None and hub.is_name(source):
@@ -99,12 +109,12 @@ def _described(source: str, folder: Path) -> Path:
         )
     else:
         raise ModelError(
-            "nothing to make a model of",
+            "this does not describe a model",
             field="model.path",
             got=source,
             expected="a config.json, a folder with one, or a name such as Qwen/Qwen2.5-7B",
         )
-    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")  # the config asks for one
+    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")  # the config requires this file
     for pattern in ("tokenizer*", "vocab.*", "merges.txt", "*.jinja") if place.is_dir() else ():
         for each in place.glob(pattern):
             shutil.copy(each, folder / each.name)
@@ -112,7 +122,7 @@ def _described(source: str, folder: Path) -> Path:
 
 
 def draw(config: TrainConfig, prompts: str, responses: str) -> Lengths:
-    """The lengths that a step of a config has; see `lengths`."""
+    """Return the lengths of a step of a config; see `lengths`."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     size, n = data.prompts_at_a_time, max(rollout.group_sizes.values())
     most = min(data.max_response_length, rollout.longest(data) - 1)
@@ -123,19 +133,25 @@ def draw(config: TrainConfig, prompts: str, responses: str) -> Lengths:
 
 
 def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
-    """The same run for so many steps over the prompts as they lie, with the worker and the reward of a
-    benchmark, and no trace but in its folder.
+    """Return the config of the benchmark.
+
+    It is the same run for a given number of steps, with the prompts in their order and the worker and
+    reward of the benchmark. The run leaves traces only in its folder.
+
+    Args:
+        config: the config of the user.
+        asked: the request.
 
     Raises:
-        ConfigError: the policy has a worker of the user's own.
+        ConfigError: the user has an own worker for the policy.
     """
     trainer = config.trainer
     apart = trainer.placed("actor") != trainer.placed("rollout")
     if clash := sorted({"actor", "rollout", "actor_rollout"} & set(trainer.worker_classes)):
         raise ConfigError(
-            "a benchmark has a worker of its own for the policy",
+            "a benchmark uses its own worker for the policy",
             field=f"trainer.worker_classes.{clash[0]}",
-            remedy="leave it out; `tandem train` measures the same phases with it",
+            remedy="leave this key out; `tandem train` also measures these phases, with your worker",
         )
     roles = ("actor", "rollout") if apart else ("actor_rollout",)
     workers = dict.fromkeys(roles, "tandem.bench.parts:BenchWorker")

@@ -1,5 +1,4 @@
-"""The measurements that the users' benchmark document publishes («Compare with Verl»); documents.json has
-them."""
+"""The measurements of the users' benchmark document («Compare with Verl»), from documents.json."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ from tandem.texts import parse_json
 
 _SAME = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 NOTES = (
-    "The document's gen throughput is of a data-parallel rank of two GPUs: 512 responses × their mean length "
-    "/ the generation time / 4. Its prev logprob throughput is of a GPU, its step throughput of all. Its "
-    "training time is the same number in both tables of the 1.5B model. save_checkpoint lies outside the "
-    "step, there and here."
+    "The document gives gen throughput per data-parallel rank of two GPUs: 512 responses × their mean length "
+    "/ the generation time / 4. It gives prev logprob throughput per GPU, and step throughput for all GPUs. "
+    "Both of its tables of the 1.5B model have the same training time. save_checkpoint is not part of the "
+    "step, neither there nor here."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A column of figures.
+    """A column of the document's figures.
 
     Attributes:
-        system: which was measured.
-        model: its published name.
-        parameters: of the run, as the document names them.
-        rows: its figures under the names of `tandem bench`; seconds and tokens.
-        throughput: what it prints as rates, by its own names.
+        system: the system that was measured.
+        model: the model's published name.
+        parameters: parameters of the run, with the document's names.
+        rows: its figures with the names of `tandem bench`, in seconds and tokens.
+        throughput: its rates, with its own names.
     """
 
     system: str
@@ -44,7 +43,7 @@ DOCUMENTS = tuple(Published(**each) for each in _TABLES)
 
 
 def published(stored: Mapping[str, Any]) -> tuple[Published, ...]:
-    """The document's figures of a model with this config.json."""
+    """Return the document's figures for a model with this config.json."""
     return tuple(
         each
         for each in DOCUMENTS

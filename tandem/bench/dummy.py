@@ -1,4 +1,4 @@
-"""Random weights for a model folder that has a config.json, written tensor by tensor."""
+"""Random weights for a model folder that has a config.json. They are written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def write_dummy(folder: Path, *, scorer: bool = False) -> None:
-    """Fills a folder with random bf16 weights, of which it holds no more than a shard at a time, and a
-    tokenizer of one token per byte if it has none.
+    """Fill a folder with random bf16 weights, and with a tokenizer if it has none.
+
+    At most one shard is in memory at a time. The tokenizer has one token per byte.
 
     Args:
-        folder: has a config.json.
-        scorer: whether the model is a reward model, with one label.
+        folder: folder with a config.json.
+        scorer: whether the model is a reward model, which has one label.
 
     Raises:
-        ModelError: a config.json of no model that transformers knows.
+        ModelError: transformers does not know the model of the config.json.
     """
     config = load_config(folder)
     if scorer:
@@ -43,7 +44,7 @@ def write_dummy(folder: Path, *, scorer: bool = False) -> None:
     generator = torch.Generator().manual_seed(0)
     places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():  # a tied head is there once
+    for name, parameter in model.named_parameters():  # a tied head occurs once
         drawn = torch.empty(parameter.shape, dtype=torch.bfloat16)
         if shard and sum(each.nbytes for each in shard.values()) + drawn.nbytes > SHARD_BYTES:
             _write(shard, places, folder)

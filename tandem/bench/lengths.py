@@ -1,4 +1,4 @@
-"""The lengths that a benchmark's prompts and responses have."""
+"""The lengths of a benchmark's prompts and responses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _P95 = NormalDist().inv_cdf(0.95)
 
 
 def lengths(option: str, spec: str, count: int, most: int) -> NDArray[np.int64]:
-    """The lengths of so many sequences, shortest first: the quantiles of a distribution, so that every batch
-    of a size has the same ones.
+    """Return the lengths of a number of sequences, shortest first.
+
+    They are the quantiles of a distribution, so that all batches of one size have the same lengths.
 
     Args:
-        option: where the user gave it, for messages.
-        spec: one of `FORMS`; of a recorded run the response lengths of its last step with samples.
-        count: how many.
-        most: the greatest; longer ones are cut to it, as responses are.
+        option: the option that the user gave, for messages.
+        spec: one of `FORMS`. For a recorded run, it takes the response lengths of the last step with
+            samples.
+        count: number of sequences.
+        most: the longest allowed length. Longer ones are cut to it, as responses are.
 
     Raises:
-        ConfigError: a spec that cannot be read, or lengths below one or all above the greatest.
-        DataError: no such run, or one without samples.
+        ConfigError: the spec cannot be read, or the lengths are below one or all above `most`.
+        DataError: there is no such run, or it has no samples.
     """
     kind, _, rest = spec.partition(":")
     places = (np.arange(count) + 0.5) / count
@@ -38,13 +40,13 @@ def lengths(option: str, spec: str, count: int, most: int) -> NDArray[np.int64]:
             numbers = [float(word) for word in (rest.split(":") if rest else [kind])]
             found = _quantiles(kind if rest else "fixed", numbers, places)
         except ValueError as error:
-            raise ConfigError("cannot be read", field=option, got=spec, expected=FORMS) from error
+            raise ConfigError("this option cannot be read", field=option, got=spec, expected=FORMS) from error
     if not np.isfinite(found).all() or found.min() < 0.5 or found.min() > most:
         raise ConfigError(
             "lengths out of range",
             field=option,
             got=spec,
-            expected=f"tokens from 1 to {most}, the greatest length of the config",
+            expected=f"tokens from 1 to {most}, the longest length that the config allows",
             remedy="give other lengths, or raise data.max_prompt_length or data.max_response_length",
         )
     whole: NDArray[np.int64] = np.clip(np.rint(found), 1, most).astype(np.int64)
@@ -52,9 +54,10 @@ def lengths(option: str, spec: str, count: int, most: int) -> NDArray[np.int64]:
 
 
 def _quantiles(kind: str, numbers: list[float], places: NDArray[np.float64]) -> NDArray[np.float64]:
-    """
+    """Return the quantiles of a distribution at the given places.
+
     Raises:
-        ValueError: no such distribution.
+        ValueError: there is no such distribution.
     """
     match kind, numbers:
         case "fixed", [length]:
@@ -62,7 +65,7 @@ def _quantiles(kind: str, numbers: list[float], places: NDArray[np.float64]) -> 
         case "uniform", [low, high] if low <= high:
             return low + (high - low) * places
         case "lognormal", [mean, p95] if mean < p95:
-            # log p95 = log mean - s²/2 + z s; the smaller root, as the other is of a wilder tail
+            # log p95 = log mean - s²/2 + z s; take the smaller root, the other one has a heavier tail
             root = _P95**2 - 2 * math.log(p95 / mean)
             sigma = _P95 - math.sqrt(root)
             normal = NormalDist(math.log(mean) - sigma**2 / 2, sigma)

@@ -1,4 +1,4 @@
-"""Real training steps with dummy prompts, lengths and rewards, and what they took."""
+"""The measurement of real training steps with dummy prompts, lengths and rewards."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tandem.trainer.session import WARNING
 
 
 def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the steps and reports them, as plain values.
+    """Run the steps, and return the report as plain values.
 
     Raises:
-        TandemError: anything wrong with the config, the lengths or the models.
+        TandemError: the config, the lengths or the models are wrong.
     """
     config, given = load(asked.words, asked.folder, dummy=asked.dummy)
     drawn = draw(config, asked.prompts, asked.responses)
@@ -85,8 +85,11 @@ def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _run(config: TrainConfig, say: Callable[[str], None]) -> tuple[dict[str, Any], Rates]:
-    """Takes all steps; the device that they were taken on, and its rates, the better of before and after.
-    Warnings about a step are not said: prompts, weights and rewards are the benchmark's own."""
+    """Run all steps. Return the device and its speeds.
+
+    The speeds are measured before and after the steps, and the better values count. Warnings about a step
+    are not printed, because prompts, weights and rewards are the benchmark's own.
+    """
     trainer = build_ppo(config, say=lambda sentence: None if sentence.startswith(WARNING) else say(sentence))
     try:
         device, first = trainer.roles.actor.device_rates()
@@ -100,7 +103,7 @@ def _run(config: TrainConfig, say: Callable[[str], None]) -> tuple[dict[str, Any
 
 
 def _write_prompts(asked: Asked, drawn: Lengths, vocabulary: int) -> None:
-    """Prompts of random tokens, step by step, each with the lengths of its responses."""
+    """Write prompts of random tokens for each step, with the lengths of their responses."""
     rng = np.random.default_rng(1)
     order = [
         place for _ in range(asked.steps + asked.warm_up) for place in rng.permutation(len(drawn.prompts))
@@ -122,8 +125,11 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _rows(steps: Sequence[Mapping[str, float]], work: Mapping[str, Work], rates: Rates) -> dict[str, Any]:
-    """Of each phase the median second, the least, the greatest, the floor, and what share of it was
-    reached."""
+    """Return the figures of each phase.
+
+    These are the median, the least and the greatest seconds, the floor, and the floor as a share of the
+    median.
+    """
     floors = {phase: each.floor(rates) for phase, each in work.items() if each.operations or each.bytes}
     floors |= {"step": sum(floors.values()), "reshard": floors["weights"]}
     floors["gen"] = floors["generate_sequences"] + floors["weights"]

@@ -1,5 +1,7 @@
-"""The parts of a run that a benchmark puts in place of a user's: a policy's worker whose responses have given
-lengths, and which measures its device."""
+"""The parts of a run that a benchmark replaces.
+
+Its worker of the policy generates responses of given lengths and measures its device.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from tandem.workers.actor import ActorWorker
 from tandem.workers.rollout_part import RolloutPart
 
 LENGTHS = "response_tokens"
-"""In a row's extra_info: the lengths of its responses."""
+"""The key in a row's extra_info for the lengths of its responses."""
 
 
 class GivenLengths(RolloutPart):
-    """A rollout whose responses have the lengths that the rows say: each request has its own limit, and no
-    token or text ends it before."""
+    """A rollout whose responses have the lengths that the rows give.
+
+    Each request has its own limit. No token or text ends it earlier.
+    """
 
     def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
         asked = super().requests(prompts, n, params)
@@ -47,21 +51,20 @@ class GivenLengths(RolloutPart):
 
 
 class BenchWorker(ActorWorker):
-    """A policy's worker that also measures its device."""
+    """A worker of the policy that also measures its device."""
 
     rollout_part = GivenLengths
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def device_rates(self) -> tuple[dict[str, Any], Rates]:
-        """The device that the policy computes on, with the type that it computes in, and its rates in
-        that."""
+        """Return the device of the policy, its compute type, and its speeds with this type."""
         dtype = next(iter(self.engines.values())).compute_dtype
         name = f"{device_name(self.device)}, {str(dtype).rpartition('.')[2]}"
         return {"device": name, "bytes of a number": dtype.itemsize}, measure_rates(self.device, dtype)
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU by its name, a CPU by its processor and the threads that compute."""
+    """Return the name of a GPU, or a CPU's processor and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -71,8 +74,11 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of a device, in about a second: the best of ten square products of a width (8192 on a GPU,
-    1024 on a CPU), and of ten copies within its memory (512 MiB, 128 MiB)."""
+    """Measure the speeds of a device, in about a second.
+
+    They are the best of ten products of square matrices (width 8192 on a GPU, 1024 on a CPU), and of ten
+    copies within the device's memory (512 MiB, 128 MiB).
+    """
     on_cuda = device.type == "cuda"
     width, size = (8192, 512 << 20) if on_cuda else (1024, 128 << 20)
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))

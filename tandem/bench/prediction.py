@@ -1,5 +1,4 @@
-"""What a config's steps and its run will take, of what a device was measured to do. Nothing here needs
-torch."""
+"""The prediction of a run's time, from a device's measurements. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -17,16 +16,17 @@ from tandem.memory.shapes import model_shape
 
 
 def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, name: str) -> dict[str, Any]:
-    """The forecast of a config, as plain values.
+    """Return the forecast of a config, as plain values.
 
     Args:
-        words: of a config of `tandem train`; models may be as for a benchmark with dummy weights.
-        prompts, responses: lengths, as of a benchmark.
-        file: of measured devices.
-        name: of the device; "" is the one that is there alone.
+        words: words of a config of `tandem train`. A model may be described as for dummy weights.
+        prompts: lengths of the prompts, as for a benchmark.
+        responses: lengths of the responses, as for a benchmark.
+        file: the device file.
+        name: name of the device; "": the only one in the file.
 
     Raises:
-        TandemError: a wrong config or lengths; no such device.
+        TandemError: the config or the lengths are wrong, or there is no such device.
     """
     with scratch_folder("bench") as folder:
         config, _ = load(words, folder, dummy=True)
@@ -41,24 +41,26 @@ def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, na
 
 
 def _device(file: Path, name: str) -> tuple[str, Device]:
-    """
+    """Return the device of that name, and its name.
+
     Raises:
-        ConfigError: the file has none, several and none was named, or not the one that was.
+        ConfigError: the file has no device, or does not have this one, or it has several and none was
+            named.
     """
     there = read_devices(file)
     if name in there or (not name and len(there) == 1):
         return next((each, device) for each, device in there.items() if name in ("", each))
     raise ConfigError(
-        "name a device that was measured" if there else "no device was measured yet",
+        "choose a measured device" if there else "no device has been measured yet",
         field="--device",
         got=name or None,
         expected=" or ".join(repr(each) for each in there) or f"a device in {file}",
-        remedy=None if there else "run tandem bench on it, better with several configs of different sizes",
+        remedy=None if there else "run `tandem bench` on it, best with several configs of different sizes",
     )
 
 
 def told(found: dict[str, Any]) -> str:
-    """The forecast in lines."""
+    """Return the forecast as lines of text."""
     lines = [f"{phase:<20} {seconds:>10.3f} s" for phase, seconds in found["phases"].items()]
     run = f"{found['steps']} steps: {found['days']:.3g} days, {found['device_hours']:.3g} device hours"
     return "\n".join(

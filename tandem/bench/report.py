@@ -1,4 +1,4 @@
-"""What a benchmark found, as markdown; two of them side by side; and what devices are told of it."""
+"""The report of a benchmark as markdown, the comparison of two reports, and the update of the device file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ RATES = {
     "update_actor": ("training throughput", "total", "actor devices"),
     "step": ("step throughput", "total", "devices"),
 }
-"""Of a phase: the name, which tokens count, and on which devices."""
+"""For each phase: the name, which tokens count, and on which devices."""
 
 
 def throughput(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Tokens per second of a device and in all, by the names of `RATES`: written ones of `gen`, those of
-    prompts and responses of the others; training counts each pass over them."""
+    """Return tokens per second, per device and in total, with the names of `RATES`.
+
+    `gen` counts generated tokens, the others count prompt and response tokens. Training counts each pass
+    over them.
+    """
     rows, machine, passes = report["rows"], report["machine"], report["passes"]
     out = {}
     for phase, (name, counted, devices) in RATES.items():
@@ -34,7 +37,7 @@ def throughput(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The report as a table of phases, one of rates, and what it was measured on."""
+    """Return the report as a table of phases, a table of rates, and a description of the machine."""
     theirs = published(report["model"])
     rows, machine = report["rows"], report["machine"]
     head = ["phase", "median", "least to most", "floor", "share of floor", *(each.system for each in theirs)]
@@ -46,7 +49,7 @@ def markdown(report: Mapping[str, Any]) -> str:
             beside = (_number(each.rows[phase]) if phase in each.rows else "" for each in theirs)
             spread = f"{_number(row['least'])} to {_number(row['most'])}"
             lines += _row([phase, _number(row["median"]), spread, *floor, *beside])
-    lines += ["", *_row(["tokens per second", "per device", "in all", *(each.system for each in theirs)])]
+    lines += ["", *_row(["tokens per second", "per device", "in total", *(each.system for each in theirs)])]
     lines += ["|" + "---|" * (3 + len(theirs))]
     for name, (each_device, whole) in throughput(report).items():
         printed = (f"{each.throughput[name]:,.0f}" if name in each.throughput else "" for each in theirs)
@@ -56,11 +59,11 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Seconds; response_length in tokens. Medians of {report['steps']} steps after "
-        f"{report['warm-up']} to warm up. A step has {lengths['total']:,} tokens, "
-        f"{lengths['response']:,} of them written.",
+        f"{report['warm-up']} warm-up steps. A step has {lengths['total']:,} tokens, "
+        f"{lengths['response']:,} of them generated.",
         "",
         f"{machine['devices']} × {machine['device']}; {machine['host']}; load {machine['load before']} "
-        f"before, {machine['load after']} after; {versions}. The floor is of "
+        f"before, {machine['load after']} after; {versions}. The floor assumes "
         f"{rates['operations'] / 1e12:.4g} TFLOP/s and {rates['bytes'] / 1e9:.4g} GB/s, as measured in this "
         "run.",
         "",
@@ -75,7 +78,10 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Two reports side by side, with the first's seconds over the second's, and what differs between them."""
+    """Return two reports side by side, with the ratio of the first to the second.
+
+    A second table lists what differs between configs, machines and versions.
+    """
     lines = [*_row(["phase", "A", "B", "A / B"]), "|---|---|---|---|"]
     for phase in PHASES:
         values = [report["rows"].get(phase, {}).get("median") for report in (first, second)]
@@ -103,7 +109,7 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[
 
 
 def learn(report: Mapping[str, Any], path: Path) -> Device:
-    """Tells the file of devices what a report found, and returns the device as it is known now."""
+    """Add a report to the device file, and return the updated device."""
     work = {phase: Work(**each) for phase, each in report["work"].items()}
     parts = report["parts"]
     name = report["machine"]["device"]

@@ -1,4 +1,4 @@
-"""A benchmark's reward, in a module that loads at once."""
+"""The reward of a benchmark. Its module loads quickly."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import zlib
 
 
 def drawn(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """A reward of 0 or 1 that depends on nothing but the response's text."""
+    """Return a reward of 0 or 1 that depends only on the text of the response."""
     return float(zlib.crc32(solution_str.encode()) & 1)

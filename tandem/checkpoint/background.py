@@ -1,5 +1,8 @@
-"""Checkpoints that are written while training goes on: a thread in each worker writes that worker's share,
-and one in the controller waits for all of them, then gives the checkpoint its name."""
+"""Checkpoints that are written while training continues.
+
+In each worker, a thread writes the worker's share. In the controller, a thread waits for all shares and then
+gives the checkpoint its final name.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,40 @@ from pathlib import Path
 from tandem.device import set_threads
 from tandem.errors import CheckpointError, EngineError
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 def written_mark(folder: Path) -> Path:
-    """The file that stands beside the folder of a checkpoint's member once all of that member is written."""
+    """Return the marker file of a checkpoint member, next to the member's folder.
+
+    The file exists as soon as the member is completely written.
+    """
     return folder.with_name(folder.name + ".written")
 
 
 class BackgroundWrite:
-    """A worker's writes, one at a time, each on a thread that does not keep the process alive."""
+    """The background writes of a worker, one at a time.
+
+    Each write runs on a daemon thread, which does not keep the process alive.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None], mark: Path | None) -> None:
-        """Begins and returns.
+        """Start a write and return.
 
         Args:
-            write: what the thread does.
-            mark: an empty file to make afterwards.
+            write: the function that the thread calls.
+            mark: path of an empty file that is created after the write, or None.
 
         Raises:
-            EngineError: the one before has not ended.
-            Exception: what the one before raised, if nobody has asked.
+            EngineError: the previous write has not ended.
+            Exception: the error of the previous write, if `check` has not raised it yet.
         """
         if self._thread is not None and self._thread.is_alive():
-            raise EngineError(
-                "a checkpoint is still being written", remedy="save again once it is there, or less often"
-            )
+            raise EngineError("a checkpoint is still being written", remedy="save later, or save less often")
         self.check()
         self._thread = threading.Thread(
             target=self._run, args=(write, mark), name="checkpoint-write", daemon=True
@@ -50,10 +57,10 @@ class BackgroundWrite:
         self._thread.start()
 
     def check(self) -> None:
-        """Tells of a write that failed.
+        """Raise the error of a failed write.
 
         Raises:
-            Exception: what the write raised, once.
+            Exception: the error of the write; it is raised only once.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -65,21 +72,21 @@ class BackgroundWrite:
             write()
             if mark is not None:
                 mark.touch()
-        except BaseException as error:  # raised again by `check`
+        except BaseException as error:  # `check` raises it again
             self._error = error
 
 
 @dataclass(eq=False, repr=False)
 class PendingSave:
-    """A checkpoint that others are writing.
+    """A checkpoint that workers are still writing.
 
     Args:
-        path: its folder in the end.
-        _staging: makes that folder of the staged one when it is left in order, and removes it when left by
-            an error, whose translation for the user it raises; already entered.
-        _marks: the files that say that a member is written.
-        _seal: completes the staged folder, once they are there.
-        _after: what follows when the checkpoint is there.
+        path: the final folder of the checkpoint.
+        _staging: an entered context. On a normal exit it renames the temporary folder to `path`. On an error
+            it removes the temporary folder and raises an error for the user.
+        _marks: marker files, one per member, which exist once the member is written.
+        _seal: completes the temporary folder after all members are written.
+        _after: called once the checkpoint exists.
     """
 
     path: Path
@@ -96,24 +103,27 @@ class PendingSave:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Tells whether it has ended, well or not, after so many seconds at most."""
+        """Wait for at most `timeout_s` seconds; return whether the save has ended, even if it failed."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def check(self) -> None:
-        """Tells of a member that failed.
+        """Raise the error of a failed save.
 
         Raises:
-            Exception: why it ended without a checkpoint.
+            Exception: the reason why there is no checkpoint.
         """
         if self._error is not None:
             raise self._error
 
     def give_up(self, reason: BaseException, timeout_s: float = 60.0) -> None:
-        """Ends it without a checkpoint, unless all members are written already; what they wrote is removed.
+        """End the save without a checkpoint and remove what was written.
+
+        If all members are already written, the checkpoint is completed instead.
 
         Args:
-            reason: what `check` raises then, in the user's words.
+            reason: the error for the user, which `check` then raises.
+            timeout_s: how long to wait for the end, in seconds.
         """
         self._reason = reason
         self._given_up.set()
@@ -123,26 +133,28 @@ class PendingSave:
         try:
             with self._staging:
                 while not all(mark.exists() for mark in self._marks):
-                    if self._given_up.wait(_LOOK_S):
+                    if self._given_up.wait(_POLL_S):
                         assert self._reason is not None
                         raise self._reason
                 for mark in self._marks:
                     mark.unlink()
                 self._seal()
             self._after()
-        except BaseException as error:  # raised again by `check`
+        except BaseException as error:  # `check` raises it again
             self._error = error
 
 
 def await_pending(pending: PendingSave, ask: Callable[[], None], limit_s: float) -> None:
-    """Until the checkpoint is there.
+    """Wait until the checkpoint exists.
 
     Args:
-        ask: raises what a writer met with.
+        pending: the save to wait for.
+        ask: raises the error of a writer that failed.
+        limit_s: maximum waiting time, in seconds.
 
     Raises:
-        CheckpointError: it could not be written, or not within `limit_s` seconds.
-        Exception: anything else that a writer met with.
+        CheckpointError: the checkpoint could not be written, or not within `limit_s` seconds.
+        Exception: any other error of a writer.
     """
     end = time.monotonic() + limit_s
     while not pending.wait(0.5):
@@ -152,8 +164,8 @@ def await_pending(pending: PendingSave, ask: Callable[[], None], limit_s: float)
                 CheckpointError(
                     "the checkpoint was not written in time",
                     field=str(pending.path),
-                    got=f"unfinished after {limit_s:.0f} s",
-                    remedy="look at the disk; the checkpoint before is intact",
+                    got=f"not finished after {limit_s:.0f} s",
+                    remedy="check the disk; the previous checkpoint is intact",
                 )
             )
             break
@@ -161,10 +173,10 @@ def await_pending(pending: PendingSave, ask: Callable[[], None], limit_s: float)
 
 
 def ask_writers(pending: PendingSave, ask: Callable[[], None]) -> None:
-    """Ends the checkpoint if a writer has failed.
+    """Give up the save if a writer has failed.
 
     Raises:
-        Exception: why, in the user's words.
+        Exception: the reason, as an error for the user.
     """
     try:
         ask()

@@ -1,4 +1,4 @@
-"""Best: chooses the best checkpoint, by one metric of the step it was saved at."""
+"""The choice of the best checkpoint, by one metric of the step at which it was saved."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The judge of checkpoints.
+    """The rule that decides which checkpoint is the best.
 
     Attributes:
-        metric: its name, as in metrics.jsonl.
-        mode: whether more is better, or less.
+        metric: name of the metric, as in metrics.jsonl.
+        mode: "max" if a higher value is better, "min" if a lower value is better.
     """
 
     metric: str
     mode: Literal["max", "min"] = "max"
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """The metric, if there is one that can be compared."""
+        """Return the value of the metric; None if it is missing or not finite."""
         found = metrics.get(self.metric)
         return None if found is None or not math.isfinite(found) else float(found)
 
     def choose(self, values: Mapping[int, float]) -> int | None:
-        """The step with the best value, the first of equals; None where there is none.
+        """Return the step with the best value; the first one if several are equal, None if there are none.
 
         Args:
-            values: by step.
+            values: value of the metric by step.
         """
         sign = -1 if self.mode == "max" else 1
         return min(values, key=lambda step: (sign * values[step], step), default=None)

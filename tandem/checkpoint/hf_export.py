@@ -1,4 +1,4 @@
-"""Export as a Hugging Face folder: safetensors shards, config, and what the caller puts beside them."""
+"""Export of a model as a Hugging Face folder: config, safetensors shards and additional files."""
 
 from __future__ import annotations
 
@@ -30,28 +30,31 @@ def export(
     trust_remote_code: bool = False,
     auto_class: Any = AutoModelForCausalLM,
 ) -> Path:
-    """Writes a model that `from_pretrained` loads. The folder appears whole or not at all. Of the weights one
-    file's worth is held at a time, and the one that comes.
+    """Write a folder that `from_pretrained` can load.
+
+    The folder appears complete or not at all. At any time, memory holds only the weights of one file and the
+    weight that comes next.
 
     Args:
-        weights: full tensors by the names of the transformers model, in any order, on any device; a
-            tied weight may come once, or under both its names.
-        config: of the model; not changed.
-        beside: given the folder, which then holds config.json alone, writes what belongs beside the weights.
-        out: must not exist, or be empty.
-        dtype: of floating-point weights in the files; the config names it.
-        max_shard_bytes: size of one weights file at most; several get an index.
-        trust_remote_code: for architectures that transformers does not have itself.
-        auto_class: what loads the folder: `AutoModelForCausalLM`, `AutoModelForSequenceClassification`.
+        weights: full tensors under the names of the transformers model, in any order, on any device. A tied
+            weight may come once or under both names.
+        config: config of the model; it is not changed.
+        beside: writes additional files. It gets the folder, which contains only config.json at that point.
+        out: the folder to write; it must not exist, or must be empty.
+        dtype: dtype of floating-point weights in the files; the config names it.
+        max_shard_bytes: maximum size of one weights file; several files get an index.
+        trust_remote_code: allow architectures whose code is not part of transformers.
+        auto_class: the class that loads the folder, such as `AutoModelForCausalLM` or
+            `AutoModelForSequenceClassification`.
 
     Raises:
-        CheckpointError: `out` is in use; weights are missing, unknown, of wrong shape, or tied and
-            yet different; the disk is full.
+        CheckpointError: `out` is not empty; weights are missing, unknown, of the wrong shape, or tied but
+            different; the disk is full.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
-            "the folder for the export is in use", field=str(out), expected="a new or empty folder"
+            "the folder for the export is not empty", field=str(out), expected="a new or empty folder"
         )
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto_class.from_config(
@@ -75,11 +78,13 @@ def export(
 def _checked(
     skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """A copy on the host of each weight, as the buffer behind a yielded tensor may be used again for the
-    next; a tied pair once, under its source's name.
+    """Yield a CPU copy of each weight, after checking it against the architecture.
+
+    The copy is needed because the memory of a yielded tensor may be reused for the next one. A tied pair is
+    yielded once, under the name of its source.
 
     Raises:
-        CheckpointError: weights that do not fit the architecture, or are not all of it.
+        CheckpointError: a weight does not fit the architecture, or weights are missing.
     """
     tied = skeleton.get_expanded_tied_weights_keys(all_submodels=True)
     left = {name: value.shape for name, value in skeleton.state_dict().items() if name not in tied}
@@ -93,7 +98,7 @@ def _checked(
             known = shared[name]
             if known not in (b"", digest):
                 raise CheckpointError(
-                    "two weights that the config ties have different values",
+                    "two weights have different values, but the config ties them",
                     field=given,
                     expected=f"the values of {name}",
                     remedy="set tie_word_embeddings=false in the model's config",
@@ -107,7 +112,7 @@ def _checked(
                 "a weight does not fit the architecture",
                 field=given,
                 got=host.shape,
-                expected=expected or "no such weight, or each once",
+                expected=expected or "only weights of the architecture, each once",
             )
         yield name, host
     if left:
@@ -123,9 +128,11 @@ def _checked(
 def _as_stored(
     skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights as folders of this architecture have them, where transformers' own model has them
-    otherwise, such as all experts of a layer in one tensor. Only where a folder's tensor is made of several
-    of the model's, they are all held."""
+    """Yield the weights in the layout of the architecture's folders.
+
+    The layout of the model in transformers may differ, for example if it has all experts of a layer in one
+    tensor. All weights are held in memory only if a stored tensor is built from several tensors of the model.
+    """
     whole = skeleton.state_dict()
     parts = [revert_weight_conversion(skeleton, {key: value}) for key, value in whole.items()]
     if sorted(chain(*parts)) != sorted(revert_weight_conversion(skeleton, whole)):

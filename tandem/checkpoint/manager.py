@@ -1,8 +1,8 @@
-"""Checkpoints of a run: one folder per step, written atomically, checked by digests when read.
+"""Checkpoints of a run: one folder per step, written atomically and checked by digests when read.
 
-checkpoints/step_000010/manifest.json   step, metric it is judged by, size and sha256 of every other file
+checkpoints/step_000010/manifest.json   step, metric for the choice of the best, size and sha256 of every file
                         state.pt        small state: counters, data position, controllers
-                        NAME/…          what the writer of that name wrote: model shards, optimizer
+                        NAME/…          files of the writer of that name: model shards, optimizer
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ _MANIFEST = "manifest.json"
 _STATE = "state.pt"
 _NAME = re.compile(r"step_(\d{6,})")
 _FORMAT = 1
-_REMEDY = "keep only plain values, tensors and numpy arrays in a state_dict of your own, such as a sampler's"
+_REMEDY = (
+    "return only plain values, tensors and numpy arrays from a state_dict() of yours, such as a sampler's"
+)
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint found whole.
+    """A complete, verified checkpoint.
 
     Attributes:
-        path: its folder; what the writers wrote stands in the subfolders of their names.
-        step: training steps done.
-        state: what was given to `save`.
+        path: the checkpoint's folder; each writer's files are in the subfolder with the writer's name.
+        step: number of training steps done.
+        state: the state that was given to `save`.
     """
 
     path: Path
@@ -55,23 +57,23 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """The checkpoints below `root`, for the one process that writes them.
+    """The checkpoints in a folder, for the one process that writes them.
 
-    On construction, what a killed process was writing or deleting is removed, and its replacements are ended,
-    unless only reading is wanted.
+    On construction, unless `read_only` is set, leftovers of a killed process are cleaned up: folders that it
+    was writing or deleting are removed, and interrupted replacements are completed.
 
     Args:
-        root: the folder of checkpoints; made if missing.
-        keep: how many to keep, the newest; None keeps all.
-        best: the judge of which one is kept besides; None keeps none besides.
-        log: is told, in a sentence, about each damaged checkpoint that is passed over.
-        read_only: change nothing, for another process may be saving here.
+        root: the folder of the checkpoints; created if it does not exist.
+        keep: how many of the newest checkpoints to keep; None keeps all.
+        best: the rule for the best checkpoint, which is kept in addition; None keeps no additional one.
+        log: called with one sentence about each damaged checkpoint that is skipped.
+        read_only: change nothing, because another process may be saving here.
 
     Attributes:
-        judge: of the best; None where there is none.
+        judge: the rule for the best checkpoint, or None.
 
     Raises:
-        ConfigError: keep below one.
+        ConfigError: `keep` is below 1.
     """
 
     def __init__(
@@ -110,17 +112,17 @@ class CheckpointManager:
         state: Mapping[str, Any],
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> Path:
-        """Writes a checkpoint and prunes old ones. A checkpoint of the same step is replaced.
+        """Write a checkpoint and delete old ones; an existing checkpoint of the same step is replaced.
 
         Args:
-            step: training steps done.
-            writers: name to a function that fills the empty folder it is given.
-            state: small: plain values, tensors and numpy arrays.
-            metrics: of the step; the judge of the best finds its own among them.
+            step: number of training steps done.
+            writers: maps a name to a function that fills the empty folder it is given.
+            state: small state: plain values, tensors and numpy arrays.
+            metrics: metrics of the step; the rule for the best checkpoint reads its own metric.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written, or the state holds other objects.
-                Nothing of this checkpoint remains then, and all earlier ones are intact.
+            CheckpointError: the disk is full or cannot be written, or the state holds other kinds of objects.
+                Nothing of this checkpoint remains, and all earlier checkpoints are intact.
         """
         with self._staging(step) as folder:
             _begin(folder, writers)
@@ -135,15 +137,19 @@ class CheckpointManager:
         state: Mapping[str, Any],
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> PendingSave:
-        """Writes a checkpoint while training goes on: returns as soon as all members have begun.
+        """Start a checkpoint that is written while training continues.
+
+        This returns as soon as all writers have started.
 
         Args:
-            step, state, metrics: see `save`; the state is taken as it is now.
-            starters: name to a function that begins to fill the empty folder it is given. Once the folder
-                is full, somebody makes its `written_mark`.
+            step: see `save`.
+            starters: maps a name to a function that starts to fill the empty folder it is given. When the
+                folder is complete, the writer must create its `written_mark`.
+            state: see `save`; the current values are stored.
+            metrics: see `save`.
 
         Raises:
-            CheckpointError: as `save`; what happens later, `PendingSave.check` raises.
+            CheckpointError: see `save`; `PendingSave.check` raises later errors.
         """
         with ExitStack() as staging:
             folder = staging.enter_context(self._staging(step))
@@ -161,7 +167,7 @@ class CheckpointManager:
         return staged(self._path(step), needed=None if newest is None else bytes_below(newest[1]))
 
     def _seal(self, folder: Path, step: int, state: bytes, metrics: Mapping[str, float]) -> None:
-        """All that is in a checkpoint's folder besides what its members wrote."""
+        """Write all files of a checkpoint that its writers do not write."""
         (folder / _STATE).write_bytes(state)
         judged = {}
         if self.judge is not None and (value := self.judge.value(metrics)) is not None:
@@ -169,50 +175,52 @@ class CheckpointManager:
         _write_manifest(folder, step, judged)
 
     def best(self, best: Best) -> Checkpoint | None:
-        """The best checkpoint by its metric, of those saved while that was the judge; None without one.
+        """Return the best checkpoint, among those that were saved with the metric of this rule.
+
+        Returns None if there is none.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the best checkpoint is damaged.
         """
         step = best.choose(self._values(best, self._folders()))
         return None if step is None else open_checkpoint(self._path(step))
 
     def _values(self, best: Best, folders: Mapping[int, Path]) -> dict[int, float]:
-        """The metric by step, where a checkpoint has it."""
+        """Return the metric of each checkpoint that has it, by step."""
         found: dict[int, float] = {}
         for step, path in folders.items():
             try:
                 metric = _read_manifest(path).get("metric", {})
             except CheckpointError as error:
-                self._log(f"Checkpoint passed over in the choice of the best. {error}")
+                self._log(f"Checkpoint skipped in the choice of the best. {error}")
                 continue
             if metric.get("name") == best.metric:
                 found[step] = metric["value"]
         return found
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; None if there is none at all.
+        """Return the newest intact checkpoint; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
+            CheckpointError: there are checkpoints, but all of them are damaged.
         """
         folders = self._folders()
         for step in sorted(folders, reverse=True):
             try:
                 return open_checkpoint(folders[step])
             except CheckpointError as error:
-                self._log(f"Checkpoint passed over, trying the one before it. {error}")
+                self._log(f"Checkpoint skipped, trying the previous one. {error}")
         if folders:
             raise CheckpointError(
                 "all checkpoints are damaged",
                 field=str(self._root),
                 got=", ".join(folders[step].name for step in sorted(folders)),
-                remedy="to start afresh set trainer.resume_mode=disable and another trainer.experiment_name",
+                remedy="to start over, set trainer.resume_mode=disable and another trainer.experiment_name",
             )
         return None
 
     def later_than(self, step: int) -> list[Path]:
-        """Checkpoints after `step`, newest first."""
+        """Return the folders of checkpoints after `step`, newest first."""
         folders = self._folders()
         return [folders[number] for number in sorted(folders, reverse=True) if number > step]
 
@@ -222,8 +230,11 @@ class CheckpointManager:
         return {int(match[1]): path for match, path in found if match is not None}
 
     def _prune(self, newest: int) -> None:
-        """Keeps the last ones up to `newest`, and the best up to there. Later ones, which a run that went
-        back to an earlier checkpoint has yet to reach, do not count."""
+        """Delete old checkpoints up to `newest`, except the last `keep` and the best.
+
+        Later checkpoints are ignored. They exist if a run went back to an earlier checkpoint and has not
+        reached them again.
+        """
         if self._keep is None:
             return
         folders = {step: path for step, path in self._folders().items() if step <= newest}
@@ -232,17 +243,18 @@ class CheckpointManager:
             if step == best:
                 continue
             doomed = folders[step].with_name(folders[step].name + TEMPORARY)
-            folders[step].rename(doomed)  # so that a half-deleted folder is never taken for a checkpoint
+            folders[step].rename(doomed)  # so that a half-deleted folder never looks like a checkpoint
             shutil.rmtree(doomed)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Check every file of a checkpoint against its digest and read its state. Nothing in it is run, whoever
-    wrote it.
+    """Check every file of a checkpoint against its digest and read the state.
+
+    Code in the files is never run, so checkpoints from unknown sources are safe to open.
 
     Raises:
-        CheckpointError: missing, damaged, or with a state that holds more than tensors, numpy arrays and
-            plain values; says which file and how.
+        CheckpointError: a file is missing or damaged, or the state holds more than tensors, numpy arrays and
+            plain values. The message names the file and the problem.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -250,7 +262,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         expected = manifest["files"][name]
         if got != expected:
             raise CheckpointError(
-                "damaged checkpoint", field=str(path / name), got=got or "missing", expected=expected
+                "damaged checkpoint", field=str(path / name), got=got or "missing file", expected=expected
             )
     state = load_plain(path / _STATE, refused=CheckpointError, field=str(path / _STATE), remedy=_REMEDY)
     return Checkpoint(path, manifest["step"], state)
@@ -266,7 +278,7 @@ def _pickled(state: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     buffer.seek(0)
-    load_plain(buffer, refused=CheckpointError, field=_STATE, remedy=_REMEDY)  # else no resume could read it
+    load_plain(buffer, refused=CheckpointError, field=_STATE, remedy=_REMEDY)  # fails if it cannot be read
     return buffer.getvalue()
 
 
@@ -284,7 +296,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         digest = content.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            "no readable manifest",
+            "the manifest is missing or cannot be read",
             field=str(file),
             got=f"{type(error).__name__}: {error}",
             expected="a checkpoint folder such as …/checkpoints/step_000010",
@@ -292,12 +304,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if digest != _digest_of(content):
         raise CheckpointError("damaged manifest", field=str(file), got=digest, expected=_digest_of(content))
     if content["format"] != _FORMAT:
-        raise CheckpointError("another format", field=str(file), got=content["format"], expected=_FORMAT)
+        raise CheckpointError("unknown format", field=str(file), got=content["format"], expected=_FORMAT)
     return content
 
 
 def _fingerprints(folder: Path, names: list[str]) -> dict[str, dict[str, Any] | None]:
-    """Size and digest of each file; None for one that is not there. Hashing runs on all cores."""
+    """Return size and digest of each file, or None for a missing file; hashing uses all cores."""
     with ThreadPoolExecutor() as threads:
         return dict(zip(names, threads.map(lambda name: _fingerprint(folder / name), names), strict=True))
 

@@ -1,5 +1,8 @@
-"""Reading sharded checkpoints without running what is in them. PyTorch reads their table of contents, and
-entries that are no tensors, as pickles that may call anything. Here they may name only what it writes."""
+"""Safe reading of sharded checkpoints, without running code in them.
+
+PyTorch reads the metadata file of a sharded checkpoint, and entries that are not tensors, as pickles, and a
+pickle may call any function. Here a pickle may name only the classes that PyTorch's writer uses.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,16 @@ _CLASSES = frozenset(
         ),
     }
 )
-"""What PyTorch's writer names in a table of contents, by module and name, besides types of numbers."""
+"""Modules and names that PyTorch's writer uses in a metadata file, besides dtypes."""
 
 
 def _member(kind: type, name: str) -> Any:
-    """Return a member of an enumeration, which some versions of Python pickle as a call of `getattr`."""
+    """Return a member of an enumeration.
+
+    Some versions of Python pickle an enumeration member as a call of `getattr`.
+    """
     if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it names an attribute of {kind}, which is not read")
+        raise pickle.UnpicklingError(f"it names an attribute of {kind}, which is not allowed")
     return _MEM_FORMAT_ENCODING[name]
 
 
@@ -60,21 +66,21 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if module.startswith("pathlib") and (module, name) in _CLASSES:
-            return pathlib.PurePosixPath  # only kept
+            return pathlib.PurePosixPath  # the path is stored but never opened
         known = (module, name) in _CLASSES
         if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not read")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")
 
 
 class ShardReader(FileSystemReader):
-    """Reads a sharded checkpoint, its table of contents once.
+    """A reader of a sharded checkpoint that reads its metadata file once.
 
     Args:
-        path: what an engine's `save` wrote.
+        path: a folder that an engine's `save` wrote.
 
     Raises:
-        CheckpointError: no table of contents is there, or it cannot be read, or holds anything else.
+        CheckpointError: the metadata file is missing, cannot be read, or holds other objects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +92,7 @@ class ShardReader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """PyTorch's own, but for entries that are no tensors."""
+    """PyTorch's load planner with safe reading of entries that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -97,13 +103,18 @@ class _Planner(DefaultLoadPlanner):
 
 
 def load_shards(state: dict[str, Any], path: Path | ShardReader, *, alone: bool = False) -> None:
-    """Read into the tensors of `state` what a sharded checkpoint holds under their names. Collective, unless
-    one process reads alone.
+    """Fill the tensors of `state` from the entries of the same names in a sharded checkpoint.
+
+    All ranks must call this together, unless `alone` is set.
+
+    Args:
+        state: tensors to fill, by name.
+        path: the checkpoint, or an open reader of it.
+        alone: whether a single process reads without the other ranks.
 
     Raises:
-        CheckpointError: the table of contents cannot be read, or holds anything else than PyTorch's writer
-            puts there.
-        Exception: what reading met with; see `cause`.
+        CheckpointError: the metadata file cannot be read, or holds objects that PyTorch does not write.
+        Exception: any other error of reading; see `cause`.
     """
     reader = path if isinstance(path, ShardReader) else ShardReader(path)
     planner: LoadPlanner = _Planner()
@@ -114,7 +125,7 @@ def load_shards(state: dict[str, Any], path: Path | ShardReader, *, alone: bool 
 
 
 def cause(error: BaseException) -> str:
-    """What a read that failed met with, on the first rank where it did."""
+    """Return the error text of a failed read, from the first rank that failed."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return why(next((failed for failed, _ in failures.values()), error))
 
@@ -125,26 +136,26 @@ def _contents(file: Path) -> Metadata:
             found = _Unpickler(stream).load()
         _check(found)
     except FileNotFoundError as error:
-        raise CheckpointError("no training state in this folder", got=file.parent) from error
-    except Exception as error:  # a strange file can make the reader raise anything
+        raise CheckpointError("there is no training state in this folder", got=file.parent) from error
+    except Exception as error:  # a damaged or malicious file can make the reader raise anything
         raise CheckpointError(
-            "is no table of contents of a sharded checkpoint, and was not read",
+            "is not the metadata file of a sharded checkpoint, so it was not loaded",
             field=str(file),
             got=str(error) or type(error).__name__,
-            expected="what PyTorch's writer puts there; code in such a file is never run",
-            remedy="take another checkpoint, one that the run itself wrote",
+            expected="a metadata file from PyTorch's writer; Tandem never runs code from such a file",
+            remedy="use another checkpoint that the run itself wrote",
         ) from error
     assert isinstance(found, Metadata)
     return found
 
 
 def _check(found: Any) -> None:
-    """Refuse what is no table of contents, or names files outside of its folder."""
+    """Raise an error if `found` is not checkpoint metadata, or names files outside of its folder."""
     if not isinstance(found, Metadata):
-        raise TypeError(f"a {type(found).__name__}")
+        raise TypeError(f"it holds an object of type {type(found).__name__}")
     for entry in found.state_dict_metadata.values():
         if not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
-            raise TypeError(f"an entry that is a {type(entry).__name__}")
+            raise TypeError(f"it holds an entry of type {type(entry).__name__}")
     for place in found.storage_data.values():
         if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"a file outside of the folder: {place.relative_path}")
+            raise ValueError(f"it names a file outside of the folder: {place.relative_path}")

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, written as they come: of all of them one file's worth is held."""
+"""A writer of the weights of a Hugging Face folder, which holds one file's tensors in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(eq=False, repr=False)
 class ShardWriter:
-    """Fills a folder with safetensors files; `close` ends the last one and, of several, writes the index.
+    """A writer that fills a folder with safetensors files.
+
+    Call `close` at the end: it writes the last file and, if there are several files, the index.
 
     Args:
-        folder: where they go.
-        max_bytes: of the tensors in one file; a larger tensor has a file of its own.
+        folder: the folder to write to.
+        max_bytes: maximum size of the tensors in one file; a larger tensor gets its own file.
     """
 
     folder: Path
@@ -32,7 +34,7 @@ class ShardWriter:
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A tensor on the host that nobody changes any more, under a name that is new."""
+        """Add a CPU tensor under a new name; the caller must not change the tensor afterwards."""
         if self._held and self._bytes + tensor.nbytes > self.max_bytes:
             self._write()
         self._held[name] = tensor.contiguous()
@@ -41,7 +43,7 @@ class ShardWriter:
         self._shard_of[name] = self._shards
 
     def close(self) -> None:
-        """All files under their names, which say how many there are."""
+        """Write the last file and give all files their final names, which contain the number of files."""
         if self._held or not self._shards:
             self._write()
         names = [f"model-{i + 1:05d}-of-{self._shards:05d}.safetensors" for i in range(self._shards)]

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, whatever happens while they are written."""
+"""Folders that appear complete or not at all, whatever happens while they are written."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ TEMPORARY = ".tmp"
 REPLACED = ".replaced"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_ROOM = 64 * 1024
-"""Bytes. Libraries report a full disk in exceptions of their own; below this it is taken for one."""
+"""Bytes of free space below which any error counts as a full disk.
+
+This is needed because some libraries report a full disk with their own exceptions.
+"""
 
 
 @contextmanager
 def staged(final: Path, *, needed: int | None = None) -> Iterator[Path]:
-    """An empty folder `final`.tmp for the block to fill. When the block ends, all in it is forced
-    to the disk and it takes the name `final`, in place of a folder that had it; when the block
-    raises, it is removed and that folder stays.
+    """Yield an empty temporary folder, `final`.tmp, which takes the name `final` when the block ends.
+
+    Before that, all its files are flushed to disk. A folder that already has the name `final` is replaced. If
+    the block raises an error, the temporary folder is removed and the existing folder stays.
 
     Args:
-        final: the name in the end.
-        needed: bytes that will be written, if known; for the message about a full disk.
+        final: the final path.
+        needed: number of bytes that will be written, if known; used in the message about a full disk.
 
     Raises:
-        CheckpointError: the disk is full, or cannot be written.
+        CheckpointError: the disk is full, or the folder cannot be written.
     """
     folder = final.with_name(final.name + TEMPORARY)
     try:
@@ -47,22 +51,24 @@ def staged(final: Path, *, needed: int | None = None) -> Iterator[Path]:
         sync(final.parent)
         recover(final)
     except BaseException as error:
-        spoken = _spoken(error, folder, needed)
-        if spoken is not None:
-            # The failed writers' frames hold their files open, and with them the space on the disk.
+        user_error = _user_error(error, folder, needed)
+        if user_error is not None:
+            # The stack frames of failed writers keep files open, and open files keep their disk space.
             for cause in _chain(error):
                 traceback.clear_frames(cause.__traceback__)
-        # What cannot be removed now is removed at the next start; the error to report is the first.
+        # Files that cannot be removed now are removed at the next start. Report the first error.
         shutil.rmtree(folder, ignore_errors=True)
         recover(final)
-        if spoken is None:
+        if user_error is None:
             raise
-        raise spoken from error
+        raise user_error from error
 
 
 def recover(final: Path) -> None:
-    """Ends a replacement that was interrupted: the old folder gets its name back, or goes if the
-    new one has it."""
+    """Complete an interrupted replacement.
+
+    The old folder is removed if the new one exists; otherwise the old folder gets its name back.
+    """
     old = final.with_name(final.name + REPLACED)
     if old.exists() and final.exists():
         shutil.rmtree(old)
@@ -71,12 +77,12 @@ def recover(final: Path) -> None:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files, sorted."""
+    """Return all files in a folder and its subfolders, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk."""
+    """Flush a file, or the list of names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,8 +90,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _spoken(error: BaseException, folder: Path, needed: int | None) -> CheckpointError | None:
-    """The user's error in place of `error`; None to let that through as it is."""
+def _user_error(error: BaseException, folder: Path, needed: int | None) -> CheckpointError | None:
+    """Return the error to show to the user instead of `error`; None if `error` should be raised as it is."""
     if not isinstance(error, Exception) or isinstance(error, CheckpointError):
         return None
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -94,17 +100,19 @@ def _spoken(error: BaseException, folder: Path, needed: int | None) -> Checkpoin
         return CheckpointError(
             "the disk is full",
             field=str(folder.parent),
-            got=f"{_megabytes(bytes_below(folder))} written, then {_megabytes(free)} free",
-            expected=None if needed is None else f"about {_megabytes(needed)} free, as the one before took",
-            remedy="free space, or keep fewer with trainer.max_ckpt_to_keep; earlier checkpoints are intact",
+            got=f"{_megabytes(free)} free after {_megabytes(bytes_below(folder))} were written",
+            expected=None if needed is None else f"about {_megabytes(needed)} free, like the previous one",
+            remedy="free disk space, or lower trainer.max_ckpt_to_keep; earlier checkpoints are intact",
         )
     if isinstance(error, OSError):
-        return CheckpointError("cannot be written", field=str(folder), got=f"{type(error).__name__}: {error}")
+        return CheckpointError(
+            "this folder cannot be written", field=str(folder), got=f"{type(error).__name__}: {error}"
+        )
     return None
 
 
 def _disk_full(error: BaseException) -> bool:
-    """Tells whether an exception or one of its causes says so, by number or, from libraries, by word."""
+    """Return whether an exception or one of its causes reports a full disk, by errno or in its message."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _FULL)
         or any(os.strerror(number) in str(cause) for number in _FULL)
@@ -113,7 +121,7 @@ def _disk_full(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and those that led to it."""
+    """Yield an exception and the exceptions that caused it."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -1,4 +1,4 @@
-"""The weights of a sharded checkpoint, one after the other, by one process without the model."""
+"""Reading of the weights of a sharded checkpoint, one at a time, in one process without the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.errors import CheckpointError
 
 
 def read_weights(path: Path, section: str = "model.") -> Iterator[tuple[str, Tensor]]:
-    """The model's weights by name, in the type they were trained in, each whole on the host.
+    """Yield the model's weights by name, each as a full CPU tensor, in the dtype used for training.
 
     Args:
-        path: what an engine's `save` wrote, at whatever number of ranks.
-        section: what the keys of other tensors begin with, if not the model's are wanted.
+        path: a folder that an engine's `save` wrote, with any number of ranks.
+        section: prefix of the keys to read; the default reads the model's weights.
 
     Raises:
-        CheckpointError: nothing of the kind there, or it cannot be read.
+        CheckpointError: there is no sharded checkpoint, or it cannot be read.
     """
     reader = ShardReader(path)
     for key, entry in reader.contents.state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""`tandem bench [CONFIG.yaml] key=value …`, `tandem bench compare A.json B.json`, `tandem bench predict …`"""
+"""The commands `tandem bench`, `tandem bench compare` and `tandem bench predict`."""
 
 from __future__ import annotations
 
@@ -38,26 +38,34 @@ def _bench(
     out: Path | None = None,
     device_file: Path | None = None,
 ) -> None:
-    """Measures the phases of real training steps: the run that the config describes, with prompts of random
-    tokens, responses of given lengths and a reward of chance. Prints each phase beside its floor on this
-    device, and beside what the users' benchmark document says of the same model. What it found also teaches
-    `tandem bench predict`.
+    """Measure the phases of real training steps.
 
-    More with --help: tandem bench compare A.json B.json · tandem bench predict [CONFIG.yaml] key=value …
+    The run is the one that the config describes, with three changes: prompts
+    are random tokens, responses have the lengths that you give, and rewards are
+    random. The report shows the time of each phase next to the least time that
+    this device could need (its floor), and next to the figures of the users'
+    benchmark document for the same model. The results also calibrate `tandem
+    bench predict`.
+
+    More with --help: tandem bench compare A.json B.json · tandem bench predict
+    [CONFIG.yaml] key=value …
 
     Args:
-        words: [CONFIG.yaml] key=value …, as of tandem train
-        dummy: random weights, for a config.json, a folder with one, or a name
-        lengths: of responses, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
-            run:FOLDER; the greatest
-        prompt_lengths: of prompts, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
-            run:FOLDER; the greatest
-        steps: that are measured
-        warm_up: steps before them
+        words: [CONFIG.yaml] key=value …, the same as for tandem train
+        dummy: use random weights; the model may then be a config.json, a folder
+            with one, or a name such as Qwen/Qwen2.5-7B
+        lengths: response lengths in tokens: N, uniform:LOW:HIGH,
+            lognormal:MEAN:P95 (P95 below 3.8 × MEAN) or run:FOLDER; default:
+            the longest that the config allows
+        prompt_lengths: prompt lengths in tokens, in the same forms as --lengths
+        steps: number of measured steps
+        warm_up: number of steps before the measured ones
         save: write a checkpoint after the last step
-        folder: for what it makes; a temporary one. Workers elsewhere must see it
-        out: the report as JSON
-        device_file: where factors are kept; ~/.cache/tandem/device.json
+        folder: folder for prompts, models and the run; workers on other
+            machines must see it. Default: a temporary folder
+        out: write the report to this file, as JSON
+        device_file: file with the calibration of measured devices; default:
+            ~/.cache/tandem/device.json
     """
     measure, report = import_module("tandem.bench.measure"), import_module("tandem.bench.report")
     if out is not None:
@@ -81,8 +89,15 @@ def _bench(
 
 
 def _compare(a: Path, b: Path) -> None:
-    """Shows two reports side by side, with the ratio of each row, and what differs between their configs,
-    machines and versions."""
+    """Show two reports of tandem bench side by side.
+
+    The table has the ratio of each row, and lists what differs between the
+    configs, machines and versions.
+
+    Args:
+        a: the first report, a JSON file
+        b: the second report
+    """
     say(import_module("tandem.bench.report").compared(_read(a), _read(b)))
 
 
@@ -94,18 +109,21 @@ def _predict(
     device_file: Path | None = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Says what a step and a run of a config take on a device that `tandem bench` has measured; nothing is
-    run.
+    """Predict the time of a step and of a whole run.
+
+    The device must have been measured with `tandem bench`. Nothing is run.
 
     Args:
-        words: [CONFIG.yaml] key=value …, as of tandem train
-        lengths: of responses, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
-            run:FOLDER; the greatest
-        prompt_lengths: of prompts, tokens: N, uniform:LOW:HIGH, lognormal:MEAN:P95 (P95 below 3.8 × MEAN),
-            run:FOLDER; the greatest
-        device: its name in the file; the one that is there alone
-        device_file: where factors are kept; ~/.cache/tandem/device.json
-        as_json: as JSON
+        words: [CONFIG.yaml] key=value …, the same as for tandem train
+        lengths: response lengths in tokens: N, uniform:LOW:HIGH,
+            lognormal:MEAN:P95 (P95 below 3.8 × MEAN) or run:FOLDER; default:
+            the longest that the config allows
+        prompt_lengths: prompt lengths in tokens, in the same forms as --lengths
+        device: name of the device in the device file; not needed if the file
+            has only one
+        device_file: file with the calibration of measured devices; default:
+            ~/.cache/tandem/device.json
+        as_json: print JSON
     """
     found = predicted(words or (), prompt_lengths, lengths, device_file or default_path(), device)
     say(json.dumps(found) if as_json else told(found))
@@ -118,14 +136,15 @@ ACTIONS: Works = {
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """
+    """Return a report that `tandem bench` wrote.
+
     Raises:
-        DataError: no report there.
+        DataError: the file is not such a report.
     """
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
         if not {"rows", "machine", "versions", "config", "lengths"} <= set(found):
-            raise ValueError("its keys are others")
+            raise ValueError("it has other keys")
     except (OSError, ValueError, TypeError) as error:
-        raise DataError("is no report of tandem bench", field=str(path), got=error) from error
+        raise DataError("is not a report of tandem bench", field=str(path), got=error) from error
     return dict(found)

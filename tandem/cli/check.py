@@ -1,4 +1,4 @@
-"""`tandem check [CONFIG.yaml] key=value …`"""
+"""The command `tandem check`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ OPTIONS = ("--sft", "--rm", "--run", "--here")
 
 @worded
 def check(arguments: list[str]) -> int:
-    """usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
+    """Check a config and report everything that is wrong with it.
+
+    usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
            tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
            tandem check --model DIR
 
-    Says everything that is wrong with a config, with the data and the model that it names, which are read as
-    its run reads them, and what the run would lack here.
-      --here  exit status 1 also where this machine lacks what the run needs, such as a GPU or Ray. What it
-              lacks is listed either way.
-      --sft   a config of `tandem sft`, not of `tandem train`
-      --rm    a config of `tandem rm`
-      --run   then builds the run and takes two steps with learning rate 0, in a temporary folder: rollout and
-              training must agree within rounding, and the weights must stay. Exit status 1 where they do not.
-      --model DIR   tries the architecture of a model folder on the CPU, by a small copy in float64: do
-              sequences packed into one row see nothing of each other, and get the log-probs that
-              transformers' own model gives each alone, also beyond its windows? Can the native rollout engine
-              run it? Exit status 1 where training, or what the native engine writes, would be wrong.
+    The check also reads the data and the model that the config names, as the run would read them. It lists
+    what the run needs and this machine lacks, such as a GPU or Ray.
+      --here  exit with status 1 also if this machine lacks something that the run needs
+      --sft   check a config of `tandem sft`, not of `tandem train`
+      --rm    check a config of `tandem rm`
+      --run   then build the run and take two steps with learning rate 0, in a temporary folder. The
+              log-probs of rollout and training must agree within rounding, and the weights must not change;
+              otherwise the exit status is 1.
+      --model DIR   test the architecture of a model folder on the CPU, with a small copy of it in float64.
+              The test has three questions. Are sequences that are packed into one row independent of each
+              other? Does each get the same log-probs as alone in transformers' own model, also beyond the
+              model's attention windows? Can the native rollout engine run the model? The exit status is 1
+              if training, or generation with the native engine, would be wrong.
       --from-verl SCRIPT.sh, --call N, --script-limit SECONDS
-                  takes the settings from a shell script that calls verl, as `tandem train` does
+              read the settings from a shell script that calls verl, as `tandem train` does
     """
     if "--model" in arguments:
         return _model([word for word in arguments if word != "--model"])
     given = [option for option in OPTIONS if option in arguments]
     if len(set(given) - {"--here"}) > 1 or {"--run", "--here"} <= set(given):
         raise ConfigError(
-            "--run is for configs of `tandem train`, and begins where --here ends",
+            "--run is for configs of `tandem train`, and includes the checks of --here",
             got=" ".join(given),
             remedy="leave one out",
         )
@@ -57,16 +60,21 @@ def check(arguments: list[str]) -> int:
         command = next((name for name in ("sft", "rm") if f"--{name}" in given), "train")
         counting = {"count_rows": count_rows} if command == "train" else {}
         loaded = LOADERS[command](*split_arguments(words), **counting)
-        for notice in loaded.said:
+        for notice in loaded.messages:
             say(f"note: {notice}")
         return _said(loaded, command, given)
     if {"--sft", "--rm"} & set(given):
-        raise ConfigError("--from-verl is of `tandem train`", got=" ".join(given), remedy="leave one out")
+        raise ConfigError(
+            "--from-verl is for configs of `tandem train`", got=" ".join(given), remedy="leave one out"
+        )
     return _said(from_verl.load(request), "train", given)
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
-    """Say a config's sizes, that it is sound, and what it lacks here; run its control, if asked to.
+    """Print a config's sizes and what it lacks here. Run its control if `--run` was given.
+
+    Returns:
+        the exit status.
 
     Raises:
         TandemError: the run would refuse its data or its model; with --here, also what this machine lacks.
@@ -81,7 +89,7 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     refuse([*missing, *wrong] if "--here" in given else wrong)
     print("the config is sound")
     if missing:
-        say(f"to run it here, `tandem {command}` would need more:")
+        say(f"to run it on this machine, `tandem {command}` also needs:")
     for error in missing:
         say(str(error))
     return _control(loaded) if "--run" in given else 0
@@ -99,7 +107,7 @@ def _model(folders: list[str]) -> int:
         wrong = not difference <= trial.LIMIT
         native = f"{difference:.3g} from transformers' own model (limit {trial.LIMIT:g})"
     except TandemError as error:
-        native = f"cannot run it, use another: {error}"
+        native = f"this engine cannot run the model, use another engine: {error}"
     print(f"rollout.name=native: {native}")
     if found.sound:
         print("the model can be trained packed" + (", but not with rollout.name=native" if wrong else ""))
@@ -111,7 +119,7 @@ def _model(folders: list[str]) -> int:
 
 
 def _control(loaded: Loaded[TrainConfig]) -> int:
-    """Two steps that may change nothing; 1 where something did."""
+    """Take two steps that must not change anything. Return 1 if something changed, else 0."""
     run_control = import_module("tandem.trainer.control").run_control
     report = run_control(loaded.config, say=say)
     print(f"\n{'probe':<28} {'step 1':>11} {'step 2':>11} {'floor':>11}")

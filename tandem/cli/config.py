@@ -1,4 +1,4 @@
-"""`tandem config show [CONFIG.yaml] key=value …` and `tandem config explain KEY …`"""
+"""The commands `tandem config show` and `tandem config explain`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from tandem.observability.terminal import warn
 
 
 def config(arguments: list[str]) -> int:
-    """usage: tandem config show [CONFIG.yaml] key=value … [--sft | --rm]
+    """Show a resolved config, or explain a key.
+
+    usage: tandem config show [CONFIG.yaml] key=value … [--sft | --rm]
            tandem config explain KEY …
 
-    show      prints the resolved config as YAML, every key; without arguments, all keys and their defaults
-    explain   prints a key's type, default, meaning and what reads it; for a section, its keys
+    show      prints the resolved config with every key, as YAML; without arguments, all keys and
+              their defaults
+    explain   prints a key's type, default and meaning, and which code reads it; for a section, it
+              lists the keys
       --sft   a config of `tandem sft`, not of `tandem train`
       --rm    a config of `tandem rm`
     """
@@ -30,7 +34,9 @@ def config(arguments: list[str]) -> int:
         case ["explain", name, *more]:
             print("\n\n".join(explain(key) for key in (name, *more)))
         case _:
-            raise ConfigError("unknown use", got=" ".join(arguments), expected=getdoc(config))
+            raise ConfigError(
+                "this is not a use of `tandem config`", got=" ".join(arguments), expected=getdoc(config)
+            )
     return 0
 
 

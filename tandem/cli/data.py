@@ -1,4 +1,4 @@
-"""`tandem data validate|convert|show|split|dedupe …`"""
+"""The commands `tandem data validate`, `convert`, `show`, `split` and `dedupe`."""
 
 from __future__ import annotations
 
@@ -36,35 +36,53 @@ def data(arguments: list[str]) -> int:
 
 
 def _overview(arguments: list[str]) -> int:
-    """Print all works, where help was asked for.
+    """Print all subcommands if help was asked for.
 
     Raises:
-        ConfigError: something else was.
+        ConfigError: something other than help was asked for.
     """
     word = next(iter(arguments), None)
     if word not in ("-h", "--help"):
-        raise ConfigError("no such work on data", got=word or None, expected=", ".join(ACTIONS))
-    lines = [f"  {example}\n      {described(work)[0]}" for work, example in ACTIONS.values()]
-    print("\n".join(["usage: tandem data WORK …", "", *lines, "", "tandem data WORK --help says more."]))
+        raise ConfigError(
+            "unknown subcommand of `tandem data`", got=word or None, expected=", ".join(ACTIONS)
+        )
+    lines = [f"  {example}\n      {described(work)[0].splitlines()[0]}" for work, example in ACTIONS.values()]
+    print(
+        "\n".join(
+            [
+                "usage: tandem data SUBCOMMAND …",
+                "",
+                *lines,
+                "",
+                "`tandem data SUBCOMMAND --help` shows the options.",
+            ]
+        )
+    )
     return 0
 
 
 def _validate(words: list[str], sft: bool = False, rm: bool = False, allow: list[str] | None = None) -> None:
-    """Says everything that is wrong with rows, with their numbers: from 0 as in the messages of training,
-    and the line in a text file. Exit status 1 where there is anything. With a model
-    (actor_rollout_ref.model.path=…; with --sft and --rm model.path=…) tokens are counted too.
+    """Check data files and report everything that is wrong, with row numbers.
+
+    Rows count from 0, as in the messages of training; for a text file the line
+    is given too. The exit status is 1 if there is any problem. If you name a
+    model (actor_rollout_ref.model.path=…, or model.path=… with --sft and --rm),
+    tokens are counted too.
 
     Args:
-        words: data files, and key=value words as of the training
-        sft: rows of `tandem sft`, not of `tandem train`
-        rm: rows of `tandem rm`
-        allow: duplicate or role: rows that training takes are no problem
+        words: data files, and key=value words as for the training
+        sft: check rows for `tandem sft`, not for `tandem train`
+        rm: check rows for `tandem rm`
+        allow: duplicate or role: do not report such rows, which training
+            accepts
     """
     module = import_module("tandem.offline.validate")
     if sft and rm:
-        raise ConfigError("one or the other", field="--sft, --rm", got="both")
+        raise ConfigError("these options exclude each other", field="--sft, --rm", got="both")
     if wrong := set(allow or ()) - set(module.ALLOWED):
-        raise ConfigError("cannot be allowed", got=", ".join(wrong), expected=" or ".join(module.ALLOWED))
+        raise ConfigError(
+            "--allow does not know this problem", got=", ".join(wrong), expected=" or ".join(module.ALLOWED)
+        )
     root: Any = SFTConfig if sft else RMConfig if rm else TrainConfig
     config = _config(words, root)
     files = config.data.train_files
@@ -90,29 +108,35 @@ def _convert(
     skip: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Writes rows of a known format as rows that training reads: gsm8k, math, deepmath, dapo and table (any
-    columns of prompts and answers) for `tandem train`, sharegpt and alpaca for sft, preference for rm.
+    """Convert rows of a known format into rows that training reads.
+
+    gsm8k, math, deepmath, dapo and table (any columns of prompts and answers)
+    become rows for `tandem train`; sharegpt and alpaca become rows for `tandem
+    sft`; preference becomes rows for `tandem rm`.
 
     Args:
         source: data file, folder, pattern, or hf:OWNER/NAME?…
         output: file to write, .parquet or .jsonl
-        form: the format; found by the columns unless named
-        columns: prompt=YOURS,answer=YOURS: the format's columns in IN
-        data_source: data_source of all rows
-        instruction: put after each question; the format has its own
+        form: the format of IN; default: recognized by its columns
+        columns: prompt=YOURS,answer=YOURS: which columns of IN the format's
+            columns are
+        data_source: value of data_source for all rows
+        instruction: text to add after each question; default: the format's own
         skip: leave out rows that cannot be converted
-        overwrite: replace files that are there
+        overwrite: replace files that exist
     """
     module = import_module("tandem.offline.convert")
     _check_outputs([output], overwrite)
     pairs = [pair.partition("=") for pair in columns.split(",") if pair]
     if wrong := ["".join(pair) for pair in pairs if not (pair[0] and pair[2])]:
-        raise ConfigError("no pair", field="--columns", got=wrong[0], expected="NAME=YOURS,NAME=YOURS")
+        raise ConfigError(
+            "this is not a pair", field="--columns", got=wrong[0], expected="NAME=YOURS,NAME=YOURS"
+        )
     settings = module.Settings({name: theirs for name, _, theirs in pairs}, data_source, instruction, skip)
     files = files_of(source)
     named = form or module.detect(files, settings.columns)
     if named not in module.FORMATS:
-        raise ConfigError("unknown", field="--from", got=named, expected=", ".join(module.FORMATS))
+        raise ConfigError("unknown format", field="--from", got=named, expected=", ".join(module.FORMATS))
     table, left_out = module.convert(files, named, settings)
     write_rows(output, table, {})
     without = f", {left_out:,} left out" if left_out else ""
@@ -121,13 +145,15 @@ def _convert(
 
 
 def _show(words: list[str], n: Annotated[int, typer.Option("--n", min=0)] = 2, full: bool = False) -> None:
-    """Shows what is in data files: rows, columns, data sources, lengths, examples. With a model
-    (actor_rollout_ref.model.path=…) lengths are of tokens, and the first prompt is as the model gets it.
+    """Show the rows, columns, data sources, lengths and examples of data files.
+
+    If you name a model (actor_rollout_ref.model.path=…), lengths are counted in
+    tokens, and the first prompt is shown as the model gets it.
 
     Args:
-        words: data files, and key=value words as of the training
-        n: examples
-        full: long texts to their end
+        words: data files, and key=value words as for the training
+        n: number of examples
+        full: show long texts in full
     """
     module = import_module("tandem.offline.show")
     config = _config(words)
@@ -153,15 +179,17 @@ def _show(words: list[str], n: Annotated[int, typer.Option("--n", min=0)] = 2, f
 
 
 def _as_ids(tokenizer: Any, options: Mapping[str, Any], values: Sequence[Any]) -> list[list[int]]:
-    """The token ids of values that stand in rows, in the form in which a model gets them.
+    """Return the token ids of values in rows, in the form in which a model gets them.
 
     Args:
-        options: of the chat template.
+        tokenizer: the model's tokenizer.
+        options: options of the chat template.
+        values: texts, conversations or token ids.
     """
     template = import_module("tandem.data.chat").ChatTemplate(tokenizer, options)
 
     def pieces(value: Any) -> Any:
-        """Texts, or token ids."""
+        """Return a value as texts or token ids."""
         if isinstance(value, str):
             return template.prompt(value)
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -182,16 +210,19 @@ def _split(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     overwrite: bool = False,
 ) -> None:
-    """Divides rows by chance: a share of each data source goes to OUT_B, the rest to OUT_A. Rows whose
-    prompts are the same but for blanks and case stay together, and all keep their order.
+    """Split rows at random into two files.
+
+    A share of the rows of each data source goes to OUT_B, the rest to OUT_A.
+    Rows whose prompts differ only in whitespace and case go to the same file.
+    All rows keep their order.
 
     Args:
         source: data file, folder, pattern, or hf:OWNER/NAME?…
         most: file to write
-        part: file to write the share to
-        share: of each data source's rows that go to OUT_B
+        part: file for the share
+        share: share of each data source's rows that goes to OUT_B
         seed: the same seed gives the same files
-        overwrite: replace files that are there
+        overwrite: replace files that exist
     """
     if not 0 < share < 1:
         raise ConfigError("out of range", field="--share", got=share, expected="a number between 0 and 1")
@@ -200,7 +231,10 @@ def _split(
     chosen = import_module("tandem.offline.parts").split(rows, share, seed)
     if chosen.all() or not chosen.any():
         raise DataError(
-            "one side would have no rows", field=rows.names, got=f"{len(rows)} rows", remedy="another --share"
+            "one side would have no rows",
+            field=rows.names,
+            got=f"{len(rows)} rows",
+            remedy="choose another --share",
         )
     for path, mask in ((most, ~chosen), (part, chosen)):
         write_rows(path, rows.table.filter(mask), {})
@@ -215,16 +249,21 @@ def _dedupe(
     overlap: Annotated[float, typer.Option(min=0, max=1)] = 0.7,
     overwrite: bool = False,
 ) -> None:
-    """Leaves out rows that repeat an earlier one but for blanks and case, or nearly: most of their word
-    n-grams are shared, and all numbers. With --against also those whose prompt is in other data.
+    """Remove duplicate rows.
+
+    A row is left out if it repeats an earlier one: the texts differ only in
+    whitespace and case, or they share most word n-grams and all numbers. With
+    --against, rows whose prompt occurs in other data are left out too.
 
     Args:
         source: data file, folder, pattern, or hf:OWNER/NAME?…
         output: file to write, .parquet or .jsonl
-        against: data whose prompts no row may have, nor nearly
-        ngram: words of an n-gram; 0: only rows that are the same
-        overlap: share of n-grams in common from which texts are near
-        overwrite: replace files that are there
+        against: data whose prompts, or near copies of them, must not occur in
+            OUT
+        ngram: words per n-gram; 0: only rows that are the same
+        overlap: share of common n-grams from which two texts count as near
+            copies
+        overwrite: replace files that exist
     """
     module = import_module("tandem.offline.parts")
     _check_outputs([output], overwrite)
@@ -243,7 +282,7 @@ def _dedupe(
             say(f"{rows.where(later)}: repeats {rows.where(one)}{_near(shared)}")
     kept = [row for row in range(len(rows)) if row not in gone]
     if not kept:
-        raise DataError("no row would be left", field=rows.names)
+        raise DataError("all rows would be left out", field=rows.names)
     write_rows(output, rows.table.take(kept), {})
     why = ", ".join(f"{count:,} {name}" for name, count in Counter(gone.values()).items())
     say(f"wrote {output}: {len(kept):,} of {len(rows):,} rows{f'; left out: {why}' if why else ''}")
@@ -260,15 +299,17 @@ def _check_outputs(paths: Sequence[Path], overwrite: bool) -> None:
                 "unknown format", field=str(path), expected=f"a name in {' or '.join(SUFFIXES)}"
             )
         if not path.parent.is_dir():
-            raise ConfigError("no such folder", field=str(path), got=path.parent)
+            raise ConfigError("the folder of this file does not exist", field=str(path), got=path.parent)
         if path.exists() and not overwrite:
-            raise ConfigError("is there already", field=str(path), remedy="name another, or add --overwrite")
+            raise ConfigError(
+                "this file exists", field=str(path), remedy="choose another name, or add --overwrite"
+            )
     if len(set(paths)) < len(paths):
-        raise ConfigError("named twice", field=str(paths[0]))
+        raise ConfigError("this file is named twice", field=str(paths[0]))
 
 
 def _config(words: Sequence[str], root: Any = TrainConfig) -> Any:
-    """The config that key=value words give, the other words being its files."""
+    """Return the config that the key=value words give. The other words are its data files."""
     files = [word for word in words if not _KEY.match(word)]
     if not files:
         raise ConfigError("no data file is named", expected="FILE … key=value …")
@@ -277,7 +318,7 @@ def _config(words: Sequence[str], root: Any = TrainConfig) -> Any:
 
 
 def _tokenizer(config: Any) -> Any:
-    """That of the model; None where none is named."""
+    """Return the tokenizer of the config's model, or None if the config names no model."""
     model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
     if not model.path:
         return None

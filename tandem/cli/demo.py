@@ -1,4 +1,4 @@
-"""`tandem demo`"""
+"""The command `tandem demo`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from tandem.observability.terminal import say
 
 
 @command
-def demo(
+def demo(  # noqa: D417 - the help of `task` is above, as it lists the tasks
     task: Annotated[
-        str, typer.Argument(help=f"{ARITHMETIC}, or of reasoning-gym: {', '.join(GYMS)}")
+        str,
+        typer.Argument(
+            help=f"the task to learn: {ARITHMETIC}, or a task of reasoning-gym: {', '.join(GYMS)}"
+        ),
     ] = ARITHMETIC,
     overrides: Annotated[list[str] | None, typer.Argument()] = None,
     algo: str = "grpo",
@@ -25,15 +28,15 @@ def demo(
     control: str = "none",
     ranks: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
-    """A policy learns a task by reinforcement, on this machine, in a few minutes.
+    """Train a small policy by reinforcement learning, on this machine, in a few minutes.
 
     Args:
         overrides: further key=value words for the training
-        algo: grpo, or ppo with a critic
-        out: where everything goes: runs/demo, or runs/demo_TASK
+        algo: grpo, or ppo (which has a critic)
+        out: folder for everything that the demo writes; default: runs/demo or runs/demo_TASK
         seed: the same seed gives the same curve
-        control: none; zero-lr or shuffled-rewards: runs in which nothing can be learnt
-        ranks: processes that share the work, by way of Ray
+        control: none, or a run in which nothing can be learned: zero-lr or shuffled-rewards
+        ranks: number of processes that share the work; more than one needs Ray
     """
     words = overrides or []
     if "=" in task:

@@ -1,4 +1,4 @@
-"""`tandem eval [CONFIG.yaml] key=value …`"""
+"""The command `tandem eval`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from tandem.observability.terminal import plain_console, printable, say, warn
 
 @worded
 def evaluate(arguments: list[str]) -> int:
-    """usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
+    """Measure the accuracy, pass@k and maj@k of a model.
 
-    Accuracy, pass@k and maj@k, with confidence intervals, for each data source and overall:
-      data.path=PROBLEMS model.path=MODEL rollout.n=8 data.output_path=REPORT.json
-      data.path=RESPONSES data.output_path=REPORT.json        of what `tandem generate` wrote
-    Rewards go by data source, or are your own: custom_reward_function.path=FILE.py. The scored responses
-    are written beside the report, as REPORT.samples.parquet. Killed at any moment, the same command goes on
-    from what was finished. `tandem config explain eval` lists the keys.
+    usage: tandem eval [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
+
+    The report has confidence intervals, for each data source and overall.
+      generate responses and score them:
+          data.path=PROBLEMS model.path=MODEL rollout.n=8 data.output_path=REPORT.json
+      score responses that `tandem generate` wrote:
+          data.path=RESPONSES data.output_path=REPORT.json
+    A row's data source chooses its reward function. To use your own: custom_reward_function.path=FILE.py.
+    The scored responses are written next to the report, as REPORT.samples.parquet. If the command is killed,
+    run it again: it continues after the work that is done. `tandem config explain eval` lists the keys.
       --overwrite   replace the report, and drop unfinished work
       --dry-run     print the resolved config and stop
     """
     config = resolved(arguments, load_eval_config, ("--overwrite",))
     if config is None:
         return 0
-    whose = "" if config.model.path is None else f"what {config.model.path} answers to "
-    warn(f"scores {whose}{', '.join(config.data.path)}, to {config.data.output_path}")
+    whose = "" if config.model.path is None else f"the responses of {config.model.path} to "
+    warn(f"scoring {whose}{', '.join(config.data.path)}; the report goes to {config.data.output_path}")
     evaluate_file = import_module("tandem.offline.eval").evaluate_file
     sources = evaluate_file(config, overwrite="--overwrite" in arguments, say=warn)
     plain_console().print(_table(sources, config.eval.confidence))
@@ -40,11 +44,12 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def _table(sources: Mapping[str, Any], confidence: float) -> Table:
-    """A row for each measure of each source."""
+    """Return a table with a row for each measure of each data source."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("data source", "measure", "value", f"{confidence:.0%} interval", "problems", "responses"):
         table.add_column(name, justify="left" if name in ("data source", "measure") else "right")
-    shown = dict(list(sources.items())[:1]) if len(sources) == 2 else sources  # one source is all there is
+    # With one data source, the overall row would repeat its row.
+    shown = dict(list(sources.items())[:1]) if len(sources) == 2 else sources
     for source, found in shown.items():
         head = (printable(source), str(found.problems), str(found.responses))
         for measure, estimate in found.measures.items():

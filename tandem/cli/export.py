@@ -1,4 +1,4 @@
-"""`tandem export CHECKPOINT OUT`"""
+"""The command `tandem export`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def export(
     adapter: bool = False,
     best: bool = False,
 ) -> None:
-    """Writes a checkpoint's policy or trained reward model as a folder that transformers loads.
+    """Export a checkpoint's policy or reward model as a Hugging Face model folder.
 
     Args:
-        checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest
+        checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest checkpoint
         out: the Hugging Face folder to write
-        dtype: float32 or bfloat16 or float16
-        max_shard_mb: size of a weights file at most, MB (10^6 bytes); memory it takes
-        adapter: the adapters alone (LoRA), as a folder that peft loads
-        best: of RUN, the best by trainer.keep_best
+        dtype: float32, bfloat16 or float16
+        max_shard_mb: largest size of a weights file, in MB (10^6 bytes); the export needs as much memory
+        adapter: export only the adapters (LoRA), as a folder that peft loads
+        best: export the best checkpoint of RUN, as chosen by trainer.keep_best
     """
     if dtype not in DTYPES:
         raise UsageError(
-            "unknown type of weights",
+            "unknown data type of weights",
             field="--dtype",
             got=dtype,
             expected=f"one of {', '.join(DTYPES)}",

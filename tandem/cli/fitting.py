@@ -1,4 +1,4 @@
-"""What `tandem plan` says of time, and its search for a config that fits."""
+"""The times that `tandem plan` prints, and its search for a config that fits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from tandem.observability.terminal import say
 def judge_of(
     path: str | None, overrides: Sequence[str], device: float, clock: Clock | None, lengths: Lengths
 ) -> Judge:
-    """What says how good a config is.
+    """Return the judge that rates configs.
 
     Args:
-        path, overrides: what it was loaded from.
-        device: bytes of one.
-        clock: None: of a CPU that was not measured.
-        lengths: of a step's sequences.
+        path: the file that the config was loaded from, if any.
+        overrides: the key=value words that the config was loaded from.
+        device: memory of one device, in bytes.
+        clock: speeds of the device; None for a CPU that was not measured.
+        lengths: the lengths of the sequences of a step.
     """
 
     def accepts(keys: Mapping[str, Any]) -> bool:
@@ -51,21 +52,23 @@ def judge_of(
 
 
 def time_of(config: TrainConfig, made: Plan, judge: Judge, probing: Probing | None) -> dict[str, Any] | None:
-    """What a step and the run take, as plain values; None where nothing tells.
+    """Return the time of a step and of the run, as plain values, or None if it is unknown.
 
     Args:
+        config: the config.
         made: the plan of the config's memory.
-        probing: what was measured of it.
+        judge: the judge of the config, with the device's speeds.
+        probing: the measurements of `--probe`, if it was given.
     """
     if config.actor_rollout_ref.model.recomputes_by_memory and made.recomputed == "full":
         config = with_value(config, "actor_rollout_ref.model.gradient_checkpointing_mode", "full")
-    step, said = None, "the probe alone: tandem bench measures the other phases"
+    step, said = None, "the probe only; `tandem bench` measures the other phases"
     if judge.clock is not None:
         clock, shape = judge.timer(config)
         step, said = partial(clock.step, config, shape, slots=made.slots), clock.said
     if probing is not None:
         seconds = probing.seconds(config, step)
-        said += "; writing and rewards as measured" if step else ""
+        said += "; generation and rewards as measured" if step else ""
     elif step is not None:
         seconds = step(judge.lengths)
     else:
@@ -78,7 +81,7 @@ def time_of(config: TrainConfig, made: Plan, judge: Judge, probing: Probing | No
 
 
 def _steps(config: TrainConfig) -> int | None:
-    """Of the run; None where neither the config nor its data say so."""
+    """Return the number of steps of the run, or None if neither the config nor its data tell."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     rows = 0
@@ -92,11 +95,11 @@ def print_time(found: Mapping[str, Any] | None, devices: int, probing: Probing |
         return
     if probing is not None:
         probing.print(found["phases"])
-    say(f"\nseconds of a step, by {found['by']}:")
+    say(f"\nseconds per step, by {found['by']}:")
     parts = {phase: seconds for phase, seconds in found["phases"].items() if seconds}
     say("  " + ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in parts.items()))
     each = found["phases"]["step"] / 3600 * devices
-    run = f"a step is {each:.3g} GPU hours; with trainer.total_training_steps or data, so is the run"
+    run = f"a step takes {each:.3g} GPU hours; for the run, set trainer.total_training_steps or give the data"
     if found["steps"]:
         run = f"{found['steps']} steps: {found['days']:.3g} days, {found['device_hours']:.4g} GPU hours"
     say(f"  {found['tokens_per_s']:,.0f} tokens/s; {run}")
@@ -105,44 +108,54 @@ def print_time(found: Mapping[str, Any] | None, devices: int, probing: Probing |
 def print_schedules(found: Sequence[Schedule]) -> None:
     if not found:
         return
-    say("\nschedule             training  rollout  s a step  training, rollout wait  stale  GiB left")
+    say("\nschedule             training  rollout  s / step  training, rollout wait  stale  GiB free")
     for each in found:
         sizes = f"{each.name:<21}{each.training:>8}{each.rollout:>9}{each.step:>10.3g}"
         waits = f"{each.waits['training']:>11.0%},{each.waits['rollout']:>8.0%}    {each.staleness:>7}"
         say(f"{sizes}{waits}  {', '.join(f'{pool} {size / GIB:.1f}' for pool, size in each.left.items())}")
     best = chosen(found)
     ratio = found[-1].step / best.step
-    fits = "" if min(best.left.values()) >= 0 else ", though it does not fit"
+    fits = "" if min(best.left.values()) >= 0 else ", but it does not fit"
     say(f"choose {best.name}{' '.join([':', *as_words(best.keys)]) if best.keys else ''}{fits}")
-    say(f"one step off is not there: tandem train is synchronous. It would take {ratio:.2f} of that time")
+    say(f"`tandem train` cannot train one step off; that would take {ratio:.2f} of this time")
 
 
 def as_words(keys: Mapping[str, Any]) -> list[str]:
-    """key=value of each."""
+    """Return each key and value as a word key=value."""
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def write_fit(
     config: TrainConfig, path: str | None, overrides: Sequence[str], judge: Judge, out: Path
 ) -> list[str]:
-    """Writes what was given, with what a search changed; the changes in words.
+    """Search for the fastest config that fits, and write what was given together with the changes.
 
     Args:
-        path, overrides: what the config was loaded from.
+        config: the config to start from.
+        path: the file that the config was loaded from, if any.
+        overrides: the key=value words that the config was loaded from.
+        judge: rates the configs that are tried.
+        out: the file to write.
+
+    Returns:
+        the changes, one text each.
 
     Raises:
         ConfigError: nothing fits, or the file cannot be written.
     """
     found = search(config, judge)
     if not found.changes:
-        raise ConfigError("no sizes that are searched divide devices and heads", field="--fit")
+        raise ConfigError(
+            "none of the parallel sizes that are tried divides the devices and the attention heads",
+            field="--fit",
+        )
     if found.seconds is None:
         raise ConfigError(
-            "nothing that was tried fits with a twentieth of the device left",
+            "no config that was tried fits and leaves 5% of the device free",
             field="--fit",
-            expected=f"{found.lacking / GIB:.1f} GiB more, of the nearest",
+            expected=f"{found.lacking / GIB:.1f} GiB more, for the config that comes closest",
             got=" ".join(as_words(found.changes)),
-            remedy="take more or larger devices, or shorter sequences",
+            remedy="use more or larger devices, or shorter sequences",
         )
     changed = {key: value for key, value in found.changes.items() if value_at(config, key) != value}
     *_, given = read_sources(path, [*overrides, *as_words(found.changes)])

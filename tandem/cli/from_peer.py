@@ -1,4 +1,7 @@
-"""`tandem from-trl` and `tandem from-openrlhf`: another system's settings as a config."""
+"""The commands `tandem from-trl` and `tandem from-openrlhf`.
+
+They turn another system's settings into a config.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,21 @@ from tandem.observability.terminal import say, warn
 from tandem.peers.table import Reading
 
 REFUSED = 3
-"""Exit status where settings are refused: what is trained is not quite what was asked for."""
+"""The exit status if settings are refused: the config then trains something slightly different."""
 
 
 @worded
 def from_trl(arguments: list[str]) -> int:
-    """usage: tandem from-trl FILE.py [--devices N] [-o CONFIG.yaml]
+    """Turn TRL's settings into a config.
+
+    usage: tandem from-trl FILE.py [--devices N] [-o CONFIG.yaml]
            tandem from-trl [trl] grpo|rloo|sft|reward --name value … [--devices N] [-o CONFIG.yaml]
 
-    Writes the config that TRL's settings become, and says of each given one what it is here. FILE.py is read,
-    never run: what is no literal in it is named. Exit status 3 where a given setting is refused: the config
-    is written, and does without it.
-      --devices N   processes that TRL runs on, by which its batch sizes count; 1 unless given
-      -o FILE       where to; standard output unless given
+    A table shows what each given setting became. FILE.py is read and never run; settings whose values are
+    not literals are listed. The exit status is 3 if a given setting is refused: the config is then written
+    without it.
+      --devices N   number of processes that TRL runs on, which determines its batch sizes; default: 1
+      -o FILE       file for the config; default: standard output
     """
     if not arguments:
         print(getdoc(from_trl))
@@ -40,29 +45,33 @@ def from_trl(arguments: list[str]) -> int:
     devices = own.get("--devices", "1")
     given = read_python(words[0]) if words and words[0].endswith(".py") else read_words(words)
     if not devices.isdecimal() or int(devices) < 1:
-        raise UsageError("not a number of devices", field="--devices", got=devices)
+        raise UsageError("must be a whole number of at least 1", field="--devices", got=devices)
     made = migrate(given.name, given.settings, devices=int(devices), implied=given.implied)
     for name, text in given.unread.items():
         if name in DATA_SETS:
-            made.rows.append(Reading(name, text, "renamed", f"{DATA_SETS[name]}: to be written as parquet"))
+            made.rows.append(Reading(name, text, "renamed", f"{DATA_SETS[name]}: write the data as parquet"))
         else:
-            made.rows.append(Reading(name, text, "refused", "no literal: set its key"))
+            made.rows.append(
+                Reading(name, text, "refused", "the value is not a literal: set the key yourself")
+            )
     return _write(made, own.get("-o"))
 
 
 DATA_SETS = {"train_dataset": "data.train_files", "eval_dataset": "data.val_files"}
-"""Arguments of TRL's trainers that are data, which no file of settings holds."""
+"""Arguments of TRL's trainers that take data, which a file of settings cannot contain."""
 
 
 @worded
 def from_openrlhf(arguments: list[str]) -> int:
-    """usage: tandem from-openrlhf --name value … [-o CONFIG.yaml]
+    """Turn OpenRLHF's options into a config.
+
+    usage: tandem from-openrlhf --name value … [-o CONFIG.yaml]
            tandem from-openrlhf SCRIPT.sh [ARGUMENTS…] [-o CONFIG.yaml]
 
-    Writes the config that the options of OpenRLHF's `openrlhf.cli.train_ppo_ray` become, and says of each
-    given one what it is here. A shell script is read by bash with the trainer replaced; only programs that
-    print run. Exit status 3 where a given option is refused: the config is written, and does without it.
-      -o FILE       where to; standard output unless given
+    The options are those of OpenRLHF's `openrlhf.cli.train_ppo_ray`. A table shows what each given option
+    became. bash reads a shell script with the trainer replaced; only programs that print are run. The exit
+    status is 3 if a given option is refused: the config is then written without it.
+      -o FILE       file for the config; default: standard output
     """
     if not arguments:
         print(getdoc(from_openrlhf))
@@ -74,7 +83,7 @@ def from_openrlhf(arguments: list[str]) -> int:
 
 
 def _write(made: Peer, path: str | None) -> int:
-    """Writes the config and says what became of the settings; the exit status."""
+    """Write the config, print what became of each setting, and return the exit status."""
     print_table("settings", made.rows)
     for note in (*made.notes, *made.lost):
         warn(f"note: {note}")
@@ -88,8 +97,8 @@ def _write(made: Peer, path: str | None) -> int:
             raise ConfigError("cannot be written", field="-o", got=str(error)) from error
     file = path or "CONFIG.yaml"
     flag = "" if made.command == "train" else f"--{made.command} "
-    warn(f"to be filled in: paths; then `tandem check {flag}{file}`, `tandem {made.command} {file}`")
+    warn(f"next: fill in the paths, then run `tandem check {flag}{file}` and `tandem {made.command} {file}`")
     refused = sorted({row.name for row in made.rows if row.verdict == "refused"})
     if refused:
-        warn(f"refused, so the config does without: {', '.join(refused)} (exit status {REFUSED})")
+        warn(f"refused, so the config lacks them: {', '.join(refused)} (exit status {REFUSED})")
     return REFUSED if refused else 0

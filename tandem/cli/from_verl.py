@@ -1,4 +1,4 @@
-"""`--from-verl SCRIPT.sh`: the shell script that called verl, with Tandem in verl's place."""
+"""The option `--from-verl SCRIPT.sh`: run Tandem with the settings of a shell script that calls verl."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OPTION, CALL, LIMIT = "--from-verl", "--call", "--script-limit"
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks of `--from-verl`.
+    """The options of `--from-verl` on a command line.
 
     Attributes:
         script: the shell script.
-        arguments: the script's own.
-        call: which of its calls, from 1.
-        limit_s: how long reading it may take; None takes the usual.
-        words: all else that the command was given.
+        arguments: the arguments of the script.
+        call: which of the script's calls of verl to take; the first is 1.
+        limit_s: how long reading the script may take, in seconds; None: the default.
+        words: the other words of the command line.
     """
 
     script: str
@@ -43,10 +43,10 @@ class Request:
 
 
 def requested(arguments: Sequence[str]) -> Request | None:
-    """The request in a command line; None where it has none.
+    """Return the request of a command line, or None if it has no `--from-verl`.
 
     Raises:
-        UsageError: an option without its value, or a value that is no number.
+        UsageError: an option has no value, or a value that is not a number.
     """
     own = list(arguments)
     if not any(word.split("=", 1)[0] == OPTION for word in own):
@@ -55,7 +55,7 @@ def requested(arguments: Sequence[str]) -> Request | None:
     words, given = valued(own[:at], (OPTION, CALL, LIMIT), equals=True, remedy="tandem train --help")
     call, limit_s = _number(given, CALL), _number(given, LIMIT)
     if call is not None and call != int(call):
-        raise UsageError("not a whole number", field=CALL, got=given[CALL])
+        raise UsageError("must be a whole number", field=CALL, got=given[CALL])
     return Request(given[OPTION], tuple(own[at + 1 :]), int(call or 1), limit_s, tuple(words))
 
 
@@ -65,22 +65,22 @@ def _number(given: dict[str, str], name: str) -> float | None:
     except ValueError:
         number = 0.0
     if number is not None and not number > 0:
-        raise UsageError("not a number above 0", field=name, got=given[name])
+        raise UsageError("must be a number above 0", field=name, got=given[name])
     return number
 
 
 def _arguments(request: Request) -> tuple[str, ...]:
-    """Return the words of a call, in whose folder and environment this process then is."""
+    """Return the words of the call, after this process took over the call's folder and environment."""
     script = Script.read(request.script, request.arguments, limit_s=request.limit_s)
     call = script.call(request.call)
     for command in script.others:
-        warn(f"not run: {command}")
+        warn(f"this command of the script is not run: {command}")
     for other in script.calls if len(script.calls) > 1 else ():
         if other.number == call.number:
-            warn(f"call {other.number} (taken): {' '.join(other.words)}")
+            warn(f"call {other.number} (used): {' '.join(other.words)}")
         else:
             words = " ".join(word for word in other.words if word not in call.words)
-            warn(f"call {other.number} ({CALL} {other.number} takes it), words that are others: {words}")
+            warn(f"call {other.number} (use {CALL} {other.number} to choose it), words that differ: {words}")
     asked = understood(call)
     print_table("environment of the call", environment.readings(asked.variables))
     for sentence in asked.around:
@@ -93,12 +93,13 @@ def _arguments(request: Request) -> tuple[str, ...]:
 
 
 def load(request: Request) -> Loaded[TrainConfig]:
-    """Return the config that a script's call of verl stands for; print how its settings were read. This
-    process then is in the folder and the environment of the call.
+    """Return the config that a script's call of verl asks for, and print how its settings were read.
+
+    Afterwards this process is in the folder and the environment of the call.
 
     Raises:
-        ConfigError: no such call, or not of the trainer of policies; settings are refused, which the table
-            names.
+        ConfigError: the script has no such call, the call is not one of verl's PPO trainer, or some of its
+            settings are refused. A table names these.
     """
     path, overrides = split_arguments([*VERLS_DEFAULTS, *_arguments(request), *request.words])
     try:
@@ -106,12 +107,12 @@ def load(request: Request) -> Loaded[TrainConfig]:
     except ConfigErrors as errors:
         print_table("settings", [*map(_refused, errors.errors), *errors.readings])
         raise ConfigError(
-            f"{len(errors.errors)} of the script's settings cannot be taken over; the table names them",
-            remedy="change them in the script, or give key=value behind it, which wins, or ~key, which takes "
-            "a key back",
+            f"{len(errors.errors)} of the script's settings cannot be used; the table names them",
+            remedy="change them in the script, or add words after it: key=value overrides a setting, ~key "
+            "removes it",
         ) from errors
     print_table("settings", loaded.readings)
-    warn("all other settings act under their own names")
+    warn("all other settings have the same names and effects here")
     for notice in loaded.notices:
         if notice not in Translation(readings=list(loaded.readings)).notices:
             warn(f"note: {notice}")

@@ -1,4 +1,4 @@
-"""`tandem generate [CONFIG.yaml] key=value …`"""
+"""The command `tandem generate`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from tandem.observability.terminal import say, warn
 
 @worded
 def generate(arguments: list[str]) -> int:
-    """usage: tandem generate [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
+    """Generate responses to a file of prompts.
 
-    Answers a file of prompts: data.path=IN model.path=MODEL data.output_path=OUT rollout.n=4 …
-    OUT (.parquet or .jsonl) has the columns of IN and, as lists with one entry per sample: responses,
-    response_ids, response_log_probs, finish_reasons. Killed at any moment, the same command goes on from
-    what was finished. `tandem config explain rollout` lists the keys.
+    usage: tandem generate [CONFIG.yaml] key=value … [--overwrite] [--dry-run]
+
+    Give at least data.path=IN model.path=MODEL data.output_path=OUT. With rollout.n=4 each prompt gets four
+    responses. OUT (.parquet or .jsonl) has the columns of IN and these columns, each a list with one entry
+    per sample: responses, response_ids, response_log_probs, finish_reasons. If the command is killed, run it
+    again: it continues after the work that is done. `tandem config explain rollout` lists the sampling keys.
       --overwrite   replace OUT, and drop unfinished work
       --dry-run     print the resolved config and stop
     """
     config = resolved(arguments, load_generate_config, ("--overwrite",))
     if config is None:
         return 0
-    warn(f"answers {', '.join(config.data.path)} with {config.model.path}, to {config.data.output_path}")
+    warn(
+        f"answering {', '.join(config.data.path)} with {config.model.path}; "
+        f"the responses go to {config.data.output_path}"
+    )
     generate_file = import_module("tandem.offline.generate").generate_file
     output = generate_file(config, overwrite="--overwrite" in arguments, say=warn)
     say(f"wrote {output}")

@@ -1,4 +1,4 @@
-"""The beginning of each command's --help: an example, and the keys that matter most."""
+"""The first part of each command's `--help`: an example, and the most important keys."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ COMMANDS = {
 
 
 def guide(command: str) -> str:
-    """An example of a command and the keys that matter most, with their defaults."""
+    """Return an example of a command, and its most important keys with their defaults."""
     lines = ["example:", f"  {COMMANDS[command]}", ""]
     if command in CONFIGS:
         root, names = CONFIGS[command]
-        lines += ["keys that matter most (`tandem config explain KEY` says more):"]
+        lines += ["most important keys (`tandem config explain KEY` explains them):"]
         known = keys(root)
         for key in (known[name] for name in names):
             simple = not key.required and key.inherits is None and key.default not in (None, ())

@@ -1,4 +1,4 @@
-"""`tandem logs RUN [NAME] [-f]`"""
+"""The command `tandem logs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.observability.terminal import say
 
 POLL_S = 0.2
 _PIECE = 1 << 20
-"""Characters that are read at a time."""
+"""How many characters are read at a time."""
 
 
 @command
@@ -25,18 +25,22 @@ def logs(
     name: Annotated[str, typer.Argument()] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
-    """Prints what the run said, or what one of its processes printed.
+    """Print the log of a run, or the output of one of its processes.
 
     Args:
         run: the run folder
-        name: run, or POOL_RANK such as global_pool_1; none lists them
-        follow: go on printing until Ctrl-C
+        name: run, or POOL_RANK such as global_pool_1; without a name, the logs are listed
+        follow: keep printing new lines until Ctrl-C
     """
     found = {path.stem: path for path in sorted((run / "log").glob("*.log"))}
     if not found:
-        raise ConfigError("no logs there", field=str(run / "log"), remedy="name a run folder")
+        raise ConfigError(
+            "this folder has no logs", field=str(run / "log"), remedy="give the folder of a run"
+        )
     if name and name not in found:
-        raise ConfigError("no such log", field=str(run), got=name, expected=f"one of {', '.join(found)}")
+        raise ConfigError(
+            "this run has no such log", field=str(run), got=name, expected=f"one of {', '.join(found)}"
+        )
     if not name:
         for log, path in found.items():
             say(f"{log:<24} {path.stat().st_size:>10,} bytes")

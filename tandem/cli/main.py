@@ -1,5 +1,8 @@
-"""The command `tandem`. Each subcommand lives in a file of its own, loaded only when it is called, so
-that those that need no torch answer at once."""
+"""The command `tandem`.
+
+Each subcommand is a module that is loaded only when it is called. Subcommands that do not need torch
+therefore start at once.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,48 @@ from collections.abc import Callable, Sequence
 
 from tandem.cli.signals import begin, end_at_signals, import_module, raise_interrupts
 
-# name: ("module:function", what it does)
+# name: ("module:function", a description)
 COMMANDS = {
-    "demo": ("demo:demo", "a small policy learns arithmetic or another task, on any machine, in minutes"),
-    "train": ("train:train", "reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
-    "sft": ("sft:sft", "supervised fine-tuning"),
-    "rm": ("sft:rm", "a reward model from preferences"),
-    "generate": ("generate:generate", "a file of prompts to a file of responses"),
-    "eval": ("eval:evaluate", "accuracy, pass@k and maj@k of a model, or of responses it wrote"),
-    "runs": ("runs:runs", "lists runs; compares, plots and prunes them"),
-    "view": ("view:view", "runs in a browser: curves, samples, time, warnings"),
-    "samples": ("samples:samples", "what the policy of a run wrote"),
+    "demo": ("demo:demo", "train a small policy on arithmetic or another task, on any machine, in minutes"),
+    "train": ("train:train", "train a policy by reinforcement learning: PPO, GRPO, RLOO, REINFORCE++"),
+    "sft": ("sft:sft", "fine-tune a model on example responses (SFT)"),
+    "rm": ("sft:rm", "train a reward model on preferences"),
+    "generate": ("generate:generate", "generate responses to a file of prompts"),
+    "eval": (
+        "eval:evaluate",
+        "measure accuracy, pass@k and maj@k of a model, or of responses that it generated",
+    ),
+    "runs": ("runs:runs", "list, compare, plot and prune runs"),
+    "view": ("view:view", "show runs in a browser: curves, samples, times, warnings"),
+    "samples": ("samples:samples", "print the responses that the policy of a run generated"),
     "replay": (
         "replay:replay",
-        "takes a step of a run again, as it was or changed, and takes its gradient apart",
+        "repeat a step of a run, unchanged or changed, and analyze its gradient",
     ),
-    "data": ("data:data", "checks, converts, shows, splits and thins out data files"),
-    "bench": ("bench:bench", "the phases of real steps with dummy weights, beside their floors"),
-    "node": ("node:node", "joins this machine to a cluster"),
-    "export": ("export:export", "a checkpoint as a Hugging Face model folder"),
-    "check": ("check:check", "says everything that is wrong with a config"),
-    "plan": ("plan:plan_memory", "what a run will hold on its devices, from the config alone"),
-    "from-trl": ("from_peer:from_trl", "a config from TRL's settings"),
-    "from-openrlhf": ("from_peer:from_openrlhf", "a config from OpenRLHF's options"),
-    "config": ("config:config", "shows a resolved config; explains a key"),
-    "logs": ("logs:logs", "shows or follows the log of one rank"),
-    "stacks": ("stacks:stacks", "the Python stacks of all processes of a run"),
+    "data": ("data:data", "check, convert, show, split and deduplicate data files"),
+    "bench": ("bench:bench", "measure the phases of training steps, and predict the time of a run"),
+    "node": ("node:node", "join this machine to a cluster"),
+    "export": ("export:export", "export a checkpoint as a Hugging Face model folder"),
+    "check": ("check:check", "report everything that is wrong with a config"),
+    "plan": ("plan:plan_memory", "plan a run's memory on its devices, from the config only"),
+    "from-trl": ("from_peer:from_trl", "make a config from TRL's settings"),
+    "from-openrlhf": ("from_peer:from_openrlhf", "make a config from OpenRLHF's options"),
+    "config": ("config:config", "show a resolved config; explain a key"),
+    "logs": ("logs:logs", "print or follow the log of a run or of one rank"),
+    "stacks": ("stacks:stacks", "print the Python stacks of all processes of a run"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: the words after `tandem`; None takes the process's own.
+        arguments: the words after `tandem`; None: those of this process.
 
     Returns:
-        the exit status: 0, or 1 after an error the user can act on, 2 for an unknown command or option, 3 for
-        a config that does without settings which are refused, 130 after an interrupt: Ctrl-C or SIGTERM,
-        which here are the same.
+        the exit status: 0 for success; 1 after an error that the user can act on; 2 for an unknown command
+        or option; 3 if a config was written without settings that are refused; 130 after an interrupt.
+        Ctrl-C and SIGTERM are both interrupts.
     """
     if arguments is None:
         begin()
@@ -67,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run the command that the words name; its exit status."""
+    """Run the command that the words name, and return its exit status."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -85,4 +91,12 @@ def _run(words: list[str]) -> int:
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {meaning}" for name, (_, meaning) in COMMANDS.items()]
-    return "\n".join(["usage: tandem COMMAND …", "", *lines, "", "tandem COMMAND --help says more."])
+    return "\n".join(
+        [
+            "usage: tandem COMMAND …",
+            "",
+            *lines,
+            "",
+            "`tandem COMMAND --help` explains a command and starts with an example.",
+        ]
+    )

@@ -1,4 +1,4 @@
-"""`tandem node [options] [-- COMMAND …]`"""
+"""The command `tandem node`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tandem.cli.node_ray import RayNode, environment
 from tandem.cli.typed import run_typed
 from tandem.errors import ConfigError, TandemError
 
-JOIN_S = 60.0  # for Ray to join a head that is up, at the least
-RETRY_S = 5.0  # between two tries
-LOOK_S = 1.0  # between two looks at the head's file
-PROBE_S = 3.0  # between two calls at the head's port
-SILENT_PROBES = 5  # unanswered in a row: the head is gone
+JOIN_S = 60.0  # minimum time for Ray to join a head that is up
+RETRY_S = 5.0  # pause between two attempts to join
+LOOK_S = 1.0  # pause between two reads of the head's file
+PROBE_S = 3.0  # pause between two connections to the head's port
+SILENT_PROBES = 5  # the head is gone after so many unanswered connections in a row
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class Settings:
     """The settings of a node, from the command line and the environment.
 
     Attributes:
-        rank: of this machine; 0 is the head.
-        port: the head's.
-        job: the scheduler's job, None where unknown; the head files of other jobs are ignored.
-        file: through which the head is found.
-        timeout_s: until the head must be up.
-        grace_s: that a follower stays after a first signal, for the head to end first.
-        address: this machine's, None to find it.
-        interface: whose address to take, None for the one that routes outward.
+        rank: rank of this machine; 0 is the head.
+        port: port of the head.
+        job: the scheduler's job id, or None if unknown; head files of other jobs are ignored.
+        file: the file through which the other machines find the head.
+        timeout_s: seconds within which the head must be up.
+        grace_s: how many seconds a follower stays after a first signal, so that the head can end first.
+        address: address of this machine; None: find it.
+        interface: network interface whose address to use; None: the one with the route outward.
         words: further words for `ray start`.
-        command: what rank 0 runs.
+        command: the command that rank 0 runs.
     """
 
     rank: int
@@ -76,25 +76,26 @@ def node(arguments: list[str]) -> int:
         temp_dir: Path | None = None,
         ray: Annotated[list[str] | None, typer.Option(metavar="WORD")] = None,
     ) -> None:
-        """Joins this machine to a Ray cluster. Run it on every machine with the same words.
+        """Join this machine to a Ray cluster.
 
-        RANK (0 is the head) and MASTER_PORT (the head's port) come from the environment; the head's
-        address is found through a file on a shared file system. Rank 0 runs COMMAND with RAY_ADDRESS
-        set, ends with it and exits with its status; without COMMAND it stays until a signal. The
-        others stay until the head is gone. Signals go on to COMMAND; after a first one the other ranks
-        stay for --grace seconds, since schedulers signal all machines at once and the head may still
-        have to save. Everything runs in the foreground, and ends with this command.
+        Run the command on every machine, with the same words. The environment gives RANK (0: the head) and
+        MASTER_PORT (the head's port). The machines find the head's address in a shared file. Rank 0 runs
+        COMMAND with RAY_ADDRESS set and exits with its status; without COMMAND it waits for a signal. The
+        other ranks stay until the head is gone.
+
+        Signals go to COMMAND. The other ranks then stay for --grace seconds, because the head may still have
+        to save. All processes end with this command.
 
         Args:
-            head_file: default: TANDEM_HEAD_FILE, or ./ray_head.json
-            timeout: seconds until the head must be up
-            grace: seconds after a first signal, see above
-            address: this machine's own address (default: the one that routes outward)
-            interface: the network interface whose address to take
-            num_cpus: CPUs to offer (default: all)
-            num_gpus: GPUs to offer (default: all)
-            temp_dir: folder of Ray's session files (default: Ray's own)
-            ray: a further word for `ray start`; repeatable
+            head_file: the shared file; default: TANDEM_HEAD_FILE, or ./ray_head.json
+            timeout: seconds within which the head must be up
+            grace: how many seconds the other ranks stay after a first signal
+            address: address of this machine; default: the address with the route outward
+            interface: network interface whose address to use
+            num_cpus: CPUs to offer; default: all
+            num_gpus: GPUs to offer; default: all
+            temp_dir: folder for Ray's session files; default: Ray's own
+            ray: a further word for `ray start`; may be given several times
         """
         offered = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": temp_dir}
         words = [f"--{name}={amount}" for name, amount in offered.items() if amount is not None]
@@ -114,9 +115,10 @@ def node(arguments: list[str]) -> int:
         )
 
     run_typed("node", options, arguments[:cut], example="tandem node OPTIONS -- COMMAND …")
-    if not given:  # help was asked for
-        return 0
-    (settings,) = given
+    return _run(given[0]) if given else 0  # without settings: the command line asked for help
+
+
+def _run(settings: Settings) -> int:
     with tempfile.TemporaryFile() as log, Processes() as processes:
         ray = RayNode(processes, log, settings.words)
         return (_lead if settings.rank == 0 else _follow)(settings, processes, ray)
@@ -127,12 +129,14 @@ def _whole(name: str, least: int, most: int) -> int:
     if text is None:
         raise ConfigError(f"the environment variable {name} is not set; it must be a whole number")
     if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
-        raise ConfigError(f"the environment variable {name} is {text!r}; it must be from {least} to {most}")
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}; it must be a whole number from {least} to {most}"
+        )
     return int(text)
 
 
 def _lead(settings: Settings, processes: Processes, ray: RayNode) -> int:
-    """Rank 0."""
+    """Run the head of the cluster (rank 0) and return the exit status."""
     file = settings.file
     file.claim()
     address = settings.address or own_address(settings.interface)
@@ -149,20 +153,22 @@ def _lead(settings: Settings, processes: Processes, ray: RayNode) -> int:
         if not ray.is_up(time.monotonic() + settings.timeout_s):
             if processes.stop_asked:
                 return _stopped(settings, processes)
-            raise TandemError(f"Ray's head did not start on {address}; its last lines:\n{ray.last_lines()}")
+            raise TandemError(
+                f"Ray's head did not start on {address}; its last lines of output:\n{ray.last_lines()}"
+            )
         file.write(Head(address, settings.port, settings.job, secrets.token_hex(8)))
-        settings.say(f"the head is up at {address}:{settings.port}; {file.path} says so")
+        settings.say(f"the head is up at {address}:{settings.port}; its address is in {file.path}")
         return _serve(settings, processes, ray, variables)
     finally:
-        file.remove()  # before Ray ends: the others take it for an orderly end
+        file.remove()  # before Ray ends, so that the other nodes see that the head ended normally
 
 
 def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Mapping[str, str]) -> int:
-    """Runs the command, or waits for a signal; the exit status."""
+    """Run the command, or wait for a signal, and return the exit status."""
     if not settings.command:
         names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
         exports = " ".join(f"{name}={variables[name]}" for name in names if name in variables)
-        settings.say(f"other programs reach the cluster after: export {exports}")
+        settings.say(f"to use the cluster in other programs, run: export {exports}")
         while not processes.stop_asked:
             ray.require()
             processes.pause(LOOK_S)
@@ -173,17 +179,20 @@ def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Ma
         processes.pause(LOOK_S)
         processes.pass_on(command)
     status = command.returncode
-    settings.say(f"{settings.command[0]} ended with status {status}")
+    settings.say(f"{settings.command[0]} exited with status {status}")
     return status if status >= 0 else 128 - status
 
 
 def _stopped(settings: Settings, processes: Processes) -> int:
-    """The exit status after a signal: with a command that never ran, the signal's."""
+    """Return the exit status after a signal.
+
+    It is 128 + the number of the signal if there was a command to run, else 0.
+    """
     return 128 + processes.received[0] if settings.command else 0
 
 
 def _follow(settings: Settings, processes: Processes, ray: RayNode) -> int:
-    """Ranks above 0."""
+    """Join the head's cluster (ranks above 0) and return the exit status."""
     deadline = time.monotonic() + settings.timeout_s
     while True:
         head = _await_head(settings, processes, deadline)
@@ -197,7 +206,7 @@ def _follow(settings: Settings, processes: Processes, ray: RayNode) -> int:
             return _stay(settings, processes, ray, head)
         if processes.stop_asked or settings.file.has_ended(head):
             return 0
-        settings.say(f"Ray could not join {head}; its last lines:\n{ray.last_lines()}")
+        settings.say(f"Ray could not join {head}; its last lines of output:\n{ray.last_lines()}")
         if time.monotonic() > deadline:
             raise TandemError(f"no head within {settings.timeout_s:g} s: this machine could not join {head}")
         processes.end()
@@ -207,10 +216,10 @@ def _follow(settings: Settings, processes: Processes, ray: RayNode) -> int:
 
 
 def _await_head(settings: Settings, processes: Processes, deadline: float) -> Head | None:
-    """The head to join; None where a signal came first.
+    """Return the head to join, or None if a signal arrives first.
 
     Raises:
-        TandemError: there is none by the deadline.
+        TandemError: there is no head at the deadline.
     """
     while not processes.stop_asked:
         head, reason = settings.file.living(settings.job)
@@ -223,10 +232,10 @@ def _await_head(settings: Settings, processes: Processes, deadline: float) -> He
 
 
 def _stay(settings: Settings, processes: Processes, ray: RayNode, head: Head) -> int:
-    """Until the head is gone: 0 where it ended in order, or where signals ask to leave it.
+    """Stay until the head is gone. Return 0 if it ended normally, or if signals stopped this node.
 
     Raises:
-        TandemError: the head, or Ray on this machine, ended out of order.
+        TandemError: the head, or Ray on this machine, ended unexpectedly.
     """
     silent, probe_at, leave_at = 0, time.monotonic() + PROBE_S, math.inf
     while time.monotonic() < leave_at:
@@ -238,13 +247,13 @@ def _stay(settings: Settings, processes: Processes, ray: RayNode, head: Head) ->
             silent = 0 if head.answers() else silent + 1
             probe_at = time.monotonic() + PROBE_S
         if silent == SILENT_PROBES:
-            raise TandemError(f"{head} stopped answering and did not end in order; this node ends")
+            raise TandemError(f"{head} stopped answering and did not end normally; this node stops")
         processes.pause(LOOK_S)
         if processes.stop_asked:
             again = leave_at < math.inf
             leave_at = time.monotonic() + (0 if again else settings.grace_s)
             settings.say(
-                f"leaves {head} " + ("now" if again else f"once it ends, or in {settings.grace_s:g} s")
+                f"leaving {head} " + ("now" if again else f"when it ends, or after {settings.grace_s:g} s")
             )
         processes.received.clear()
     return 0

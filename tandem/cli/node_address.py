@@ -1,4 +1,7 @@
-"""Finds this machine's IPv4 address, and whether a port of it is free. No cluster library is used."""
+"""Functions that find this machine's IPv4 address and test whether a port is free.
+
+They use no cluster library.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from contextlib import suppress
 
 from tandem.errors import TandemError
 
-OUTSIDE = "192.0.2.1"  # an address kept for documentation: no packet is sent to it, only its route is asked
+OUTSIDE = "192.0.2.1"  # an address reserved for documentation; only its route is looked up, no packet is sent
 SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface; None where it has none, or does not exist."""
+    """Return the IPv4 address of a network interface, or None if it has no address or does not exist."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -25,17 +28,24 @@ def address_of(interface: str) -> str | None:
 
 
 def own_address(interface: str | None, towards: str = OUTSIDE) -> str:
-    """This machine's address: the interface's, else the one that routes to `towards`, else the only one.
+    """Return this machine's IPv4 address.
+
+    This is the address of the interface if one is given, else the address with the route to `towards`, else
+    the only address.
+
+    Args:
+        interface: a network interface, or None.
+        towards: an IPv4 address that this machine must reach.
 
     Raises:
-        TandemError: the interface has no address, or the choice is not clear.
+        TandemError: the interface has no address, or there are several addresses to choose from.
     """
     known = {name: found for _, name in socket.if_nameindex() if (found := address_of(name)) is not None}
     listed = ", ".join(f"{name} ({address})" for name, address in known.items())
     if interface is not None:
         if interface not in known:
             raise TandemError(
-                f"no interface {interface!r} has an IPv4 address here; those that have: {listed}"
+                f"no interface {interface!r} has an IPv4 address here; these have one: {listed}"
             )
         return known[interface]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no route leads there
@@ -49,7 +59,7 @@ def own_address(interface: str | None, towards: str = OUTSIDE) -> str:
 
 
 def is_free(port: int) -> bool:
-    """Tells whether this machine can listen on the port."""
+    """Return whether this machine can listen on the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,5 +1,7 @@
-"""The file on a shared file system through which the nodes of a cluster find its head, and the token
-beside it that lets them in."""
+"""The file through which the nodes of a cluster find its head, and the token next to it.
+
+Both are on a shared file system. The token is the password of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ ANSWER_S = 2.0
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a cluster, as its file names it.
+    """The head of a cluster, as described in its file.
 
     Attributes:
-        address: of the machine.
-        port: of the cluster's head there.
-        job: the scheduler's job, where one is known.
-        start: a random name of this start of the head: the next one differs.
+        address: address of the machine.
+        port: port of the cluster's head on this machine.
+        job: the scheduler's job id, if known.
+        start: a random name of this start of the head; each start has another name.
     """
 
     address: str
@@ -38,7 +40,7 @@ class Head:
         return f"the head {self.address}:{self.port}{job}"
 
     def answers(self) -> bool:
-        """Whether something accepts connections there."""
+        """Return whether something accepts connections at the head's address and port."""
         try:
             with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
                 return True
@@ -47,10 +49,10 @@ class Head:
 
 
 class HeadFile:
-    """The file.
+    """The file that describes the head of a cluster.
 
     Args:
-        path: on a file system that all nodes share.
+        path: path of the file, on a file system that all nodes share.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,10 +60,10 @@ class HeadFile:
         self.token_path = self.path.with_name(f"{self.path.name}.token")
 
     def read(self) -> Head | None:
-        """Reads the head from the file; None where there is no file.
+        """Return the head that the file describes, or None if there is no file.
 
         Raises:
-            TandemError: it is no head file.
+            TandemError: the file cannot be read, or does not describe a head.
         """
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -72,10 +74,12 @@ class HeadFile:
         try:
             return Head(**parse_json(text))
         except (TypeError, ValueError) as error:
-            raise TandemError(f"{self.path} holds {text[:80]!r}, which is no head's address") from error
+            raise TandemError(
+                f"{self.path} holds {text[:80]!r}, which is not the address of a head"
+            ) from error
 
     def living(self, job: str | None) -> tuple[Head | None, str]:
-        """The head to join, or None and why there is none yet."""
+        """Return the head to join, or None and the reason why there is none yet."""
         try:
             head = self.read()
         except TandemError as error:
@@ -89,7 +93,7 @@ class HeadFile:
         return head, ""
 
     def has_ended(self, head: Head) -> bool:
-        """Tells whether the head ended in order: its file names it no longer, and nothing answers."""
+        """Return whether the head ended normally: the file no longer names it, and nothing answers."""
         try:
             named = self.read()
         except TandemError:
@@ -97,21 +101,21 @@ class HeadFile:
         return named != head and not head.answers()
 
     def claim(self) -> None:
-        """Removes what an earlier head left.
+        """Remove the files of an earlier head.
 
         Raises:
-            TandemError: the file belongs to a head that lives, or is something else.
+            TandemError: the file belongs to a head that still answers, or is not a head file.
         """
         earlier = self.read()
         if earlier is not None and earlier.answers():
             raise TandemError(
-                f"{self.path} names {earlier}, which answers; choose another --head-file, or remove this one "
-                "if that is not a cluster of yours"
+                f"{self.path} names {earlier}, which answers; choose another --head-file, or remove this "
+                "file if that is not your cluster"
             )
         self.remove()
 
     def write(self, head: Head) -> None:
-        """Appears whole, or not at all."""
+        """Write the file in one step: readers see the whole file or none."""
         _write(self.path, json.dumps(asdict(head), indent=2) + "\n")
 
     def write_token(self, token: str) -> None:
@@ -123,7 +127,7 @@ class HeadFile:
 
 
 def known_token(environment: Mapping[str, str]) -> str:
-    """The user's own token, from where Ray looks for it; a new one where there is none."""
+    """Return the user's own token, from where Ray looks for it, or a new one if there is none."""
     if environment.get("RAY_AUTH_TOKEN"):
         return environment["RAY_AUTH_TOKEN"]
     path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -134,7 +138,7 @@ def known_token(environment: Mapping[str, str]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """By a rename, so that nobody reads a part; for this user's eyes only."""
+    """Write a file that only this user may read. The final rename prevents reads of a half-written file."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

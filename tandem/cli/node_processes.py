@@ -1,4 +1,4 @@
-"""Processes that a launcher starts, signals that it passes on, and an end that leaves nothing behind."""
+"""The processes of a launcher: it starts them, passes signals on to them, and ends all of them at the end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from tandem.lifetime import PR_SET_CHILD_SUBREAPER, end_with_parent, prctl, tree
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-STOP_S = 10.0  # for the orderly end of what was started here
-LEFT_S = 3.0  # for that of what it left behind, before a kill
+STOP_S = 10.0  # time for the children to end
+LEFT_S = 3.0  # time for the remaining descendants to end, before they are killed
 
 
 class Processes:
-    """A context in which signals are collected, and at whose end all that was started has ended.
+    """A context that collects signals and, at its end, stops every process that was started in it.
 
-    For a launcher with nothing else to do: every process below this one is taken for its work, and ended.
+    It is meant for a launcher that does nothing else: it treats every descendant of this process as started
+    by the launcher, and stops it.
 
     Attributes:
-        received: signals not yet dealt with, oldest first.
+        received: signals that are not handled yet, oldest first.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,9 @@ class Processes:
     def __enter__(self) -> Self:
         if sys.platform != "linux":
             raise TandemError("clusters of several machines need Linux")
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent becomes ours, so that we can end it
+        prctl(
+            PR_SET_CHILD_SUBREAPER, 1
+        )  # orphaned descendants become children of this process, which can then end them
         self._awake, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._wakeup_before = signal.set_wakeup_fd(self._wake)
@@ -63,7 +66,14 @@ class Processes:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts a process in a group of its own, so that a terminal's Ctrl-C reaches it once, through us.
+        """Start a process in its own process group.
+
+        A Ctrl-C in the terminal then reaches the child only once, through this process.
+
+        Args:
+            command: the words of the command.
+            environment: the whole environment of the process.
+            output: file for its standard output and standard error; None: those of this process.
 
         Raises:
             TandemError: there is no such program.
@@ -84,50 +94,50 @@ class Processes:
         return child
 
     def pause(self, seconds: float) -> None:
-        """Sleeps; a signal, or the end of a child, ends the sleep at once."""
+        """Sleep until the time is over, a signal arrives or a child ends."""
         if wait([self._awake], seconds):
             numbers = map(signal.Signals, os.read(self._awake, 512))
             self.received += [number for number in numbers if number != signal.SIGCHLD]
-        self._put_to_rest()
+        self._reap()
 
     def pass_on(self, child: subprocess.Popen[bytes]) -> None:
-        """Gives the signals received so far to the child and its group, as a terminal would."""
+        """Send the signals that were received to the child and its process group, as a terminal would."""
         for number in self.received:
-            self._tell(child, number)
+            self._signal(child, number)
         self.received.clear()
 
     def end(self) -> None:
-        """Asks all to end, first what was started here, then what it left; kills what does not."""
+        """Ask all processes to end: first the children, then their descendants. Kill those that remain."""
         for child in self._children:
-            self._tell(child, signal.SIGTERM)
+            self._signal(child, signal.SIGTERM)
         _await(lambda: all(child.poll() is not None for child in self._children), STOP_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self._left():
-                with suppress(ProcessLookupError):  # it has ended meanwhile
+            for pid in self._descendants():
+                with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, number)
-            if _await(lambda: not self._left(), LEFT_S):
+            if _await(lambda: not self._descendants(), LEFT_S):
                 return
 
     @staticmethod
-    def _tell(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        """Give a signal to a child that lives, and to its group."""
+    def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        """Send a signal to a living child and its process group."""
         if child.poll() is None:
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(child.pid, number)
 
-    def _put_to_rest(self) -> None:
-        """Takes note of the children that have ended, those too that became ours when their parent ended."""
+    def _reap(self) -> None:
+        """Reap the children that have ended, including descendants that became children of this process."""
         known = {child.pid: child for child in self._children}
-        with suppress(ChildProcessError):  # no child is left
+        with suppress(ChildProcessError):  # there are no children
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if ended.si_pid in known:
                     known[ended.si_pid].wait()
                 else:
                     os.waitpid(ended.si_pid, 0)
 
-    def _left(self) -> list[int]:
-        """The processes below this one, until they are put to rest."""
-        self._put_to_rest()
+    def _descendants(self) -> list[int]:
+        """Return the descendants of this process that still live."""
+        self._reap()
         return trees([os.getpid()])[1:]
 
 

@@ -1,4 +1,7 @@
-"""This machine's Ray node, run through Ray's own program as a child of the launcher. Ray is not imported."""
+"""The Ray node of this machine.
+
+Ray's own program runs as a child of the launcher. Ray is not imported.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from tandem.cli.node_file import HeadFile
 from tandem.cli.node_processes import Processes
 from tandem.errors import TandemError
 
-STARTED = "Ray runtime started"  # what `ray start` prints once its node is up
+STARTED = "Ray runtime started"  # `ray start` prints this when its node is up
 LAST_LINES = 15
 
 
 class RayNode:
-    """One `ray start --block`.
+    """A process of `ray start --block`.
 
     Args:
-        processes: what starts and ends it.
-        log: takes what it prints.
-        words: those that `ray start` gets in any case.
+        processes: starts and ends the process.
+        log: file for its output.
+        words: words that `ray start` always gets.
 
     Raises:
         TandemError: Ray is not installed.
@@ -45,23 +48,27 @@ class RayNode:
         return self._process.poll() is not None
 
     def require(self) -> None:
-        """
+        """Check that Ray still runs.
+
         Raises:
-            TandemError: it has ended.
+            TandemError: Ray has ended.
         """
         if self.ended:
             lines = self.last_lines()
-            raise TandemError(f"Ray ended on this machine while it was needed; its last lines:\n{lines}")
+            raise TandemError(
+                f"Ray ended on this machine while it was needed; its last lines of output:\n{lines}"
+            )
 
     def is_up(self, deadline: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until it is.
+        """Wait until the node is up.
 
         Args:
-            deadline: as of time.monotonic.
-            given_up: whether to wait no longer.
+            deadline: when to stop waiting, on the clock of time.monotonic.
+            given_up: returns True to stop waiting.
 
         Returns:
-            False where it ended, a stop was asked for, the deadline has passed or it was given up.
+            True if the node is up; False if Ray ended, a signal asked to stop, the deadline passed or
+            `given_up` returned True.
         """
         while STARTED not in self._printed():
             late = time.monotonic() > deadline or self._processes.stop_asked
@@ -75,22 +82,24 @@ class RayNode:
         return "\n".join(lines[-LAST_LINES:])
 
     def _printed(self) -> str:
-        # read by position: the child writes at the offset that both processes share
+        # pread, because the child writes at a file offset that both processes share
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 def environment(file: HeadFile, *, locked: bool) -> dict[str, str]:
-    """The environment of what talks to the cluster.
+    """Return the environment for processes that talk to the cluster.
 
     Args:
-        file: of the cluster's head.
-        locked: the cluster asks for the token beside that file.
+        file: the file of the cluster's head.
+        locked: whether the cluster requires the token that is stored next to this file.
     """
     variables = dict(os.environ)
     variables.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    variables.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")  # else 30 s where the head is gone
+    variables.setdefault(
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0"
+    )  # otherwise Ray waits 30 s if the head is gone
     if locked:
-        variables.pop("RAY_AUTH_TOKEN", None)  # it would go before the file
+        variables.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it to the file
         variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file.token_path)}
     else:
         variables.setdefault("RAY_AUTH_MODE", "disabled")

@@ -1,4 +1,4 @@
-"""`tandem plan [CONFIG.yaml] key=value …`"""
+"""The command `tandem plan`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SWITCHES = ("--schedule", "--json")
 _APART = ({"--fit", "--schedule"}, {"--probe", "--lengths"}, {"--probe", "--prompt-lengths"})
 _DEFAULT = 80.0
 _PER_NODE = 8
-_FILLS = {  # a part's letter in the bar
+_FILLS = {  # the letter of each part in the bar
     **{"others": "o", "context": "x", "weights": "W", "optimizer": "O", "gathered": "g", "gradients": "G"},
     **{"activations": "A", "head": "h", "engine": "E", "cache": "K", "reserve": "r", "gaps": "f"},
 }
@@ -51,36 +51,36 @@ _SHOWN = 6
 
 @worded
 def plan_memory(arguments: list[str]) -> int:
-    """usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
+    """Plan the memory of a run: what each phase needs on a device.
+
+    usage: tandem plan [CONFIG.yaml] key=value … [--device 80GB | --devices 8x80GB] [--json]
            tandem plan [CONFIG.yaml] key=value … --fit 8x80GB [--out FILE.yaml]
            tandem plan [CONFIG.yaml] key=value … --probe [32]
            tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
 
-    Says what every phase of a run will hold on a device, from the config alone: neither the model's weights
-    nor the data need to be here, but for --probe. A model that is not here is known by its name, such as
-    Qwen/Qwen2.5-7B.
-      --device SIZE     memory of a device; 80GB where this is not said. With trainer.device=cpu, this host's
-      --devices NxSIZE  so many devices, for trainer.nnodes and trainer.n_gpus_per_node; 8 on a node at most
-      --fit NxSIZE      searches parallel sizes, token budgets, recomputation, offload and the rollout's cache
-                        for the fastest config that fits so many devices, and writes it; all else stays
-      --out FILE        where to; fit-NxSIZE.yaml where this is not said
-      SIZE may be a kind, whose factors and peaks then count: A10, A100-40, A100, H100, H200
-      --lengths, --prompt-lengths  tokens as of tandem bench, for the seconds; the greatest where not said
-      --probe [N]       answers and scores N prompts (32), drawn from the data, with the model, the engine and
-                        the reward: what share of groups will teach anything, how long responses are, what
-                        rewards cost, and the seconds with these. Nothing is left in the run folder
-      --probe-seconds S for sampling, by the pace of the first few prompts: 600
-      --schedule        compares generation and learning on the same devices, on devices of their own, and at
-                        the same time, each with its best split
-      --json            the plan for programs
-    Exit status 1 where the run does not fit.
+    The plan needs only the config: neither the model's weights nor the data have to be here, except for
+    --probe. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
+      --device SIZE     memory of one device; default: 80GB, or with trainer.device=cpu this machine's memory
+      --devices NxSIZE  number and memory of the devices, 8 per node at most; sets the keys for their number
+      --fit NxSIZE      find the fastest config that fits these devices; only parallel sizes, token budgets,
+                        recomputation, offload and the rollout's cache may change
+      --out FILE        file for the config of --fit; default: fit-NxSIZE.yaml
+      SIZE may be a kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200
+      --lengths, --prompt-lengths  lengths for the predicted times, as of tandem bench; default: the longest
+      --probe [N]       answer and score N prompts (32) as the run would; show the share of groups that would
+                        teach something, response lengths and times. The run folder stays as it is
+      --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
+      --schedule        compare three schedules, each with its best split: generation and training on the same
+                        devices, on separate devices, and at the same time
+      --json            print the plan as JSON
+    The exit status is 1 if the run does not fit.
     """
     words, options = _options(arguments)
     sized, size, kind = _devices(options)
     path, overrides = split_arguments([*words, *sized])
     loaded = load_train_config(path, overrides, count_rows=count_rows, elsewhere=True)
-    config = loaded.config
-    overrides = [*as_words({name: value for name, (value, _) in loaded.chosen.items()}), *overrides]
+    config, chosen_values = loaded.config, {name: value for name, (value, _) in loaded.chosen.items()}
+    overrides = [*as_words(chosen_values), *overrides]
     lengths = draw(config, options.get("--prompt-lengths", ""), options.get("--lengths", ""))
     if "--schedule" in options:
         refuse_apart(config)
@@ -101,26 +101,28 @@ def plan_memory(arguments: list[str]) -> int:
         whole = _as_json(made, found) | {"time": timed, "changed": changed}
         if schedules:
             whole |= {"schedules": [asdict(each) for each in schedules], "choose": chosen(schedules).name}
-        whole |= {"probe": probing.report} if probing else {}
-        print(json.dumps(whole, indent=1))
-        return 0 if made.fits else 1
-    _print(config, made, found)
-    print_time(timed, config.trainer.world_size, probing)
-    print_schedules(schedules)
-    if "--fit" in options:
-        say(f"\nwritten to {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
+        print(json.dumps(whole | ({"probe": probing.report} if probing else {}), indent=1))
+    else:
+        _print(config, made, found)
+        print_time(timed, config.trainer.world_size, probing)
+        print_schedules(schedules)
+        if "--fit" in options:
+            say(f"\nwrote {out}; changed:\n  " + "\n  ".join(changed or ["nothing"]))
     return 0 if made.fits else 1
 
 
 def _device(config: TrainConfig, size: float | None, kind: str | None) -> tuple[float, Clock | None]:
-    """Return a device's memory in bytes, and the rates of its kind."""
+    """Return a device's memory in bytes, and the speeds of its kind."""
     cuda = config.trainer.device != "cpu"
     memory = size * GIB if size is not None else _DEFAULT * GIB if cuda else float(host_total())
     return memory, Clock.of(read_devices(default_path()), kind, size or _DEFAULT, cuda=cuda)
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The other words, and the options; that of a switch, and of `--probe` without a number, is empty."""
+    """Return the other words, and the options with their values.
+
+    The value of a switch, and of `--probe` without a number, is "".
+    """
     words, options = [], {}
     rest = deque(arguments)
     while rest:
@@ -133,15 +135,21 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             options[name] = rest.popleft() if rest else ""
     for pair in _APART:
         if pair <= options.keys():
-            raise ConfigError("do not go together", got=" and ".join(sorted(pair)), remedy="leave one out")
+            raise ConfigError(
+                "these options exclude each other", got=" and ".join(sorted(pair)), remedy="leave one out"
+            )
     if "--probe-seconds" in options and "--probe" not in options:
-        raise ConfigError("is of --probe, which is not there", field="--probe-seconds")
+        raise ConfigError("this option needs --probe", field="--probe-seconds")
     return words, options
 
 
 def _devices(options: Mapping[str, str]) -> tuple[list[str], float | None, str | None]:
-    """The devices that were asked for: the keys of so many, GiB of each, and their kind, one of `CLASSES`;
-    nothing of what was not said."""
+    """Return the devices that the options ask for.
+
+    Returns:
+        key=value words for their number; GiB of each; their kind, one of `CLASSES`. What the options do not
+        say is empty or None.
+    """
     count, size, kind = 0, None, None
     for name in ("--device", "--devices", "--fit"):
         if name not in options:
@@ -151,7 +159,7 @@ def _devices(options: Mapping[str, str]) -> tuple[list[str], float | None, str |
         size = CLASSES[kind].size if kind else float(match["size"] if match else 0)
         if match is None or size <= 0 or match["count"] == "0":
             raise ConfigError(
-                "no size of devices",
+                "this is not a size of devices",
                 field=name,
                 got=options[name] or "nothing",
                 expected="such as 80GB, 8x80GB or 8xH100",
@@ -161,7 +169,7 @@ def _devices(options: Mapping[str, str]) -> tuple[list[str], float | None, str |
     if not count:
         return [], size, kind
     if count % nodes:
-        message = "so many devices are not spread evenly over nodes of 8"
+        message = "this number of devices cannot be split evenly over nodes of at most 8"
         raise ConfigError(message, field="--devices", got=count)
     return [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={count // nodes}"], size, kind
 
@@ -173,26 +181,30 @@ def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:
         f"{policy.model.path}: {shape.parameters / 1e9:.2f}B parameters, "
         f"{config.trainer.world_size} devices of {gib(made.device)}"
     )
-    print(f"\n{'phase':<16} {'GiB':>7}  {'of the device':<{_BAR + 2}}  what fills it")
+    print(f"\n{'phase':<16} {'GiB':>7}  {'of the device':<{_BAR + 2}}  largest parts")
     for phase in made.phases:
         name = phase.name if len({each.pool for each in made.phases}) == 1 else f"{phase.name} ({phase.pool})"
         print(f"{name:<16} {phase.total / GIB:7.1f}  [{_bar(phase, made.device)}]  {_parts(phase)}")
     print(" " * 26 + "  ".join(f"{letter} {part}" for part, letter in _FILLS.items()) + "\n")
     print(f"worst: {made.at_worst()}")
-    print(f"host, fullest node: {_sizes(made.host)}")
-    print(f"disk, a checkpoint: {gib(made.disk['checkpoint'])}")
+    print(f"host memory, fullest node: {_sizes(made.host)}")
+    print(f"disk, one checkpoint: {gib(made.disk['checkpoint'])}")
     for note in dict.fromkeys(made.notes):
         print(f"note: {note}")
     if not made.fits:
-        print("\nit does not fit. What to change, one at a time, and what the worst moment gains by it:")
+        print("\nthe run does not fit. Single changes, and the memory that each saves at the worst moment:")
         for lever in found[:_SHOWN]:
-            say(f"  {gib(lever.gain):>9}  {' '.join(lever.words)}{'   fits then' if lever.fits else ''}")
+            say(f"  {gib(lever.gain):>9}  {' '.join(lever.words)}{'   the run fits' if lever.fits else ''}")
         if not any(lever.fits for lever in found):
-            say("  none of these suffices alone: take several, or more devices")
+            say("  no single change is enough: combine several, or use more devices")
 
 
 def _bar(phase: Phase, device: float) -> str:
-    """As many letters as its share of the device has 32nds, each part its own; ! for what is beyond."""
+    """Return a bar of letters that shows what fills the device.
+
+    Each part has its own letter, and each letter stands for 1/32 of the device. A ! at the end means that
+    the parts do not fit.
+    """
     text, filled = "", 0.0
     for part, letter in _FILLS.items():
         filled += phase.parts.get(part, 0.0)
@@ -210,7 +222,7 @@ def _sizes(parts: dict[str, float]) -> str:
 
 
 def _as_json(made: Plan, found: list[Lever]) -> dict[str, Any]:
-    """Sizes are bytes."""
+    """Return the plan as plain values. Sizes are in bytes."""
     phases = [{**asdict(phase), "total": phase.total, "needed": phase.needed} for phase in made.phases]
     return {
         "device": made.device,

@@ -1,4 +1,4 @@
-"""`tandem plan --probe`: what a few prompts, answered and scored, say of a run and of its seconds."""
+"""The measurement of `tandem plan --probe`: responses to a few prompts, with their scores and times."""
 
 from __future__ import annotations
 
@@ -28,48 +28,52 @@ _DEFAULTS = {"--probe": 32, "--probe-seconds": 600}
 
 
 class Probing:
-    """A probe that was made.
+    """The results of a probe.
 
     Args:
-        path, overrides: of the config, of which nothing may be missing here.
-        options: `--probe`, `--probe-seconds`.
+        path: the file that the config was loaded from, if any. Everything that the run needs must be on
+            this machine.
+        overrides: the key=value words that the config was loaded from.
+        options: the options `--probe` and `--probe-seconds`.
 
     Attributes:
         report: see `tandem.trainer.probe.report`.
 
     Raises:
-        TandemError: the run could not begin here, or a sample cannot be made.
+        TandemError: the run could not start here, or sampling fails.
     """
 
     def __init__(self, path: str | None, overrides: Sequence[str], options: Mapping[str, str]) -> None:
         groups, limit = (_whole(name, options.get(name) or str(least)) for name, least in _DEFAULTS.items())
         config = load_train_config(path, overrides, count_rows=count_rows).config
         refuse(lacking(config))
-        warn(f"samples {groups} prompts in a temporary folder, for about {limit} s at most")
+        warn(f"sampling {groups} prompts in a temporary folder, for about {limit} s at most")
         module, planning = map(import_module, ("tandem.trainer.probe", "tandem.trainer.planning"))
-        with redirect_stdout(sys.stderr):  # what workers tell is no part of the plan
+        with redirect_stdout(sys.stderr):  # the output of workers is not part of the plan
             self._seen: Seen = module.run_probe(config, groups=groups, limit_s=limit, say=warn)
         self.report: dict[str, Any] = {"asked": groups, **module.report(self._seen, config)}
         self._here = not {"--device", "--devices", "--fit"} & set(options)
         self._device = "cpu" if planning.on_cpu(config.trainer) else "cuda"
 
     def placed(self, config: TrainConfig) -> TrainConfig:
-        """The config on the devices of this machine, where they are the run's."""
+        """Return the config for the devices of this machine, if these are the devices of the run."""
         return with_value(config, "trainer.device", self._device) if self._here else config
 
     def lengths(self, config: TrainConfig) -> Lengths:
-        """Those of a step: the groups that were seen, over and over."""
+        """Return the lengths of a step's sequences: those of the sampled groups, repeated."""
         rows = np.arange(config.data.train_batch_size) % len(self._seen.prompts)
         return Lengths(self._seen.prompts[rows], self._seen.responses[rows])
 
     def seconds(
         self, config: TrainConfig, step: Callable[[Lengths], Mapping[str, float]] | None = None
     ) -> dict[str, float]:
-        """The seconds of a step's phases, writing and scoring as they were seen.
+        """Return the seconds of a step's phases. Generation and scoring are as measured.
 
         Args:
-            step: gives them for lengths by the model of time; None: of these two phases alone, by their
-                rates. More responses at a time are written faster.
+            config: the config.
+            step: returns the modeled seconds for given lengths; None: only generation and scoring are
+                returned, at their measured rates. The model allows for the fact that larger batches
+                generate faster.
         """
         lengths = self.lengths(config)
         responses, again = lengths.responses.ravel(), self._generations(config)
@@ -83,8 +87,10 @@ class Probing:
         return found | {"generate_sequences": written, "reward": scored}
 
     def _slower(self, step: Callable[[Lengths], Mapping[str, float]]) -> float:
-        """The seconds of writing over those of the model of time. The first batch, which also warmed up, does
-        not count where there are others."""
+        """Return the measured seconds of generation divided by the modeled seconds.
+
+        The first batch includes warm-up, and does not count if there are other batches.
+        """
         ends = accumulate(groups for groups, *_ in self._seen.batches)
         timed = list(zip(ends, self._seen.batches, strict=True))
         taken = by_model = 0.0
@@ -95,48 +101,48 @@ class Probing:
         return taken / by_model
 
     def _generations(self, config: TrainConfig) -> float:
-        """Prompts that are answered in a step for each that is learnt from, in whole batches; where none was
-        seen that would be, the fewest that may be."""
+        """Return how many prompts a step answers for each prompt that it trains on, in whole batches.
+
+        If no sampled group would be used, this is the smallest number that is possible.
+        """
         used, size = self.report["generated_per_used"], config.data.train_batch_size
         each = config.data.prompts_at_a_time
         return 1.0 if used is None else math.ceil((used["value"] or used["low"]) * size / each) * each / size
 
     def print(self, seconds: Mapping[str, float]) -> None:
-        """Prints what was seen.
+        """Print the results.
 
         Args:
-            seconds: of a step's phases.
+            seconds: the seconds of a step's phases.
         """
         found = self.report
         groups = "groups that teach" if found["compares_groups"] else "groups whose rewards differ"
         shares = {groups: "teach"} if found["n"] > 1 else {}
         shares |= {"all right": "all_right", "all wrong": "all_wrong"}
         lengths = {"mean": "response_length", "median": "median", "p95": "p95", "p99": "p99"}
-        say(
-            f"\n{found['groups']} of {found['asked']} prompts, {found['n']} responses each; intervals of 95%:"
-        )
+        say(f"\n{found['groups']} of {found['asked']} prompts, {found['n']} responses each; 95% intervals:")
         _rows(found, shares, "{:.1%}")
         if found["generated_per_used"]:
-            _rows(found, {"answered for each that is learnt from": "generated_per_used"}, "{:.2f}")
+            _rows(found, {"answered per prompt used in training": "generated_per_used"}, "{:.2f}")
         _rows(found, {"mean reward": "reward"}, "{:.3g}")
         if found["compares_groups"] is False:
-            say("  the estimator compares no groups: a response teaches by how far it is from a baseline")
+            say("  the estimator does not compare groups: a response teaches by its distance from a baseline")
         elif not found["teach"]["value"]:
-            say("  nothing would be learnt: take easier or harder prompts, or more responses to each")
-        say(f"tokens of a response, {found['longest']} in the longest:")
+            say("  the run would learn nothing: use easier or harder prompts, or more responses per prompt")
+        say(f"tokens per response, {found['longest']} in the longest:")
         _rows(found, lengths, "{:,.1f}")
         _rows(found, {"cut at the limit": "cut"}, "{:.1%}")
         tail = "" if found["reward_s_p95"] is None else f", p95 of calls {found['reward_s_p95']:.3g}"
         failed, late = (found["reward_failures"][name] for name in ("failed", "timeouts"))
         share = seconds["reward"] / seconds["step"]
-        say(f"seconds of a reward: mean {found['reward_s']:.3g}{tail}; {seconds['reward']:.3g} of a step,")
-        say(f"  {share:.1%} of it if nothing goes on beside; {failed:.1%} failed, {late:.0f} over the limit")
+        say(f"seconds per reward: mean {found['reward_s']:.3g}{tail}; {seconds['reward']:.3g} per step,")
+        say(f"  {share:.1%} of it without overlap; {failed:.1%} failed, {late:.0f} over the time limit")
 
 
 def _rows(found: Mapping[str, Any], names: Mapping[str, str], form: str) -> None:
     for title, name in names.items():
         value, low, high = (
-            "no end" if each is None else form.format(each)
+            "no limit" if each is None else form.format(each)
             for each in map(found[name].get, ("value", "low", "high"))
         )
         say(f"  {title:<38} {value:>8}   {low} to {high}")
@@ -144,5 +150,5 @@ def _rows(found: Mapping[str, Any], names: Mapping[str, str], form: str) -> None
 
 def _whole(name: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError("no whole number above 0", field=name, got=text)
+        raise ConfigError("must be a whole number above 0", field=name, got=text)
     return int(text)

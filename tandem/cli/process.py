@@ -1,4 +1,4 @@
-"""The process of a command: its encoding, its streams, its second signal, the errors that it ends with."""
+"""The process of a command: its encoding, streams and signals, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.lifetime import end_now, last_words
 
 _READER_GONE = 141
 _SAME_S = 0.002
-"""Two signals within this time are one: `timeout` sends its own twice."""
+"""Two signals within so many seconds count as one: `timeout` sends its signal twice."""
 
 
 class OutputError(TandemError):
@@ -26,13 +26,13 @@ class OutputError(TandemError):
 
 
 class ReaderGoneError(OutputError):
-    """Whoever read standard output has enough."""
+    """The reader of standard output closed it."""
 
     exit_code = _READER_GONE
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output, whose errors have a name."""
+    """Standard output whose errors are `OutputError`s."""
 
     def write(self, text: str) -> int:
         try:
@@ -47,8 +47,8 @@ class _Output(io.TextIOWrapper):
             raise _named(error) from error
 
 
-class _Complaints(io.TextIOWrapper):
-    """Standard error. Where it cannot be written, nobody can be told, and the work goes on."""
+class _ErrorOutput(io.TextIOWrapper):
+    """Standard error. If it cannot be written, the error is ignored and the work goes on."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -61,22 +61,25 @@ class _Complaints(io.TextIOWrapper):
 
 
 def prepare() -> None:
-    """Make this process a command's: in UTF-8, with streams to rely on, ended by a second signal."""
-    _speak_utf8()
-    _mend_streams()
+    """Prepare this process for a command.
+
+    It gets UTF-8 and working streams, and a second signal ends it at once.
+    """
+    _use_utf8()
+    _open_streams()
     _watch_signals()
-    atexit.register(_ignore_stops)  # called last
+    atexit.register(_ignore_stops)  # runs last
 
 
 def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
     """Run a command.
 
     Args:
-        words: after `tandem`.
-        run: does what they ask for.
+        words: the words after `tandem`.
+        run: runs the command that the words name.
 
     Returns:
-        the exit status. An error that the user can act on was told.
+        the exit status. An error that the user can act on has been printed.
     """
     try:
         status = run(words)
@@ -84,7 +87,7 @@ def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
         return status
     except (TandemError, OSError) as error:
         told = error if isinstance(error, TandemError) else FileError.of(error)
-        if isinstance(told, OutputError):  # let nothing more go where what was printed could not be written
+        if isinstance(told, OutputError):  # write nothing more to the stream that failed
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.close(nowhere)
@@ -96,17 +99,22 @@ def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
         return INTERRUPTED
 
 
-def _speak_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode where the locale has another encoding, for paths, texts
-    and what is printed."""
+def _use_utf8() -> None:
+    """Restart this process in Python's UTF-8 mode if the locale has another encoding.
+
+    The mode applies to paths, texts and output.
+    """
     if sys.getfilesystemencoding() != "utf-8" and sys.executable:
         command = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
 
 
-def _mend_streams() -> None:
-    """Open streams that are closed, whose numbers the next files would take; give their errors names. A
-    closed standard output is one that cannot be written."""
+def _open_streams() -> None:
+    """Open closed standard streams, and make write errors `OutputError`s.
+
+    Otherwise the next files that are opened would get the numbers of the closed streams. Writing to a
+    standard output that was closed is an error.
+    """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -114,7 +122,7 @@ def _mend_streams() -> None:
             os.set_inheritable(os.open(os.devnull, mode), True)
     by_line = bool(sys.stdout and sys.stdout.line_buffering)
     sys.stdout = _Output(_raw(1), encoding="utf-8", errors="backslashreplace", line_buffering=by_line)
-    sys.stderr = _Complaints(_raw(2), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stderr = _ErrorOutput(_raw(2), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _raw(number: int) -> io.BufferedWriter:
@@ -122,12 +130,15 @@ def _raw(number: int) -> io.BufferedWriter:
 
 
 def _watch_signals() -> None:
-    """Let a second signal end this process at once, also while a long computation keeps the first one's
-    handler waiting: a thread reads which signals come."""
+    """Let a second signal end this process at once.
+
+    A thread reads which signals arrive, because during a long computation Python does not run signal
+    handlers.
+    """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the child handles its own signals
     last_words.append(say_stopped)
     threading.Thread(target=_end_at_second, args=(told,), daemon=True, name="signals").start()
 
@@ -144,18 +155,18 @@ def _end_at_second(told: int) -> None:
 
 
 def _ignore_stops() -> None:
-    """While the interpreter takes itself apart, a signal would end it with another status."""
+    """Ignore signals while the interpreter shuts down: they would change the exit status."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _named(error: OSError) -> OutputError:
     if isinstance(error, BrokenPipeError):
-        return ReaderGoneError("whoever read the output has enough")
+        return ReaderGoneError("the reader of the output closed it")
     return OutputError(
         "cannot be written",
         field="standard output",
         got=error.strerror,
-        expected="a terminal, a pipe or a file that takes what is printed",
-        remedy="free space there, or send the output elsewhere",
+        expected="a terminal, a pipe or a file that can be written",
+        remedy="free space there, or send the output to another place",
     )

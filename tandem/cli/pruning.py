@@ -1,4 +1,4 @@
-"""What of a run folder may be deleted, and its deletion."""
+"""Functions that find what may be deleted of a run folder, and delete it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OF_AN_EMPTY_RUN = {
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """A folder that may go.
+    """A folder that may be deleted.
 
     Attributes:
         path: the folder.
-        run: the run's, which may be the same.
-        why: it may go.
-        bytes: of all files in it.
+        run: the run folder, which may be the same.
+        why: the reason why it may be deleted.
+        bytes: size of all files in it.
     """
 
     path: Path
@@ -42,8 +42,10 @@ class Doomed:
 
 
 def doomed(run: Run) -> list[Doomed]:
-    """What may go of a run: the run, if it did nothing; else all checkpoints but the newest whole one and the
-    best. None of a run that is running, or has no whole checkpoint.
+    """Return what may be deleted of a run.
+
+    This is the whole run if it did nothing; otherwise all checkpoints except the newest complete one and
+    the best one. Nothing may be deleted of a run that is running, or of one without a complete checkpoint.
 
     Raises:
         DataError: the run's metrics cannot be read.
@@ -66,19 +68,21 @@ def doomed(run: Run) -> list[Doomed]:
 
 
 def remove(each: Doomed) -> None:
-    """Deletes a folder while nobody else may begin to write in its run.
+    """Delete a folder. Meanwhile nobody can start to write in its run.
 
     Raises:
-        ConfigError: somebody does.
+        ConfigError: a process writes in the run.
     """
     with ProcessLock(each.run / LOCK, str(each.run), say):
-        last = each.path.with_name(f"{each.path.name}.tmp")  # a half-deleted one is never taken for whole
+        last = each.path.with_name(
+            f"{each.path.name}.tmp"
+        )  # so that a half-deleted checkpoint never counts as complete
         each.path.rename(last)
         shutil.rmtree(last)
 
 
 def _best(run: Run) -> int | None:
-    """The step of the best checkpoint; None where none of them has a value."""
+    """Return the step of the best checkpoint, or None if no checkpoint has a value."""
     best = run.best
     if best is None:
         return None
@@ -88,10 +92,10 @@ def _best(run: Run) -> int | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether all files are there that were written, at their sizes."""
+    """Return whether the checkpoint has all files of its manifest, with the right sizes."""
     try:
         with opened(checkpoint / "manifest.json", checkpoint) as file:
             files = parse_json(file.read())["files"]
         return all((checkpoint / name).stat().st_size == files[name]["bytes"] for name in files)
-    except (OSError, ValueError, KeyError, TypeError):  # ValueError: a DataError too
+    except (OSError, ValueError, KeyError, TypeError):  # DataError is a ValueError
         return False

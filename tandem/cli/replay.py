@@ -1,4 +1,4 @@
-"""`tandem replay RUN --step N [--reward FILE:NAME] [--without UID,…] [--attribute] [--json] [key=value …]`"""
+"""The command `tandem replay`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,28 @@ def replay(
     attribute: bool = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Takes a step of a run again, from the checkpoint before it and the samples that the run kept, and
-    shows what it gives beside what was recorded; on a CPU they are the same, bit for bit. With changes it
-    shows what the step would have been, too. Exit status 1 where the replay differs.
+    """Repeat a step of a run and compare the result with what was recorded.
+
+    The replay starts from the checkpoint before the step, and uses the samples
+    that the run kept. On a CPU the results are the same, bit for bit. If you
+    give changes, the replay also shows what the step would have been with them.
+    The exit status is 1 if the replay differs from the record.
 
     Args:
         run: the run folder, which is only read
-        changes: keys of what is learnt from given samples, for a changed step beside it
-        step: the step; the last one done
-        reward: a reward in place of the recorded scores
-        without: leave out prompts' samples, or single ones, uid#sample
-        attribute: which samples and tokens the gradient is made of
-        as_json: one JSON object, for programs
+        changes: changed config keys for a second replay; only keys that affect
+            training on given samples
+        step: the step to repeat; default: the last finished one
+        reward: reward function that replaces the recorded scores
+        without: leave out the samples of prompts (UID), or single samples
+            (UID#SAMPLE)
+        attribute: show which samples and tokens the gradient comes from
+        as_json: print one JSON object
     """
     reader = Run(run)
     number = reader.steps if step is None else step
     report = import_module("tandem.trainer.replay_report")
-    with redirect_stdout(sys.stderr):  # what workers say
+    with redirect_stdout(sys.stderr):  # the output of workers
         left_out = tuple(filter(None, without.split(",")))
         told = report.replay_found(reader, number, changes or (), reward, left_out, attribute=attribute)
     if as_json:
@@ -52,10 +57,11 @@ def replay(
         say(report.text(told, report.decoder(reader)))
     if not told["equal"]:
         raise DataError(
-            "the replay is not what was recorded",
+            "the replay differs from what was recorded",
             field=f"step {number}",
             got=f"{sum(not row['equal'] for row in told['metrics'])} metrics differ",
-            expected="the same, bit for bit, on a CPU of its kind with its versions, ranks and threads",
-            remedy="a small difference is another machine's or version's rounding; a large one means that "
-            "the model or a file of the run is not the one that it was",
+            expected="the same values, bit for bit, on a CPU of the same kind with the same versions, "
+            "ranks and threads",
+            remedy="a small difference is rounding on another machine or with other versions; a large one "
+            "means that the model or a file of the run has changed",
         )

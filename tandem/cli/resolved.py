@@ -1,4 +1,4 @@
-"""The beginning that commands share: their config, and the dry run."""
+"""Functions that several commands share: loading their config, and the dry run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
     "sft": load_sft_config,
     "rm": load_rm_config,
 }
-"""Of the configs of the commands that train."""
+"""The functions that load the configs of the commands that train."""
 
 
 def resolved(arguments: list[str], load: Load[C], options: Collection[str] = ()) -> C | None:
-    """Return the config of `[CONFIG.yaml] key=value …`; None where a dry run was asked for and given. What
-    the user should know about the config goes to stderr.
+    """Return the config of `[CONFIG.yaml] key=value …`, or None after a dry run.
+
+    Notes about the config go to standard error.
 
     Args:
-        options: words of the command that are no settings, beside --dry-run.
+        arguments: the words of the command line.
+        load: loads the config.
+        options: words of the command that are not settings, in addition to --dry-run.
 
     Raises:
-        ConfigError: whatever is wrong with the config, or an unknown option.
+        ConfigError: the config is wrong, or an option is unknown.
     """
     words = [word for word in arguments if word not in ("--dry-run", *options)]
     loaded = load(*split_arguments(words))

@@ -1,4 +1,4 @@
-"""`tandem runs [FOLDER]`, `tandem runs compare|plot|prune …`"""
+"""The commands `tandem runs`, `tandem runs compare`, `tandem runs plot` and `tandem runs prune`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tandem.observability.sinks.console import duration
 from tandem.observability.terminal import plain_console, printable, say
 
 WIDTH = 200
-"""Columns of a table that goes into a file or another program."""
+"""Columns of a table that is written to a file or to another program."""
 OF_THE_PLACE = ("trainer.default_local_dir", "trainer.experiment_name")
 COMPARED = (
     *METRICS,
@@ -47,15 +47,19 @@ def runs(arguments: list[str]) -> int:
 
 
 def _list(folders: Folders = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Lists the runs under a folder, runs/ if none is named: algorithm, model, steps done, state, the reward
-    of the first, the last and the best step, time, size. A run is running, finished, interrupted (also when
-    it was killed), failed, or empty: it did nothing.
+    """List the runs in a folder.
 
-    More with --help: tandem runs compare A B … · tandem runs plot A [B …] · tandem runs prune [FOLDER …]
+    The table shows each run's algorithm, model, finished steps, state, reward
+    of the first, the last and the best step, time and size. The states are:
+    running, finished, interrupted (also if the run was killed), failed, and
+    empty (the run did nothing).
+
+    More with --help: tandem runs compare A B … · tandem runs plot A [B …] ·
+    tandem runs prune [FOLDER …]
 
     Args:
-        folders: folders under which runs are sought
-        as_json: one JSON object a line, for programs
+        folders: folders to search for runs; default: runs/
+        as_json: print one JSON object per line
     """
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "algorithm", "model", "steps", "state", "first → last → best", "time", "size"):
@@ -75,12 +79,15 @@ def _list(folders: Folders = None, as_json: Annotated[bool, typer.Option("--json
 
 
 def _compare(named: list[Path], metric: list[str] | None = None) -> None:
-    """Shows what differs between the configs of runs, and their metrics side by side: the first and the last
-    value of each, and the best of what a run is judged by.
+    """Compare the configs and the metrics of runs, side by side.
+
+    Of the configs, only the differences are shown. For each metric the table
+    has the first and the last value; for the metric that a run is judged by,
+    also the best value.
 
     Args:
         named: run folders
-        metric: a further metric
+        metric: a further metric to show
     """
     compared = [Run(folder) for folder in named]
     settings = [dict(flat(run.config)) for run in compared]
@@ -103,11 +110,12 @@ def _compare(named: list[Path], metric: list[str] | None = None) -> None:
 
 
 def _plot(named: list[Path], metric: str = "") -> None:
-    """Draws a metric over the steps of one run or several.
+    """Draw a metric over the steps of one or more runs.
 
     Args:
         named: run folders
-        metric: its name in metrics.jsonl; what the run is judged by
+        metric: its name in metrics.jsonl; default: the metric that the run is
+            judged by
     """
     drawn = [Run(folder) for folder in named]
     name = metric or drawn[0].metric or ""
@@ -118,7 +126,7 @@ def _plot(named: list[Path], metric: str = "") -> None:
             there = sorted({known for row in run.metrics for known in row})
             near = [known for known in there if known.split("/")[0] == name.split("/")[0]] or there
             raise ConfigError(
-                "no finite value of this metric",
+                "this run has no finite value of this metric",
                 field=str(run.path),
                 got=name or None,
                 expected=", ".join(near),
@@ -129,11 +137,14 @@ def _plot(named: list[Path], metric: str = "") -> None:
 
 
 def _prune(folders: Folders = None, yes: bool = False) -> None:
-    """Shows what may go, with sizes: all checkpoints of a run but the newest whole one and the best, and runs
-    that did nothing. Nothing is deleted without --yes, and nothing of a run that is running.
+    """Show what may be deleted, with sizes, and delete it with --yes.
+
+    These are all checkpoints of a run except the newest complete one and the
+    best one, and runs that did nothing. Nothing is deleted from a run that is
+    running.
 
     Args:
-        folders: folders under which runs are sought
+        folders: folders to search for runs; default: runs/
         yes: delete what is shown
     """
     going = [each for run in _under(folders) for each in doomed(run)]
@@ -141,15 +152,15 @@ def _prune(folders: Folders = None, yes: bool = False) -> None:
         say(f"{_size(each.bytes):>9}  {each.path}  {each.why}")
     total = _size(sum(each.bytes for each in going))
     if not yes:
-        say(f"{len(going)} folders, {total}; nothing was deleted, --yes deletes them")
+        say(f"{len(going)} folders, {total}; nothing was deleted, add --yes to delete them")
         return
     gone = []
     for each in going:
         try:
             remove(each)
             gone.append(each)
-        except TandemError as error:  # begun meanwhile
-            say(f"{each.path} stays: {error}")
+        except TandemError as error:  # the run has started again
+            say(f"{each.path} was not deleted: {error}")
     say(f"deleted {len(gone)} folders, {_size(sum(each.bytes for each in gone))}")
 
 
@@ -164,12 +175,14 @@ def _under(folders: Iterable[Path] | None) -> list[Run]:
     wanted = list(folders or [Path("runs")])
     found = {run.path: run for folder in wanted for run in find_runs(folder)}
     if not found:
-        raise ConfigError("no run there", field=", ".join(map(str, wanted)), remedy="name a folder with runs")
+        raise ConfigError(
+            "no run was found", field=", ".join(map(str, wanted)), remedy="name a folder with runs"
+        )
     return list(found.values())
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """What the list shows of a run, as plain values."""
+    """Return what the list shows of a run, as plain values."""
     facts: dict[str, Any] = {"run": str(run.path), "bytes": run.bytes}
     try:
         curve = run.curve(run.metric) if run.metric else []
@@ -223,7 +236,7 @@ def _print(table: Table) -> None:
 
 
 def _size(count: float) -> str:
-    """7 B, 1.5 MB."""
+    """Return a size in a readable unit, such as 7 B or 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`tandem samples RUN [--step N] [--worst|--best] [--prompt TEXT] [--n K] [--val] [--json]`"""
+"""The command `tandem samples`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.observability.terminal import say
 
 SHOWN = 4
 LONGEST = 2000
-"""Characters of a text; of a longer one the middle is left out."""
+"""Texts with more characters are shown without their middle."""
 
 
 @command
@@ -31,28 +31,30 @@ def samples(
     full: bool = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Prints what the policy wrote at a step of a run: prompts, responses, scores, what rewards add to them
-    and say of them, lengths, and why each response ended.
+    """Print the responses that the policy generated at a step of a run.
+
+    Each sample has its prompt, response, score, the reward's further values and
+    reasons, lengths, and why the response ended.
 
     Args:
-        run: the run folder, of a run that is alive or ended
-        step: the step; the last one whose samples were written
-        worst: lowest scores first
-        best: highest scores first
-        prompt: of prompts that contain this text, or have this uid
-        n: how many; 4, with --json all
-        val: of the validation after that step
-        full: long texts to their end
-        as_json: one JSON object a line, for programs
+        run: the run folder; the run may still be running
+        step: the step; default: the last step with samples
+        worst: show the lowest scores first
+        best: show the highest scores first
+        prompt: only prompts that contain this text, or have this uid
+        n: number of samples; default: 4, or all with --json
+        val: show the validation after that step
+        full: show long texts in full
+        as_json: print one JSON object per line
     """
     if worst and best:
-        raise ConfigError("one or the other", field="--worst, --best", got="both")
+        raise ConfigError("these options exclude each other", field="--worst, --best", got="both")
     reader = Run(run)
     rows = reader.samples(step, val=val)
     found = [row for row in rows if not prompt or prompt == row["uid"] or prompt in row["prompt"]]
     if not found:
         raise ConfigError(
-            "no prompt of this step contains it, and none has it for its uid",
+            "no prompt of this step contains this text or has this uid",
             field="--prompt",
             got=prompt,
             expected=f"one of {len({row['uid'] for row in rows})} prompts, such as {rows[0]['uid']}: "
@@ -79,14 +81,14 @@ def _show(row: dict[str, Any], longest: int | None) -> None:
     head = [f"{row['uid']} #{row['sample']}", f"score {row['score']:g}"]
     head += [f"{name} {value:g}" for name, value in row["extra"].items() if name != "score"]
     head += [f"{row['prompt_tokens']} + {row['response_tokens']} tokens", f"ended by {row['finish_reason']}"]
-    head += [f"right is {row['ground_truth']}"] if row["ground_truth"] is not None else []
+    head += [f"ground truth {row['ground_truth']}"] if row["ground_truth"] is not None else []
     say("── " + " · ".join(_short(part, 120) for part in head))
     why = framed(row["why"], None, mark=" why:") if row["why"] else ""
     say(framed(row["prompt"], longest) + framed(row["response"], longest, mark=" >") + why)
 
 
 def framed(text: str, longest: int | None, mark: str = " |") -> str:
-    """The text with a mark before each line, so that no line of it can pass for one of ours."""
+    """Return the text with a mark before each line, to tell it from this program's own output."""
     if longest is not None and len(text) > longest:
         left_out = len(text) - longest
         text = f"{text[: longest // 2]}\n[… {left_out:,} characters, see --full …]\n{text[-longest // 2 :]}"
@@ -94,6 +96,6 @@ def framed(text: str, longest: int | None, mark: str = " |") -> str:
 
 
 def _short(text: str, longest: int) -> str:
-    """The text on one line."""
+    """Return the text on one line, cut to a length."""
     line = " ".join(str(text).split())
     return line if len(line) <= longest else f"{line[:longest]}…"

@@ -1,4 +1,4 @@
-"""`tandem sft` and `tandem rm`: training on examples."""
+"""The commands `tandem sft` and `tandem rm`, which train on examples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from tandem.trainer.here import lacking, refuse
 
 @worded
 def sft(arguments: list[str]) -> int:
-    """usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
+    """Fine-tune a model on example responses (SFT).
 
-    Fine-tunes a model on demonstrations: a column of messages, or of prompts and responses.
+    usage: tandem sft [CONFIG.yaml] key=value … [--dry-run]
+
+    Each example is a row with a column of messages, or with columns of a prompt and a response.
       --dry-run   print the resolved config and stop
     """
     return _train(arguments, "sft")
@@ -21,9 +23,11 @@ def sft(arguments: list[str]) -> int:
 
 @worded
 def rm(arguments: list[str]) -> int:
-    """usage: tandem rm [CONFIG.yaml] key=value … [--dry-run]
+    """Train a reward model on preferences.
 
-    Trains a reward model on preferences: columns of chosen and rejected answers.
+    usage: tandem rm [CONFIG.yaml] key=value … [--dry-run]
+
+    Each preference is a row with columns of a chosen and a rejected response.
       --dry-run   print the resolved config and stop
     """
     return _train(arguments, "rm")

@@ -1,5 +1,8 @@
-"""How Ctrl-C and SIGTERM end a command while it is being loaded. It imports next to nothing: from the moment
-that this module is there, no signal ends in a traceback."""
+"""The handling of Ctrl-C and SIGTERM while a command is being loaded.
+
+This module imports very little. As soon as it is loaded, a signal no longer ends the command with a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,30 @@ INTERRUPTED = 130
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 _begun: list[bool] = []
-"""Not empty where this process is a command's."""
+"""Not empty if this process runs a command."""
 
 _said: list[bool] = []
-"""Not empty once this process has said that it was stopped."""
+"""Not empty after this process has printed that it was stopped."""
 
 
 def end_at_signals() -> None:
-    """From here on a signal ends this process at once."""
+    """Let a signal end this process at once, from now on."""
     for number in STOPS:
         _heed(number, _end_at_once)
 
 
 def raise_interrupts() -> None:
-    """From here on a signal is a `KeyboardInterrupt`."""
+    """Let a signal raise `KeyboardInterrupt`, from now on."""
     for number in STOPS:
         _heed(number, signal.default_int_handler)
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module. Where signals are a command's, they end the process at once meanwhile: nothing is
-    lost, and a module that is half imported might raise any error."""
+    """Import a module.
+
+    In a process that runs a command, signals end the process at once during the import. Nothing is lost
+    then, while an interrupted import could raise any error.
+    """
     before = [(number, signal.getsignal(number)) for number in STOPS]
     ours = all(handler in (signal.default_int_handler, _end_at_once) for _, handler in before)
     if not (_begun and ours):
@@ -49,13 +55,13 @@ def import_module(name: str) -> ModuleType:
 
 
 def begin() -> None:
-    """Let signals be a command's, from its first moment on."""
+    """Mark this process as one that runs a command, and let signals end it at once."""
     _begun.append(True)
     end_at_signals()
 
 
 def say_stopped() -> None:
-    """Say so on standard error; in a command's process once."""
+    """Print "stopped" to standard error. A process that runs a command prints it only once."""
     if not _begun:
         print("stopped", file=sys.stderr)
     elif not _said:
@@ -67,7 +73,7 @@ def say_stopped() -> None:
 
 
 def _heed(number: signal.Signals, handler: Any) -> None:
-    """Set a handler, unless whoever started this process has it ignore the signal."""
+    """Set a handler for a signal, unless the parent process made this process ignore the signal."""
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, handler)
 

@@ -1,4 +1,4 @@
-"""`tandem stacks RUN`"""
+"""The command `tandem stacks`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.texts import parse_json
 
 @command
 def stacks(run: Path) -> None:
-    """Prints the Python stacks of all processes of a run, which goes on undisturbed.
+    """Print the Python stacks of all processes of a run, which continues undisturbed.
 
     Args:
         run: the run folder
@@ -26,9 +26,13 @@ def stacks(run: Path) -> None:
     if file.is_file():
         try:
             processes = parse_json(file.read_text(encoding="utf-8"))
-            os.environ.update(processes["environment"])  # before Ray is imported, which reads them once
+            os.environ.update(
+                processes["environment"]
+            )  # before Ray is imported, because it reads them only then
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError("does not name the processes of a run", field=str(file), got=error) from error
+            raise DataError(
+                "this file does not list the processes of a run", field=str(file), got=error
+            ) from error
         for name, text in import_module("tandem.runtime.ray_backend").stacks(processes):
             _show(name, text)
 

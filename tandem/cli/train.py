@@ -1,4 +1,4 @@
-"""`tandem train [CONFIG.yaml] key=value …`"""
+"""The command `tandem train`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from tandem.trainer.here import lacking, refuse
 
 @worded
 def train(arguments: list[str]) -> int:
-    """usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
+    """Train a policy by reinforcement learning.
+
+    usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
            tandem train --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
 
-    Trains a policy by reinforcement. Keys are those of `tandem config show`; values are YAML. What follows
-    `-m verl.trainer.main_ppo` on a command line may stand here as it is, --config-path and --config-name too.
+    `tandem config show` lists all keys; values are YAML. You can use the words of a verl command line: all
+    words after `-m verl.trainer.main_ppo` work here too, including --config-path and --config-name.
       --dry-run   print the resolved config and the sizes that follow from it, and stop
       --from-verl SCRIPT.sh [-- ARGUMENTS…]
-                  takes the settings from a shell script that calls verl: bash reads it with verl's trainer
-                  replaced, what it would have been told is shown as a table, and key=value given here win.
-                  ARGUMENTS are the script's own, "$@". Nothing else of the script runs but programs that
-                  print; the rest is listed. It changes no file and reaches no network
-      --call N    the script's N-th call of verl, where it has several
+                  read the settings from a shell script that calls verl. bash runs the script with verl's
+                  trainer replaced; a table shows the settings of the call. Words key=value that you add
+                  override them. ARGUMENTS are the arguments of the script ("$@"). Of the script's other
+                  commands, only programs that print are run, and the rest is listed. The script cannot
+                  change files or use the network
+      --call N    use the script's N-th call of verl, if it has several
       --script-limit SECONDS   how long reading the script may take
-    Ctrl-C or SIGTERM ends it after the step at hand, saved, with exit status 130; a second one at once.
+    Ctrl-C or SIGTERM stops the run after the current step: the step is saved, and the exit status is 130. A
+    second signal stops the run at once.
     """
     dry = "--dry-run" in arguments
     words = [word for word in arguments if word != "--dry-run"]
     request = from_verl.requested(words)
     if request is None:
         loaded = load_train_config(*split_arguments(words), count_rows=count_rows)
-        for notice in loaded.said:
+        for notice in loaded.messages:
             warn(f"note: {notice}")
         return _train(loaded, dry=dry)
     return _train(from_verl.load(request), dry=dry)

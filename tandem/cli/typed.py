@@ -1,5 +1,7 @@
-"""Commands whose options Typer reads off a function: types and defaults off its signature, their meanings off
-its docstring."""
+"""Commands whose options Typer reads from a function.
+
+The signature gives types and defaults. The docstring gives the help texts.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ import typer
 from tandem.errors import ConfigError
 
 Command = Callable[[list[str]], int]
-"""Takes the words after the command's name, and gives the exit status."""
+"""A function that takes the words after the command's name and returns the exit status."""
 
 Works = Mapping[str, tuple[Callable[..., None], str]]
-"""The works of a command by name, each with an example."""
+"""The subcommands of a command by name, each with an example."""
 
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
-"""Typer's base of what may be wrong with a command line, click's own or its copy of it."""
+"""The base class of Typer's command line errors, which is click's or Typer's copy of it."""
 
 _INTERRUPTED = 130
-"""What Typer gives back after Ctrl-C."""
+"""The status that Typer returns after Ctrl-C."""
 
 _MEANING = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
@@ -36,16 +38,18 @@ class UsageError(ConfigError):
 
 
 def command(function: Callable[..., None]) -> Command:
-    """Make a function the command of its name; see `run_typed`."""
+    """Turn a function into the command of its name; see `run_typed`."""
     return partial(run_typed, function.__name__, function)
 
 
 def run_work(name: str, works: Works, arguments: list[str], alone: Command) -> int:
-    """Run a command of several works, of which the first word names one.
+    """Run a command with subcommands. The first word names the subcommand.
 
     Args:
-        name: the command's.
-        alone: runs where no work is named.
+        name: name of the command.
+        works: the subcommands.
+        arguments: the words after the command's name.
+        alone: runs if the first word is not a subcommand.
     """
     if not arguments or arguments[0] not in works:
         return alone(arguments)
@@ -58,16 +62,17 @@ def run_typed(name: str, function: Callable[..., None], arguments: list[str], *,
     """Run a command of `tandem`.
 
     Args:
-        name: the command's.
-        function: its work; the signature declares its options, the docstring is what --help says, and its
-            `Args:` are what --help says of each option.
-        example: a command line, with which --help begins.
+        name: name of the command.
+        function: does the work. Its signature declares the options. Its docstring is the text of --help,
+            and its `Args:` section describes each option there.
+        arguments: the words after the command's name.
+        example: a command line that --help shows first.
 
     Returns:
         the exit status.
 
     Raises:
-        UsageError: an unknown option, a missing or a wrong value.
+        UsageError: an unknown option, or a missing or wrong value.
     """
     text, meanings = described(function)
     _declare(function, meanings)
@@ -86,14 +91,16 @@ def run_typed(name: str, function: Callable[..., None], arguments: list[str], *,
 
 
 def described(function: Callable[..., None]) -> tuple[str, dict[str, str]]:
-    """Return what a command does, and the meanings of its options, as its docstring says."""
+    """Return the description of a command and of its options, from its docstring."""
     text, _, meanings = (getdoc(function) or "").partition("\n\nArgs:\n")
     return text, {option: " ".join(meaning.split()) for option, meaning in _MEANING.findall(meanings)}
 
 
 def _declare(function: Callable[..., None], meanings: Mapping[str, str]) -> None:
-    """Give the function's options their meanings. A switch is `--NAME` alone, and what has no default is an
-    argument."""
+    """Add the descriptions to the function's options.
+
+    A switch gets only the form `--NAME`, without `--no-NAME`. A parameter without a default is an argument.
+    """
     hints = get_type_hints(function, include_extras=True)
     for name, meaning in meanings.items():
         declared: list[Any] = list(getattr(hints[name], "__metadata__", ()))
@@ -107,7 +114,7 @@ def _declare(function: Callable[..., None], meanings: Mapping[str, str]) -> None
 
 
 def worded(function: Command) -> Command:
-    """Make a function that reads its words itself a command: --help prints its docstring."""
+    """Turn a function that parses its own words into a command, for which --help prints its docstring."""
 
     @wraps(function)
     def run(arguments: list[str]) -> int:
@@ -122,18 +129,19 @@ def worded(function: Command) -> Command:
 def valued(
     arguments: Sequence[str], options: Collection[str], *, equals: bool = False, remedy: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Cut options out of a command line whose other words are somebody else's.
+    """Separate options with values from the other words of a command line.
 
     Args:
-        options: each has a value, the next word.
+        arguments: the words.
+        options: names of the options. The value of each is the next word.
         equals: whether the value may also follow in the same word, after "=".
-        remedy: of the error.
+        remedy: remedy of the error.
 
     Returns:
         the other words, and the value of each option that was given.
 
     Raises:
-        UsageError: an option without its value.
+        UsageError: an option has no value.
     """
     words, given, rest = list[str](), dict[str, str](), deque(arguments)
     while rest:
@@ -144,5 +152,5 @@ def valued(
         elif sign or rest:
             given[name] = value if sign else rest.popleft()
         else:
-            raise UsageError("an option without its value", got=name, remedy=remedy)
+            raise UsageError("this option needs a value", got=name, remedy=remedy)
     return words, given

@@ -1,4 +1,4 @@
-"""`tandem view [RUN …] [--port N] [--no-browser]`"""
+"""The command `tandem view`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,29 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     no_browser: Annotated[bool, typer.Option("--no-browser")] = False,
 ) -> None:
-    """Shows runs in a browser, alive or ended: curves, samples token by token, time, and what warns of
-    trouble. The page is on this machine alone, loads nothing from elsewhere and sends nothing.
+    """Show runs in a browser, during and after training.
+
+    The page shows curves, samples token by token, times, and warnings. Only
+    this machine can open the page. It loads nothing from elsewhere and sends
+    nothing.
 
     Args:
-        runs: run folders, or folders under which runs are sought; runs/
-        port: of the page; 0: a free one
-        no_browser: only print the address
+        runs: run folders, or folders to search for runs; default: runs/
+        port: port of the page; 0: any free port
+        no_browser: only print the address, do not open a browser
     """
     with Shelf(runs or [Path("runs")]) as shelf:
         try:
             server = Server(Api(shelf), port)
         except OSError as error:
             raise ConfigError(
-                "cannot be listened on", field="--port", got=f"{port} ({error})", remedy="name another port"
+                "this port cannot be used",
+                field="--port",
+                got=f"{port} ({error})",
+                remedy="choose another port",
             ) from error
         with server:
-            say(f"{server.url}\n{len(shelf.runs())} runs; Ctrl-C ends")
+            say(f"{server.url}\nruns: {len(shelf.runs())}; press Ctrl-C to stop")
             if not no_browser:
                 webbrowser.open(server.url)
             server.serve_forever()

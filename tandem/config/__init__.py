@@ -1,1 +1,1 @@
-"""The config: typed sections, loading, checking, explaining. Imports no torch."""
+"""The config: typed sections, loading, checking, explaining. Nothing here imports torch."""

@@ -29,22 +29,22 @@ KLKind = Annotated[str, OneOf((*tables.KL_KINDS, tables.FULL_KL), own_code=True)
 
 
 def _takes(option: str, loss: str = "policy_loss.loss_mode") -> When:
-    """Where the policy loss takes the option; a user's own might."""
+    """Return the condition that the policy loss takes the option. A user's own loss might take any."""
 
     def applies(own: Any) -> bool:
         options = tables.loss_options(attrgetter(loss)(own))
         return options is None or option in options
 
-    return When(applies, f"with an {{{loss}}} that takes {option}")
+    return When(applies, f"if {{{loss}}} takes {option}")
 
 
 def _clips(own: Any) -> bool:
-    """Whether the loss of bypass mode, if it is on, has a clip range."""
+    """Return whether the loss has a clip range; only a loss of bypass mode may have none."""
     correction = root(own).algorithm.rollout_correction
     return not correction.bypass_mode or correction.loss_type == "ppo_clip"
 
 
-_CLIPS = When(_clips, "with algorithm.rollout_correction.loss_type=ppo_clip")
+_CLIPS = When(_clips, "if algorithm.rollout_correction.loss_type=ppo_clip")
 _LOW, _HIGH, _DUAL = ((_takes(f"clip_ratio_{side}"), _CLIPS) for side in ("low", "high", "c"))
 _KL = beside("use_kl_loss", True, neutral=(0,))
 
@@ -52,14 +52,14 @@ _KL = beside("use_kl_loss", True, neutral=(0,))
 _DRO_BETA = Check(
     lambda own, beta: beta is None and own.loss_mode == "dro",
     "missing",
-    expected="a number > 0; a token comes to rest at advantage / dro_beta nats",
+    expected="a number > 0; the log-ratio of a token converges to advantage / dro_beta nats",
     remedy="add {}=…, or set another loss_mode",
 )
 _COVARIANCES = Check(
     lambda own, low: own.loss_mode == "clip_cov" and low >= own.clip_cov_ub,
     "no covariance lies between the bounds",
     expected="less than {clip_cov_ub=}",
-    remedy="set one of the two",
+    remedy="change one of the two",
 )
 
 
@@ -71,7 +71,7 @@ def _begins_outside(own: Any, coefficient: float) -> bool:
 
 _WITHIN_BOUNDS = Check(
     _begins_outside,
-    "begins outside its bounds",
+    "the start value is outside its bounds",
     expected="{=adaptive_entropy.min_ent_coef} to {=adaptive_entropy.max_ent_coef}, the bounds of "
     "{adaptive_entropy}",
     remedy="set {}={=adaptive_entropy.min_ent_coef}, or widen the bounds",
@@ -86,24 +86,28 @@ def _leaves_no_ratio(own: Any, clip: float) -> bool:
 
 _LEAVES_A_RATIO = Check(
     _leaves_no_ratio,
-    "a ratio never falls below zero",
+    "a probability ratio never falls below 0, so a range above 1 has no meaning here",
     expected="0 to 1 with {policy_loss.loss_mode=}",
-    remedy="set {clip_ratio_low}=1, which bounds as little",
+    remedy="set {clip_ratio_low}=1, which has the same effect",
 )
 
 
 class PolicyLossConfig(Section):
-    """Which policy loss, and its own options.
+    """The policy loss and its options.
 
     Attributes:
-        loss_mode: policy loss, by name or as file.py:function
-        clip_cov_ratio: clip_cov: share of the response tokens that do not learn
-        clip_cov_lb: clip_cov: covariance of log-prob and advantage above which a token may be chosen
-        clip_cov_ub: clip_cov: covariance below which it may be
-        kl_cov_ratio: kl_cov: share of the response tokens that are held to the old policy
-        ppo_kl_coef: kl_cov: weight of what holds them, per nat
-        dro_beta: dro: weight of the squared log-ratio to the old policy; it must be given
-        kwargs: further options of the policy loss, by name
+        loss_mode: The policy loss: a name, or your own function as file.py:function.
+        clip_cov_ratio: For clip_cov: fraction of the response tokens that are excluded from learning.
+        clip_cov_lb: For clip_cov: a token may be excluded if the covariance of its log-prob and advantage is
+            above this.
+        clip_cov_ub: For clip_cov: a token may be excluded if the covariance of its log-prob and advantage is
+            below this.
+        kl_cov_ratio: For kl_cov: fraction of the response tokens that a KL penalty keeps close to the old
+            policy.
+        ppo_kl_coef: For kl_cov: weight of that KL penalty, per nat.
+        dro_beta: For dro: weight of the squared log-ratio to the old policy. It has no default, so you must
+            set it.
+        kwargs: Additional options of the policy loss, by name.
     """
 
     loss_mode: Annotated[
@@ -122,36 +126,43 @@ class ActorConfig(Section):
     """Batches, loss and optimizer of the policy update.
 
     Attributes:
-        strategy: training engine (fsdp means fsdp2)
-        ppo_mini_batch_size: prompts per optimizer step, over all devices
-        ppo_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
-        use_dynamic_bsz: cut micro-batches by tokens, not by samples
-        ppo_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
-        ppo_epochs: passes over each step's samples
-        shuffle: a new order of the samples in each pass
-        clip_ratio: clip range of the probability ratio, both sides; in nats for geo_mean and dppo_kl
-        clip_ratio_low: clip range below 1; above 1 no bound below, with cispo
-        clip_ratio_high: clip range above 1
-        clip_ratio_c: dual clip: bound of ratio · |advantage| for negative advantages
-        tau_pos: sapo: how fast positive advantages fade as the policies part
-        tau_neg: sapo: the same for other advantages
-        loss_agg_mode: how token losses become one number, over the global mini-batch; null: as the loss was
-            published, seq-mean-token-mean for gspo, geo_mean, sapo, seq-mean-token-sum for reinforce,
-            token-mean for others
-        loss_scale_factor: divisor of seq-mean-token-sum-norm, tokens
-        entropy_coeff: weight of the entropy bonus
-        use_kl_loss: add the KL from the reference policy to the loss
-        kl_loss_coef: weight of that KL
-        kl_loss_type: estimator of that KL (Schulman 2020, k1 to k3), with a + for the gradient of k2, such as
-            k3+; full: exact over the vocabulary; or file.py:function
-        ulysses_sequence_parallel_size: devices that share one sequence
+        strategy: Training engine. fsdp is another name for fsdp2.
+        ppo_mini_batch_size: Prompts per optimizer step, over all devices.
+        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share of
+            the mini-batch.
+        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+        ppo_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
+        ppo_epochs: Number of passes over the samples of each step.
+        shuffle: Shuffle the samples before each pass.
+        clip_ratio: How far the probability ratio may differ from 1, in both directions, before it is clipped.
+            In nats for geo_mean and dppo_kl.
+        clip_ratio_low: How far the probability ratio may fall below 1 before it is clipped. With cispo, a
+            value above 1 means that there is no lower bound.
+        clip_ratio_high: How far the probability ratio may rise above 1 before it is clipped.
+        clip_ratio_c: Upper bound of the probability ratio for tokens with a negative advantage (dual
+            clipping).
+        tau_pos: For sapo: how fast the weight of tokens with a positive advantage falls as the new policy
+            moves away from the old one.
+        tau_neg: For sapo: the same for tokens with any other advantage.
+        loss_agg_mode: How the losses of all tokens are combined into one number, over the global mini-batch.
+            null: the way in which the loss was published, which is seq-mean-token-mean for gspo, geo_mean and
+            sapo, seq-mean-token-sum for reinforce, and token-mean for the others.
+        loss_scale_factor: For seq-mean-token-sum-norm: the number of tokens that the sums are divided by.
+        entropy_coeff: Weight of the entropy bonus in the loss.
+        use_kl_loss: Add the KL divergence from the reference policy to the loss.
+        kl_loss_coef: Weight of that KL divergence in the loss.
+        kl_loss_type: Estimator of that KL divergence: a name (k1 to k3 are from Schulman 2020), a name with +
+            for the gradient of k2 (such as k3+), full for the exact KL over the vocabulary, or your own
+            function as file.py:function.
+        ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
+            sequence parallelism).
     """
 
-    strategy: Strategy = key("fsdp2", resumed="told")
+    strategy: Strategy = key("fsdp2", resumed="reported")
     ppo_mini_batch_size: int = key(1024, inherits="data.train_batch_size", needs=divides_batch, ge=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
-    use_dynamic_bsz: bool = key(False, resumed="told")
-    ppo_max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
+    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="reported")
+    use_dynamic_bsz: bool = key(False, resumed="reported")
+    ppo_max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported")
     ppo_epochs: int = key(1, ge=1)
     shuffle: bool = False
     clip_ratio: float = key(0.2, when=_LOW, needs=_LEAVES_A_RATIO, ge=0)
@@ -167,7 +178,7 @@ class ActorConfig(Section):
         inherits="data.max_response_length",
         when=When(
             lambda own: "seq-mean-token-sum-norm" in (own.loss_agg_mode, root(own).critic.loss_agg_mode),
-            "with {loss_agg_mode}=seq-mean-token-sum-norm",
+            "if {loss_agg_mode}=seq-mean-token-sum-norm",
         ),
         gt=0,
     )
@@ -178,13 +189,13 @@ class ActorConfig(Section):
     use_kl_loss: bool = False
     kl_loss_coef: float = key(0.001, when=_KL, ge=0)
     kl_loss_type: KLKind = key("low_var_kl", when=_KL, needs=own_code)
-    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
     @property
     def aggregation(self) -> str:
-        """How token losses become one number: as it is set, or as the policy loss was published."""
+        """How the losses of all tokens are combined: as configured, or as the policy loss was published."""
         return self.loss_agg_mode or tables.published_aggregation(self.policy_loss.loss_mode)
 
     @property
@@ -196,18 +207,18 @@ class ActorConfig(Section):
 
 _OWN_ENGINE = When(
     lambda own: not root(own).reference_is_the_actor,
-    "where the reference policy has an engine of its own; with actor_rollout_ref.model.lora_rank above 0 the "
-    "actor's, without its adapters, is the reference",
+    "if the reference policy has its own engine; with actor_rollout_ref.model.lora_rank above 0, the actor's "
+    "model without its adapters is the reference",
     notice=True,
 )
 
 
 _RESETTABLE = Check(
     lambda own, interval: interval and root(own).needs_reference and root(own).reference_is_the_actor,
-    "the reference is the base of the actor's adapters, and has no weights of its own to change",
+    "the reference is the base model of the actor's adapters and has no weights of its own to reset",
     got="{=} with {actor_rollout_ref.model.lora_rank=}",
-    expected="0, or a reference on a pool of its own",
-    remedy="set {}=0, or place ref on another of trainer.resource_pools than the actor",
+    expected="0, or a reference in a separate pool",
+    remedy="set {}=0, or place ref and actor in different pools of trainer.resource_pools",
 )
 
 
@@ -215,8 +226,8 @@ class ReferenceTerm(Section):
     """One of several reference policies.
 
     Attributes:
-        path: its Hugging Face folder; None: the policy's, as it begins.
-        weight: of the KL to it in the sum; 0: it is only measured.
+        path: its Hugging Face folder; None: the policy as it is at the start of the run.
+        weight: the weight of the KL to it in the sum; 0: the KL is measured but not used.
     """
 
     path: LocalPath | None = None
@@ -230,41 +241,43 @@ def _reference_folders(own: Any, name: str) -> Iterator[ConfigError]:
 
 _ONE_RESET = Check(
     lambda own, interval: own.models and interval,
-    "which of several references is to become the actor is not said",
+    "only a single reference can be reset, and there are several",
     field="reset_interval",
     expected="0",
     remedy="set it to 0, or remove {models}",
 )
 _ONE_EXACT = Check(
     lambda own, models: models and root(own).exact_kl,
-    "the exact KL keeps one reference's output head beside the actor, and there are several",
+    "the exact KL keeps the output head of one reference with the actor, and there are several references",
     got="{=}",
-    expected=f"one reference, or an estimator such as k3+ in place of {tables.FULL_KL}",
+    expected=f"one reference, or an estimator such as k3+ instead of {tables.FULL_KL}",
     remedy="remove {}, or change algorithm.kl_penalty and actor_rollout_ref.actor.kl_loss_type",
 )
 
 
 ONE_REFERENCE: Mapping[str, float] = {"ref_log_probs": 1.0}
-"""The column of the log-probs of the only reference, and the weight of its KL."""
+"""The column of the log-probs of the only reference, mapped to the weight of its KL."""
 
 
 def reference_name(column: str) -> str:
-    """The name of one of several references, by the column of its log-probs or by its role."""
+    """Return the name of one of several references, given the column of its log-probs or its role."""
     return column.partition(".")[2]
 
 
 class RefConfig(LogProbSection):
-    """The frozen policies; they exist when a KL term asks for them.
+    """The frozen reference policies. A run has them only if a KL term needs them.
 
     Attributes:
-        models: several references over the policy's tokens, with the weight of each one's KL in the sum:
-            {name: {path: …, weight: 1.0}, …}; without path the policy as it begins; each is placed as
-            ref.NAME, or with ref; empty: one, the policy as it begins
-        ulysses_sequence_parallel_size: devices that share one sequence
-        reset_interval: training steps after which the reference takes the actor's weights, again and again;
-            0: never. It belongs into checkpoints then
-        reset_optimizer: with each reset the actor's optimizer begins anew (ProRL, Liu et al. 2025, arXiv
-            2505.24864); the learning rate's schedule goes on
+        models: Several references instead of one: {name: {path: …, weight: 1.0}, …}. The KL of the run is the
+            sum of the KLs to all of them, each multiplied by its weight. They must use the policy's tokens.
+            Without path, a reference is the policy as it is at the start of the run. Each is placed as
+            ref.NAME, or together as ref. Empty: one reference, the policy as it is at the start of the run.
+        ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
+            sequence parallelism).
+        reset_interval: Copy the actor's weights to the reference every this many training steps. 0: never. If
+            it is not 0, checkpoints also contain the reference.
+        reset_optimizer: At each such reset, also reset the actor's optimizer state (ProRL, Liu et al. 2025,
+            arXiv 2505.24864). The learning rate schedule continues.
     """
 
     models: Annotated[dict[str, ReferenceTerm], ByName] = key(
@@ -275,11 +288,11 @@ class RefConfig(LogProbSection):
         inherits="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         when=_OWN_ENGINE,
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
     reset_interval: int = key(0, needs=_RESETTABLE, ge=0)
     reset_optimizer: bool = key(
-        False, when=When(lambda own: own.reset_interval > 0, "with {reset_interval} above 0")
+        False, when=When(lambda own: own.reset_interval > 0, "if {reset_interval} is above 0")
     )
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig(), when=_OWN_ENGINE, below=FORWARD_ALONE)
 

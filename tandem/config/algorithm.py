@@ -17,13 +17,13 @@ _ADAPTIVE = beside("type", "adaptive")
 
 
 def _takes(option: str) -> When:
-    """Where the advantage estimator takes the option; a user's own might."""
+    """Return the condition that the advantage estimator takes the option. A user's own might take any."""
 
     def applies(own: Any) -> bool:
         known = tables.needs(own.adv_estimator)
         return known is None or option in known.options
 
-    return When(applies, f"with an {{adv_estimator}} that takes {option}")
+    return When(applies, f"if {{adv_estimator}} takes {option}")
 
 
 def _reads_components(own: Any) -> bool:
@@ -37,7 +37,7 @@ def _all_cut(own: Any, masks: bool) -> bool:
 
 _SOME_WHOLE = Check(
     _all_cut,
-    "every response is cut, and nothing would be learnt from",
+    "every response would be cut at the length limit, and so excluded from learning",
     got="true with actor_rollout_ref.rollout.ignore_eos=true",
     remedy="set actor_rollout_ref.rollout.ignore_eos=false, or {}=false",
 )
@@ -47,10 +47,12 @@ class KLControllerConfig(Section):
     """The coefficient of the KL penalty in the reward.
 
     Attributes:
-        type: adaptive follows target_kl (Ziegler et al. 2019, arXiv 1909.08593)
-        kl_coef: the coefficient, or its first value
-        horizon: samples over which adaptive closes a gap
-        target_kl: what adaptive steers to, nats
+        type: How the coefficient changes during the run. fixed: not at all. adaptive: it is adjusted so that
+            the KL approaches target_kl (Ziegler et al. 2019, arXiv 1909.08593).
+        kl_coef: The coefficient; with adaptive, its value at the start.
+        horizon: For adaptive: number of samples in which the coefficient corrects a deviation from target_kl.
+            A larger number means slower changes.
+        target_kl: For adaptive: the KL to aim for, in nats.
     """
 
     type: Literal["fixed", "adaptive"] = "fixed"
@@ -60,22 +62,24 @@ class KLControllerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """From rewards to advantages.
+    """How rewards become advantages.
 
     Attributes:
-        adv_estimator: advantage estimator, by name or as file.py:function
-        gamma: discount per token
-        lam: GAE's lambda: 0 trusts the critic, 1 the rewards
-        norm_adv_by_std_in_grpo: divide GRPO's advantages by the group's deviation; false: Dr.GRPO
-        gdpo_reward_weights: GDPO's weights of the reward's components, in their order; none: all 1
-        adv_kwargs: further options of the estimator, by name
-        gdpo_reward_keys: names in the reward's dict that are its components, in their order; null: all
-            numbers beside score
-        use_kl_in_reward: subtract the KL from the reference policy from the rewards
-        kl_penalty: estimator of that KL (Schulman 2020, k1 to k3); full: exact over the vocabulary; or
-            file.py:function
-        mask_truncated_completions: leave responses that were cut at data.max_response_length out of every
-            update; they still count in their group's baseline
+        adv_estimator: The advantage estimator: a name, or your own function as file.py:function.
+        gamma: Discount factor per token.
+        lam: Lambda of GAE. 0 relies on the critic's values, 1 on the rewards.
+        norm_adv_by_std_in_grpo: Divide GRPO's advantages by the standard deviation of the rewards in their
+            group. false: do not divide (Dr.GRPO).
+        gdpo_reward_weights: GDPO's weights of the reward's components, in the order of the components. Empty:
+            all 1.
+        adv_kwargs: Additional options of the estimator, by name.
+        gdpo_reward_keys: Names in the dict that a reward function returns which are GDPO's components, in
+            this order. null: all numbers except score.
+        use_kl_in_reward: Subtract the KL from the reference policy from the rewards.
+        kl_penalty: Estimator of that KL: a name (k1 to k3 are from Schulman 2020), full for the exact KL over
+            the vocabulary, or your own function as file.py:function.
+        mask_truncated_completions: Exclude responses that were cut at data.max_response_length from every
+            update. They still count in the baseline of their group.
     """
 
     adv_estimator: Annotated[
@@ -87,7 +91,7 @@ class AlgorithmConfig(Section):
     gdpo_reward_weights: Annotated[tuple[float, ...], AsTuple] = key((), when=_takes("gdpo_reward_weights"))
     adv_kwargs: dict[str, Any] = key({})
     gdpo_reward_keys: Names = key(
-        (), when=When(_reads_components, "with an {adv_estimator} that reads the reward's components")
+        (), when=When(_reads_components, "if {adv_estimator} reads the reward's components")
     )
     use_kl_in_reward: bool = False
     kl_penalty: KLKind = key("kl", when=_IN_REWARD, needs=own_code)

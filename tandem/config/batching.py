@@ -1,4 +1,4 @@
-"""How a phase cuts its share of a batch into micro-batches."""
+"""How a phase splits its share of a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from tandem.config.section import Section, beside, key
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A micro-batch rule. At most one of the two is set; neither: one micro-batch, the whole share.
+    """A rule that splits sequences into micro-batches.
+
+    At most one of the two limits is set. Without a limit, the whole share is one micro-batch.
 
     Attributes:
         max_samples: sequences per micro-batch and device.
-        max_tokens: tokens per micro-batch and device, whatever the number of sequences.
+        max_tokens: tokens per micro-batch and device, for any number of sequences.
     """
 
     max_samples: int | None = None
@@ -22,7 +24,7 @@ class Batching:
 
     @classmethod
     def of(cls, dynamic: bool, samples: int | None, tokens: int) -> Batching:
-        """The rule of three keys: by tokens if `dynamic`, else by samples."""
+        """Return the rule that three keys describe: by tokens if `dynamic`, otherwise by samples."""
         return cls(max_tokens=tokens) if dynamic else cls(max_samples=samples)
 
     def __str__(self) -> str:
@@ -35,24 +37,26 @@ class Batching:
 
 BY_SAMPLES = beside("use_dynamic_bsz", False, notice=True)
 BY_TOKENS = beside("use_dynamic_bsz", True, notice=True)
-"""Of the keys that say how many, in a section whose switch has this name."""
+"""The conditions of the keys that limit micro-batches, in a section with the key use_dynamic_bsz."""
 
 
 class LogProbSection(Section):
-    """The keys of a phase that only computes log-probs; the actor's stand in where they are not set.
+    """The micro-batch keys of a phase that only computes log-probs. Their defaults are the actor's values.
 
     Attributes:
-        log_prob_micro_batch_size_per_gpu: samples per log-prob micro-batch and device; null: all at once
-        log_prob_use_dynamic_bsz: cut log-prob micro-batches by tokens, not by samples
-        log_prob_max_token_len_per_gpu: tokens per log-prob micro-batch and device, with
-            log_prob_use_dynamic_bsz
+        log_prob_micro_batch_size_per_gpu: Samples per micro-batch and device when log-probs are computed.
+            null: all samples at once.
+        log_prob_use_dynamic_bsz: When log-probs are computed, limit micro-batches by their tokens instead of
+            their samples.
+        log_prob_max_token_len_per_gpu: Tokens per micro-batch and device when log-probs are computed with
+            log_prob_use_dynamic_bsz=true.
     """
 
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1, resumed="told"
+        None, when=beside("log_prob_use_dynamic_bsz", False, notice=True), ge=1, resumed="reported"
     )
     log_prob_use_dynamic_bsz: bool = key(
-        False, inherits="actor_rollout_ref.actor.use_dynamic_bsz", resumed="told"
+        False, inherits="actor_rollout_ref.actor.use_dynamic_bsz", resumed="reported"
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
@@ -60,7 +64,7 @@ class LogProbSection(Section):
         when=beside("log_prob_use_dynamic_bsz", True, notice=True),
         needs=holds_longest,
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
 
     @property

@@ -1,5 +1,7 @@
-"""The check of a loaded config: what keys declare, and the rules that cross sections. All that is wrong is
-found at once."""
+"""The check of a loaded config: what its keys declare, and the rules that cross sections.
+
+All problems are found in one pass.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tandem.config.schema import Condition, Key, keys, value_at
-from tandem.config.section import Finding, Section, WrongValueRead
+from tandem.config.section import Finding, InvalidValueRead, Section
 from tandem.config.view import view_of
 from tandem.errors import ConfigError
 
@@ -19,7 +21,7 @@ Rule = Callable[[C], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Findings:
-    """What the rules found."""
+    """The errors and notices that the rules found."""
 
     errors: list[ConfigError]
     notices: list[str]
@@ -34,19 +36,23 @@ def check(
     lenient: bool = False,
     off: frozenset[str] = frozenset(),
 ) -> Findings:
-    """What the declarations of the config's keys, and these rules, find.
+    """Check the declarations of all keys and the given rules.
 
     Args:
-        config: the filled-in config.
-        changed: the keys that differ from what they would be had nobody set them.
-        bad: the keys whose value is a stand-in for a wrong one.
-        lenient: whether a key that does nothing is worth a sentence alone, as in a command line that was
-            written for another program.
-        off: the keys that were given as false, their default: what they leave off is worth a sentence alone
-            too.
+        config: the config, with all defaults filled in.
+        changed: the keys whose values differ from what they would be if the user had set nothing.
+        bad: the keys whose invalid values were replaced by defaults.
+        rules: the rules that cross sections.
+        lenient: whether a key without effect gives only a notice, as for a command line that was written for
+            another program.
+        off: the keys that were explicitly set to false, which is their default. A key that they turn off then
+            gives only a notice.
+
+    Returns:
+        everything that was found.
     """
     run = _Check(config, changed, bad, lenient, off)
-    found = [item for rule in rules for item in _until_wrong(rule, run.view)]
+    found = [item for rule in rules for item in _until_invalid(rule, run.view)]
     found += run.needs()
     return Findings(
         [run.with_value(item) for item in found if isinstance(item, ConfigError)] + list(run.errors()),
@@ -54,17 +60,17 @@ def check(
     )
 
 
-def _until_wrong(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
-    """Yield what a rule finds before it reads a wrong value: only what comes after could be mistaken."""
+def _until_invalid(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
+    """Yield what a rule finds before it reads an invalid value. Only later findings could be mistaken."""
     try:
         yield from rule(*given)
-    except WrongValueRead:
+    except InvalidValueRead:
         return
 
 
 @dataclass
 class _Check:
-    """The declarations of one config's keys; see `check`."""
+    """The check of one config's keys; see `check`."""
 
     config: Section
     changed: frozenset[str]
@@ -77,13 +83,13 @@ class _Check:
         self.view = view_of(self.config, self.changed, self.bad)
 
     def needs(self) -> list[Finding]:
-        """What the needs of keys find, where these count."""
+        """Return what the needs of all used keys find."""
         found: list[Finding] = []
         for item in self.keys.values():
             if item.needs and self._asked(item):
                 at, _, leaf = item.name.rpartition(".")
                 own = value_at(self.view, at) if at else self.view
-                asked = [each for need in item.needs for each in _until_wrong(need, own, leaf)]
+                asked = [each for need in item.needs for each in _until_invalid(need, own, leaf)]
                 for error in asked:
                     if isinstance(error, ConfigError) and error.field is None:
                         error.field = item.name
@@ -91,7 +97,7 @@ class _Check:
         return found
 
     def with_value(self, error: ConfigError) -> ConfigError:
-        """The error with the value of its key, unless it says itself what was given; of nothing, nothing."""
+        """Add the value of its key to an error that has no `got`; an empty value adds nothing."""
         field = error.field or ""
         if error.got is None and field in self.keys:
             value = value_at(self.config, field)
@@ -100,26 +106,26 @@ class _Check:
         return error
 
     def errors(self) -> Iterator[ConfigError]:
-        """An error for each key that does nothing although it says what should come out."""
+        """Yield an error for each key that has no effect although it should change the result."""
         for name, condition in self._unused(notice=False):
             yield ConfigError(
                 "has no effect",
                 field=name,
                 got=value_at(self.view, name),
                 expected=f"set only {condition.words}",
-                remedy="set that too, or remove this key",
+                remedy="meet that condition, or remove this key",
             )
 
     def notices(self) -> Iterator[str]:
-        """A sentence for each reason why keys do nothing."""
+        """Yield one sentence for each reason why keys have no effect."""
         reasons: dict[str, list[str]] = {}
         for name, condition in self._unused(notice=True):
             reasons.setdefault(condition.words, []).append(name)
         for words, names in reasons.items():
-            yield f"{', '.join(names)}: no effect; counts only {words}."
+            yield f"{', '.join(names)}: no effect; used only {words}."
 
     def _unused(self, *, notice: bool) -> Iterator[tuple[str, Condition]]:
-        """The changed keys that do nothing, in alphabetical order, each with its outermost reason."""
+        """Yield the changed keys that have no effect, sorted by name, each with its outermost reason."""
         for name in sorted(self.changed - self.bad):
             conditions = self.keys[name].conditions
             reasons = (item for item in conditions if self._is_notice(item) == notice)
@@ -136,18 +142,21 @@ class _Check:
         return when.notice or self.lenient or f"{condition.at}{when.switch}" in self.off
 
     def _holds(self, condition: Condition) -> bool | None:
-        """Whether it holds; None: that depends on a wrong value."""
+        """Return whether the condition holds; None if that depends on an invalid value."""
         own = value_at(self.view, condition.at.removesuffix(".")) if condition.at else self.view
         try:
             return condition.when.applies(own)
-        except WrongValueRead:
+        except InvalidValueRead:
             return None
 
     def _counts(self, item: Key) -> bool:
         return all(self._holds(condition) for condition in item.conditions)
 
     def _asked(self, item: Key) -> bool:
-        """Whether what it needs is looked at here: an inherited value is at its source, if that counts."""
+        """Return whether the needs of a key are checked here.
+
+        An inherited value is checked at the key that it comes from, if that key is used.
+        """
         if not self._counts(item):
             return False
         inherits = None if item.name in self.changed else item.inherits

@@ -1,4 +1,4 @@
-"""Places of a run's processes: pools and the roles on them; addresses, ports, interfaces and timeouts."""
+"""Where a run's processes are: pools and their roles, addresses, ports, network interfaces and timeouts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tandem.config.needs import Check
 from tandem.config.section import AsTuple, LocalPath, Section, When, key
 
 POOL = "global_pool"
-"""The pool of all roles where nobody names pools."""
+"""The name of the only pool if the user names none."""
 
 HELPER_POOLS = ("controller_pool", "reward_pool")
-"""Pools that every run has besides the user's: one process each, without a device."""
+"""Pools that every run has in addition to the user's. Each has one process and no device."""
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model", "reward")
 """Every role by its own name."""
 
 PLACED_ROLES = ("actor_rollout", *ROLES)
-"""What a placement may name; actor_rollout stands for actor and rollout on one pool."""
+"""The roles that a placement may name; actor_rollout means actor and rollout on one pool."""
 
 CLASS_ROLES = (*PLACED_ROLES, "batch", "data")
-"""What may have a worker class of the user's own."""
+"""The roles that may have a worker class of the user's own."""
 
 
 def _without_nulls(value: Any) -> Any:
-    """An entry that is null counts as not given, so that an override can take one of the file's back."""
+    """Remove entries whose value is null, so that an override can remove an entry that a file has set."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
@@ -40,21 +40,21 @@ def _without_nulls(value: Any) -> Any:
 ByName = BeforeValidator(_without_nulls)
 
 Counts = Annotated[tuple[Annotated[int, Ge(1)], ...], AsTuple, MinLen(1)]
-"""Processes per machine: one whole number for each."""
+"""Processes per machine: one integer for each."""
 
 
 class TimeoutsConfig(Section):
-    """The longest waits. Where one ends the run stops with a report, whatever it waited for.
+    """The longest times that a run waits. When a timeout is exceeded, the run stops with a report.
 
     Attributes:
-        start: seconds until all processes of the pools are up and connected; loading models is limited by
-            call
-        call: seconds that one method of a worker, or loading its models, may take; waiting for its input not
-            counted
-        answer: seconds a process may leave a sign of life unanswered
-        collective: seconds of one collective operation between processes
-        resources: seconds until the cluster has the nodes and devices that the pools ask for
-        stop: seconds a process has to end by itself before it is killed
+        start: Seconds until all processes of the pools have started and are connected. Loading the models is
+            limited by call instead.
+        call: Seconds that one call of a worker method, or loading its models, may take. The time in which it
+            waits for its input is not included.
+        answer: Seconds in which a process must answer a liveness check.
+        collective: Seconds that one collective operation between processes may take.
+        resources: Seconds until the cluster provides the nodes and devices that the pools need.
+        stop: Seconds that a process has to exit by itself before it is killed.
     """
 
     start: float = key(300, gt=0)
@@ -66,7 +66,7 @@ class TimeoutsConfig(Section):
 
 
 _OURS = When(
-    lambda own: own.address is None, "with {address}=null, where Ray is started for the run", notice=True
+    lambda own: own.address is None, "if {address}=null, so that Ray is started for this run", notice=True
 )
 
 
@@ -76,9 +76,9 @@ def _is_no_address(own: Any, given: str | None) -> bool:
 
 _ADDRESS = Check(
     _is_no_address,
-    "not an address",
+    "this is not a valid address",
     expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
-    remedy="the port is that of `ray start --head`, 6379 unless it was given another",
+    remedy="use the port of `ray start --head`, which is 6379 by default",
 )
 
 
@@ -86,17 +86,18 @@ class ClusterConfig(Section):
     """The Ray cluster and its network.
 
     Attributes:
-        address: the cluster: HOST:PORT of its head, or auto: the one this machine is in; null: start Ray
-            here, for this run
-        namespace: Ray namespace of the run's processes; null: one of its own
-        interface: network interface of the collectives, such as eth0; null: on each node the one with its
-            address
-        master_port: TCP port at which the processes of a pool meet, on its first node: of the first pool with
-            more than one process; each further such pool takes the next port; 0: any that is free
-        object_store_gb: memory of Ray's object store, GB (2^30 bytes), where Ray is started here; null: Ray's
-            own choice
-        temp_dir: folder of Ray's sockets and logs, where Ray is started here; null: Ray's own choice
-        ray_init: further arguments of ray.init, such as {num_cpus: 8, runtime_env: {env_vars: {A: b}}}
+        address: The Ray cluster to use: HOST:PORT of its head node, or auto for the cluster that this machine
+            belongs to. null: start Ray on this machine for this run.
+        namespace: Ray namespace of the run's processes. null: a namespace of its own for each run.
+        interface: Network interface for collective operations, such as eth0. null: on each node, the
+            interface that has the node's address.
+        master_port: TCP port on the first node of a pool, which the processes of the pool use to find each
+            other. It is the port of the first pool that has more than one process; each further such pool
+            uses the next port. 0: any free port.
+        object_store_gb: Memory for Ray's object store, in GB (2^30 bytes), if Ray is started here. null: Ray
+            chooses.
+        temp_dir: Folder for Ray's sockets and logs, if Ray is started here. null: Ray chooses.
+        ray_init: Additional arguments of ray.init, such as {num_cpus: 8, runtime_env: {env_vars: {A: b}}}.
     """
 
     address: str | None = key(None, needs=_ADDRESS)
@@ -109,12 +110,15 @@ class ClusterConfig(Section):
 
 
 def kind_of(role: str) -> str:
-    """Return the role of which this is one of several, such as ref of ref.NAME; else the role itself."""
+    """Return the role without the name of its model, such as ref for ref.NAME."""
     return role.partition(".")[0]
 
 
 def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> str | None:
-    """The name of a role's pool; None for reward functions without a place, which have a helper pool."""
+    """Return the name of a role's pool; None for reward functions that have no placement.
+
+    Those run in a helper pool.
+    """
     if role in placement:
         return placement[role]
     if role in ("actor", "rollout") and "actor_rollout" in placement:

@@ -1,4 +1,4 @@
-"""`critic`: the value function; the actor's settings stand in where these are not set."""
+"""`critic`: the value function. Many defaults are the actor's values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 class CriticModelConfig(BackboneConfig):
-    """The critic's backbone; its value head is always new.
+    """The critic's backbone. Its value head always starts untrained.
 
     Attributes:
-        path: Hugging Face model folder of the critic
+        path: Hugging Face folder of the critic's model.
     """
 
     path: LocalPath = key(..., inherits="actor_rollout_ref.model.path", needs=ModelFolder("config.json"))
@@ -27,44 +27,48 @@ class CriticConfig(Section):
     """Batches, loss and optimizer of the value update.
 
     Attributes:
-        strategy: training engine (fsdp means fsdp2)
-        ppo_mini_batch_size: prompts per optimizer step, over all devices
-        ppo_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
-        forward_micro_batch_size_per_gpu: samples per micro-batch and device when values are only computed;
-            null: the whole share
-        use_dynamic_bsz: cut micro-batches by tokens, not by samples
-        ppo_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
-        forward_max_token_len_per_gpu: the same when values are only computed
-        ppo_epochs: passes over each step's samples
-        shuffle: a new order of the samples in each pass
-        cliprange_value: how far a value may move from its old one before its loss is clipped
-        loss_agg_mode: how token losses become one number, over the global mini-batch; null: token-mean
-        ulysses_sequence_parallel_size: devices that share one sequence
+        strategy: Training engine. fsdp is another name for fsdp2.
+        ppo_mini_batch_size: Prompts per optimizer step, over all devices.
+        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share of
+            the mini-batch.
+        forward_micro_batch_size_per_gpu: Samples per micro-batch and device when values are computed without
+            training. null: the device's whole share.
+        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+        ppo_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
+        forward_max_token_len_per_gpu: Tokens per micro-batch and device when values are computed without
+            training, with use_dynamic_bsz=true.
+        ppo_epochs: Number of passes over the samples of each step.
+        shuffle: Shuffle the samples before each pass.
+        cliprange_value: How far a new value may differ from the old one before its loss is clipped.
+        loss_agg_mode: How the losses of all tokens are combined into one number, over the global mini-batch.
+            null: token-mean.
+        ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
+            sequence parallelism).
     """
 
     model: CriticModelConfig
-    strategy: Strategy = key("fsdp2", resumed="told")
+    strategy: Strategy = key("fsdp2", resumed="reported")
     ppo_mini_batch_size: int = key(1024, inherits=f"{ACTOR}.ppo_mini_batch_size", needs=divides_batch, ge=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
+    ppo_micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="reported")
     forward_micro_batch_size_per_gpu: int | None = key(
-        inherits=".ppo_micro_batch_size_per_gpu", when=BY_SAMPLES, ge=1, resumed="told"
+        inherits=".ppo_micro_batch_size_per_gpu", when=BY_SAMPLES, ge=1, resumed="reported"
     )
-    use_dynamic_bsz: bool = key(False, inherits=f"{ACTOR}.use_dynamic_bsz", resumed="told")
-    ppo_max_token_len_per_gpu: int = key(32768, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
+    use_dynamic_bsz: bool = key(False, inherits=f"{ACTOR}.use_dynamic_bsz", resumed="reported")
+    ppo_max_token_len_per_gpu: int = key(32768, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported")
     forward_max_token_len_per_gpu: int = key(
-        inherits=".ppo_max_token_len_per_gpu", when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told"
+        inherits=".ppo_max_token_len_per_gpu", when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported"
     )
     ppo_epochs: int = key(1, inherits=f"{ACTOR}.ppo_epochs", ge=1)
     shuffle: bool = key(False, inherits=f"{ACTOR}.shuffle")
     cliprange_value: float = key(0.5, gt=0)
     loss_agg_mode: Aggregation = key(None, inherits=f"{ACTOR}.loss_agg_mode")
-    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 
     @property
     def aggregation(self) -> str:
-        """How token losses become one number."""
+        """How the losses of all tokens are combined into one number."""
         return self.loss_agg_mode or "token-mean"
 
     @property

@@ -1,4 +1,4 @@
-"""`data`: prompt files and how they are cut into batches."""
+"""`data`: prompt files, and how their rows become batches."""
 
 from __future__ import annotations
 
@@ -11,75 +11,82 @@ from tandem.config.section import LocalPath, Paths, Section, When, beside, key
 from tandem.config.view import root
 from tandem.errors import ConfigError
 
-_VALIDATES = When(lambda own: bool(own.val_files), "with {val_files}", notice=True)
+_VALIDATES = When(lambda own: bool(own.val_files), "if {val_files} is set", notice=True)
 _WITHOUT_SAMPLER = When(
-    lambda own: own.sampler.class_name is None, "without {sampler.class_name}, which draws the prompts"
+    lambda own: own.sampler.class_name is None,
+    "if {sampler.class_name} is not set, because a sampler draws the prompts itself",
 )
-WORKERS = key(None, ge=1, resumed="told")
-CACHE_DIR = key("~/.cache/tandem/data", resumed="told")
+WORKERS = key(None, ge=1, resumed="reported")
+CACHE_DIR = key("~/.cache/tandem/data", resumed="reported")
 Truncation = Literal["error", "left", "right", "middle"]
 
 
 def _above_zero(own: Any, name: str) -> Iterator[ConfigError]:
     if wrong := [source for source, weight in own.mixture.items() if weight <= 0]:
         yield ConfigError(
-            "no weight above 0",
+            "a weight is not above 0",
             got=", ".join(wrong),
-            remedy="leave the rows of this source out of data.train_files",
+            remedy="to exclude a source, remove its rows from data.train_files",
         )
 
 
 class DataConfig(Section):
-    """Prompts for training and validation (parquet in the users' format).
+    """The prompts for training and validation, in verl's format.
 
     Attributes:
-        train_files: training prompts: parquet, Arrow, JSON or CSV files, a folder or pattern of them, a data
-            set that `datasets` saved, reasoning-gym:NAME?…, hf:OWNER/NAME?…, or a list of these
-        val_files: validation prompts, likewise; null: no validation
-        train_batch_size: prompts per training step, over all devices
-        gen_batch_size: prompts answered at a time, with algorithm.filter_groups; null: train_batch_size
-        val_batch_size: prompts per validation batch; null: all at once
-        max_prompt_length: longest prompt, tokens
-        max_response_length: longest response, tokens
-        prompt_key: column that holds the conversation
-        image_key: column of images; a row that has any is refused, as models of text alone are trained
-        video_key: column of videos; a row that has any is refused, as models of text alone are trained
-        audio_key: column of sounds; a row that has any is refused, as models of text alone are trained
-        reward_fn_key: column that names the reward function of a row
-        answer_key: column of the answer, which rewards know as ground truth; null: reward_model.ground_truth
-        system_key: column of a system message put before the prompt; null: none
-        tools_key: column of tools for the chat template: a list of JSON schemas, or that as JSON; null: none
-        apply_chat_template: a prompt that is a text is what the user says; false: it is already formatted
-        mixture: weight of each data source in training batches; empty: every row once an epoch
-        shuffle: a new order of the training prompts in each epoch
-        seed: seed of that order
-        filter_overlong_prompts: leave out prompts above max_prompt_length
-        filter_overlong_prompts_workers: processes that check, filter and tokenise files of more than 32 MiB;
-            null: one for each processor
-        cache_dir: folder of what was made of such files; entries unused for 30 days are removed
-        truncation: what to do with a prompt above max_prompt_length; error: stop
-        train_max_samples: use the first so many training rows; -1: all
-        val_max_samples: use the first so many validation rows; -1: all
-        apply_chat_template_kwargs: further arguments of the tokenizer's chat template
+        train_files: Training prompts: Parquet, Arrow, JSON or CSV files, a folder or glob pattern of such
+            files, a dataset saved by `datasets`, reasoning-gym:NAME?…, hf:OWNER/NAME?…, or a list of these.
+        val_files: Validation prompts, in the same forms as train_files. null: no validation.
+        train_batch_size: Prompts per training step, over all devices.
+        gen_batch_size: Prompts per generation batch if algorithm.filter_groups is on. null: train_batch_size.
+        val_batch_size: Prompts per validation batch. null: all at once.
+        max_prompt_length: Longest prompt, in tokens.
+        max_response_length: Longest response, in tokens.
+        prompt_key: Column that holds the prompt as a conversation.
+        image_key: Column of images. A row that has an image is refused, because only text models are trained.
+        video_key: Column of videos. A row that has a video is refused, because only text models are trained.
+        audio_key: Column of audio. A row that has audio is refused, because only text models are trained.
+        reward_fn_key: Column that names the reward function of a row.
+        answer_key: Column of the correct answer, which reward functions receive as ground_truth. null: the
+            field ground_truth of the column reward_model.
+        system_key: Column of a system message that is put before the prompt. null: none.
+        tools_key: Column of tools for the chat template: a list of JSON schemas, or such a list as JSON text.
+            null: none.
+        apply_chat_template: If a prompt is a plain text, put it into the chat template as the user's message.
+            false: such a text is already formatted and is used unchanged.
+        mixture: Weight of each data source in training batches: {source: weight, …}. Empty: each row is used
+            once per epoch.
+        shuffle: Shuffle the training prompts in each epoch.
+        seed: Seed of the shuffle.
+        filter_overlong_prompts: Leave out prompts that are longer than max_prompt_length.
+        filter_overlong_prompts_workers: Processes that check, filter and tokenize data files larger than 32
+            MiB. null: one per CPU core.
+        cache_dir: Folder that caches the result of reading such large files. Entries that are unused for 30
+            days are deleted.
+        truncation: What to do with a prompt that is longer than max_prompt_length. error: stop with an error.
+            left, right, middle: cut tokens off its beginning, its end or out of its middle.
+        train_max_samples: Use only this many rows from the start of the training data. -1: all rows.
+        val_max_samples: Use only this many rows from the start of the validation data. -1: all rows.
+        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template, by name.
     """
 
     train_files: Paths = key(..., needs=files)
-    val_files: Paths = key((), needs=files, resumed="told")
+    val_files: Paths = key((), needs=files, resumed="reported")
     train_batch_size: int = key(1024, ge=1)
     gen_batch_size: int | None = key(
         None,
         when=When(
-            lambda own: root(own).algorithm.filter_groups.enable, "with algorithm.filter_groups.enable=true"
+            lambda own: root(own).algorithm.filter_groups.enable, "if algorithm.filter_groups.enable=true"
         ),
         ge=1,
     )
-    val_batch_size: int | None = key(None, when=_VALIDATES, ge=1, resumed="told")
+    val_batch_size: int | None = key(None, when=_VALIDATES, ge=1, resumed="reported")
     max_prompt_length: int = key(512, ge=1)
     max_response_length: int = key(512, ge=1)
     prompt_key: str = "prompt"
-    image_key: str = key("images", resumed="told")
-    video_key: str = key("videos", resumed="told")
-    audio_key: str = key("audios", resumed="told")
+    image_key: str = key("images", resumed="reported")
+    video_key: str = key("videos", resumed="reported")
+    audio_key: str = key("audios", resumed="reported")
     reward_fn_key: str = "data_source"
     answer_key: str | None = None
     system_key: str | None = None
@@ -93,19 +100,19 @@ class DataConfig(Section):
     cache_dir: LocalPath = CACHE_DIR
     truncation: Truncation = "error"
     train_max_samples: int = key(-1, ge=-1)
-    val_max_samples: int = key(-1, when=_VALIDATES, ge=-1, resumed="told")
+    val_max_samples: int = key(-1, when=_VALIDATES, ge=-1, resumed="reported")
     apply_chat_template_kwargs: dict[str, Any] = key({})
     custom_cls: CustomClassConfig = CustomClassConfig()
     sampler: SamplerConfig = SamplerConfig()
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The keys here whose sum is the longest sequence."""
+        """The keys of this section that add up to the longest sequence."""
         return ("max_prompt_length", "max_response_length")
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """The length of the longest sequence, in tokens."""
         return self.max_prompt_length + self.max_response_length
 
     @property

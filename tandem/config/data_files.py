@@ -1,5 +1,7 @@
-"""The files that a data key names: a file, a folder, a pattern, a data set that `datasets` saved, one of the
-hub."""
+"""The files that a data key names.
+
+A key can name a file, a folder, a pattern, a dataset saved by `datasets`, or one of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow", ".feather", ".jsonl
 
 
 def files_of(reference: str) -> list[str]:
-    """The files, in the order of their names, or the reference itself where it names one file or a task.
+    """Return the files, sorted by name, or the reference itself if it names one file or a task.
 
     Raises:
-        ConfigError: a folder or pattern without data files, a saved data set of several splits, or what
-            `tandem.hub.data_files` raises.
+        ConfigError: a folder or pattern has no data files, a saved dataset has several splits, or
+            `tandem.hub.data_files` raises it.
     """
     if reference.startswith(hub.DATA):
         return hub.data_files(reference)
@@ -32,10 +34,10 @@ def files_of(reference: str) -> list[str]:
     elif glob.has_magic(reference):
         found = sorted(filter(lambda each: Path(each).is_file(), glob.glob(str(path), recursive=True)))
     else:
-        return [reference]  # which is not there; the key's rule says so
+        return [reference]  # it does not exist; the key's rule reports it
     if not found:
-        wanted = f"files that end in {', '.join(SUFFIXES)}"
-        raise ConfigError("no data files there", got=reference, expected=wanted)
+        wanted = f"files whose names end in {', '.join(SUFFIXES)}"
+        raise ConfigError("no data files found", got=reference, expected=wanted)
     return found
 
 
@@ -43,15 +45,17 @@ def _in_folder(folder: Path) -> list[str]:
     splits, saved = folder / "dataset_dict.json", folder / "state.json"
     if splits.is_file():
         expected = " or ".join(str(folder / name) for name in _listed(splits, "splits"))
-        raise ConfigError("holds several splits", got=str(folder), expected=expected)
+        raise ConfigError("this dataset has several splits", got=str(folder), expected=expected)
     if saved.is_file():
         return [str(folder / part["filename"]) for part in _listed(saved, "_data_files")]
     return sorted(str(file) for file in folder.iterdir() if file.name.endswith(SUFFIXES))
 
 
 def _listed(file: Path, name: str) -> list[Any]:
-    """What a file of `datasets` lists under a name."""
+    """Return the list stored under a name in a file of `datasets`."""
     try:
         return list(parse_json(file.read_bytes())[name])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("is no file of datasets", field=str(file), got=str(error)[:200]) from error
+        raise ConfigError(
+            "this is not a file of a saved dataset", field=str(file), got=str(error)[:200]
+        ) from error

@@ -1,5 +1,4 @@
-"""Which samples are learnt from: dynamic sampling, long responses, the order of prompts, the entropy that is
-held."""
+"""Which samples are learned from, in which order, and with which entropy target."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from tandem.errors import ConfigError
 
 
 def _by_step(value: Any) -> Any:
-    """A file of settings, and a dotted path, may spell the number of a step as text."""
+    """Convert step numbers that are written as text, as in JSON and in dotted paths, to integers."""
     if not isinstance(value, dict):
         return value
     return {int(step) if isinstance(step, str) and step.isdecimal() else step: n for step, n in value.items()}
 
 
 BySteps = Annotated[dict[int, int], BeforeValidator(_by_step)]
-"""A whole number from a training step on: {step: number, …}."""
+"""An integer that applies from a training step on: {step: number, …}."""
 
 
 def _groups(own: Any, name: str) -> Iterator[ConfigError]:
@@ -30,7 +29,7 @@ def _groups(own: Any, name: str) -> Iterator[ConfigError]:
     least, at_n = min(rollout.group_sizes.values()), path(rollout, "n")
     if least < 2:
         yield ConfigError(
-            "one response alone never differs",
+            "a single response per prompt never differs from the others, because there are none",
             got=f"true with {least} response per prompt",
             expected=f"{at_n}, and all of {path(rollout, 'n_schedule')}, >= 2",
             remedy=f"set {at_n}=8, or {path(own, name)}=false",
@@ -39,7 +38,7 @@ def _groups(own: Any, name: str) -> Iterator[ConfigError]:
 
 _WITHOUT_KL = Check(
     lambda own, metric: metric == "seq_final_reward" and root(own).algorithm.use_kl_in_reward,
-    "with the KL in the reward all responses differ, and nothing would be left out",
+    "with the KL in the reward all responses differ, so no prompt would be left out",
     expected="a metric without the KL",
     remedy="set {}=seq_reward, or algorithm.use_kl_in_reward=false",
 )
@@ -52,7 +51,7 @@ def _never_fills(own: Any, batches: int) -> bool:
 
 _FILLS_A_BATCH = Check(
     _never_fills,
-    "so few prompts can never fill a batch",
+    "this many prompts can never fill a training batch",
     got="{=} batches of {=data.prompts_at_a_time} prompts",
     expected="at least {data.train_batch_size=} prompts",
     remedy="set {}=0, or raise data.gen_batch_size",
@@ -60,15 +59,18 @@ _FILLS_A_BATCH = Check(
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2): prompts whose responses are all
-    worth the same teach nothing; they are left out, and further prompts take their place.
+    """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2).
+
+    Prompts whose responses all have the same value teach nothing. They are left out, and further prompts
+    replace them.
 
     Attributes:
-        enable: leave out prompts whose responses do not differ in the metric
-        metric: acc, score: what the reward says; seq_reward, reward: with the punishment of long responses;
-            seq_final_reward: with the KL too; or any number that the reward function returns
-        max_num_gen_batches: generation batches of a step before the run ends with an error; 0: as many as it
-            takes to try every training prompt once
+        enable: Leave out prompts whose responses all have the same value of the metric.
+        metric: The value that is compared. acc, score: as the reward function returns it. seq_reward, reward:
+            including the penalty for long responses. seq_final_reward: also including the KL. Any other
+            number that the reward function returns can be named too.
+        max_num_gen_batches: Maximum number of generation batches in one step; if they do not fill the
+            training batch, the run stops with an error. 0: enough to try every training prompt once.
     """
 
     enable: bool = key(False, needs=_groups)
@@ -82,32 +84,35 @@ def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
         yield ConfigError(
             "missing" if own.len is None else "longer than the longest response",
             expected=f"1 to data.max_response_length={longest} tokens",
-            remedy=f"set {path(own, name)}={max(1, longest // 5)}, a fifth of the greatest length",
+            remedy=f"set {path(own, name)}={max(1, longest // 5)}, a fifth of the longest response",
         )
 
 
 class OverlongBufferConfig(Section):
-    """Soft punishment of long responses (DAPO, eq. 13): from max_response_length - len tokens on the reward
-    falls in a straight line, by penalty_factor at max_response_length. Validation is not punished.
+    """A soft penalty for long responses (DAPO, eq. 13).
+
+    From max_response_length - len tokens on, the reward falls linearly. At max_response_length it is lower by
+    penalty_factor. Validation has no such penalty.
 
     Attributes:
-        enable: take off the punishment from training rewards
-        len: tokens before data.max_response_length that are punished
-        penalty_factor: what is taken off at data.max_response_length
-        log: report it: reward/extra/overlong_reward, reward/extra/overlong
+        enable: Subtract the penalty from training rewards.
+        len: Number of tokens before data.max_response_length in which the penalty grows from 0 to
+            penalty_factor.
+        penalty_factor: The penalty at data.max_response_length.
+        log: Report the penalty as the metrics reward/extra/overlong_reward and reward/extra/overlong.
     """
 
     enable: bool = False
     len: int | None = key(None, needs=_within_longest, ge=1)
     penalty_factor: float = key(1.0, gt=0)
-    log: bool = key(False, resumed="told")
+    log: bool = key(False, resumed="reported")
 
 
 def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
     if own.class_path is not None and own.class_name is None:
         yield ConfigError(
-            "names a file, and no class in it",
-            expected=f"{path(own, 'class_name')} beside it",
+            "a file is set, but no class in it",
+            expected=f"{path(own, 'class_name')} too",
             remedy=f"set {path(own, 'class_name')}, or remove this key",
         )
     else:
@@ -115,35 +120,37 @@ def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class SamplerConfig(Section):
-    """The order in which prompts are drawn, where it follows what was observed of them (a curriculum).
+    """A sampler that chooses the order of prompts by what was observed of them (a curriculum).
 
     Attributes:
-        class_path: Python file or module with the sampler's class; null: tandem.data.curriculum
-        class_name: the class; null: no sampler, the order of data.shuffle
-        kwargs: further arguments of the class
+        class_path: Python file or module that contains the sampler's class. null: tandem.data.curriculum.
+        class_name: Name of the class. null: no sampler; data.shuffle decides the order.
+        kwargs: Additional arguments of the class, by name.
     """
 
     class_path: LocalPath | None = key(None, needs=_with_a_class)
     class_name: str | None = None
-    kwargs: dict[str, Any] = key({}, when=When(lambda own: own.class_name is not None, "with {class_name}"))
+    kwargs: dict[str, Any] = key(
+        {}, when=When(lambda own: own.class_name is not None, "if {class_name} is set")
+    )
 
 
 def _together(own: Any, name: str) -> Iterator[ConfigError]:
     if (own.path is None) != (own.name is None):
         missing = path(own, "name" if own.name is None else "path")
         yield ConfigError(
-            "file and class belong together", expected=f"{missing} too", remedy=f"set {missing}"
+            "file and class must be set together", expected=f"{missing} too", remedy=f"set {missing}"
         )
     else:
         yield from module_or_file(own, "path")
 
 
 class CustomClassConfig(Section):
-    """A dataset of one's own in the place of the files' rows, with verl's signature.
+    """Your own dataset class, which replaces the rows of the files. It has the same signature as in verl.
 
     Attributes:
-        path: Python file or module with the dataset's class; null: rows are those of the files
-        name: the class, which is given the files
+        path: Python file or module that contains the dataset class. null: the rows of the files are used.
+        name: Name of the class. It receives the file names.
     """
 
     path: LocalPath | None = key(None, needs=_together)
@@ -159,15 +166,16 @@ _BELOW_UPPER = Check(
 
 
 class AdaptiveEntropyConfig(Section):
-    """An entropy coefficient that keeps the policy's entropy at a target (He et al. 2025, Skywork-OR1, arXiv
-    2505.22312, section 4). It begins at entropy_coeff.
+    """An entropy coefficient that keeps the policy's entropy at a target value.
+
+    It starts at entropy_coeff (Skywork-OR1, He et al. 2025, arXiv 2505.22312, section 4).
 
     Attributes:
-        enabled: move entropy_coeff by the entropy of each step
-        target_entropy: nats per token; above it the coefficient is zero
-        max_ent_coef: the coefficient's upper bound
-        min_ent_coef: the coefficient's lower bound
-        delta_ent_coef: by which it goes up or down after each step
+        enabled: Adjust entropy_coeff after each step, depending on the entropy of the step.
+        target_entropy: Target entropy, in nats per token. Above it, the coefficient is zero.
+        max_ent_coef: Upper bound of the coefficient.
+        min_ent_coef: Lower bound of the coefficient.
+        delta_ent_coef: Amount by which the coefficient rises or falls after each step.
     """
 
     enabled: bool = False

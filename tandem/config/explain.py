@@ -1,4 +1,4 @@
-"""`tandem config explain`: what a key is, in a few lines."""
+"""The texts of `tandem config explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tandem.peers.table import rule_of
 from tandem.texts import parse_json
 
 READERS = Path(__file__).with_name("readers.json")
-"""By command and key the modules that read it; `python -m docs.readers` writes it from the code."""
+"""A file with the modules that read each key, by command and key.
+
+`python -m docs.readers` derives it from the code.
+"""
 
 COMMANDS: Mapping[str, type[Section]] = {
     "tandem train": TrainConfig,
@@ -27,10 +30,10 @@ COMMANDS: Mapping[str, type[Section]] = {
 
 
 def explain(name: str) -> str:
-    """Type, default, meaning and reader of a key; for a section, its keys.
+    """Return the type, default, meaning and readers of a key, or the keys of a section.
 
     Raises:
-        ConfigError: no such key, with the nearest.
+        ConfigError: there is no such key; the error suggests the most similar one.
     """
     parts = [f"{name} ({command})\n{text}" for command in COMMANDS if (text := _explain(command, name))]
     if name not in keys(TrainConfig) and (rule := rule_of(name)) is not None:
@@ -41,13 +44,13 @@ def explain(name: str) -> str:
 
 
 def overview(command: str) -> str:
-    """All keys of a command with their defaults and meanings."""
+    """Return all keys of a command with their defaults and meanings."""
     return _listed(keys(COMMANDS[command]).values())
 
 
 @cache
 def readers(command: str) -> Mapping[str, list[str]]:
-    """The modules that read each key of a command."""
+    """Return the modules that read each key of a command."""
     found: dict[str, dict[str, list[str]]] = parse_json(READERS.read_bytes())
     return found[command]
 
@@ -63,7 +66,7 @@ def _explain(command: str, name: str) -> str | None:
         f"  type:    {key.expected}\n"
         f"  default: {_default(key)}\n"
         f"  meaning: {key.info.description}\n"
-        f"  read by: {', '.join(readers(command)[name]) or 'the config alone'}"
+        f"  read by: {', '.join(readers(command)[name]) or 'only the config itself'}"
     )
 
 
@@ -74,4 +77,4 @@ def _listed(group: Iterable[Key]) -> str:
 def _default(key: Key) -> str:
     if key.inherits is not None:
         return f"the value of {key.inherits}"
-    return "none; it must be given" if key.required else shown(key.default)
+    return "none (required)" if key.required else shown(key.default)

@@ -1,5 +1,8 @@
-"""What follows from a config, in one place: the engines and the models of a run, and what the folder of a
-model says of its sizes. PyTorch is not loaded for it."""
+"""Facts that follow from a config, all in one place.
+
+These are the engines and the models of a run, and the sizes that a model's folder states. Nothing here
+imports PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ POLICY = "actor_rollout_ref"
 
 
 class Engine(NamedTuple):
-    """A training engine of a config, whether or not the run has it.
+    """A training engine that a config describes, whether or not the run uses it.
 
     Attributes:
-        at: where its section lies; empty: at the root.
-        section: that section, with `fsdp_config`.
-        model_at: where the section of its model lies.
+        at: the dotted path of the engine's section; "" at the root.
+        section: that section, which has `fsdp_config`.
+        model_at: the dotted path of its model's section.
         model: that section.
     """
 
@@ -29,7 +32,7 @@ class Engine(NamedTuple):
     model: BackboneConfig
 
     def key(self, name: str) -> str:
-        """Return the dotted path of a key of its section."""
+        """Return the dotted path of a key of the engine's section."""
         return f"{self.at}.{name}" if self.at else name
 
 
@@ -37,8 +40,8 @@ class Model(NamedTuple):
     """A model that a run loads.
 
     Attributes:
-        role: of `TrainConfig.roles`; empty: the only one of a supervised run.
-        engine: what runs it.
+        role: one of `TrainConfig.roles`; "" for the only model of a supervised run.
+        engine: the engine that runs it.
         path: its folder.
     """
 
@@ -48,7 +51,7 @@ class Model(NamedTuple):
 
 
 def engines(config: TrainConfig | SupervisedConfig) -> Mapping[str, Engine]:
-    """Return the engines of a config, by role; several models of a role have the same."""
+    """Return the engines of a config by role. Several models of one role share an engine."""
     if isinstance(config, SupervisedConfig):
         return {"": Engine("", config, "model", config.model)}
     policy, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
@@ -61,8 +64,11 @@ def engines(config: TrainConfig | SupervisedConfig) -> Mapping[str, Engine]:
 
 
 def models(config: TrainConfig | SupervisedConfig) -> Iterator[Model]:
-    """Yield the models of a run. A key is read where its model comes: the view of a config that has a wrong
-    value gives those before it."""
+    """Yield the models of a run.
+
+    A key is only read when its model is next. For a copy of a config that has an invalid value, the models
+    before that value are yielded.
+    """
     every = engines(config)
     if isinstance(config, SupervisedConfig):
         yield Model("", every[""], config.model.path)
@@ -78,14 +84,14 @@ def models(config: TrainConfig | SupervisedConfig) -> Iterator[Model]:
 
 
 def size_of(path: str, name: str) -> int | None:
-    """Return a size that the model's folder says; None where it cannot be read, which others report."""
+    """Return a size from the model's config.json; None if it cannot be read, which other checks report."""
     stored = stored_config(path)
     count = stored.get("text_config", stored).get(name)
     return count if isinstance(count, int) else None
 
 
 def uneven(path: str, parts: int, *, leave_out: Collection[str] = ()) -> str:
-    """Return in words the sizes of a model that so many devices cannot share; empty if there are none."""
+    """Describe the sizes of a model that do not divide by `parts` devices; return "" if all do."""
     sizes = {name: size_of(path, name) for name in SHARED_OUT if name not in leave_out}
     return ", ".join(
         f"{name} {count}" for name, count in sizes.items() if count is not None and count % parts

@@ -1,4 +1,7 @@
-"""Lists and mappings as Hydra writes them on a command line, `[a,b]` and `{a:1,b:[x,y]}`: almost YAML."""
+"""A parser for lists and mappings as Hydra writes them on a command line, `[a,b]` and `{a:1,b:[x,y]}`.
+
+This is almost YAML.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ _WORDS = {"null": None, "true": True, "false": False}
 
 
 def read_flow(text: str) -> Any:
-    """The list or mapping that a text holds.
+    """Return the list or mapping that a text holds.
 
     Raises:
-        ValueError: it is neither, or not in this form.
+        ValueError: the text is neither, or has a syntax error.
     """
     reader = _Reader(text)
     try:
         value = reader.value() if text[:1] in ("[", "{") else reader.fail()
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
     reader.blanks()
     if reader.at != len(text):
         reader.fail()
@@ -33,7 +36,7 @@ def read_flow(text: str) -> Any:
 
 
 class _Reader:
-    """A text, and how far it is read."""
+    """A text, and the position up to which it has been read."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -63,7 +66,7 @@ class _Reader:
         return self.typed(_PRIMITIVE)
 
     def listed(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
-        """What stands up to a closing mark, with commas between."""
+        """Yield the comma-separated items up to a closing mark."""
         if self.took(end):
             return
         while True:
@@ -78,7 +81,7 @@ class _Reader:
         return name, self.value()
 
     def typed(self, form: re.Pattern[str]) -> Any:
-        """A quoted text, or what is written in this form."""
+        """Return a quoted text, or the value of an unquoted text that matches `form`."""
         for quote in ("'", '"'):
             if self.took(quote):
                 return self.quoted(quote)
@@ -89,7 +92,7 @@ class _Reader:
         return _typed(found.group().rstrip())
 
     def quoted(self, quote: str) -> str:
-        """A text up to its closing quote; a backslash stands for itself but before the quote."""
+        """Return a text up to its closing quote. A backslash is kept, except before the quote."""
         end = self.at
         while self.text[end : end + 1] != quote:
             if end >= len(self.text):

@@ -12,17 +12,17 @@ from tandem.config.view import path
 COMPILE = "actor_rollout_ref.actor.fsdp_config.use_torch_compile"
 OPTIMIZER_HAS_STATE_HERE = When(
     lambda own: own.optim.optimizer != "adamw_cpu",
-    "with another {optim.optimizer} than adamw_cpu, whose state is always on the host",
+    "if {optim.optimizer} is not adamw_cpu, whose state is always in host memory",
     notice=True,
     neutral=(False,),
 )
-"""Of optimizer_offload, for the section that holds `fsdp_config` and `optim`."""
+"""The condition of optimizer_offload, for the section that holds `fsdp_config` and `optim`."""
 
 FORWARD_ALONE = {
     "pipeline_schedule": replace(NOT_TRAINED, notice=True),
     "gradient_sync": replace(NOT_TRAINED, notice=True),
 }
-"""Of the keys of a model that only computes."""
+"""The conditions of keys that do not apply to a model which only computes."""
 
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
@@ -31,8 +31,8 @@ _LOSES_SMALL_UPDATES = Check(
     lambda own, dtype: (
         dtype == "bf16" and not path(own, "").startswith(("actor_rollout_ref.ref.", "reward_model."))
     ),
-    "{}=bf16: an update below 1/256 of a weight changes nothing; at the usual learning rates of "
-    "reinforcement learning most are (fp32 keeps them).",
+    "{}=bf16: an update smaller than 1/256 of a weight is lost to rounding. At the usual learning rates of "
+    "reinforcement learning, most updates are smaller. fp32 keeps them.",
     notice=True,
 )
 
@@ -41,10 +41,10 @@ class WrapPolicyConfig(Section):
     """Which modules are gathered, and freed, together.
 
     Attributes:
-        transformer_layer_cls_to_wrap: classes of the decoder whose modules are units of FSDP, such as
-            [Qwen2DecoderLayer, Embedding]; all else is in one; null: the decoder layers
-        min_num_params: parameters that a unit has at least: modules that follow each other share one until
-            they have so many; 0: each has its own
+        transformer_layer_cls_to_wrap: Class names of the decoder's modules that become units of FSDP, such as
+            [Qwen2DecoderLayer, Embedding]. All other modules form one unit. null: the decoder layers.
+        min_num_params: Minimum number of parameters of a unit. Consecutive modules share a unit until it has
+            this many. 0: each module has its own unit.
     """
 
     transformer_layer_cls_to_wrap: Names = ()
@@ -55,31 +55,33 @@ class FSDPConfig(Section):
     """How FSDP2 holds a model.
 
     Attributes:
-        param_offload: keep the parameters in host memory while the model is idle
-        optimizer_offload: keep the optimizer's state in host memory except during updates
-        reshard_after_forward: free a layer's gathered parameters after its forward, to gather them again
-        fsdp_size: devices that share one copy of the weights (hybrid sharding); -1: all of the model's
-        tensor_parallel_size: devices that split each layer of the model among them; FSDP shards each one's
-            part
-        pipeline_parallel_size: groups of devices that each hold a stage, some successive layers of the model;
-            a micro-batch goes through all of them
-        pipeline_schedule: order of the micro-batches' passes through the stages; 1f1b: a stage takes backward
-            passes as they come, and holds the activations of at most as many micro-batches as there are
-            stages; gpipe: all forward passes first
-        gradient_sync: when the gradients of an update's micro-batches are reduced over devices; each: after
-            every one, so that a device holds its shard of them alone; once: in the last, which is fewer bytes
-            on the links, and holds the whole gradient and the gathered weights on each device; auto: once
-            where these take at most an eighth of the device's memory
-        forward_prefetch: gather the next layer's parameters during a layer's forward
-        model_dtype: precision of the parameters that the optimizer updates
-        dtype: precision of forward and backward; auto: bf16 on CUDA, model_dtype on CPU
-        use_torch_compile: compile the decoder layers and the head's tiles; off by default, unlike in verl, as
-            the first steps wait for the compiler, on a CPU for half a minute and more
-        full_determinism: forward and update with deterministic kernels alone, so that the same run gives the
-            same bits; what has none is refused
+        param_offload: Keep the parameters in host memory while the model is not in use.
+        optimizer_offload: Keep the optimizer's state in host memory, except during updates.
+        reshard_after_forward: After the forward pass of a layer, free its gathered parameters, and gather
+            them again for the backward pass.
+        fsdp_size: Number of devices that share one copy of the weights (hybrid sharding). -1: all devices of
+            the model.
+        tensor_parallel_size: Number of devices that split each layer of the model (tensor parallelism). FSDP
+            shards the part of each device.
+        pipeline_parallel_size: Number of pipeline stages. Each stage is a group of devices that holds some
+            consecutive layers. A micro-batch passes through all stages.
+        pipeline_schedule: Order in which the micro-batches pass through the stages. 1f1b: a stage runs a
+            backward pass as soon as it is ready, and holds the activations of at most as many micro-batches
+            as there are stages. gpipe: all forward passes come first.
+        gradient_sync: When the gradients of an update's micro-batches are reduced over the devices. each:
+            after every micro-batch; a device then holds only its shard of the gradients. once: after the last
+            micro-batch; fewer bytes are sent, but each device holds the whole gradient and the gathered
+            weights. auto: once if these take at most an eighth of the device's memory, otherwise each.
+        forward_prefetch: Gather the parameters of the next layer while a layer runs its forward pass.
+        model_dtype: Precision of the parameters that the optimizer updates.
+        dtype: Precision of the forward and backward pass. auto: bf16 on CUDA, model_dtype on CPU.
+        use_torch_compile: Compile the decoder layers and the tiles of the head. It is off by default, unlike
+            in verl, because the first steps wait for the compiler: on a CPU half a minute or more.
+        full_determinism: Use only deterministic kernels, so that the same run gives the same bits. An
+            operation that has no deterministic kernel is an error.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig()
     param_offload: bool = False
@@ -91,7 +93,9 @@ class FSDPConfig(Section):
     pipeline_schedule: Annotated[str, OneOf(("1f1b", "gpipe"))] = key(
         "1f1b",
         when=When(
-            lambda own: own.pipeline_parallel_size > 1, "with {pipeline_parallel_size}=2 or more", notice=True
+            lambda own: own.pipeline_parallel_size > 1,
+            "if {pipeline_parallel_size} is 2 or more",
+            notice=True,
         ),
     )
     gradient_sync: Annotated[str, OneOf(("auto", "each", "once"))] = "auto"
@@ -105,17 +109,19 @@ class FSDPConfig(Section):
 
     @property
     def undivided(self) -> FSDPConfig:
-        """The same for a model that samples from its own module: every rank has all layers whole, and they
-        compute nothing else."""
+        """The same settings for a model that samples from its own module.
+
+        Every rank then holds all layers completely and computes nothing else with them.
+        """
         whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_torch_compile": False}
         return self.model_copy(update=whole)
 
 
 class RefFSDPConfig(FSDPConfig):
-    """How it holds the reference, which is compiled where the actor is.
+    """How FSDP2 holds the reference. By default it is compiled if the actor is.
 
     Attributes:
-        use_torch_compile: compile the decoder layers and the head's tiles
+        use_torch_compile: Compile the decoder layers and the tiles of the head.
     """
 
     use_torch_compile: bool = key(False, inherits=COMPILE)

@@ -1,5 +1,8 @@
-"""What makes few kernels of many, in a model's layers and in its head: what each fuses, what it needs, and
-what it cannot stand beside. The rules of the config and the engines read these tables."""
+"""Fusers, which combine several kernels into few, in a model's layers and in its head.
+
+The tables say what each fuser fuses, what it needs, and what it excludes. The rules of the config and the
+engines read them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,19 @@ from tandem.config.fsdp import FSDPConfig
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A key of `fsdp_config` beside which a fuser cannot stand.
+    """A key of `fsdp_config` that cannot be combined with a fuser.
 
-    In the texts `{key}` and `{value}` stand for this key, `{fuser}` and `{asked}` for the one that asks for
-    the fuser, and `{plain}` for a value of that one which does not.
+    In the texts, `{key}` and `{value}` stand for this key and its value, `{fuser}` and `{asked}` for the key
+    and value that request the fuser, and `{plain}` for a value of that key that does not.
 
     Attributes:
-        key: its name.
-        excludes: whether a value of it excludes the fuser.
-        problem, field, got, expected, remedy: of the error.
+        key: the name of the key.
+        excludes: returns whether a value of the key excludes the fuser.
+        problem: the message of the error.
+        remedy: as in `ConfigError`.
+        field: as in `ConfigError`.
+        got: as in `ConfigError`.
+        expected: as in `ConfigError`.
     """
 
     key: str
@@ -37,10 +44,10 @@ class Fuser:
     """A way to compute layers or log-probs.
 
     Attributes:
-        words: how the user is told of it.
-        packages: it needs; on CUDA devices alone.
-        install: how to get them.
-        exclusions: what it cannot stand beside.
+        words: how messages describe it.
+        packages: the packages that it needs, on CUDA devices only.
+        install: how to install them.
+        exclusions: what it cannot be combined with.
     """
 
     words: str
@@ -49,7 +56,7 @@ class Fuser:
     exclusions: tuple[Exclusion, ...] = ()
 
     def excluded(self, fsdp: FSDPConfig) -> list[Exclusion]:
-        """Return those of its exclusions that hold."""
+        """Return the exclusions that apply to these settings."""
         return [rule for rule in self.exclusions if rule.excludes(getattr(fsdp, rule.key))]
 
 
@@ -57,7 +64,7 @@ _OF_LIGER = (
     Exclusion(
         "full_determinism",
         bool,
-        "Liger's kernels do not promise the same bits in every run",
+        "Liger's kernels do not guarantee the same bits in every run",
         "set {fuser}={plain}, or {key}=false",
     ),
     Exclusion(
@@ -71,13 +78,13 @@ _OF_LIGER = (
 _LIGER_OR_COMPILER = Exclusion(
     "use_torch_compile",
     bool,
-    "torch.compile and Liger's kernels would fuse the same operations",
+    "torch.compile and Liger's kernels both fuse the same operations",
     "set one of the two to false",
 )
 _NOT_SPLIT = Exclusion(
     "tensor_parallel_size",
     lambda size: size > 1,
-    "layers that are split over devices exchange sums within, which torch.compile cannot follow",
+    "layers that are split over devices exchange sums between devices, which torch.compile cannot compile",
     "set {fuser}={plain}, or {key}=1",
     field="{fuser}",
     got="{asked} with {key}={value}",
@@ -94,7 +101,7 @@ LAYERS = {
     "compiled": Fuser("layers by torch.compile", exclusions=(_NOT_SPLIT,)),
     "transformers": Fuser("layers by transformers"),
 }
-"""Of norms, gated layers and rotary embeddings."""
+"""The fusers of norms, gated layers and rotary embeddings."""
 
 HEADS = {
     "torch": Fuser("PyTorch's operators"),
@@ -103,4 +110,4 @@ HEADS = {
         "Liger's kernels", ("liger_kernel",), "pip install 'liger-kernel[cutedsl]>=0.8.5'", _OF_LIGER
     ),
 }
-"""Of log-probs."""
+"""The fusers of log-probs."""

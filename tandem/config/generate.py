@@ -19,39 +19,41 @@ OTHER_NAMES = {
     "rollout.prompt_length": Rule("rollout.prompt_length", now=("data.max_prompt_length",)),
     "rollout.response_length": Rule("rollout.response_length", now=("data.max_response_length",)),
 }
-"""What verl's `main_generation` calls these keys."""
+"""The keys of verl's `main_generation`, and what they are called here."""
 
 
 def _ends_in(*suffixes: str) -> Check:
-    """The output's name says its format."""
+    """Return the check that the name of the output file ends in one of these suffixes."""
     return Check(
         lambda own, file: not file.endswith(suffixes),
         "unknown format",
-        expected=f"a name that ends in {' or '.join(suffixes)}",
+        expected=f"a file name that ends in {' or '.join(suffixes)}",
     )
 
 
-def _possible(own: Any, name: str) -> Iterator[ConfigError]:
+def _n_countable(own: Any, name: str) -> Iterator[ConfigError]:
     yield from countable(
         getattr(own, name), max(1, root(own).data.max_samples), "prompts", "data.max_samples"
     )
 
 
 class RowsConfig(Section):
-    """Prompts to answer, and the limits of their answers.
+    """Prompts to answer, and limits for the responses.
 
     Attributes:
-        path: parquet or .jsonl file of prompts, or a list
-        prompt_key: column of prompts: conversations, texts or token ids
-        max_samples: use the first so many rows; -1: all
-        max_prompt_length: longest prompt, tokens
-        max_response_length: longest response, tokens
-        filter_overlong_prompts: leave out prompts above max_prompt_length
-        truncation: what to do with a prompt above max_prompt_length; error: stop
-        apply_chat_template_kwargs: further arguments of the tokenizer's chat template
-        filter_overlong_prompts_workers: processes that check, filter and tokenise files of more than 32 MiB;
-            null: one for each processor
-        cache_dir: folder of what was made of such files; entries unused for 30 days are removed
+        path: Parquet or .jsonl file of prompts, or a list of such files.
+        prompt_key: Column of prompts, which are conversations, texts or token ids.
+        max_samples: Use only this many rows from the start. -1: all rows.
+        max_prompt_length: Longest prompt, in tokens.
+        max_response_length: Longest response, in tokens.
+        filter_overlong_prompts: Leave out prompts that are longer than max_prompt_length.
+        truncation: What to do with a prompt that is longer than max_prompt_length. error: stop with an error.
+            left, right, middle: cut tokens off its beginning, its end or out of its middle.
+        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template, by name.
+        filter_overlong_prompts_workers: Processes that check, filter and tokenize data files larger than 32
+            MiB. null: one per CPU core.
+        cache_dir: Folder that caches the result of reading such large files. Entries that are unused for 30
+            days are deleted.
     """
 
     path: Paths = key(..., needs=files)
@@ -67,22 +69,23 @@ class RowsConfig(Section):
 
 
 class GenerateDataConfig(RowsConfig):
-    """Where prompts come from and responses go to.
+    """Where the prompts come from, and where the responses are written.
 
     Attributes:
-        output_path: file of the responses, .parquet or .jsonl; what is finished so far is beside it
+        output_path: File for the responses, .parquet or .jsonl. Finished responses are saved next to it
+            during the run.
     """
 
     output_path: LocalPath = key(..., needs=_ends_in(".parquet", ".jsonl"))
 
 
 class EvalDataConfig(RowsConfig):
-    """Problems with what their reward needs, and the report.
+    """Problems with the data that their reward needs, and the report.
 
     Attributes:
-        output_path: JSON file of the report; the scored responses go beside it, as parquet
-        reward_fn_key: column that names the reward function of a row
-        response_key: column of the responses to score, where there is no model.path
+        output_path: JSON file for the report. The scored responses are written next to it, as Parquet.
+        reward_fn_key: Column that names the reward function of a row.
+        response_key: Column of the responses to score, if model.path is not set.
     """
 
     output_path: LocalPath = key(..., needs=_ends_in(".json"))
@@ -91,11 +94,11 @@ class EvalDataConfig(RowsConfig):
 
 
 class ChatConfig(Section):
-    """How a model is spoken to.
+    """How conversations are formatted for a model.
 
     Attributes:
-        custom_chat_template: Jinja chat template; null: the tokenizer's own
-        trust_remote_code: run Python code that lies in the model folder
+        custom_chat_template: Jinja chat template. null: the tokenizer's own.
+        trust_remote_code: Run Python code that is in the model folder.
     """
 
     custom_chat_template: str | None = None
@@ -106,11 +109,11 @@ _MODEL, _TOKENIZER = ModelFolder("config.json"), ModelFolder("tokenizer_config.j
 
 
 class SampledModelConfig(ChatConfig):
-    """A model that only writes.
+    """A model that only generates responses.
 
     Attributes:
-        path: Hugging Face model folder
-        tokenizer_path: folder of the tokenizer
+        path: Hugging Face folder of the model.
+        tokenizer_path: Folder of the tokenizer.
     """
 
     path: LocalPath = key(..., needs=_MODEL)
@@ -118,11 +121,11 @@ class SampledModelConfig(ChatConfig):
 
 
 class EvalModelConfig(ChatConfig):
-    """The model to evaluate, unless its responses are in the data.
+    """The model to evaluate, unless the data already contains its responses.
 
     Attributes:
-        path: Hugging Face model folder; null: the responses are in the data
-        tokenizer_path: folder of the tokenizer
+        path: Hugging Face folder of the model. null: the data already contains the responses.
+        tokenizer_path: Folder of the tokenizer.
     """
 
     path: LocalPath | None = key(None, needs=_MODEL)
@@ -133,22 +136,22 @@ class OfflineRolloutConfig(EngineConfig):
     """The rollout engine and its sampling, without training.
 
     Attributes:
-        n: responses per prompt
-        temperature: divides the logits; 0: greedy
-        dtype: type of the weights and the computation
+        n: Responses per prompt.
+        temperature: The logits are divided by this value. 0: greedy.
+        dtype: Data type of the weights and the computation.
     """
 
-    n: int = key(1, needs=(no_greedy_repeats(lambda own: own.temperature == 0), _possible), ge=1)
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: own.temperature == 0), _n_countable), ge=1)
     temperature: float = key(1.0, ge=0)
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
 
 
 class OfflineTrainerConfig(Section):
-    """What is not the model's and not the data's.
+    """The device and the seed.
 
     Attributes:
-        device: where the model lives; auto: CUDA if there is one
-        seed: seed of all random numbers
+        device: Where the model is placed. auto: CUDA if a CUDA device is available, otherwise CPU.
+        seed: Seed of all random numbers.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -168,9 +171,10 @@ class MeasuresConfig(Section):
     """What is computed from the scores.
 
     Attributes:
-        k: ks of pass@k and maj@k, one or a list; empty: 2, 4, 8, … and all responses
-        confidence: probability of the confidence intervals
-        bootstrap_samples: resamples of the problems, for the intervals
+        k: The values of k for pass@k and maj@k: one, or a list. Empty: 2, 4, 8, … and the number of all
+            responses.
+        confidence: Probability level of the confidence intervals.
+        bootstrap_samples: Number of bootstrap resamples of the problems for the confidence intervals.
     """
 
     k: Annotated[tuple[int, ...], AsTuple] = ()
@@ -178,8 +182,11 @@ class MeasuresConfig(Section):
     bootstrap_samples: int = key(10000, ge=100)
 
 
-_WRITES = When(lambda own: own.model.path is not None, "with model.path")
-_GIVEN = When(lambda own: own.model.path is None, "without model.path, where the responses are in the data")
+_WRITES = When(lambda own: own.model.path is not None, "if model.path is set")
+_GIVEN = When(
+    lambda own: own.model.path is None,
+    "if model.path is not set, because the data then contains the responses",
+)
 _OF_PROMPTS = (
     "prompt_key",
     "max_prompt_length",

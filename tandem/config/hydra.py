@@ -1,5 +1,7 @@
-"""Hydra's command-line options and config files, read without Hydra: `--config-path`, `--config-name`, and
-YAML with a `defaults:` list of other files."""
+"""Reads Hydra's command-line options and config files without Hydra.
+
+These are `--config-path`, `--config-name`, and YAML with a `defaults:` list of other files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ VERLS_OWN: dict[str, tuple[str, ...]] = {
     "ppo_trainer": (),
     "ppo_megatron_trainer": ("model_engine=megatron",),
 }
-"""verl's own main config files, and the overrides that each stands for beside verl's defaults."""
+"""verl's own main config files, and the overrides that each stands for in addition to verl's defaults."""
 
 VERLS_GROUPS = frozenset(
     {
@@ -31,33 +33,33 @@ VERLS_GROUPS = frozenset(
         *("model_engine", "npu_profile", "optim", "profiler", "ref", "reward", "rollout", "transfer_queue"),
     }
 )
-"""Folders and files beside verl's main config files, from which these are put together."""
+"""The folders and files that verl's main config files are composed of."""
 
 VERLS_DEFAULTS: tuple[str, ...] = ("trainer.defaults=verl",)
-"""The overrides that say that what is not given has verl's default."""
+"""The overrides that select verl's defaults for values that are not given."""
 
 _WITH_VALUE = {
     **{"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name"},
     **{"--config-dir": "folder", "-cd": "folder"},
 }
 _REFUSED = {
-    "--multirun": "runs one after another are a loop of the shell",
+    "--multirun": "use a shell loop to start several runs",
     "--cfg": "`tandem config show` prints the resolved config",
-    "--info": "`tandem check` says what is wrong with a config",
+    "--info": "`tandem check` reports what is wrong with a config",
 }
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _ENTRY = re.compile(r"(?:(override|optional)\s+)?([^@\s]*)(?:@(\S+))?")
 
 
 def take_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line without Hydra's options.
+    """Remove Hydra's options from a command line.
 
     Returns:
-        the config file that they name, first if any, or the overrides that verl's own stands for; then the
-        other words.
+        the config file that the options name, or the overrides that verl's own file stands for, if any; and
+        the other words.
 
     Raises:
-        ConfigError: an option without its value or without a counterpart; no such file.
+        ConfigError: an option has no value, an option is not supported, or the file does not exist.
     """
     given: dict[str, str] = {}
     rest: list[str] = []
@@ -66,13 +68,13 @@ def take_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
         word = left.pop(0)
         name, equals, value = word.partition("=")
         if name in _REFUSED:
-            raise ConfigError("an option of Hydra's that is not offered", got=word, remedy=_REFUSED[name])
+            raise ConfigError("this option of Hydra is not supported", got=word, remedy=_REFUSED[name])
         if name not in _WITH_VALUE:
             rest.append(word)
         elif equals or left:
             given[_WITH_VALUE[name]] = value if equals else left.pop(0)
         else:
-            raise ConfigError("an option without its value", got=word)
+            raise ConfigError("this option needs a value", got=word)
     return (_named(given) if given else []), rest
 
 
@@ -86,10 +88,10 @@ def _named(given: Mapping[str, str]) -> list[str]:
     if name in VERLS_OWN:
         return [*VERLS_DEFAULTS, *VERLS_OWN[name]]
     raise ConfigError(
-        "no such config file",
+        "this config file does not exist",
         field="--config-name",
         got=name,
-        expected=f"{' or '.join(map(str, found))}, or verl's own: {', '.join(VERLS_OWN)}",
+        expected=f"{' or '.join(map(str, found))}, or a config of verl: {', '.join(VERLS_OWN)}",
     )
 
 
@@ -98,22 +100,26 @@ def _is_verls(file: Path) -> bool:
 
 
 def merged(old: Any, new: Any) -> Any:
-    """Mappings are merged, and anything else is replaced. (OmegaConf's own takes a millisecond for each
-    override, of a whole tree.)"""
+    """Merge two mappings, recursively; any other value is replaced.
+
+    OmegaConf's merge takes a millisecond per override of a whole tree.
+    """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return old | {name: merged(old.get(name), value) for name, value in new.items()}
 
 
 def read_file(path: str) -> Any:
-    """The tree of a YAML file, its interpolations unresolved.
+    """Return the tree of a YAML file, with its interpolations unresolved.
 
     Raises:
-        ConfigError: no such file, or not a mapping in YAML.
+        ConfigError: the file does not exist, or is not a mapping in YAML.
     """
     if not Path(path).is_file():
         raise ConfigError(
-            "no such config file", got=path, remedy="give an existing YAML file, or only key=value overrides"
+            "this config file does not exist",
+            got=path,
+            remedy="use an existing YAML file, or only key=value overrides",
         )
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -123,37 +129,39 @@ def read_file(path: str) -> Any:
         raise ConfigError("cannot be read as YAML", field=path, got=str(error)) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(
-            "not a mapping", field=path, expected="sections such as data: and trainer: at the top level"
+            "the file is not a mapping",
+            field=path,
+            expected="sections such as data: and trainer: at the top level",
         )
     return OmegaConf.to_container(tree, resolve=False)
 
 
 @dataclass
 class Composed:
-    """A config file of Hydra's form, put together from the files that its `defaults:` name.
+    """A config file in Hydra's format, composed of the files that its `defaults:` list names.
 
     Attributes:
-        tree: all values; interpolations are unresolved.
-        overrides: what verl's own files among the defaults stand for.
-        groups: the groups among the defaults, whose files a command line may choose.
-        hydras: whether a file had a section for Hydra itself.
+        tree: all values, with interpolations unresolved.
+        overrides: the overrides that verl's own files in the list stand for.
+        groups: the groups in the list; a command line may choose a file of each.
+        has_hydra_section: whether a file had a section for Hydra itself.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
-    hydras: bool = False
+    has_hydra_section: bool = False
 
 
 def compose(path: str, choices: Mapping[str, str]) -> Composed:
-    """The tree of a config file, of Hydra's form or plain.
+    """Return the composed tree of a config file, which may be in Hydra's format or plain.
 
     Args:
         path: the file.
-        choices: by name, what a command line gives; those of groups choose a file.
+        choices: the values of the command line by name; the name of a group selects its file.
 
     Raises:
-        ConfigError: no such file, not a mapping in YAML, or a default that is nowhere.
+        ConfigError: a file does not exist, is not a mapping in YAML, or a default cannot be found.
     """
     composed = Composed()
     tree = read_file(path)
@@ -176,12 +184,12 @@ class _Composer:
     stack: list[Path] = field(default_factory=list)
 
     def add(self, file: Path, tree: dict[str, Any], *, group: str, package: str) -> None:
-        """Merges a file's defaults, and the file at its own place among them, into the tree."""
+        """Merge the defaults of a file, and the file itself at its place among them, into the tree."""
         if file in self.stack:
-            raise ConfigError("a file among its own defaults", field=str(file))
+            raise ConfigError("this file includes itself in its defaults", field=str(file))
         self.stack.append(file)
         entries = tree.pop("defaults", None) if isinstance(tree.get("defaults"), list) else None
-        self.composed.hydras |= "hydra" in tree and group == ""
+        self.composed.has_hydra_section |= "hydra" in tree and group == ""
         if group == "":
             tree.pop("hydra", None)
         parsed = [part for entry in entries or [] for part in self._entries(file, entry)]
@@ -200,12 +208,17 @@ class _Composer:
         self.stack.pop()
 
     def _entries(self, file: Path, entry: Any) -> Iterator[tuple[str, str, str, str | None]]:
-        """A line of a `defaults:` list: its kind, group (or file, without a value), file and package."""
+        """Yield the parts of a line of a `defaults:` list: kind, group, file and package.
+
+        Without a group, the second part is the file and the third is empty.
+        """
         pairs = list(entry.items()) if isinstance(entry, dict) else [(entry, "")]
         for name, value in pairs:
             found = _ENTRY.fullmatch(str(name))
             if found is None or isinstance(value, dict):
-                raise ConfigError("not a line of a defaults list", field=str(file), got=str(entry))
+                raise ConfigError(
+                    "this is not a valid entry of a defaults list", field=str(file), got=str(entry)
+                )
             for one in value if isinstance(value, list) else [value]:
                 if one is not None:
                     yield found[1] or "", found[2], str(one), found[3]
@@ -228,7 +241,9 @@ class _Composer:
                 self._verls(place)
             elif kind != "optional":
                 looked = ", ".join(f"{folder}/{place}.yaml" for folder in self.search)
-                raise ConfigError("a default that is nowhere", field=str(file), got=place, expected=looked)
+                raise ConfigError(
+                    "a default of this file does not exist", field=str(file), got=place, expected=looked
+                )
             return
         header = _PACKAGE.search(found.read_text(encoding="utf-8"))
         inside = _joined(package, inner[len(group) :].strip("/").replace("/", ".") if value else "")
@@ -240,7 +255,7 @@ class _Composer:
         self.add(found, read_file(str(found)), group=inner, package=inside)
 
     def _chosen(self, group: str, value: str) -> str:
-        """The file of a group, `${other_group}` in its name filled in."""
+        """Return the chosen file of a group, with `${other_group}` in its name filled in."""
         value = self.choices.get(group, value)
         self.choices.setdefault(group, value)
         return re.sub(r"\$\{(\w+)\}", lambda other: self.choices.get(other[1], other[0]), value)

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a whole, checked, frozen config; every error at once."""
+"""Turns a YAML file and overrides into a complete, checked, frozen config; reports all errors together."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class Loaded(Generic[C]):
     """A config, and what the user should know about it.
 
     Attributes:
-        config: every key has its value; nothing is left to fill in.
-        notices: one sentence each, for keys of other command lines, superseded and unused keys.
+        config: the config. Every key has its value.
+        notices: one sentence each, about keys of other programs, renamed keys and unused keys.
         given: the keys that the user set.
-        readings: how each key of another command line was read.
-        other_defaults: of a command line with keys of verl: the defaults that are others there.
-        chosen: keys that nobody set and whose values were fitted to the run, with the reason.
+        readings: how each key of another program's command line was read.
+        other_defaults: for a command line with keys of verl: a sentence about the defaults that differ from
+            verl's.
+        chosen: keys that the user did not set and whose values were fitted to the run, with the reasons.
     """
 
     config: C
@@ -56,10 +57,10 @@ class Loaded(Generic[C]):
     chosen: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     @property
-    def said(self) -> tuple[str, ...]:
-        """The notices, and what there is to say of defaults."""
+    def messages(self) -> tuple[str, ...]:
+        """The notices, and sentences about the defaults."""
         chosen = "; ".join(f"{name}={shown(value)} ({why})" for name, (value, why) in self.chosen.items())
-        fits = (f"chosen for this run, as nobody set them: {chosen}",) if chosen else ()
+        fits = (f"chosen for this run, because you did not set them: {chosen}",) if chosen else ()
         return self.notices + fits + ((self.other_defaults,) if self.other_defaults else ())
 
 
@@ -70,15 +71,15 @@ def load_train_config(
     count_rows: Callable[[Sequence[str], int], int] | None = None,
     elsewhere: bool = False,
 ) -> Loaded[TrainConfig]:
-    """The config of `tandem train`.
+    """Return the config of `tandem train`.
 
     Args:
-        path: a YAML file that holds what differs from the defaults, if any.
-        overrides: `key=value` each, the value in YAML, or values by key, dotted or nested; they win over the
-            file, and later ones over earlier ones.
-        count_rows: counts the rows of files, so many at most (-1: all). Keys that nobody set are then
-            fitted to the run, unless the command line is verl's; None: the defaults stand.
-        elsewhere: the run is for another machine: files and folders need not be here.
+        path: a YAML file with the values that differ from the defaults, if any.
+        overrides: texts `key=value`, whose values are in YAML, or values by key, dotted or nested. They
+            override the file, and later ones override earlier ones.
+        count_rows: counts the rows of files, up to a limit (-1: all). If given, keys that the user did not
+            set are fitted to the run, unless the command line is verl's. None: the defaults are used.
+        elsewhere: the run is for another machine, so its files and folders need not exist here.
 
     Raises:
         ConfigErrors: everything that is wrong.
@@ -88,7 +89,7 @@ def load_train_config(
     if count_rows is None or loaded.readings or config.trainer.defaults == "verl":
         return loaded
     rows = None
-    with suppress(TandemError):  # an unreadable file is named by what reads it
+    with suppress(TandemError):  # what reads the file later reports the error
         rows = count_rows(config.data.train_files, config.data.train_max_samples)
     chosen = fitted(config, loaded.given, rows)
     if not chosen:
@@ -99,28 +100,29 @@ def load_train_config(
 
 
 def load_sft_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[SFTConfig]:
-    """The config of `tandem sft`; as `load_train_config`."""
+    """Return the config of `tandem sft`; see `load_train_config`."""
     return _load(SFTConfig, _no_rule, path, overrides)
 
 
 def load_rm_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[RMConfig]:
-    """The config of `tandem rm`; as `load_train_config`."""
+    """Return the config of `tandem rm`; see `load_train_config`."""
     return _load(RMConfig, _no_rule, path, overrides)
 
 
 def load_generate_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[GenerateConfig]:
-    """The config of `tandem generate`; as `load_train_config`."""
+    """Return the config of `tandem generate`; see `load_train_config`."""
     return _load(GenerateConfig, OTHER_NAMES.get, path, overrides)
 
 
 def load_eval_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[EvalConfig]:
-    """The config of `tandem eval`; as `load_train_config`."""
+    """Return the config of `tandem eval`; see `load_train_config`."""
     return _load(EvalConfig, OTHER_NAMES.get, path, overrides)
 
 
 def load_data_config(root: type[C], overrides: Overrides) -> C:
-    """The config of a command that only looks at data: any key of `root` may be given, single values are
-    checked, and the model may be missing; its path is then "".
+    """Return the config for a command that only reads data. The path of a missing model is "".
+
+    Any key of `root` may be given, and only single values are checked.
 
     Raises:
         ConfigErrors: everything that is wrong.
@@ -140,7 +142,7 @@ def load_data_config(root: type[C], overrides: Overrides) -> C:
 
 
 def _no_rule(name: str) -> None:
-    """Only `tandem train`, `generate` and `eval` are called with other programs' keys."""
+    """Return None, because only `tandem train`, `generate` and `eval` accept keys of other programs."""
 
 
 def _load(
@@ -174,23 +176,25 @@ def _load(
         raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
-    said = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
-    said += tuple(findings.notices)
+    lines = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
+    lines += tuple(findings.notices)
     if "oc.env" in repr(raw):
         values = {**(DEFAULTS if asked_of_verl else {}), **filled}
         origins = {name: texts[origin] for name, origin in found.origins.items() if origin in texts}
         config = with_references(config, values, origins, keys(root).values())
-    return Loaded(config, said, frozenset(found.given), tuple(found.readings), other)
+    return Loaded(config, lines, frozenset(found.given), tuple(found.readings), other)
 
 
 _PLACES = ("path", "train_files", "val_files", ".models")
-"""Ends of the keys that name files and folders."""
+"""The endings of the keys that name files and folders."""
 _DATA = ("data.train_files", "data.val_files")
 
 
 def _snapshots(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The folders of models that are named as on the Hugging Face hub, and the files of data sets, of folders
-    and of patterns, where they can be had."""
+    """Return the local files and folders, by key, for hub names, folders and patterns that were given.
+
+    What is not available is left out.
+    """
     found: dict[str, Any] = {}
     for name, value in given.items():
         needs = keys(root)[name].needs
@@ -198,14 +202,14 @@ def _snapshots(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
             found |= {name: hub.find(value).folder} if hub.is_name(value) else {}
         listed = [value] if isinstance(value, str) else value
         if files in needs and isinstance(listed, list):
-            with suppress(ConfigError):  # the key's own rule says so
+            with suppress(ConfigError):  # the key's own rule reports it
                 there = [path for file in listed for path in files_of(str(file))]
                 found |= {} if there == listed else {name: there}
     return {name: place for name, place in found.items() if place is not None} | _named_by_terms(given)
 
 
 def _named_by_terms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the models in mappings of several."""
+    """Return the same for the keys that hold several models."""
     found: dict[str, Any] = {}
     for name in ("actor_rollout_ref.ref.models", "reward_model.models"):
         terms = given.get(name)
@@ -220,8 +224,10 @@ def _named_by_terms(given: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten(
     root: type[Section], rules: Rules, tree: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Given values by dotted path, and an error for each path that is no key. An inherited key given
-    as null, and an empty section, count as not given."""
+    """Return the given values by dotted path, and an error for each path that is not a key.
+
+    An inherited key given as null, and an empty section, count as not given.
+    """
     known, parents = keys(root), sections(root)
     flat: dict[str, Any] = {}
     errors: list[ConfigError] = []
@@ -243,7 +249,9 @@ def _flatten(
             errors.append(unknown_key(name, known))
         elif value is not None and value != {}:
             remedy = f"set the keys below it: {name}.<key>=…"
-            errors.append(ConfigError("a section, not a key", field=name, got=shown(value), remedy=remedy))
+            errors.append(
+                ConfigError("this is a section, not a key", field=name, got=shown(value), remedy=remedy)
+            )
 
     for name, value in tree.items():
         visit(name, value)
@@ -252,16 +260,16 @@ def _flatten(
 
 def _left_out(place: str) -> ConfigError:
     return ConfigError(
-        "must be given",
+        "this value must be given",
         field=place,
         got=LEFT_OUT,
-        expected="a value; a written config holds no secret that was given as it is",
-        remedy=f"add {place}=…, or a reference such as ${{oc.env:NAME}}",
+        expected="a value; written configs never contain secrets",
+        remedy=f"add {place}=…, or set it to a reference such as ${{oc.env:NAME}}",
     )
 
 
 def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
-    """The pools and the roles on them, as far as the given values can be trusted before all are validated."""
+    """Return the pools and their roles as far as their values are valid, before everything is validated."""
     names = ("n_gpus_per_node", "nnodes", "resource_pools", "placement")
     given = {name: flat[f"trainer.{name}"] for name in names if f"trainer.{name}" in flat}
     try:
@@ -273,8 +281,7 @@ def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
 
 
 def _build(root: type[C], given: Mapping[str, Any]) -> tuple[C, list[ConfigError]]:
-    """The config, and what is wrong with single values. Defaults stand in for wrong values, so that
-    what depends on the others can still be checked."""
+    """Return the config, and the errors of single values, which defaults replace for further checks."""
     known = keys(root)
     missing = [key for key in known.values() if key.required and given.get(key.name) is None]
     errors = [_missing(key) for key in missing]
@@ -296,9 +303,9 @@ def _missing(key: Key) -> ConfigError:
 
 
 def _resolve(root: type[Section], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The whole tree of plain values, with defaults, inherited keys and interpolations filled in."""
+    """Return the whole tree of plain values, with defaults, inherited keys and interpolations filled in."""
     known = keys(root)
-    if "${" not in repr(given) and "???" not in repr(given):  # else OmegaConf, which takes ten times as long
+    if "${" not in repr(given) and "???" not in repr(given):  # OmegaConf would take ten times as long
         return nested({name: _value(known, name, given) for name in known}), []
     defaults = {key.name: key.fallback for key in known.values()}
     tree = OmegaConf.create(nested({**defaults, **given}))
@@ -317,8 +324,7 @@ def _resolve(root: type[Section], given: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _value(known: Mapping[str, Key], name: str, given: Mapping[str, Any]) -> Any:
-    """What was given for a key, or for the one that it inherits from, or its default, in which `${…}` stands
-    for other keys."""
+    """Return the given value of a key, or that of the key it inherits from, or its resolved default."""
     if name in given:
         return given[name]
     if (source := known[name].inherits) is not None:
@@ -332,7 +338,7 @@ def _value(known: Mapping[str, Key], name: str, given: Mapping[str, Any]) -> Any
 def _invalid(
     root: type[Section], given: Mapping[str, Any], values: Mapping[str, Any], details: list[ErrorDetails]
 ) -> list[ConfigError]:
-    """One error for each given key whose value pydantic refused, an inherited one at its source."""
+    """Return an error for each given key whose value pydantic refused; an inherited one names its source."""
     errors: dict[str, ConfigError] = {}
     for detail in details:
         name = _name_of(root, detail["loc"])
@@ -349,7 +355,7 @@ def _invalid(
 
 
 def _name_of(root: type[Section], loc: tuple[int | str, ...]) -> str:
-    """The key in which pydantic found an error."""
+    """Return the key in which pydantic found an error."""
     paths = (".".join(str(part) for part in loc[:end]) for end in range(len(loc), 0, -1))
     return next(path for path in paths if path in keys(root))
 
@@ -364,19 +370,19 @@ def _refused(name: str, got: Any, expected: str, detail: ErrorDetails) -> Config
     if kind in _OUT_OF_RANGE or (kind in _NUMBERS and is_no_number(detail["input"])):
         message = "out of range"
     elif kind == "too_short":
-        message = "an empty list"
+        message = "the list is empty"
     elif kind == "unknown_name":
         message, remedy = "unknown value", detail["ctx"]["remedy"]
     elif kind == "literal_error":
         message = "unknown value"
         remedy = nearest_remedy(str(got), expected.removeprefix("one of ").split(", "))
     elif kind == "string_type" and isinstance(got, (int, float)):
-        remedy = f"to give it as text quote it twice: {name}='\"{got}\"'"
+        remedy = f"to set it to a text, use two pairs of quotes: {name}='\"{got}\"'"
     return ConfigError(message, field=name, got=shown(got), expected=expected, remedy=remedy)
 
 
 def _with_heirs(root: type[Section], given: Mapping[str, Any], bad: frozenset[str]) -> frozenset[str]:
-    """`bad` and the keys that would have inherited a value from one of them."""
+    """Return `bad`, and the keys that would have inherited a value from one of these keys."""
     known = keys(root)
 
     def tainted(name: str | None) -> bool:
@@ -386,6 +392,6 @@ def _with_heirs(root: type[Section], given: Mapping[str, Any], bad: frozenset[st
 
 
 def _unset(root: type[Section], config: Section, name: str) -> Any:
-    """What the key's value would be had nobody set it."""
+    """Return the value that the key would have if the user had not set it."""
     key = keys(root)[name]
     return value_at(config, key.inherits) if key.inherits is not None else key.default

@@ -25,18 +25,21 @@ from tandem.errors import ConfigError
 from tandem.texts import parse_json
 
 PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""The model types whose decoder is embedding, layers and norm, the same parts in every layer: they can be
-split over devices, and the native engine runs them fused. Others are trained as transformers runs them."""
+"""The model types whose decoder is an embedding, layers and a norm, with the same parts in every layer.
+
+They can be split over devices, and the native engine runs them with fused operations. Other models are
+trained as transformers implements them.
+"""
 
 SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""What of a model's config devices that split its layers must share out evenly."""
+"""The sizes of a model that must divide evenly by the number of devices that split its layers."""
 
 ATTENTION = ("auto", "torch", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Kernels of attention, as transformers names their packages."""
+"""Attention kernels, named as transformers names their packages."""
 
 _GROUPS = ("matmul", "attention")
 _ALL = "all-linear"
-_ADAPTED = When(lambda own: own.lora_rank > 0, "with {lora_rank} above 0")
+_ADAPTED = When(lambda own: own.lora_rank > 0, "if {lora_rank} is above 0")
 
 
 def _layers(mode: str, expected: str) -> Check:
@@ -50,39 +53,39 @@ def _layers(mode: str, expected: str) -> Check:
 
 _EVERY_LAYER = Check(
     lambda own, count: count == 1 and own.gradient_checkpointing_mode == "every",
-    "one layer in one is every layer",
+    "1 means that every layer recomputes, which is mode full",
     expected=">= 2",
     remedy="set {gradient_checkpointing_mode}=full and remove this key",
 )
 _NO_OPERATOR = Check(
     lambda own, operators: not operators,
-    "no operator's output is kept",
+    "the list is empty, so no operator's output would be kept",
     got="nothing",
     expected="at least one operator",
     remedy="set {gradient_checkpointing_mode}=full and remove this key",
 )
 _ALL_OR_NAMES = Check(
     lambda own, modules: _ALL in modules and len(modules) > 1,
-    f"{_ALL} stands beside names of layers",
-    expected=f"{_ALL}, or names",
-    remedy=f"leave {_ALL} or the names out",
+    f"{_ALL} cannot be combined with names of layers",
+    expected=f"either {_ALL} or names",
+    remedy=f"remove {_ALL} or the names",
 )
 _ADAPTERS = Check(
     lambda own, folder: (
         folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
     ),
-    "no folder of adapters",
-    expected="a folder with adapter_config.json, as peft and tandem export --adapter write it",
+    "this is not a folder of adapters",
+    expected="a folder with adapter_config.json, as written by peft or `tandem export --adapter`",
 )
 
 
 def _cuda_alone(
     asks: Callable[[Any, Any], bool], whose: str = "these", field: str = "", instead: str = "auto"
 ) -> Check:
-    """Return the check that kernels of CUDA devices alone are not asked for on a CPU."""
+    """Return the check that a config for the CPU does not request kernels that need CUDA."""
     return Check(
         lambda own, kernels: asks(own, kernels) and root(own).trainer.device == "cpu",
-        f"{whose} kernels run on CUDA devices alone",
+        f"{whose} kernels only run on CUDA devices",
         field=field,
         got="{=} with trainer.device=cpu",
         expected="auto or torch" if instead == "auto" else None,
@@ -104,7 +107,7 @@ _SAME_HEAD = Check(
     lambda own, fused: (
         fused and root(own).trainer.device == "cpu" and not _needs_cuda(own, attrgetter(_HEAD)(own))
     ),
-    "{}=true: no effect; on a CPU the head is PyTorch's without it too.",
+    "{}=true: no effect; on a CPU, the head uses PyTorch operators in any case.",
     notice=True,
 )
 
@@ -115,13 +118,13 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
             yield ConfigError(
                 "unknown operator",
                 got=operator,
-                expected=f"{', '.join(_GROUPS)}, or namespace.operator such as aten.mm",
+                expected=f"{', '.join(_GROUPS)}, or namespace.operator, such as aten.mm",
                 remedy=nearest_remedy(operator, _GROUPS),
             )
 
 
 def stored_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder; empty where it cannot be read, which is for others to report."""
+    """Return the config.json of a model's folder; {} if it cannot be read, which other checks report."""
     try:
         stored = parse_json((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -130,72 +133,74 @@ def stored_config(folder: str | Path) -> dict[str, Any]:
 
 
 class BackboneConfig(Section):
-    """A Hugging Face model folder and how it is run.
+    """A Hugging Face model folder, and how the model is run.
 
     Attributes:
-        path: Hugging Face model folder
-        trust_remote_code: run Python code that lies in the model folder
-        enable_gradient_checkpointing: recompute activations in the backward pass, to save memory, as
-            gradient_checkpointing_mode says
-        gradient_checkpointing_mode: layers that recompute; auto: none, all as with ops, or all, the fastest
-            whose activations fit into the memory that is free at the first update, which is said then; full:
-            all; first: the first so many; every: one in so many; ops: all, but some operators' outputs are
-            kept
-        gradient_checkpointing_layers: how many: with mode first the layers that recompute, with every one in
-            so many
-        gradient_checkpointing_ops: with mode ops, whose outputs are kept: matmul, attention, or operators of
-            PyTorch such as aten.mm
-        enable_activation_offload: keep activations in host memory between forward and backward
-        activation_offload_mode: async: copies run beside the next layer's computation; sync: computation
-            waits for them
-        use_remove_padding: pack sequences end to end; false: pad each micro-batch to its longest
-        attn_implementation: kernels of attention in half precision on CUDA devices; torch: PyTorch's own;
-            auto: flash_attention_3 or 4 where installed for the GPU, else torch
-        use_liger: kernels of norms, gated layers and rotary embeddings on CUDA devices; true: Liger's, which
-            must be installed; null: Liger's where installed, else Tandem's own of norms and gates, in Triton;
-            false: transformers' operators
-        lora_rank: rank of the low-rank adapters (LoRA) that are trained while the weights stay as they are;
-            0: no adapters, all weights are trained
-        lora_alpha: what adapters add is scaled by lora_alpha / lora_rank
-        target_modules: linear layers that get adapters: all-linear, all but the head, or the ends of their
-            names
-        exclude_modules: of these, the ends of the names that get none
-        lora_adapter_path: folder of adapters, as peft writes it, to start from; null: they start by changing
-            nothing. The reference policy is without them either way
+        path: Hugging Face folder of the model.
+        trust_remote_code: Run Python code that is in the model folder.
+        enable_gradient_checkpointing: Save memory by recomputing activations in the backward pass, as
+            gradient_checkpointing_mode says.
+        gradient_checkpointing_mode: Which activations are recomputed. full: those of all layers. first: those
+            of the first gradient_checkpointing_layers layers. every: those of one layer in every
+            gradient_checkpointing_layers. ops: those of all layers, except the outputs of the operators in
+            gradient_checkpointing_ops. auto: none, ops or full: the fastest of these that fits into the
+            memory that is free at the first update; a message says which one was chosen.
+        gradient_checkpointing_layers: For mode first: the number of layers that recompute. For mode every:
+            one layer in this many recomputes.
+        gradient_checkpointing_ops: For mode ops: the operators whose outputs are kept: matmul, attention, or
+            PyTorch operators such as aten.mm.
+        enable_activation_offload: Keep activations in host memory between the forward and the backward pass.
+        activation_offload_mode: How activations are copied to and from host memory. async: while the next
+            layer is computed. sync: the computation waits for the copies.
+        use_remove_padding: Pack sequences end to end. false: pad each micro-batch to its longest sequence.
+        attn_implementation: Attention kernels for half precision on CUDA devices. torch: PyTorch's own. auto:
+            flash_attention_3 or flash_attention_4 if it is installed for the GPU, otherwise torch.
+        use_liger: Kernels for norms, gated layers and rotary embeddings on CUDA devices. true: Liger's, which
+            must be installed. null: Liger's if installed, otherwise Tandem's own Triton kernels for norms and
+            gated layers. false: the operators of transformers.
+        lora_rank: Rank of the low-rank adapters (LoRA). Only the adapters are trained; the model's weights
+            stay fixed. 0: no adapters, all weights are trained.
+        lora_alpha: The output of the adapters is multiplied by lora_alpha / lora_rank.
+        target_modules: The linear layers that get adapters: all-linear (all except the head), or endings of
+            their names.
+        exclude_modules: Endings of the names of layers that get no adapters although target_modules includes
+            them.
+        lora_adapter_path: Folder of adapters in peft's format to start from. null: new adapters, which do not
+            change the model at first. The reference policy never uses adapters.
     """
 
     path: LocalPath = key(..., needs=ModelFolder("config.json"))
-    trust_remote_code: bool = key(False, resumed="told")
-    enable_gradient_checkpointing: bool = key(True, resumed="told")
+    trust_remote_code: bool = key(False, resumed="reported")
+    enable_gradient_checkpointing: bool = key(True, resumed="reported")
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(
-        "auto", when=beside("enable_gradient_checkpointing", True), resumed="told"
+        "auto", when=beside("enable_gradient_checkpointing", True), resumed="reported"
     )
     gradient_checkpointing_layers: int | None = key(
         None,
         when=beside("gradient_checkpointing_mode", "first", "every"),
         needs=(
             _layers("first", "the number of layers"),
-            _layers("every", "one layer in how many is computed again"),
+            _layers("every", "N, so that one layer in every N recomputes its activations"),
             _EVERY_LAYER,
         ),
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
     gradient_checkpointing_ops: Names = key(
         ("matmul", "attention"),
         when=beside("gradient_checkpointing_mode", "ops"),
         needs=(_NO_OPERATOR, _operators),
-        resumed="told",
+        resumed="reported",
     )
-    enable_activation_offload: bool = key(False, resumed="told")
+    enable_activation_offload: bool = key(False, resumed="reported")
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
-        "async", when=beside("enable_activation_offload", True), resumed="told"
+        "async", when=beside("enable_activation_offload", True), resumed="reported"
     )
-    use_remove_padding: bool = key(True, resumed="told")
+    use_remove_padding: bool = key(True, resumed="reported")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
-        "auto", needs=_ATTENTION_HERE, resumed="told"
+        "auto", needs=_ATTENTION_HERE, resumed="reported"
     )
-    use_liger: bool | None = key(None, needs=_LIGER_HERE, resumed="told")
+    use_liger: bool | None = key(None, needs=_LIGER_HERE, resumed="reported")
 
     lora_rank: int = key(0, ge=0)
     lora_alpha: int = key(16, when=_ADAPTED, ge=1)
@@ -205,17 +210,17 @@ class BackboneConfig(Section):
 
     @property
     def recomputes_by_memory(self) -> bool:
-        """Whether what is computed again is chosen by the memory that is free."""
+        """Whether the amount of free memory decides what is recomputed."""
         return self.enable_gradient_checkpointing and self.gradient_checkpointing_mode == "auto"
 
     @property
     def without_adapters(self) -> BackboneConfig:
-        """The same model with all of its weights and nothing else."""
+        """The same model without adapters, with all of its weights."""
         return self.model_copy(update={"lora_rank": 0})
 
     @property
     def head(self) -> str:
-        """Which implementation makes log-probs and entropies, of `tandem.models.heads`."""
+        """The implementation that computes log-probs and entropies, one of `tandem.models.heads`."""
         return "auto"
 
 
@@ -231,36 +236,37 @@ LEARNING = (
     "exclude_modules",
     "lora_adapter_path",
 )
-"""Keys of a model that is trained."""
+"""Keys that only matter for a model that is trained."""
 
 
 class FusedKernelOptions(Section):
-    """How the fused head is made.
+    """How the fused head is computed.
 
     Attributes:
-        impl_backend: kernels of the head, with use_fused_kernels; auto: triton on a CUDA device, else torch;
-            liger's entropy is of the model's precision
+        impl_backend: Kernels of the head, with use_fused_kernels=true. auto: triton on a CUDA device,
+            otherwise torch. With liger, entropies have the model's precision.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     impl_backend: Annotated[str, OneOf(("auto", "torch", "triton", "liger"))] = "auto"
 
 
 class ModelConfig(BackboneConfig):
-    """The policy: actor, reference and rollout share it.
+    """The policy's model, which actor, reference and rollout share.
 
     Attributes:
-        tokenizer_path: folder of the tokenizer
-        custom_chat_template: Jinja chat template; null: the tokenizer's own
-        use_fused_kernels: log-probs and entropies by the kernels of fused_kernel_options; null: by Triton's
-            on a CUDA device where Triton is installed, else by PyTorch's operators; false: by these
-            everywhere. All go through the vocabulary tile by tile
+        tokenizer_path: Folder of the tokenizer.
+        custom_chat_template: Jinja chat template. null: the tokenizer's own.
+        use_fused_kernels: How log-probs and entropies are computed. true: with the kernels of
+            fused_kernel_options. null: with Triton kernels on a CUDA device if Triton is installed, otherwise
+            with PyTorch operators. false: always with PyTorch operators. In all cases, the vocabulary is
+            processed in tiles.
     """
 
     tokenizer_path: LocalPath = key(inherits=".path", needs=ModelFolder("tokenizer_config.json"))
     custom_chat_template: str | None = None
-    use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="told")
+    use_fused_kernels: bool | None = key(None, needs=(_HEAD_HERE, _SAME_HEAD), resumed="reported")
     fused_kernel_options: FusedKernelOptions = section(
         FusedKernelOptions(), below={"impl_backend": beside("use_fused_kernels", True, notice=True)}
     )

@@ -1,4 +1,7 @@
-"""Needs of single keys, for `key(…, needs=…)`: files that exist, sizes that fit others, a device that can."""
+"""What single keys need, for `key(…, needs=…)`.
+
+For example: files that exist, sizes that fit other sizes, a device that supports the setting.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,36 @@ from tandem.errors import ConfigError, DataError
 from tandem.tasks import is_task, parse
 
 CODE_FILES = (".py", ".pkl")
-"""Endings of files with functions; as in `tandem.loading`, which config does not import."""
+"""Endings of files that contain functions; the same as in `tandem.loading`, which config does not import."""
 
 _SPLIT = "ulysses_sequence_parallel_size"
 
 MOST_SAMPLES = 10_000_000
-"""Responses asked for at once, above which a number is a slip: one process has some hundred bytes of each."""
+"""The number of responses in one step above which the setting must be a mistake.
+
+One process needs some hundred bytes for each response.
+"""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A need as a row: when a value is wrong, and what is said then. One that names its `field` is a rule of
-    the whole config too.
+    """A rule written as data: when a value is wrong, and what the message says.
 
-    In the texts {name} stands for the path of a key, {name=} for name=value, {=name} for its value (of a
-    mapping, its names). The key is one beside, or of the whole config; left out, it is the key itself.
+    A rule that sets `field` can also be used as a rule of the whole config.
+
+    In the texts, {name} is replaced by the path of a key, {name=} by path=value, and {=name} by the value
+    alone (for a mapping, by its names). The key is one of the same section, or a dotted path of the whole
+    config. Without a name, it is the key that the rule checks.
 
     Attributes:
-        wrong: says whether it is; given the section that holds the key, or the whole config, and the value.
-        message: what is wrong; of a notice, a whole sentence.
-        got, expected, remedy: as in `ConfigError`.
-        field: the key, unless it is the one that declares this.
-        notice: whether it is worth a sentence alone.
+        wrong: returns whether the value is wrong, given the section that holds the key (or the whole config)
+            and the value.
+        message: what is wrong; for a notice, a whole sentence.
+        got: as in `ConfigError`.
+        expected: as in `ConfigError`.
+        remedy: as in `ConfigError`.
+        field: the key, if it is not the one that declares this rule.
+        notice: whether the rule gives a notice instead of an error.
     """
 
     wrong: Callable[[Any, Any], Any]
@@ -79,7 +90,10 @@ def _filled(text: str, own: Any, key: str) -> str:
 
 
 def files(own: Any, name: str) -> Iterator[ConfigError]:
-    """Every file exists; a task can be read, what it makes is for the loading."""
+    """Check that every file exists, and that the name of a task can be parsed.
+
+    The rows that a task makes are checked when they are loaded.
+    """
     for file in getattr(own, name) or ():
         if is_task(file):
             try:
@@ -94,20 +108,20 @@ def files(own: Any, name: str) -> Iterator[ConfigError]:
                 yield error
                 continue
             named = hub.is_name(file) and not file.endswith(hub.DATA_SUFFIXES)
-            other = f", or give hf:{file} for a data set of the hub" if named else ""
-            yield ConfigError("no such file", got=file, remedy=f"check the path{other}")
+            other = f", or use hf:{file} for a dataset of the Hugging Face hub" if named else ""
+            yield ConfigError("this file does not exist", got=file, remedy=f"check the path{other}")
 
 
 def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
-    """A Python file exists; the dotted name of a module is looked up when it is loaded."""
+    """Check that a Python file exists. The dotted name of a module is only looked up when it is loaded."""
     given = getattr(own, name)
     if given is not None and (given.endswith(CODE_FILES) or os.sep in given) and not os.path.isfile(given):
-        yield ConfigError("no such file", remedy="check the path")
+        yield ConfigError("this file does not exist", remedy="check the path")
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The need of a key that names a model: a local folder, if one is named, has the file `marker`."""
+    """The rule of a key that names a model: a local folder must contain the file `marker`."""
 
     marker: str
 
@@ -116,50 +130,55 @@ class ModelFolder:
 
 
 def not_a_model(folder: str | None, marker: str, field: str | None = None) -> Iterator[ConfigError]:
-    """An error if `folder`, the value at `field`, is named and has no file `marker`."""
+    """Yield an error if `folder`, the value of `field`, is set but has no file `marker`."""
     if not folder or os.path.isfile(os.path.join(folder, marker)):
         return
     if hub.is_name(folder):
         yield ConfigError(
-            "no such folder, and as a model of the hub it cannot be had",
+            "this folder does not exist, and the hub has no model of that name that can be downloaded here",
             field=field,
             got=f"{folder} ({hub.find(folder).problem})",
-            expected=f"a Hugging Face folder with {marker}, or OWNER/NAME",
+            expected=f"a Hugging Face folder with {marker}, or OWNER/NAME of a model on the hub",
             remedy=hub.remedy(folder),
         )
         return
     yield ConfigError(
-        "not a model folder" if os.path.isdir(folder) else "no such folder",
+        f"this folder has no {marker}" if os.path.isdir(folder) else "this folder does not exist",
         field=field,
         got=folder,
         expected=f"a Hugging Face folder with {marker}",
-        remedy="check the path, or name a model of the Hugging Face hub as OWNER/NAME",
+        remedy="check the path, or use OWNER/NAME for a model of the Hugging Face hub",
     )
 
 
 def names(own: Any, name: str) -> Iterator[ConfigError]:
-    """The entries of a mapping have names that metrics and roles can have."""
+    """Check that the entries of a mapping have names that are valid in metrics and roles."""
     for entry in getattr(own, name):
         if not re.fullmatch(r"[A-Za-z]\w*", entry):
             yield ConfigError(
-                "not a name",
+                "this is not a valid name",
                 field=f"{path(own, name)}.{entry}",
-                expected="letters, digits and _, a letter first",
+                expected="letters, digits and _, starting with a letter",
             )
 
 
 def own_code(own: Any, name: str) -> Iterator[ConfigError]:
-    """The file of a user's own function exists, or of several; what is in it is for the loading."""
+    """Check that the files of the user's own functions exist.
+
+    Their content is only read when the function is loaded.
+    """
     given = getattr(own, name)
     for reference in (given,) if isinstance(given, str) else given or ():
         yield from code_file(path(own, name), reference)
 
 
 def code_file(field: str, reference: str) -> Iterator[ConfigError]:
-    """An error if `reference`, the value at `field`, is a name in a Python file that is not there."""
+    """Yield an error if `reference`, the value of `field`, is a name in a Python file that does not exist."""
     file, colon, _ = reference.rpartition(":")
     if colon and file.endswith(CODE_FILES) and not os.path.isfile(file):
-        yield ConfigError("no such file", field=field, got=file, remedy="check the path before the colon")
+        yield ConfigError(
+            "this file does not exist", field=field, got=file, remedy="check the path before the colon"
+        )
 
 
 within_response = Check(
@@ -168,11 +187,11 @@ within_response = Check(
     expected="at most {data.max_response_length=}",
     remedy="set {}={=data.max_response_length} or less, or raise data.max_response_length",
 )
-"""No more tokens than a response may have."""
+"""The rule that a number of tokens is not larger than the longest response."""
 
 
 def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
-    """A token budget holds one sequence of the greatest length, or a device's part of it."""
+    """Check that a token limit is large enough for the longest sequence, or for one device's part of it."""
     data, field = root(own).data, path(own, name)
     longest = sum(getattr(data, length) for length in data.lengths)
     names = " + ".join(path(data, length) for length in data.lengths)
@@ -182,14 +201,14 @@ def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
         names = f"({names}) / {path(section, _SPLIT)}"
     if getattr(own, name) < least:
         yield ConfigError(
-            "holds less than one sequence of the greatest length",
+            "too small for the longest sequence",
             expected=f"at least {least} tokens ({names})",
-            remedy=f"set {field}={least}, or shorten the sequences",
+            remedy=f"set {field}={least}, or lower the maximum lengths",
         )
 
 
 def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
-    """A mini-batch is a whole part of the batch."""
+    """Check that the batch is a multiple of the mini-batch."""
     mini, whole, field = getattr(own, name), root(own).data.train_batch_size, path(own, name)
     if mini > whole:
         yield ConfigError(
@@ -205,25 +224,25 @@ def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
         yield ConfigError(
             "does not divide data.train_batch_size",
             expected=f"a divisor of {whole}",
-            remedy=f"the nearest is {field}={near}",
+            remedy=f"set {field}={near}, the nearest divisor",
         )
 
 
 def countable(number: int, prompts: int, of: str, prompts_key: str) -> Iterator[ConfigError]:
-    """So many responses per prompt can be held. The greater of the two numbers is named.
+    """Check that this many responses fit into memory. The error names the larger of the two factors.
 
     Args:
-        number: the responses to each prompt.
-        prompts: how many are answered at once.
-        of: these, in words.
-        prompts_key: the key that says how many.
+        number: responses per prompt.
+        prompts: prompts that are answered at the same time.
+        of: a description of these prompts.
+        prompts_key: the key that sets their number.
     """
     if number * prompts <= MOST_SAMPLES:
         return
     of_prompts = prompts > number
     other, beside = (number, "a prompt") if of_prompts else (prompts, of)
     yield ConfigError(
-        f"asks for {number * prompts:,} responses at once",
+        f"this requests {number * prompts:,} responses at once",
         field=prompts_key if of_prompts else None,
         got=prompts if of_prompts else number,
         expected=f"at most {MOST_SAMPLES // other:,}: {MOST_SAMPLES:,} responses, {other:,} {beside}",
@@ -233,16 +252,16 @@ def countable(number: int, prompts: int, of: str, prompts_key: str) -> Iterator[
 
 validation_files = Check(
     lambda own, asked: asked > 0 and not root(own).data.val_files,
-    "asks for validation, and there are no validation files",
+    "this requests validation, but there are no validation files",
     remedy="set data.val_files, or remove this key",
 )
-"""A validation that is asked for has files."""
+"""The rule that a requested validation needs validation files."""
 
 
 def no_greedy_repeats(is_greedy: Callable[[Any], bool]) -> Check:
-    """Return the notice of several responses to a prompt that are all the same."""
+    """Return the notice that several greedy responses to one prompt are identical."""
     return Check(
         lambda own, n: n > 1 and is_greedy(own),
-        "{}={=}: greedy responses to one prompt are all the same; one would do.",
+        "{}={=}: greedy responses to one prompt are all identical, so one is enough.",
         notice=True,
     )

@@ -1,4 +1,4 @@
-"""Names that other programs have for a key: transformers' Trainer, TRL, OpenRLHF, prime-rl."""
+"""Names that other programs use for a key: transformers' Trainer, TRL, OpenRLHF, prime-rl."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("packing", ("use_dynamic_bsz",)),
 )
 OTHER_NAMES = {name: ends for names, ends in _ROWS for name in names.split()}
-"""By another program's name: how the keys that are meant end."""
+"""The endings of the keys that are meant, by another program's name for them."""
 
 
 def meant_elsewhere(name: str, known: Iterable[str]) -> str | None:
-    """A sentence with the key that another program's name stands for, if it is such a name.
+    """Return a sentence with the key that another program's name stands for, or None.
 
     Args:
         name: the dotted path that was given.
-        known: the keys there are, the most likely first.
+        known: the existing keys, the most likely first.
     """
     parent, _, leaf = name.rpartition(".")
     ends = OTHER_NAMES.get(leaf.lower().replace("-", "_"), ())

@@ -1,4 +1,4 @@
-"""What may differ between a run and its continuation."""
+"""The comparison of a resumed run's config with the config of the original run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value is not that of the run that goes on.
+    """A key whose value differs from that of the original run.
 
     Attributes:
         key: its name.
-        then, now: its values, as YAML spells them.
+        then: its value in the original run, as YAML spells it.
+        now: its value now, as YAML spells it.
     """
 
     key: str
@@ -33,15 +34,17 @@ class Change:
 
 
 def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callable[[str], None]) -> None:
-    """Tell the user which keys have other values than in the run that a checkpoint is of.
+    """Report the keys whose values differ from those of the run that wrote a checkpoint.
 
     Args:
-        checkpoint: its folder, in that of the run.
-        config: the config of the run that goes on.
-        allowed: whether something else may be learnt from here on.
+        checkpoint: the checkpoint's folder, inside the run folder.
+        config: the config of the resumed run.
+        allowed: whether changes of what is learned are allowed.
+        say: receives each message.
 
     Raises:
-        ConfigError: something else would be learnt, and nobody allowed it; or the run's config is no YAML.
+        ConfigError: the run would learn something else, which is not allowed; or the run's config is not
+            valid YAML.
     """
     file = checkpoint.parent.parent / "config.yaml"
     if not file.is_file():
@@ -50,34 +53,34 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
     refused = {name for name, key in keys(type(config)).items() if key.resumed == "refused"}
     if unseen := [name for name in config.from_environment if refers(at_key(then, name)) and name in refused]:
         say(
-            f"Of these keys the run folder has no values, so that a change would not be seen: "
-            f"{', '.join(unseen)}. They come from the environment."
+            f"The run folder has no values for these keys, so a change cannot be detected: "
+            f"{', '.join(unseen)}. Their values came from the environment."
         )
     changed = changes({str(name): value for name, value in then.items()}, config)
     learnt = [change for change in changed if change.key in refused]
     free = [f"{each.key} ({each.then}, now {each.now})" for each in changed if each.key not in refused]
     if free:
-        say(f"Changed since {checkpoint}, in where, how fast or how long it runs: {', '.join(free)}.")
+        say(f"Changed since {checkpoint}, only in where, how fast or how long it runs: {', '.join(free)}.")
     if learnt and not allowed:
         raise ConfigError(
-            f"the run there has learnt under other settings\n{side_by_side(learnt)}",
+            f"the run in this folder used different settings for learning\n{side_by_side(learnt)}",
             field="trainer.default_local_dir",
             got=file.parent,
-            remedy="set these keys as they were then; or choose another trainer.default_local_dir; or "
-            "trainer.resume_mode=disable, which sets that run aside; or go on from its checkpoint all the "
-            "same: trainer.resume_with_changes=true",
+            remedy="set these keys back to their old values; or use a different trainer.default_local_dir; "
+            "or set trainer.resume_mode=disable to move this run away; or set "
+            "trainer.resume_with_changes=true to continue from its checkpoint anyway",
         )
     if learnt:
-        say(f"Changed since {checkpoint}, with effect on what is learnt:\n{side_by_side(learnt)}")
+        say(f"Changed since {checkpoint}, with an effect on what is learned:\n{side_by_side(learnt)}")
 
 
 def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
-    """The keys that have other values than they had.
+    """Return the keys whose values have changed.
 
     Args:
-        then: the tree of the resolved config that a run began with, perhaps under the names of an older
+        then: the resolved config with which the original run started, perhaps with key names of an older
             version. A key that it lacks did not exist yet, and counts as unchanged.
-        config: the config of the run that goes on.
+        config: the config of the resumed run.
     """
     now, values = to_dict(config), config.model_dump(mode="json")
     found: dict[str, tuple[Any, Any]] = {}
@@ -97,19 +100,20 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
     return [
         Change(name, shown(without_secrets(old, name)), shown(new))
         for name, (old, new) in found.items()
-        if found.get(known[name].inherits or "") != (old, new)  # else the source says it
+        if found.get(known[name].inherits or "")
+        != (old, new)  # otherwise the key that it inherits from is reported
     ]
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether two values are equal, as far as they were written."""
+    """Return whether two values are equal. A part that was left out of the written config counts as equal."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return old.keys() == new.keys() and all(_same(value, new[name]) for name, value in old.items())
     return old == LEFT_OUT or bool(old == new)
 
 
 def _value(tree: Mapping[str, Any], written: Any) -> Any:
-    """A value of a written config with its references filled in, as far as that can be done here."""
+    """Return a value of a written config with its references filled in, if that is possible here."""
     if not refers(written):
         return written
     try:
@@ -119,7 +123,7 @@ def _value(tree: Mapping[str, Any], written: Any) -> Any:
 
 
 def side_by_side(changed: list[Change]) -> str:
-    """A table of the keys, what they were and what they are, one line each."""
+    """Return a table with one line per changed key: the key, its old value and its new value."""
     rows = [("key", "then", "now"), *((change.key, change.then, change.now) for change in changed)]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"  {key:<{first}}  {then:<{second}}  {now}" for key, then, now in rows)
@@ -134,7 +138,7 @@ def _old_value(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(tree: Mapping[str, Any], name: str, value: Any) -> Any:
-    """The value; of an aggregation that is left to the loss, that of the loss."""
+    """Return the value. For an aggregation that the loss decides, return the loss's own."""
     at, _, leaf = name.rpartition(".")
     if value is not None or leaf != "loss_agg_mode":
         return value

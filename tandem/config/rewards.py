@@ -1,5 +1,7 @@
-"""`custom_reward_function` and `reward_model`: reward functions of the user's own, and trained models that
-score responses, in place of functions or beside them."""
+"""`custom_reward_function`, `reward` and `reward_model`: reward functions and trained reward models.
+
+Reward models score responses instead of reward functions, or together with them.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,23 @@ from tandem.config.section import NOT_TRAINED, AsTuple, LocalPath, Section, When
 from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
-_OWN = When(lambda own: own.path is not None, "with {path}")
+_OWN = When(lambda own: own.path is not None, "if {path} is set")
 FUNCTIONS = "rule"
-"""What the data sources' own rewards are called among the parts of a reward."""
-_SERVER = When(lambda own: own.url is not None, "with {url}", notice=True)
+"""The name of the data sources' built-in rewards among the parts of a reward."""
+_SERVER = When(lambda own: own.url is not None, "if {url} is set", notice=True)
 _MODEL = beside("enable", True, notice=True)
-_BESIDE_MODELS = When(lambda own: root(own).reward_model.enable, "with reward_model.enable=true")
+_BESIDE_MODELS = When(lambda own: root(own).reward_model.enable, "if reward_model.enable=true")
 
 
 class RewardTerm(Section):
     """One of several reward functions.
 
     Attributes:
-        name: the function's.
-        label: the name of its metric; None: the function's.
-        path: Python file or module with it; None: `custom_reward_function.path`.
-        weight: of its score in the sum.
-        reward_kwargs: further arguments.
+        name: the function's name.
+        label: the name of its metric; None: the function's name.
+        path: the Python file or module that contains it; None: `custom_reward_function.path`.
+        weight: the weight of its score in the sum.
+        reward_kwargs: additional arguments.
     """
 
     name: str
@@ -53,24 +55,28 @@ class RewardTerm(Section):
 
 
 def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
-    """Each function is somewhere."""
+    """Check that the file of each function exists."""
     for term in getattr(own, name):
         file = term.path or own.path
         if file is None:
-            yield ConfigError("has no path", got=term.name, remedy=f"add path: …, or set {path(own, 'path')}")
+            yield ConfigError(
+                "this function has no path", got=term.name, remedy=f"add path: …, or set {path(own, 'path')}"
+            )
         elif file.endswith(CODE_FILES) and not os.path.isfile(file):
-            yield ConfigError("no such file", got=file, remedy="check the path")
+            yield ConfigError("this file does not exist", got=file, remedy="check the path")
 
 
 class CustomRewardConfig(Section):
-    """Replaces the built-in reward functions for every data source.
+    """Your own reward functions, which replace the built-in ones for every data source.
 
     Attributes:
-        path: Python file or module with it; null: built-in, by data source
-        name: the function's name
-        reward_kwargs: further arguments of the function
-        terms: several functions, whose weighted sum is the reward: [{name: …, label: …, path: …, weight: 1.0,
-            reward_kwargs: {}}, …]; unless given, path is as above
+        path: Python file or module that contains the reward function. null: the built-in function of each
+            row's data source.
+        name: Name of the function.
+        reward_kwargs: Additional arguments of the function, by name.
+        terms: Several functions instead of one: [{name: …, label: …, path: …, weight: 1.0, reward_kwargs:
+            {}}, …]. The reward is the sum of their scores, each multiplied by its weight. Without path, a
+            function is taken from the path above. Without label, its metric has the function's name.
     """
 
     path: LocalPath | None = key(None, needs=module_or_file)
@@ -80,18 +86,19 @@ class CustomRewardConfig(Section):
 
     @property
     def given(self) -> bool:
-        """Whether the user names a function of their own."""
+        """Whether the user names a reward function."""
         return self.path is not None or bool(self.terms)
 
 
 class SandboxConfig(Section):
-    """The programs that a reward runs on tests: where, and with what limits.
+    """Where the programs that a reward tests are run, and with which limits.
 
     Attributes:
-        url: server that speaks SandboxFusion's protocol and runs them; null: a sandbox on this machine
-        timeout: seconds for a program on one test
-        memory_limit_mb: MiB of memory for each of a program's processes
-        max_concurrent: programs that the server is asked to run at a time
+        url: Address of a server with SandboxFusion's protocol that runs the programs. null: a sandbox on this
+            machine.
+        timeout: Seconds that a program may take for one test.
+        memory_limit_mb: Memory for each process of a program, in MiB.
+        max_concurrent: Maximum number of programs that the server runs at the same time.
     """
 
     url: str | None = None
@@ -101,16 +108,17 @@ class SandboxConfig(Section):
 
 
 class RewardConfig(Section):
-    """The calls of reward functions: processes, limits, and what becomes of a failed one.
+    """How reward functions are called: processes, limits, and what happens after a failure.
 
     Attributes:
-        num_workers: processes that call reward functions; null: as many as cores, 8 at most; 0: none, the
-            functions are called without limits where samples are collected
-        timeout: seconds for one call, after which its process is ended
-        retries: further calls for a sample whose call failed
-        max_growth_mb: MiB of growth at which a process is replaced, once its call has ended; null: any
-        on_error: a failed score ends the run, counts as 0, or (in training) leaves its sample out of the
-            batch
+        num_workers: Number of processes that call reward functions. null: one per CPU core, at most 8. 0:
+            none; the functions are called without limits in the process that collects the samples.
+        timeout: Seconds that one call may take. After this time, its process is ended.
+        retries: Number of further attempts for a sample whose call failed.
+        max_growth_mb: Memory growth, in MiB, after which a process is replaced as soon as its current call
+            has ended. null: no limit.
+        on_error: What happens if a score fails. raise: the run stops. zero: the score is 0. drop: in
+            training, the sample is left out of the batch.
     """
 
     num_workers: int | None = key(None, ge=0)
@@ -122,7 +130,7 @@ class RewardConfig(Section):
 
 
 def _sums(own: Any, name: str) -> Iterator[ConfigError]:
-    """Where a function makes the reward of the parts' scores, nothing else does."""
+    """Check that no weights are set if the user's own function combines the scores."""
     functions, models = root(own).custom_reward_function, root(own).reward_model
     weights = {"custom_reward_function.terms": [term.weight for term in functions.terms]}
     weights["reward_model.models"] = [term.weight for term in models.models.values()]
@@ -131,11 +139,11 @@ def _sums(own: Any, name: str) -> Iterator[ConfigError]:
     steps = [term for term in models.scorers.values() if term.step_separator is not None]
     if own.combine is not None and (weighing or steps):
         yield ConfigError(
-            "is given each part's score, so that weights have no effect"
+            "this function receives the score of each part, so that weights have no effect"
             if weighing
-            else "makes one number of a response, so that the scores of its steps would be lost",
+            else "this function returns one number per response, so the scores of its steps would be lost",
             got=f"{own.combine}, with {' and '.join(weighing) or 'step_separator'}",
-            remedy="weigh the scores in the function" if weighing else f"remove {path(own, name)}",
+            remedy="apply the weights in the function" if weighing else f"remove {path(own, name)}",
         )
 
 
@@ -143,10 +151,10 @@ class CombinedRewardConfig(RewardConfig):
     """Reward functions and reward models together.
 
     Attributes:
-        weight: weight of what reward functions say beside reward models; null: 1 with custom_reward_function,
-            else none are called
-        combine: function of your own, file.py:function, that makes the reward out of a mapping of the parts'
-            scores by name; null: their weighted sum
+        weight: Weight of the score of the reward functions, if reward models are used too. null: 1 if
+            custom_reward_function is set; otherwise no reward functions are called.
+        combine: Your own function, as file.py:function, that computes the reward from a mapping of each
+            part's name to its score. null: the reward is the weighted sum of the scores.
     """
 
     weight: float | None = key(None, when=_BESIDE_MODELS)
@@ -157,14 +165,16 @@ class ScorerTerm(Section):
     """One of several reward models.
 
     Attributes:
-        path: Hugging Face folder of a sequence or token classifier.
-        weight: of its score in the sum; 0: it is only measured.
-        tokenizer_path: folder of the tokenizer that it reads with; None: its own, where its folder has one.
-        custom_chat_template: Jinja template of the conversations that it reads; None: that tokenizer's.
-        normalize: whether its scores count less their mean and over their standard deviation so far.
-        step_separator: the text that ends a step of a response; each step is scored where it ends. None: a
+        path: its Hugging Face folder, of a sequence or token classifier.
+        weight: the weight of its score in the sum; 0: the score is measured but not used.
+        tokenizer_path: the folder of the tokenizer that it uses; None: the one in its own folder, if there is
+            one.
+        custom_chat_template: Jinja template for the conversations that it reads; None: that of its tokenizer.
+        normalize: whether its scores are normalized: minus their mean so far, divided by their standard
+            deviation so far.
+        step_separator: the text that ends a step of a response. Each step is scored at its end. None: the
             response is scored as a whole.
-        step_score: what the response's score is of its steps' scores.
+        step_score: how the scores of the steps become the score of the response.
     """
 
     path: LocalPath
@@ -177,10 +187,11 @@ class ScorerTerm(Section):
 
 
 class RewardBackboneConfig(BackboneConfig):
-    """The reward models' backbone and head.
+    """The backbone and head of the reward models.
 
     Attributes:
-        path: Hugging Face folder of a sequence classifier with one label; several: reward_model.models
+        path: Hugging Face folder of a sequence classifier with one label. For several models, use
+            reward_model.models.
     """
 
     path: LocalPath = key("", needs=ModelFolder("config.json"))
@@ -195,15 +206,15 @@ _NO_MODEL = Check(
 )
 _TWO_MODELS = Check(
     lambda own, path: own.enable and path and own.models,
-    "named beside {models}",
+    "set together with {models}",
     field="model.path",
-    expected="one of the two, {} or {models}",
-    remedy="name it in {models}",
+    expected="either {} or {models}",
+    remedy="move this model to {models}",
 )
 
 
 def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
-    """Folders are there, and options go together."""
+    """Check that the folders exist and that the options are compatible."""
     functions = root(own).custom_reward_function
     taken = {term.label or term.name for term in functions.terms} | {functions.name, FUNCTIONS}
     for label, term in getattr(own, name).items():
@@ -213,7 +224,7 @@ def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
         steps = term.step_separator is not None
         if steps and term.normalize:
             yield ConfigError(
-                "scores of steps are not normalised",
+                "scores of single steps cannot be normalized",
                 field=f"{field}.normalize",
                 got="true",
                 remedy="remove it",
@@ -223,25 +234,29 @@ def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
                 "has no effect",
                 field=f"{field}.step_score",
                 got=term.step_score,
-                expected="set only with step_separator",
-                remedy="set that too, or remove this entry",
+                expected="set only if step_separator is set",
+                remedy="set step_separator too, or remove this entry",
             )
         if label in taken and root(own).calls_functions:
-            yield ConfigError("the name of a reward function", field=field, remedy="give it another name")
+            yield ConfigError(
+                "a reward function has the same name", field=field, remedy="use a different name"
+            )
 
 
 class RewardModelConfig(Section):
-    """The reward models; they only compute. What is said here holds for each of them.
+    """The reward models, which are not trained. These settings apply to each of them.
 
     Attributes:
-        enable: score responses with reward models, in place of reward functions or beside them
-        models: several reward models: {name: {path: …, weight: 1.0, tokenizer_path: …, custom_chat_template:
-            …, normalize: false, step_separator: …, step_score: sum}, …}; each is placed as reward_model.NAME,
-            or with reward_model
-        use_dynamic_bsz: cut micro-batches by tokens, not by samples
-        ulysses_sequence_parallel_size: devices that share one sequence
-        forward_micro_batch_size_per_gpu: samples per micro-batch and device; null: the whole share
-        forward_max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
+        enable: Score responses with reward models, instead of reward functions or together with them.
+        models: Several reward models instead of one: {name: {path: …, weight: 1.0, tokenizer_path: …,
+            custom_chat_template: …, normalize: false, step_separator: …, step_score: sum}, …}. The reward is
+            the sum of their scores, each multiplied by its weight. Each is placed as reward_model.NAME, or
+            together as reward_model.
+        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+        ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
+            sequence parallelism).
+        forward_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share.
+        forward_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
     """
 
     enable: bool = key(False, needs=(_NO_MODEL, _TWO_MODELS))
@@ -251,16 +266,18 @@ class RewardModelConfig(Section):
     model: RewardBackboneConfig = section(
         RewardBackboneConfig(), when=_MODEL, below=dict.fromkeys(LEARNING, NOT_TRAINED)
     )
-    use_dynamic_bsz: bool = key(False, inherits="critic.use_dynamic_bsz", when=_MODEL, resumed="told")
-    ulysses_sequence_parallel_size: int = key(1, when=_MODEL, ge=1, resumed="told")
-    forward_micro_batch_size_per_gpu: int | None = key(None, when=(_MODEL, BY_SAMPLES), ge=1, resumed="told")
+    use_dynamic_bsz: bool = key(False, inherits="critic.use_dynamic_bsz", when=_MODEL, resumed="reported")
+    ulysses_sequence_parallel_size: int = key(1, when=_MODEL, ge=1, resumed="reported")
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None, when=(_MODEL, BY_SAMPLES), ge=1, resumed="reported"
+    )
     forward_max_token_len_per_gpu: int = key(
         32768,
         inherits="critic.forward_max_token_len_per_gpu",
         when=(_MODEL, BY_TOKENS),
         needs=holds_longest,
         ge=1,
-        resumed="told",
+        resumed="reported",
     )
     fsdp_config: FSDPConfig = section(FSDPConfig(), when=_MODEL, below=FORWARD_ALONE)
     overlong_buffer: OverlongBufferConfig = section(

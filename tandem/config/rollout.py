@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout`: how responses are sampled, and the old log-probs recomputed."""
+"""`actor_rollout_ref.rollout`: how responses are sampled, and how their old log-probs are recomputed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _NATIVE = beside("name", "native", notice=True)
 _IN_PROCESS = beside("name", "native", "vllm", notice=True)
 _ON_SERVERS = When(
     lambda own: own.on_servers,
-    f"with {{name}}={' or '.join(tables.SERVER_ENGINES)}, or with {{name}}=vllm and {{mode}}=server",
+    f"if {{name}}={' or '.join(tables.SERVER_ENGINES)}, or if {{name}}=vllm and {{mode}}=server",
 )
-_NO_SERVER_ENGINE = When(lambda own: own.name not in tables.SERVER_ENGINES, "with {name}=vllm")
-_VALIDATES = When(lambda own: bool(root(own).data.val_files), "with data.val_files", notice=True)
+_NO_SERVER_ENGINE = When(lambda own: own.name not in tables.SERVER_ENGINES, "if {name}=vllm")
+_VALIDATES = When(lambda own: bool(root(own).data.val_files), "if data.val_files is set", notice=True)
 _DRAWN = When(
     lambda own: own.val_kwargs.do_sample,
-    "with {val_kwargs.do_sample}=true (without it validation is greedy)",
+    "if {val_kwargs.do_sample}=true (otherwise validation is greedy)",
     notice=True,
 )
 
 
 def ends_early(at: str = "") -> When:
-    """Of min_tokens: where a response can end before its greatest length.
+    """Return the condition of min_tokens: a response can end before the length limit.
 
     Args:
-        at: where the rollout section lies, seen from the section that declares this, with a dot.
+        at: the path of the rollout section from the section that declares the key, with a dot at its end.
     """
     return When(
         lambda own: not attrgetter(f"{at}ignore_eos")(own) or bool(attrgetter(f"{at}stop")(own)),
-        f"with {{{at}ignore_eos}}=false, or with {{{at}stop}}",
+        f"if {{{at}ignore_eos}}=false, or if {{{at}stop}} is set",
         notice=True,
     )
 
@@ -51,70 +51,76 @@ def _apart(own: Any) -> bool:
 
 _BEYOND_PROMPTS = Check(
     lambda own, length: length is not None and length <= root(own).data.max_prompt_length,
-    "leaves the longest prompt no response",
-    expected="more than data.max_prompt_length, {=data.max_prompt_length}",
+    "this leaves no room for a response to the longest prompt",
+    expected="more than {=data.max_prompt_length} (data.max_prompt_length)",
     remedy="raise it, or lower data.max_prompt_length below {=}",
 )
 
 
-def _possible(own: Any, name: str) -> Iterator[ConfigError]:
-    """So many responses as one step asks for can be held."""
-    yield from _held(own, getattr(own, name))
+def _n_countable(own: Any, name: str) -> Iterator[ConfigError]:
+    """Check that the responses of one step fit into memory."""
+    yield from _check_countable(own, getattr(own, name))
 
 
-def _held(own: Any, n: int) -> Iterator[ConfigError]:
+def _check_countable(own: Any, n: int) -> Iterator[ConfigError]:
     data = root(own).data
     size = "data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size"
     yield from countable(n, data.prompts_at_a_time, "prompts of a step", size)
 
 
-def _of_steps(own: Any, name: str) -> Iterator[ConfigError]:
-    """Steps and numbers of responses that exist."""
+def _schedule_valid(own: Any, name: str) -> Iterator[ConfigError]:
+    """Check that the step numbers and the numbers of responses are valid."""
     for step, n in getattr(own, name).items():
         if step < 1 or n < 1:
             yield ConfigError(
                 "out of range",
                 got=f"{step}: {n}",
                 expected="a training step >= 1, and a number of responses >= 1",
-                remedy=f"write for instance {path(own, name)}={{1: 4, 100: 8}}",
+                remedy=f"for example, set {path(own, name)}={{1: 4, 100: 8}}",
             )
         elif n == 1 and root(own).algorithm.adv_estimator == "rloo":
             yield ConfigError(
-                "rloo leaves one sample of a prompt out, and there is only one",
+                "rloo compares each sample with the other samples of its prompt, and there is only one",
                 got=f"{step}: {n}",
                 expected=">= 2 responses",
-                remedy="raise it, or choose another algorithm.adv_estimator",
+                remedy="raise it, or use a different algorithm.adv_estimator",
             )
         else:
-            yield from _held(own, n)
+            yield from _check_countable(own, n)
 
 
-def _possible_validation(own: Any, name: str) -> Iterator[ConfigError]:
+def _validation_countable(own: Any, name: str) -> Iterator[ConfigError]:
     prompts = root(own).data.val_batch_size or 1
     yield from countable(getattr(own, name), prompts, "validation prompts at a time", "data.val_batch_size")
 
 
 _NOT_GREEDY = Check(
     lambda own, draws: draws and own.temperature == 0,
-    "temperature 0 is greedy",
+    "temperature 0 means greedy decoding, not sampling",
     expected="a {temperature} above 0",
     remedy="set {temperature}=1.0, or {}=false",
 )
 
 
 class SamplingSection(Section):
-    """What changes the distribution that tokens are drawn from, beside the temperature. Training computes
-    with softmax(logits / temperature) alone: it is compared with the log-probs under that distribution.
+    """The sampling settings, other than the temperature, that change the distribution tokens are drawn from.
+
+    Training always uses softmax(logits / temperature). Its log-probs are compared with those of that
+    distribution.
 
     Attributes:
-        top_k: sample among the k likeliest tokens; -1: all
-        top_p: sample among the likeliest tokens of this total probability
-        min_p: sample among the tokens this share as likely as the likeliest; 0: all
-        repetition_penalty: divides positive, multiplies negative logits of tokens in prompt or response; 1:
-            none
-        presence_penalty: taken off the logits of tokens in the response
-        frequency_penalty: taken off for each time a token is in the response
-        min_tokens: neither a stop token nor the end of a stop text is among the first so many
+        top_k: Sample only from the k most likely tokens. -1: all tokens.
+        top_p: Sample only from the most likely tokens whose probabilities add up to this value. 1: all
+            tokens.
+        min_p: Sample only from tokens whose probability is at least this fraction of that of the most likely
+            token. 0: all tokens.
+        repetition_penalty: For tokens that occur in the prompt or the response, divide positive logits and
+            multiply negative logits by this value. 1: no penalty.
+        presence_penalty: Subtracted from the logits of tokens that occur in the response.
+        frequency_penalty: Subtracted from the logits of a token once for each time that it occurs in the
+            response.
+        min_tokens: Number of tokens at the start of a response in which neither a stop token nor the end of a
+            stop text may occur.
     """
 
     top_k: int = key(-1, ge=-1)
@@ -127,35 +133,37 @@ class SamplingSection(Section):
 
 
 class ValidationSampling(SamplingSection):
-    """Sampling of validation responses.
+    """How validation responses are sampled.
 
     Attributes:
-        temperature: divides the logits; 0: greedy
-        n: responses per validation prompt
-        do_sample: false: greedy, whatever the temperature
+        temperature: The logits are divided by this value. 0: greedy.
+        n: Responses per validation prompt.
+        do_sample: Sample validation responses. false: greedy, whatever the temperature is.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     temperature: float = key(0.0, ge=0)
-    n: int = key(1, needs=(no_greedy_repeats(lambda own: not own.do_sample), _possible_validation), ge=1)
+    n: int = key(1, needs=(no_greedy_repeats(lambda own: not own.do_sample), _validation_countable), ge=1)
     do_sample: bool = key(False, needs=_NOT_GREEDY)
 
 
 class ServerConfig(Section):
-    """Servers that write the responses, each with the same model.
+    """Servers that generate the responses. All serve the same model.
 
     Attributes:
-        urls: addresses, http://host:port, one or a list
-        model: name of the model on a server that has several; openai only
-        api_key_env: environment variable with the key that the servers ask for
-        connect_timeout: until a connection stands, seconds
-        request_timeout: from a request's start to the end of its answer, seconds
-        weights_backend: how vllm servers get new weights over the network; auto: nccl between GPUs, else gloo
-        weights_folder: folder through which sglang servers get new weights; they see it under the same path
+        urls: Addresses of the servers, as http://host:port: one, or a list.
+        model: Name of the model on a server that serves several. Only used by the engine openai.
+        api_key_env: Name of the environment variable that holds the API key of the servers.
+        connect_timeout: Seconds until a connection must be established.
+        request_timeout: Seconds from the start of a request to the end of its response.
+        weights_backend: How vLLM servers receive new weights over the network. auto: nccl between GPUs,
+            otherwise gloo.
+        weights_folder: Folder through which SGLang servers receive new weights. The servers must see it under
+            the same path.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     urls: Names = ()
     model: str | None = None
@@ -170,34 +178,40 @@ class EngineConfig(SamplingSection):
     """The rollout engine and its sampling.
 
     Attributes:
-        name: rollout engine; hf is the slow reference
-        mode: vllm: in the worker's own process, or on server.urls, or without these on a server that the
-            worker starts
-        n: responses per training prompt
-        temperature: divides the logits, in sampling and in training
-        stop: texts that end a response, one or a list
-        ignore_eos: write on past end-of-sequence tokens, to the greatest length
-        logprobs_mode: what the engine gives for each token: under the distribution sampled from, or the
-            model's own
-        max_num_seqs: responses written at the same time, at most
-        max_num_batched_tokens: tokens of one engine step: responses first, then prompts
-        enable_chunked_prefill: a prompt may be computed in several steps; false: whole, alone if it exceeds
-            the tokens of a step
-        enable_prefix_caching: a prompt that begins like an earlier sequence reuses its part of the cache
-        gpu_memory_utilization: share of the device's memory for all that the rollout holds: weights, KV
-            cache, work space; the native engine takes less where training leaves less; on a CPU, of all
-            memory for the cache; null: 0.9 for the native engine on CUDA if free_cache_engine, else 0.5
-        enforce_eager: on CUDA, launch each step's kernels one by one instead of replaying graphs
-        block_size: tokens per block of the KV cache
-        num_gpu_blocks_override: blocks of the KV cache, whatever memory there is; null: by memory and need
-        tensor_model_parallel_size: devices that split each layer of the native or vllm engine; further ones
-            take further samples
-        disable_log_stats: keep the engine's progress lines out of the log
-        runner: forward of the native engine: fused decoder, or transformers' module; auto: fused where it can
+        name: The rollout engine. hf is a slow reference implementation.
+        mode: Where the engine vllm runs. colocate: inside the worker's process. server: on the servers of
+            server.urls, or, if that is empty, on a server that the worker starts.
+        n: Responses per training prompt.
+        temperature: The logits are divided by this value, in sampling and in training.
+        stop: Texts that end a response: one, or a list.
+        ignore_eos: Continue after an end-of-sequence token, up to the length limit.
+        logprobs_mode: What the engine returns for each token: log-probs or logits, of the distribution that
+            the token was sampled from (processed) or of the model itself (raw).
+        max_num_seqs: Maximum number of responses that are generated at the same time.
+        max_num_batched_tokens: Maximum number of tokens in one engine step. Responses that are being
+            generated come first, then prompts.
+        enable_chunked_prefill: Allow a prompt to be computed over several engine steps. false: each prompt is
+            computed in one step, in a step of its own if it is longer than max_num_batched_tokens.
+        enable_prefix_caching: If a prompt starts like an earlier sequence, reuse the KV cache of the common
+            part.
+        gpu_memory_utilization: Fraction of the device's memory that the rollout may use in total, for
+            weights, KV cache and workspace. The native engine uses less if training leaves less free. On a
+            CPU: the fraction of all memory for the KV cache. null: 0.9 for the native engine on CUDA with
+            free_cache_engine=true, otherwise 0.5.
+        enforce_eager: On CUDA, launch the kernels of each step one by one instead of replaying CUDA graphs.
+        block_size: Tokens per block of the KV cache.
+        num_gpu_blocks_override: Number of blocks in the KV cache, regardless of the available memory. null:
+            determined by memory and need.
+        tensor_model_parallel_size: Number of devices that together hold each layer of the native or vllm
+            engine (tensor parallelism). If the run has more devices, more engines run in parallel on other
+            samples.
+        disable_log_stats: Do not write the engine's progress lines to the log.
+        runner: How the native engine computes the model. fused: a decoder with fused operations. module: the
+            model as transformers implements it. auto: fused if it supports the model.
     """
 
-    name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key("native", resumed="told")
-    mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"), resumed="told")
+    name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key("native", resumed="reported")
+    mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"), resumed="reported")
     server: ServerConfig = section(
         ServerConfig(), when=_ON_SERVERS, below={"weights_backend": _NO_SERVER_ENGINE}
     )
@@ -208,31 +222,31 @@ class EngineConfig(SamplingSection):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = (
         "processed_logprobs"
     )
-    max_num_seqs: int = key(256, ge=1, resumed="told")
-    max_num_batched_tokens: int = key(8192, ge=1, resumed="told")
-    enable_chunked_prefill: bool = key(True, when=_NATIVE, resumed="told")
-    enable_prefix_caching: bool = key(True, when=_IN_PROCESS, resumed="told")
-    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1, resumed="told")
-    enforce_eager: bool = key(False, when=_IN_PROCESS, resumed="told")
-    block_size: int = key(16, when=_NATIVE, ge=1, resumed="told")
-    num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1, resumed="told")
-    tensor_model_parallel_size: int = key(1, ge=1, resumed="told")
-    disable_log_stats: bool = key(True, resumed="told")
-    runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE, resumed="told")
+    max_num_seqs: int = key(256, ge=1, resumed="reported")
+    max_num_batched_tokens: int = key(8192, ge=1, resumed="reported")
+    enable_chunked_prefill: bool = key(True, when=_NATIVE, resumed="reported")
+    enable_prefix_caching: bool = key(True, when=_IN_PROCESS, resumed="reported")
+    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1, resumed="reported")
+    enforce_eager: bool = key(False, when=_IN_PROCESS, resumed="reported")
+    block_size: int = key(16, when=_NATIVE, ge=1, resumed="reported")
+    num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1, resumed="reported")
+    tensor_model_parallel_size: int = key(1, ge=1, resumed="reported")
+    disable_log_stats: bool = key(True, resumed="reported")
+    runner: Literal["auto", "fused", "module"] = key("auto", when=_NATIVE, resumed="reported")
 
     @property
     def on_servers(self) -> bool:
-        """Tells whether responses come from servers, started by this run or by somebody else."""
+        """Whether responses come from servers, no matter who started them."""
         return self.name in tables.SERVER_ENGINES or (self.name == "vllm" and self.mode == "server")
 
     @property
     def on_named_servers(self) -> bool:
-        """Tells whether responses come from servers that somebody else has started."""
+        """Whether responses come from servers that this run did not start."""
         return self.on_servers and (self.name in tables.SERVER_ENGINES or bool(self.server.urls))
 
     @property
     def split(self) -> int:
-        """Devices of this run that split each layer of an engine."""
+        """The number of devices of this run that hold each layer of an engine together."""
         return 1 if self.on_named_servers else self.tensor_model_parallel_size
 
 
@@ -240,26 +254,30 @@ class RolloutConfig(EngineConfig, LogProbSection):
     """The rollout of a training run.
 
     Attributes:
-        n: responses per training prompt
-        n_schedule: responses per training prompt from a training step on, {step: n, …}; before the first
-            step, n
-        max_model_len: longest prompt and response together, tokens; a response ends there; null:
-            data.max_prompt_length + data.max_response_length
-        free_cache_engine: give the engine's KV cache and weights back after each generation
-        update_weights_bucket_megabytes: weights sent at a time to a rollout on another pool than the actor,
-            MiB; a larger tensor goes alone
-        log_prob_diff_limit: mean difference between the log-probs sampled with and those trained with, nats,
-            above which the cause is named; null: by precision, fp64 1e-7, fp32 1e-4, bf16 0.02
+        n: Responses per training prompt.
+        n_schedule: Responses per training prompt from certain training steps on: {step: n, …}. Before the
+            first of these steps, n applies.
+        max_model_len: Longest prompt and response together, in tokens. A response ends when it reaches this
+            length. null: data.max_prompt_length + data.max_response_length.
+        free_cache_engine: Free the memory of the engine's KV cache and weights after each generation.
+        update_weights_bucket_megabytes: Size, in MiB, of the pieces in which weights are sent to a rollout in
+            a different pool than the actor. A larger tensor is sent as a piece of its own.
+        log_prob_diff_limit: Limit of the mean difference between the log-probs of sampling and those of
+            training, in nats. Above it, the run names the cause. null: 1e-7 for fp64, 1e-4 for fp32, 0.02 for
+            bf16.
     """
 
-    n: int = key(1, needs=_possible, ge=1)
-    n_schedule: BySteps = key({}, needs=_of_steps)
+    n: int = key(1, needs=_n_countable, ge=1)
+    n_schedule: BySteps = key({}, needs=_schedule_valid)
     max_model_len: int | None = key(None, needs=_BEYOND_PROMPTS, ge=2)
-    free_cache_engine: bool = key(True, resumed="told")
+    free_cache_engine: bool = key(True, resumed="reported")
     update_weights_bucket_megabytes: int = key(
-        2048, when=When(_apart, "where actor and rollout are apart", notice=True), ge=1, resumed="told"
+        2048,
+        when=When(_apart, "if actor and rollout run in different places", notice=True),
+        ge=1,
+        resumed="reported",
     )
-    log_prob_diff_limit: float | None = key(None, gt=0, resumed="told")
+    log_prob_diff_limit: float | None = key(None, gt=0, resumed="reported")
     val_kwargs: ValidationSampling = section(
         ValidationSampling(),
         when=_VALIDATES,
@@ -270,10 +288,10 @@ class RolloutConfig(EngineConfig, LogProbSection):
     )
 
     def longest(self, data: DataConfig) -> int:
-        """Tokens of a prompt and its response together, at most."""
+        """Return the maximum length of a prompt and its response together, in tokens."""
         return min(data.longest, self.max_model_len or data.longest)
 
     @property
     def group_sizes(self) -> dict[int, int]:
-        """Responses per training prompt by the step from which on they count, in order of the steps."""
+        """The number of responses per training prompt, by the step from which it applies, sorted by step."""
         return {1: self.n} | dict(sorted(self.n_schedule.items()))

@@ -1,5 +1,8 @@
-"""`algorithm.rollout_correction`: importance weights and rejection for samples that the rollout's engine drew
-with other probabilities than training computes."""
+"""`algorithm.rollout_correction`: importance weights and rejection of samples.
+
+They correct for samples that the rollout engine drew with probabilities other than those that training
+computes.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ AT = "algorithm.rollout_correction"
 
 
 def _as_text(value: Any) -> Any:
-    """A bound may be written as a number."""
+    """Convert a bound that is written as a number to text."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(float(value)) if is_number else value
 
 
 def _as_modes(value: Any) -> Any:
-    """Names with commas between them, or a list; null is none. A mode given twice counts once."""
+    """Convert names separated by commas, or a list, to a tuple without duplicates.
+
+    null is the empty tuple.
+    """
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, (list, tuple)) and all(isinstance(mode, str) for mode in value):
@@ -39,22 +45,22 @@ Mode = Annotated[str, OneOf(tables.REJECTIONS, own_code=True)]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of a weight or a statistic.
+    """The bounds of a weight or a statistic.
 
     Attributes:
-        lower: None: there is none.
-        upper: the upper one.
+        lower: the lower bound; None: there is none.
+        upper: the upper bound.
     """
 
     lower: float | None
     upper: float
 
 
-_WEIGHS = When(lambda own: own.rollout_is is not None, "with {rollout_is}")
+_WEIGHS = When(lambda own: own.rollout_is is not None, "if {rollout_is} is set")
 
 
 def _readable(bounds: str) -> Need:
-    """Return the need that bounds can be read."""
+    """Return the rule that the bounds can be read."""
 
     def check(own: Any, name: str) -> Iterator[ConfigError]:
         try:
@@ -67,29 +73,31 @@ def _readable(bounds: str) -> Need:
 
 _NORMALISED = Check(
     lambda own, normalised: normalised and own.bypass_mode,
-    "the mean over the batch is known before the update only with a forward, which bypass_mode saves",
+    "the mean over the batch needs a forward pass before the update, which bypass_mode skips",
     remedy="set it to false, or set bypass_mode=false",
 )
 
 
 class RolloutCorrectionConfig(Section):
-    """Importance weights and rejection, and which log-probs stand for the old ones.
+    """Importance weights and rejection, and which log-probs are used as the old ones.
 
     Attributes:
-        rollout_is: importance weights, by name or as file.py:function; null: none
-        rollout_is_threshold: one number: weights are cut there; lower_upper, such as 0.5_5.0 (both with a
-            point): weights outside become 0
-        rollout_is_batch_normalize: divide the weights by their mean over the batch
-        rollout_rs: what is rejected: one or several modes with commas between, or file.py:function
-        rollout_rs_threshold: one bound for all modes, or one for each with commas between: an upper one; for
-            k1 lower_upper of the ratio, one number u meaning 1/u_u
-        bypass_mode: the rollout's log-probs stand for the old ones, which are not recomputed
-        loss_type: policy loss with bypass_mode; reinforce takes importance weights
+        rollout_is: Importance weights: a name, or your own function as file.py:function. null: none.
+        rollout_is_threshold: Bounds of the weights. One number: larger weights are reduced to it. Two
+            numbers, written as lower_upper with decimal points, such as 0.5_5.0: weights outside become 0.
+        rollout_is_batch_normalize: Divide the weights by their mean over the batch.
+        rollout_rs: What is rejected: one or several modes separated by commas, or your own function as
+            file.py:function.
+        rollout_rs_threshold: Bounds for rejection: one for all modes, or one for each mode, separated by
+            commas. A bound is an upper limit. For the k1 modes it is lower_upper, limits of the ratio; a
+            single number u means 1/u_u.
+        bypass_mode: Use the rollout's log-probs as the old log-probs instead of recomputing them.
+        loss_type: Policy loss, with bypass_mode=true. Only reinforce uses importance weights.
     """
 
     rollout_is: Annotated[str | None, OneOf(tables.IMPORTANCE_WEIGHTS, own_code=True)] = key(
         None,
-        when=When(lambda own: own.takes_weights, "with {bypass_mode}=false or {loss_type}=reinforce"),
+        when=When(lambda own: own.takes_weights, "if {bypass_mode}=false or {loss_type}=reinforce"),
         needs=own_code,
     )
     rollout_is_threshold: Threshold = key("2.0", when=_WEIGHS, needs=_readable("weight_bounds"))
@@ -97,7 +105,7 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: Annotated[tuple[Mode, ...], BeforeValidator(_as_modes)] = key((), needs=own_code)
     rollout_rs_threshold: Threshold | None = key(
         None,
-        when=When(lambda own: bool(own.rollout_rs), "with {rollout_rs}"),
+        when=When(lambda own: bool(own.rollout_rs), "if {rollout_rs} is set"),
         needs=_readable("rejection_bounds"),
     )
     bypass_mode: bool = False
@@ -105,54 +113,59 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def takes_weights(self) -> bool:
-        """Whether importance weights are applied: a clipped ratio to the sampling policy is one already."""
+        """Whether importance weights are used.
+
+        They are not used with a clipped ratio to the sampling policy, because that ratio already is an
+        importance weight.
+        """
         return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
     def applied_weight(self) -> str | None:
-        """The importance weights, where they are applied."""
+        """The importance weights that are used, if any."""
         return self.rollout_is if self.takes_weights else None
 
     @property
     def corrects(self) -> bool:
-        """Whether there are weights or rejection."""
+        """Whether weights or rejection are on."""
         return self.applied_weight is not None or bool(self.rollout_rs)
 
     @property
     def weight_bounds(self) -> Bounds:
-        """
+        """The bounds of the importance weights.
+
         Raises:
-            ConfigError: no positive numbers in rising order, or an upper one below 1.
+            ConfigError: the numbers are not positive and ascending, or the upper bound is below 1.
         """
         field = f"{AT}.rollout_is_threshold"
         bounds = _bounds(field, self.rollout_is_threshold)
         if bounds.upper < 1:
             raise ConfigError(
-                "cuts the weight 1, that of samples that need no correction",
+                "this bound cuts the weight 1, which is the weight of samples that need no correction",
                 field=field,
                 got=bounds.upper,
                 expected="an upper bound of at least 1",
-                remedy=f"two bounds are written with points, {field}=0.5_5.0: YAML reads 0.5_5 as 0.55",
+                remedy=f"write two bounds with decimal points, {field}=0.5_5.0: YAML reads 0.5_5 as 0.55",
             )
         return bounds
 
     @property
     def rejection_bounds(self) -> tuple[Bounds, ...]:
-        """Of each mode's statistic.
+        """The bounds of each mode's statistic.
 
         Raises:
-            ConfigError: none, not one for each mode, no positive numbers in rising order, or two where a
-                mode has an upper bound only.
+            ConfigError: there is no bound, the number of bounds differs from the number of modes, the numbers
+                are not positive and ascending, or a mode that has only an upper bound was given two.
         """
         field, modes = f"{AT}.rollout_rs_threshold", self.rollout_rs
         texts = [part for part in (self.rollout_rs_threshold or "").split(",") if part.strip()]
         if len(texts) not in (1, len(modes)):
             raise ConfigError(
-                "not as many bounds as modes",
+                "the number of bounds differs from the number of modes",
                 field=field,
                 got=self.rollout_rs_threshold,
-                expected=f"one for all, or {len(modes)} with commas between, for {','.join(modes)}",
-                remedy=f"such as {field}=2.0",
+                expected=f"one bound, or {len(modes)} separated by commas, for {','.join(modes)}",
+                remedy=f"for example, set {field}=2.0",
             )
         texts = texts * len(modes) if len(texts) == 1 else texts
         return tuple(_rejection_bounds(field, *pair) for pair in zip(modes, texts, strict=True))
@@ -167,7 +180,7 @@ def _rejection_bounds(field: str, mode: str, text: str) -> Bounds:
         return Bounds(math.log(lower), math.log(bounds.upper))
     if bounds.lower is not None and ":" not in mode:
         raise ConfigError(
-            f"{mode} has an upper bound only", field=field, got=text, remedy=f"set {field}={bounds.upper}"
+            f"{mode} has only an upper bound", field=field, got=text, remedy=f"set {field}={bounds.upper}"
         )
     return bounds
 
@@ -186,9 +199,9 @@ def _bounds(field: str, text: str) -> Bounds:
 
 def _wrong(field: str, text: str) -> ConfigError:
     return ConfigError(
-        "no bounds",
+        "these are not valid bounds",
         field=field,
         got=text,
         expected="a number above 0, or lower_upper with 0 < lower <= upper",
-        remedy=f"such as {field}=2.0 or {field}=0.5_5.0",
+        remedy=f"for example, set {field}=2.0 or {field}=0.5_5.0",
     )

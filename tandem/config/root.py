@@ -19,19 +19,20 @@ from tandem.config.view import root
 
 _COMPARES = When(
     lambda own: root(own).needs_reference,
-    "with {actor.use_kl_loss}=true or algorithm.use_kl_in_reward=true",
+    "if {actor.use_kl_loss}=true or algorithm.use_kl_in_reward=true",
     notice=True,
 )
-_CRITIC = When(lambda own: own.needs_critic, "with an algorithm.adv_estimator that has a critic", notice=True)
+_CRITIC = When(lambda own: own.needs_critic, "if algorithm.adv_estimator uses a critic", notice=True)
 
 _FUNCTIONS = When(
-    lambda own: own.calls_functions, "with reward functions, not reward_model.enable=true without them"
+    lambda own: own.calls_functions,
+    "if reward functions are called, which reward_model.enable=true alone does not do",
 )
 _CALLS = ("num_workers", "timeout", "retries", "max_growth_mb", "sandbox")
 
 
 class ActorRolloutRefConfig(Section):
-    """The policy in its three parts: trained, sampling, frozen."""
+    """The policy in its three roles: trained (actor), sampling (rollout) and frozen (ref)."""
 
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
@@ -40,7 +41,10 @@ class ActorRolloutRefConfig(Section):
 
 
 class TrainConfig(Section):
-    """All sections; `tandem.config.load` fills in what nobody set."""
+    """The whole config of `tandem train`.
+
+    `tandem.config.load` fills in the values that the user did not set.
+    """
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -53,23 +57,26 @@ class TrainConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL term asks for the reference policy."""
+        """Whether a KL term needs the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
     def leaves_out_failed(self) -> bool:
-        """Whether a sample whose score failed is in no update."""
+        """Whether a sample whose score failed is left out of every update."""
         return self.reward.on_error == "drop"
 
     @property
     def calls_functions(self) -> bool:
-        """Whether reward functions are called: alone, or beside reward models."""
+        """Whether reward functions are called, alone or in addition to reward models."""
         beside = self.custom_reward_function.given or self.reward.weight is not None
         return beside or not self.reward_model.enable
 
     @property
     def reference_is_the_actor(self) -> bool:
-        """Whether the actor's base weights are the reference policy, without a copy of their own."""
+        """Whether the actor's base weights serve as the reference policy.
+
+        Then no second copy of the weights is loaded.
+        """
         trainer = self.trainer
         together = trainer.placed("ref") == trainer.placed("actor") and "ref" not in trainer.worker_classes
         policy = self.actor_rollout_ref
@@ -77,12 +84,12 @@ class TrainConfig(Section):
 
     @property
     def exact_kl(self) -> bool:
-        """Whether a KL term is exact over the vocabulary, from the reference's hidden states."""
+        """Whether a KL term is exact over the vocabulary, computed from the reference's hidden states."""
         return bool(self.exact_kl_terms)
 
     @property
     def exact_kl_terms(self) -> frozenset[str]:
-        """Where the KL to the reference is exact over the vocabulary, of "reward" and "loss"."""
+        """Where the KL to the reference is exact over the vocabulary: a subset of "reward" and "loss"."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         exact = {
             "reward": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL,
@@ -92,18 +99,24 @@ class TrainConfig(Section):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantage estimator asks for a critic; a user's own might."""
+        """Whether the advantage estimator needs a critic. For a user's own estimator, assume that it does."""
         known = needs(self.algorithm.adv_estimator)
         return known is None or known.critic
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that this run has, as `roles_with`."""
+        """The roles that this run has; see `roles_with`."""
         return self.roles_with(reference=self.needs_reference, critic=self.needs_critic)
 
     def roles_with(self, *, reference: bool, critic: bool) -> tuple[str, ...]:
-        """Return the roles of a run with or without these, of `tandem.config.cluster.ROLES`; of several
-        models of a role each as role.NAME."""
+        """Return the roles of a run, in the order of `tandem.config.cluster.ROLES`.
+
+        If a role has several models, each is a role of its own, named role.NAME.
+
+        Args:
+            reference: whether the run has a reference policy.
+            critic: whether the run has a critic.
+        """
         found: dict[str, Iterable[str]] = {
             "ref": self.actor_rollout_ref.ref.references if reference else (),
             "critic": ("critic",) if critic else (),

@@ -1,4 +1,4 @@
-"""A config's keys as one flat table, read off its section types."""
+"""The keys of a config as one flat table, derived from the types of its sections."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from tandem.config.section import Need, OneOf, Resumed, Section, When, declared,
 from tandem.errors import ConfigError
 
 REQUIRED = PydanticUndefined
-"""The default of a key without one."""
+"""The default of a key that has no default."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A `When`, and the section that declares it.
+    """A `When` together with the position of the section that declares it.
 
     Attributes:
-        at: what stands before the keys beside it: a dotted path and a dot, or nothing at the root.
+        at: the prefix of the keys in that section: a dotted path that ends with a dot, or "" at the root.
+        when: the condition.
     """
 
     at: str
@@ -42,16 +43,17 @@ class Condition:
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """One key of a config.
 
     Attributes:
         name: the dotted path from the root.
-        conditions: when it counts, outermost first.
-        needs: rules that are asked where it counts.
-        default: its value when nobody sets it; REQUIRED if there is none. Meaningless with `inherits`.
-        inherits: the dotted path of the key whose value stands in, if any.
+        conditions: the conditions under which the key is used, outermost first.
+        needs: rules that are checked if the key is used.
+        default: the value if the user sets none; REQUIRED if there is no default. Meaningless with
+            `inherits`.
+        inherits: the dotted path of the key whose value is used if this key is not set, if any.
         info: pydantic's declaration.
-        resumed: what another value means where a run goes on.
+        resumed: what a different value means when a run is resumed.
     """
 
     name: str
@@ -68,33 +70,33 @@ class Key:
 
     @property
     def fallback(self) -> Any:
-        """What OmegaConf takes where nobody set it; the empty text stands in for a required key."""
+        """Return the value that OmegaConf uses if the user sets none; "" for a required key."""
         if self.inherits is not None:
             return f"${{{self.inherits}}}"
         return "" if self.default is REQUIRED else self.default
 
     @property
     def expected(self) -> str:
-        """The type and limits in words."""
+        """Return the type and limits in words."""
         return _words(self.info.annotation, self.info.metadata)
 
 
 @cache
 def keys(root: type[Section]) -> Mapping[str, Key]:
-    """All keys of a config by dotted path, in the order of their declaration."""
+    """Return all keys of a config by dotted path, in the order of their declaration."""
     return {key.name: key for key in _walk(root, None, "", (), {}, "refused")}
 
 
 @cache
 def sections(root: type[Section]) -> frozenset[str]:
-    """The dotted paths that hold keys."""
+    """Return the dotted paths of the sections that hold keys."""
     return frozenset(
         name.rsplit(".", depth)[0] for name in keys(root) for depth in range(1, name.count(".") + 1)
     )
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of dicts from values by dotted path."""
+    """Return a dict of dicts, given values by dotted path."""
     out: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, leaf = name.split(".")
@@ -106,7 +108,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(config: Section, name: str) -> Any:
-    """The value of a key in a loaded config."""
+    """Return the value of a key in a loaded config."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -114,9 +116,11 @@ def value_at(config: Section, name: str) -> Any:
 
 
 def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a key that does not exist, with the nearest that does. Keys of the same last
-    name come first: it may be the section that was mistaken. Then come those for which another program has
-    this name."""
+    """Return the error for a key that does not exist, with the most similar existing key.
+
+    Keys with the same last name are tried first, because the user may have named the wrong section. Next come
+    the keys that have this name in another program.
+    """
     names = list(known)
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in names if other.rsplit(".", 1)[-1] == leaf]
@@ -125,16 +129,21 @@ def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
         or meant_elsewhere(name, names)
         or nearest_remedy(name, names)
     )
-    return ConfigError("unknown key", field=name, remedy=remedy or "`tandem config show` lists all keys")
+    return ConfigError(
+        "unknown key", field=name, remedy=remedy or "run `tandem config show` to list all keys"
+    )
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would spell it, on one line."""
+    """Return a value as YAML would spell it, on one line."""
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def is_no_number(given: Any) -> bool:
-    """Whether it is NaN or infinite, as a number or as a text: what YAML reads as such is .nan and .inf."""
+    """Return whether the value is NaN or infinite, as a number or as a text.
+
+    YAML itself reads only .nan and .inf as such numbers.
+    """
     try:
         return isinstance(given, float | str) and not math.isfinite(float(given))
     except ValueError:
@@ -149,41 +158,45 @@ def _walk(
     below: Mapping[str, Condition],
     resumed: Resumed,
 ) -> Iterator[Key]:
-    """The keys of `section`, which lies at path `at`.
+    """Yield the keys of `section`, which lies at path `at`.
 
     Args:
-        preset: the parent's default for it.
-        outer: when any key of it counts.
-        below: when single keys of it count.
-        resumed: what another value means at a resume, unless the section says it.
+        section: the section's type.
+        preset: the parent's default for the section.
+        at: the prefix of the section's keys.
+        outer: conditions that apply to every key of the section.
+        below: conditions that apply to single keys of the section.
+        resumed: what a different value means when a run is resumed, unless the section says otherwise.
     """
     resumed = section.all_resumed or resumed
     for name, info in section.model_fields.items():
-        path, told = f"{at}{name}", declared(info)
+        path, declaration = f"{at}{name}", declared(info)
         is_preset = preset is not None and name in preset.model_fields_set
         default = getattr(preset, name) if is_preset else info.default
         conditions = (
             *outer,
             *((below[name],) if name in below else ()),
-            *(Condition(at, when) for when in told.when),
+            *(Condition(at, when) for when in declaration.when),
         )
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            inner = {child: Condition(at, when) for child, when in told.below.items()}
+            inner = {child: Condition(at, when) for child, when in declaration.below.items()}
             preset_of_it = None if default is REQUIRED else default
             yield from _walk(info.annotation, preset_of_it, f"{path}.", conditions, inner, resumed)
             continue
-        inherits = told.inherits
+        inherits = declaration.inherits
         if inherits is not None and inherits.startswith("."):
             inherits = at + inherits[1:]
         inherits = None if is_preset else inherits
-        yield Key(path, conditions, told.needs, default, inherits, info, told.resumed or resumed)
+        yield Key(
+            path, conditions, declaration.needs, default, inherits, info, declaration.resumed or resumed
+        )
 
 
 _SIMPLE = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 
 
 def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type and its limits in words."""
+    """Return a type and its limits in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _words(parts[0], [*parts[1:], *metadata])
@@ -193,7 +206,7 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return "one of " + ", ".join(parts)
     if origin is tuple:
-        many = "or a list of such" if parts[-1] is Ellipsis else f"{len(parts)} of them in a list"
+        many = "or a list of them" if parts[-1] is Ellipsis else f"as a list of {len(parts)}"
         return f"{_words(parts[0])}, {many}"
     if origin is dict and parts[1] is not Any:
         return f"mapping, each value: {_words(parts[1])}"

@@ -1,5 +1,8 @@
-"""Config sections are made of these: the frozen, strict base class, `key` to declare one setting with what it
-needs, and the few types that plain annotations cannot express."""
+"""Building blocks of config sections.
+
+`Section` is the frozen, strict base class. `key` declares one setting together with the conditions under
+which it is used and the rules that it must satisfy. A few types express what plain annotations cannot.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +31,31 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from tandem.errors import ConfigError
 
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-"""A name and its meaning, in the `Attributes:` of a docstring."""
+"""Matches one name and its description below `Attributes:` in a docstring."""
 
-Resumed = Literal["refused", "told", "silent"]
-"""What another value means where a run goes on: refused unless it is allowed, as something else would be
-learnt; told; or not worth a word, as it says which run goes on."""
+Resumed = Literal["refused", "reported", "silent"]
+"""What happens when a resumed run gives the key a different value.
+
+"refused": an error, because the run would learn something else, unless the user allows it. "reported": a
+message names the change. "silent": nothing, because the key only says which run to resume.
+"""
 
 
-class WrongValueRead(Exception):
-    """A rule has read a key whose value is a stand-in for a wrong one, and knows nothing from there on."""
+class InvalidValueRead(Exception):
+    """Raised when a rule reads a key whose invalid value was replaced by a default.
+
+    The rule cannot conclude anything from that point on.
+    """
 
 
 @dataclass
 class Place:
-    """Where a section lies in the config that rules look at.
+    """The position of a section in the config that rules look at.
 
     Attributes:
-        at: what stands before its keys: a dotted path and a dot, or nothing at the root.
-        changed: the keys of the whole config that differ from what they would be had nobody set them.
+        at: the prefix of the section's keys: a dotted path that ends with a dot, or "" at the root.
+        changed: the keys of the whole config whose values differ from what they would be if the user had set
+            nothing.
         root: the whole config.
     """
 
@@ -55,20 +65,23 @@ class Place:
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, no unknown keys, no conversions between types. Its docstring says
-    under `Attributes:` what each key means, with its unit."""
+    """A part of the config: immutable, no unknown keys, no conversions between types.
+
+    The docstring of a section describes each key and its unit under `Attributes:`. `tandem config explain`
+    and the reference pages print these descriptions.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     all_resumed: ClassVar[Resumed | None] = None
-    """What another value of its keys means at a resume, unless they say it themselves; None: as outside."""
+    """The `resumed` value of keys that set none of their own; None: that of the outer section."""
     _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
     _place: Place | None = PrivateAttr(default=None)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in type(self).model_fields:  # which only what `view_of` makes can lack
-                raise WrongValueRead(name)
+            if name in type(self).model_fields:  # only a copy made by `view_of` can lack a field
+                raise InvalidValueRead(name)
             return super().__getattr__(name)
 
     @classmethod
@@ -80,24 +93,28 @@ class Section(BaseModel):
 
     @property
     def from_environment(self) -> dict[str, tuple[Any, Any]]:
-        """Of a whole config: the keys whose values came from the environment, each with the text that is
-        written instead, and the value; see `tandem.config.written`."""
+        """Return the keys whose values came from the environment (of a whole config only).
+
+        Maps each key to the text that is written to files instead of the value, and to the value; see
+        `tandem.config.written`.
+        """
         return self._from_environment
 
 
 @dataclass(frozen=True)
 class When:
-    """When a key counts, or all keys of a section.
+    """A condition under which a key, or every key of a section, is used.
 
     Attributes:
-        applies: says whether it counts; it is given the section that holds the key, from which `path`, `root`
-            and `changed` of `tandem.config.view` reach further.
-        words: the same in words: "counts only <words>"; {name} becomes the dotted path of a key beside it.
-        notice: whether a value that does not count is worth a sentence alone, as it concerns speed, memory or
-            a part that does not run; else it is an error.
-        neutral: values that ask for nothing, so that they may stand where the key does not count.
-        switch: the key beside it that turns it on, if there is one: where it was given as false, its
-            default, a sentence is enough.
+        applies: returns whether the key is used. Its argument is the section that holds the key; `path`,
+            `root` and `changed` of `tandem.config.view` give access to the rest of the config.
+        words: the same condition in words, to complete "used only <words>". {name} is replaced by the dotted
+            path of a key in the same section.
+        notice: if true, an unused value gives a notice, because it only affects speed, memory or a part that
+            does not run. If false, it is an error.
+        neutral: values that request nothing, and are therefore allowed even if the key is not used.
+        switch: the key in the same section that turns this key on, if there is one. If the user set that key
+            to false, which is its default, an unused value gives only a notice.
     """
 
     applies: Callable[[Any], bool]
@@ -108,23 +125,26 @@ class When:
 
 
 Finding = ConfigError | str
-"""What a rule yields: an error, or a notice as a plain sentence."""
+"""What a rule yields: an error, or a notice (a plain sentence)."""
 
 Need = Callable[[Any, str], Iterator[Finding]]
-"""A rule of one key: it is given the section that holds the key, and the name of the key. An error that names
-no field is that key's; one that does not say what was given, its value."""
+"""A rule of one key. Its arguments are the section that holds the key, and the key's name.
+
+If the error it yields has no `field`, the field is that key; if it has no `got`, the value of the key is
+filled in.
+"""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a key or section says of itself beside its type.
+    """What a key or section declares in addition to its type.
 
     Attributes:
-        inherits: the key whose value stands in when nobody sets this one.
-        when: all of these must hold for it to count.
-        needs: rules that are asked where it counts.
-        below: further conditions of a section's own keys, by name.
-        resumed: what another value means at a resume; None: what the section says.
+        inherits: the key whose value is used if this key is not set.
+        when: conditions, all of which must hold for the key to be used.
+        needs: rules that are checked if the key is used.
+        below: further conditions for single keys of a section, by name.
+        resumed: what a different value means when a run is resumed; None: the section decides.
     """
 
     inherits: str | None = None
@@ -134,15 +154,13 @@ class Declared:
     resumed: Resumed | None = None
 
 
-NOT_TRAINED = When(lambda own: False, "for a model that is trained")
-"""Of keys below a model that only computes."""
+NOT_TRAINED = When(lambda own: False, "if the model is trained")
+"""The condition for keys that a model which only computes does not use."""
 
 
 def beside(name: str, *values: Any, notice: bool = False, neutral: tuple[Any, ...] = ()) -> When:
-    """A key that counts where the key `name` beside it has one of these values."""
-    words = (
-        f"with {{{name}}}={' or '.join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)}"
-    )
+    """Return the condition that the key `name` in the same section has one of these values."""
+    words = f"if {{{name}}}={' or '.join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)}"
     switch = name if values == (True,) else None
     return When(lambda own: attrgetter(name)(own) in values, words, notice, neutral, switch)
 
@@ -156,17 +174,18 @@ def key(
     resumed: Resumed | None = None,
     **limits: Any,
 ) -> Any:
-    """Declare a setting that has more to say of itself than its type and default.
+    """Declare a setting that needs more than a type and a default.
 
     Args:
-        default: the value when nobody sets one; left out, the key is required or inherited.
-        inherits: the key whose value stands in when nobody sets this one: ".name" in the same section,
-            else a dotted path from the root. `default` then only serves a section built on its own.
-        when: when it counts.
-        needs: what it needs of other keys, of files or of the device, where it counts. An inherited value is
-            asked for it at its source, unless that does not count.
-        resumed: what another value means at a resume; None: what the section says.
-        limits: pydantic's constraints, such as ge=1.
+        default: the value if the user sets none. Without a default, the key is required or inherited.
+        inherits: the key whose value is used if this key is not set: ".name" for a key in the same section,
+            otherwise a dotted path from the root. `default` is then only used by a section that is created on
+            its own.
+        when: the conditions under which the key is used.
+        needs: what the key requires of other keys, of files or of the device, if it is used. An inherited
+            value is checked at the key that it comes from, unless that key is not used.
+        resumed: what a different value means when a run is resumed; None: the section decides.
+        **limits: pydantic's constraints, such as ge=1.
     """
     extra = _extra(Declared(inherits, _several(when), _several(needs), resumed=resumed))
     if inherits is not None and inherits.startswith("."):
@@ -180,17 +199,18 @@ def section(
     when: When | Sequence[When] = (),
     below: Mapping[str, When] | None = None,
 ) -> Any:
-    """Declares a section within a section, where there is more to say than its type.
+    """Declare a section within a section that needs more than a type.
 
     Args:
-        when: when the keys below it count.
-        below: when single keys of it count, by name, as far as this depends on what is beside the section.
+        default: the value if the user sets none of its keys.
+        when: the conditions under which all keys of the section are used.
+        below: conditions for single keys of the section, by name, if they depend on keys next to the section.
     """
     return Field(default, json_schema_extra=_extra(Declared(None, _several(when), below=below or {})))
 
 
 def declared(info: FieldInfo) -> Declared:
-    """What `key` or `section` was told."""
+    """Return what the call of `key` or `section` declared."""
     extra = info.json_schema_extra
     found: Any = extra.get("declared") if isinstance(extra, dict) else None
     return found if isinstance(found, Declared) else Declared()
@@ -210,13 +230,13 @@ def _sibling(name: str) -> Callable[[dict[str, Any]], Any]:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Text out of a list of names.
+    """A text that must be one of a list of names.
 
     Attributes:
         choices: the names.
-        aliases: further spellings, turned into a name.
-        absent: names that exist elsewhere, each with what to do here.
-        own_code: whether "file.py:function" and "package.module:function" are right too.
+        aliases: other spellings, mapped to a name.
+        absent: names that other programs have, mapped to what to do here instead.
+        own_code: whether "file.py:function" and "package.module:function" are valid too.
     """
 
     choices: tuple[str, ...]
@@ -228,7 +248,7 @@ class OneOf:
         return core_schema.no_info_after_validator_function(self.name, handler(source))
 
     def name(self, given: str | None) -> str | None:
-        """The name meant by `given`; none by None, where the key allows it."""
+        """Return the name that `given` stands for, or None if `given` is None."""
         if given is None:
             return None
         name = self.aliases.get(given, given)
@@ -243,13 +263,22 @@ class OneOf:
 
 
 def nearest_remedy(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> str | None:
-    """A sentence with the name most like `given`, if any is at least `cutoff` (0 to 1) alike."""
+    """Return a sentence that suggests the name most similar to `given`.
+
+    Args:
+        given: the text that the user wrote.
+        names: the valid names.
+        cutoff: the least similarity, 0 to 1. If no name reaches it, the result is None.
+    """
     close = difflib.get_close_matches(given, list(names), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else None
 
 
 def _as_tuple(value: Any) -> Any:
-    """YAML has lists only, and one text or integer may stand for a list of one; null is the empty list."""
+    """Convert a YAML value to a tuple.
+
+    YAML only has lists. A single text or integer counts as a list of one; null is the empty list.
+    """
     if value is None:
         return ()
     if isinstance(value, (str, int)):
@@ -260,10 +289,10 @@ def _as_tuple(value: Any) -> Any:
 AsTuple = BeforeValidator(_as_tuple)
 
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A file or folder on this machine; `~` is expanded."""
+"""A file or folder on this machine. `~` is expanded."""
 
 Paths = Annotated[tuple[LocalPath, ...], AsTuple]
-"""Files: one, or a list."""
+"""One file, or a list of files."""
 
 Names = Annotated[tuple[str, ...], AsTuple]
-"""Texts: one, or a list."""
+"""One text, or a list of texts."""

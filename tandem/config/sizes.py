@@ -6,11 +6,12 @@ from tandem.config.root import TrainConfig
 
 
 def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, int | str]:
-    """Sizes by name, in reading order; lengths and budgets are in tokens.
+    """Return sizes by name, in reading order. Lengths and limits are in tokens.
 
     Args:
         config: the loaded config.
-        train_rows: training prompts after filtering, where known: with it come the steps of the run.
+        train_rows: the number of training prompts after filtering, if known. With it, the result contains the
+            number of steps.
     """
     data, policy, trainer = config.data, config.actor_rollout_ref, config.trainer
     actor = policy.actor
@@ -49,27 +50,29 @@ def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, 
 
 
 def _sampling_sizes(config: TrainConfig) -> dict[str, int | str]:
-    """What is not the same in every step, or more than is learnt from."""
+    """Return the sizes that vary between steps, or that include samples that are not learned from."""
     sizes: dict[str, int | str] = {}
     rollout = config.actor_rollout_ref.rollout
     if config.algorithm.filter_groups.enable:
         sizes["prompts per generation batch"] = config.data.prompts_at_a_time
     if rollout.n_schedule:
         spans = ", ".join(f"{n} from step {step}" for step, n in rollout.group_sizes.items())
-        sizes["responses per prompt"] = f"{spans}; the sizes below are those of {rollout.n}"
+        sizes["responses per prompt"] = f"{spans}; the sizes below assume {rollout.n}"
     return sizes
 
 
 def total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
-    """Training steps of the run; None where that depends on an unknown number of rows. An epoch's
-    last, incomplete batch is left out."""
+    """Return the number of training steps; None if it depends on an unknown number of rows.
+
+    The last, incomplete batch of an epoch is left out.
+    """
     if train_rows is None:
         return config.trainer.total_training_steps
     return config.trainer.steps(train_rows // config.data.train_batch_size)
 
 
 def _places(config: TrainConfig) -> dict[str, int | str]:
-    """Processes per node of each pool, and the roles there."""
+    """Return the processes per node of each pool, and the roles on it."""
     trainer = config.trainer
     places: dict[str, int | str] = {"backend": "ray"}
     for name, counts in trainer.pools.items():

@@ -1,4 +1,4 @@
-"""What the user wrote: a YAML file and `key=value` overrides, as one tree of plain values."""
+"""Reads what the user wrote, a YAML file and `key=value` overrides, into one tree of plain values."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from tandem.errors import ConfigError
 from tandem.texts import TooLargeError, check_yaml
 
 Overrides = Sequence[str | Mapping[str, Any]]
-"""Of each `key=value`, the value in YAML; or values by key, dotted or nested, as they are."""
+"""Texts `key=value`, whose values are in YAML; or mappings of values by key, dotted or nested."""
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A command's positional arguments, `[CONFIG.yaml] key=value …`, as path and overrides. Hydra's
-    `--config-path` and `--config-name` name the file too, or a set of verl's own.
+    """Split a command's positional arguments, `[CONFIG.yaml] key=value …`, into the path and the overrides.
+
+    Hydra's `--config-path` and `--config-name` also name the file, or one of verl's own configs.
 
     Raises:
-        ConfigError: a second path, another option, or no file of the name.
+        ConfigError: there is a second path or an unknown option, or the named file does not exist.
     """
     named, words = take_options(arguments)
     for text in words:
         if text.startswith("-"):
-            raise ConfigError("unknown option", got=text, remedy="settings are written key=value")
+            raise ConfigError("unknown option", got=text, remedy="write settings as key=value")
     words = [*named, *words]
     paths = [text for text in words if not _is_override(text)]
     if len(paths) > 1:
         raise ConfigError(
-            "not an override and not the first config file",
+            "this is neither an override nor the first config file",
             got=paths[1],
             expected="[CONFIG.yaml] key=value …",
             remedy="write overrides as key=value, without spaces around the equals sign",
@@ -52,14 +53,15 @@ def _is_override(text: str) -> bool:
 def read_sources(
     path: str | None, overrides: Overrides
 ) -> tuple[dict[str, Any], list[ConfigError], list[str], dict[str, Any]]:
-    """The tree of what was given, errors, notices, and the same tree with all interpolations unresolved. In
-    the first one, only interpolations of keys that were not given are unresolved.
+    """Return the tree of given values, errors, notices, and the same tree without any interpolation resolved.
+
+    In the first tree, only the interpolations of keys that were not given are unresolved.
 
     Args:
-        path: a YAML file, if any; one of Hydra's form is put together with the files of its `defaults:`. One
-            that lies in a run folder may name code only if a run of this user wrote it.
-        overrides: `key=value` each, the value in YAML, lists and mappings also as Hydra writes them; or
-            values by key. Later ones win, over the file too. `~key` takes a key back.
+        path: a YAML file, if any. A file in Hydra's format is composed with the files of its `defaults:`. A
+            file in a run folder may only name code if a run of this user wrote it.
+        overrides: texts `key=value`, whose values are in YAML, or lists and mappings as Hydra writes them; or
+            values by key. Later ones override earlier ones and the file. `~key` removes a key.
     """
     tree: Any = {}
     errors: list[ConfigError] = []
@@ -71,7 +73,7 @@ def read_sources(
             if in_run_folder(Path(path)):
                 require_own(Path(path), composed.tree)
             groups = composed.groups
-            read.hydras += ["the file's section hydra"] if composed.hydras else []
+            read.hydra_keys += ["the section hydra of the file"] if composed.has_hydra_section else []
             for text in composed.overrides:
                 tree = read.merge(tree, text)
             tree = merged(tree, composed.tree)
@@ -95,13 +97,13 @@ def _choices(overrides: Overrides) -> dict[str, str]:
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """A tree of plain values as YAML, which `read_sources` reads as the same tree."""
+    """Return a tree of plain values as YAML that `read_sources` reads as the same tree."""
     return str(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
 
 
-# OmegaConf writes a whole config in 70 ms, libyaml in 7.
+# OmegaConf takes 70 ms to write a whole config, libyaml takes 7 ms.
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """PyYAML's, with quotes around what OmegaConf would read as a number, such as 1e5."""
+    """PyYAML's dumper, with quotes around texts that OmegaConf would read as a number, such as 1e5."""
 
     def text(self, value: str) -> Any:
         try:
@@ -116,26 +118,26 @@ _Dumper.add_representer(str, _Dumper.text)
 
 @dataclass
 class _Overrides:
-    """Reads overrides one by one, and remembers what is to be said of them."""
+    """Reads overrides one by one, and collects what the notices must mention."""
 
     errors: list[ConfigError]
-    hydras: list[str] = field(default_factory=list)
+    hydra_keys: list[str] = field(default_factory=list)
     prefixed: dict[str, list[str]] = field(default_factory=dict)
-    twice: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
 
     def merge(self, tree: Any, text: str) -> Any:
-        """The tree with an override; without it, where it is wrong."""
+        """Return the tree with an override added, or the unchanged tree if the override is wrong."""
         try:
             if text.startswith("~"):
                 return self._without(tree, text[1:].partition("=")[0])
             name, _, value = text.partition("=")
             plain = name.lstrip("+")
             if plain.startswith(("hydra.", "hydra/")):
-                self.hydras.append(plain)
+                self.hydra_keys.append(plain)
                 return tree
             if not plain or "=" not in text:
-                raise ConfigError("not an override", got=text, expected="key=value")
+                raise ConfigError("this is not an override", got=text, expected="key=value")
             new = merged(tree, _read_override(plain, value))
         except ConfigError as error:
             self.errors.append(error)
@@ -143,30 +145,31 @@ class _Overrides:
         if plain != name:
             self.prefixed.setdefault(name[: -len(plain)], []).append(plain)
         if self.seen.get(plain, value) != value:
-            self.twice.append(plain)
+            self.repeated.append(plain)
         self.seen[plain] = value
         return new
 
     def notices(self) -> list[str]:
-        said = [
-            f"{prefix}{names[0]}: the prefix {prefix} is not needed here; read as {names[0]}."
+        lines = [
+            f"{prefix}{names[0]}: the prefix {prefix} is not needed; the key is read as {names[0]}."
             if len(names) == 1
-            else f"the prefix {prefix} is not needed here; {len(names)} keys are read without it."
+            else f"the prefix {prefix} is not needed; {len(names)} keys are read without it."
             for prefix, names in self.prefixed.items()
         ]
-        if self.hydras:
-            said.append(
-                f"nothing to act on here, as no Hydra runs: {', '.join(self.hydras)}. A run writes into "
+        if self.hydra_keys:
+            lines.append(
+                f"ignored, because Tandem does not run Hydra: {', '.join(self.hydra_keys)}. A run writes to "
                 "trainer.default_local_dir."
             )
-        return said + [
-            f"{name} is given more than once on the command line; the last one counts." for name in self.twice
+        return lines + [
+            f"{name} is given more than once on the command line; the last value is used."
+            for name in self.repeated
         ]
 
     def _without(self, tree: Any, name: str) -> Any:
-        """The tree without a key, as if nobody had given it."""
+        """Return the tree without a key, as if it had never been given."""
         if not name:
-            raise ConfigError("not an override", got="~", expected="~key")
+            raise ConfigError("this is not an override", got="~", expected="~key")
         first, _, below = name.partition(".")
         if not isinstance(tree, dict) or first not in tree:
             return tree
@@ -186,15 +189,15 @@ def _read_override(name: str, value: str) -> Any:
             f"the value cannot be read as YAML: {str(error).splitlines()[0]}",
             field=name,
             got=value if len(value) < 200 else f"{value[:200]}…",
-            remedy=f"quote a text with special characters twice: '{name}=\"…\"'",
+            remedy=f"put two pairs of quotes around a text with special characters: '{name}=\"…\"'",
         ) from error
-    if ":" in value and "None" in repr(tree):  # in YAML {a:1} is a key, `a:1`, without a value
+    if ":" in value and "None" in repr(tree):  # YAML reads {a:1} as a key `a:1` without a value
         return _read_flow(name, value) or tree
     return tree
 
 
 def _read_flow(name: str, value: str) -> Any:
-    """The tree of a list or mapping as Hydra writes it; None where it is none."""
+    """Return the tree of a list or mapping as Hydra writes it; None if the value is neither."""
     try:
         tree = read_flow(value)
     except ValueError:
@@ -205,7 +208,7 @@ def _read_flow(name: str, value: str) -> Any:
 
 
 def _with_references(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with those interpolations filled in that only name keys of it, or the environment."""
+    """Fill in the interpolations that only refer to given keys or to the environment."""
     if "${" not in repr(tree):
         return tree
     try:
@@ -224,7 +227,7 @@ def _with_references(tree: dict[str, Any]) -> dict[str, Any]:
                 found = node[name]
                 return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
             except UNREADABLE:
-                return value  # names a key that was not given, or is refused later
+                return value  # refers to a key that was not given, or is refused later
         return value
 
     filled = visit(tree, whole, None)

@@ -15,25 +15,28 @@ from tandem.config.trainer import RunConfig
 
 
 class SupervisedDataConfig(Section):
-    """Examples to learn from.
+    """The examples to learn from.
 
     Attributes:
-        train_files: parquet or .jsonl file of training data, or a list
-        val_files: parquet or .jsonl file of held-out data, or a list; null: none
-        train_batch_size: rows (sequences, or pairs of them) per optimizer step, over all devices
-        max_length: longest sequence, tokens
-        truncation: what to do with a sequence above max_length; error: stop
-        prompt_key: column of prompts, where answers do not hold the whole conversation
-        shuffle: a new order of the rows in each epoch
-        seed: seed of that order
-        apply_chat_template_kwargs: further arguments of the tokenizer's chat template
-        filter_overlong_prompts_workers: processes that check, filter and tokenise files of more than 32 MiB;
-            null: one for each processor
-        cache_dir: folder of what was made of such files; entries unused for 30 days are removed
+        train_files: Parquet or .jsonl file of training data, or a list of such files.
+        val_files: Parquet or .jsonl file of held-out data, or a list of such files. null: none.
+        train_batch_size: Rows per optimizer step, over all devices. A row is a sequence, or a pair of
+            sequences.
+        max_length: Longest sequence, in tokens.
+        truncation: What to do with a sequence that is longer than max_length. error: stop with an error.
+            left, right, middle: cut tokens off its beginning, its end or out of its middle.
+        prompt_key: Column of prompts, if the responses do not contain the whole conversation.
+        shuffle: Shuffle the rows in each epoch.
+        seed: Seed of the shuffle.
+        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template, by name.
+        filter_overlong_prompts_workers: Processes that check, filter and tokenize data files larger than 32
+            MiB. null: one per CPU core.
+        cache_dir: Folder that caches the result of reading such large files. Entries that are unused for 30
+            days are deleted.
     """
 
     train_files: Paths = key(..., needs=files)
-    val_files: Paths = key((), needs=files, resumed="told")
+    val_files: Paths = key((), needs=files, resumed="reported")
     train_batch_size: int = key(256, ge=1)
     max_length: int = key(1024, ge=1)
     truncation: Truncation = "error"
@@ -46,38 +49,39 @@ class SupervisedDataConfig(Section):
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The keys here whose sum is the most tokens of a row."""
+        """The keys of this section that add up to the maximum number of tokens in a row."""
         return ("max_length",)
 
 
 class SupervisedRunConfig(RunConfig):
-    """A supervised run.
+    """The settings of a supervised run.
 
     Attributes:
-        total_epochs: passes over the training data
+        total_epochs: Number of passes over the training data.
     """
 
     total_epochs: int = key(1, ge=1)
 
 
 class SupervisedConfig(Section):
-    """The whole config, but for the columns of the data.
+    """The whole config, except for the columns of the data.
 
     Attributes:
-        micro_batch_size_per_gpu: rows per micro-batch and device; null: the whole share
-        use_dynamic_bsz: cut micro-batches by tokens, not by rows
-        max_token_len_per_gpu: tokens per micro-batch and device, with use_dynamic_bsz
-        ulysses_sequence_parallel_size: devices that share one sequence
+        micro_batch_size_per_gpu: Rows per micro-batch and device. null: the device's whole share.
+        use_dynamic_bsz: Limit micro-batches by their tokens instead of their rows.
+        max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
+        ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
+            sequence parallelism).
     """
 
     data: SupervisedDataConfig
     model: ModelConfig
     optim: OptimConfig = OptimConfig(lr=1e-5)
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
-    micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="told")
-    use_dynamic_bsz: bool = key(True, resumed="told")
-    max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="told")
-    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="told")
+    micro_batch_size_per_gpu: int | None = key(None, when=BY_SAMPLES, ge=1, resumed="reported")
+    use_dynamic_bsz: bool = key(True, resumed="reported")
+    max_token_len_per_gpu: int = key(16384, when=BY_TOKENS, needs=holds_longest, ge=1, resumed="reported")
+    ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
     trainer: SupervisedRunConfig = SupervisedRunConfig()
 
     @property
@@ -86,14 +90,16 @@ class SupervisedConfig(Section):
 
 
 class SFTDataConfig(SupervisedDataConfig):
-    """Demonstrations for supervised fine-tuning.
+    """Example responses for supervised fine-tuning.
 
     Attributes:
-        response_key: column of the response to the prompt, text or messages; without it, `completion`
-        messages_key: column of whole conversations; assistant turns are learned
-        text_key: column of texts that are learned whole, where nothing else is there
-        tools_key: column of tools for the chat template, if there is one: a list of JSON schemas, or that as
-            JSON; null: none
+        response_key: Column of the responses to the prompts, as text or messages. If the data has no such
+            column, `completion` is used.
+        messages_key: Column of whole conversations. The model learns the assistant's turns.
+        text_key: Column of texts that the model learns completely. It is used if the data has no other column
+            to learn from.
+        tools_key: Column of tools for the chat template, if the data has one: a list of JSON schemas, or such
+            a list as JSON text. null: none.
     """
 
     response_key: str = "response"
@@ -112,9 +118,9 @@ class RMDataConfig(SupervisedDataConfig):
     """Preferences to learn a reward from.
 
     Attributes:
-        chosen_key: column of the better answer: a conversation, or text that follows the prompt
-        rejected_key: column of the worse answer, in the same form
-        margin_key: column of numbers by which the better answer is to score higher; null: by any
+        chosen_key: Column of the better response: a conversation, or a text that follows the prompt.
+        rejected_key: Column of the worse response, in the same form.
+        margin_key: Column of the margin by which the better response should score higher. null: no margin.
     """
 
     chosen_key: str = "chosen"
@@ -123,15 +129,15 @@ class RMDataConfig(SupervisedDataConfig):
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        return ("max_length", "max_length")  # a pair is never parted
+        return ("max_length", "max_length")  # a pair is never split
 
 
 class RMConfig(SupervisedConfig):
     """The whole config of `tandem rm`.
 
     Attributes:
-        center_rewards_coefficient: weight of (chosen reward + rejected reward) squared in the loss, which
-            keeps rewards around zero
+        center_rewards_coefficient: Weight of (chosen reward + rejected reward)² in the loss, which keeps the
+            rewards centered around zero.
     """
 
     data: RMDataConfig

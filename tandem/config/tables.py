@@ -1,5 +1,7 @@
-"""What the config must know of the algorithms without importing them (they need torch). A test holds
-these tables against the registries of `tandem.algorithms`."""
+"""What the config must know about the algorithms without importing them, because they need torch.
+
+A test compares these tables with the registries of `tandem.algorithms`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an advantage estimator asks for.
+    """What an advantage estimator requires.
 
     Attributes:
-        critic: values of a critic.
-        group: several samples of one prompt.
-        options: the numbers and switches it takes.
+        critic: whether it needs the values of a critic.
+        group: whether it needs several samples of one prompt.
+        options: the numbers and switches that it takes.
     """
 
     critic: bool
@@ -44,7 +46,7 @@ ADVANTAGES = {
 ADVANTAGE_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 ADVANTAGE_KEYS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_weights")
-"""The options that have a key of their own in `algorithm`."""
+"""The options that have their own key in `algorithm`."""
 
 _CLIP = ("clip_ratio_low", "clip_ratio_high")
 
@@ -63,15 +65,15 @@ POLICY_LOSSES: dict[str, tuple[str, ...]] = {
     "sapo": ("tau_pos", "tau_neg"),
     "vanilla": (*_CLIP, "clip_ratio_c"),
 }
-"""Policy loss → the options it takes."""
+"""The options of each policy loss."""
 
 POLICY_LOSS_ALIASES = {"gmpo": "geo_mean"}
 
 BY_SEQUENCE = ("geo_mean", "gspo", "sapo")
-"""Losses published with the mean over each sequence's tokens, then over sequences."""
+"""Losses that were published with the mean over the tokens of each sequence, then over the sequences."""
 
 LOW_ABOVE_ONE = ("cispo", "dppo_kl", "geo_mean")
-"""Losses whose lower clip range may be above one: it is in nats, or stands for no bound below."""
+"""Losses whose lower clip range may be above 1: it is in nats, or it means that there is no lower bound."""
 
 LOSS_KEYS = {
     **{name: name for name in (*_CLIP, "clip_ratio_c", "tau_pos", "tau_neg")},
@@ -87,12 +89,12 @@ LOSS_KEYS = {
         )
     },
 }
-"""Options of policy losses with a key of their own → that key, below the actor's section."""
+"""The options of policy losses that have their own key, mapped to that key below the actor's section."""
 
 IMPORTANCE_WEIGHTS = ("token", "sequence", "geometric")
 
 RATIO_REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-"""Modes whose bounds are of a ratio, above and below."""
+"""Rejection modes whose bounds apply to a ratio, from above and below."""
 
 REJECTIONS = (
     *RATIO_REJECTIONS,
@@ -110,24 +112,27 @@ AGGREGATIONS = (
 KL_KINDS = tuple(
     name + plus for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for plus in ("", "+")
 )
-"""Estimators of the KL from the tokens sampled; with a + of the same value, with the gradient of k2."""
+"""Estimators of the KL from the sampled tokens.
+
+The form with a + has the same value, and the gradient of k2.
+"""
 
 FULL_KL = "full"
-"""The exact KL over the vocabulary."""
+"""The exact KL over the whole vocabulary."""
 
 READS_COMPONENTS = frozenset({"gdpo"})
-"""Advantage estimators that read a reward's numbers by name."""
+"""Advantage estimators that read the numbers of a reward by name."""
 
 READS_SQUARES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
-"""Those that read the sum of squared probabilities."""
+"""Advantage estimators that read the sum of squared probabilities."""
 
 ROLLOUT_ENGINES = ("native", "hf", "vllm", "openai", "sglang", "tgi")
 
 SERVER_ENGINES = ("openai", "sglang", "tgi")
-"""Those that run on servers."""
+"""Rollout engines that run on servers."""
 
 FIXED_WEIGHTS = ("openai", "tgi")
-"""Those that cannot be given new weights."""
+"""Rollout engines whose weights cannot be updated."""
 
 LOGGERS = (
     "console",
@@ -143,12 +148,12 @@ LOGGERS = (
 
 
 def needs(estimator: str) -> Needs | None:
-    """What an estimator asks for; None for a user's own, which says so itself when it is loaded."""
+    """Return what an estimator requires; None for a user's own, which declares it when it is loaded."""
     return ADVANTAGES.get(ADVANTAGE_ALIASES.get(estimator, estimator))
 
 
 def published_aggregation(loss: str) -> str:
-    """The aggregation that a policy loss was published with; token-mean for a user's own."""
+    """Return the aggregation that a policy loss was published with; token-mean for a user's own loss."""
     loss = POLICY_LOSS_ALIASES.get(loss, loss)
     if loss == "reinforce":
         return "seq-mean-token-sum"
@@ -156,5 +161,5 @@ def published_aggregation(loss: str) -> str:
 
 
 def loss_options(loss: str) -> tuple[str, ...] | None:
-    """The options of a policy loss; None for a user's own."""
+    """Return the options of a policy loss; None for a user's own loss."""
     return POLICY_LOSSES.get(POLICY_LOSS_ALIASES.get(loss, loss))

@@ -1,4 +1,4 @@
-"""`trainer`: the run, its folder, its devices and its rhythm."""
+"""`trainer`: the run, its folder, its devices, and when it validates and saves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tandem.errors import ConfigError
 
 _RAY = When(
     lambda own: own.resolved_backend == "ray",
-    "with more than one process, or trainer.backend=ray",
+    "if the run has more than one process, or trainer.backend=ray",
     notice=True,
 )
-_PROFILED = When(lambda own: bool(own.steps), "with {steps}")
+_PROFILED = When(lambda own: bool(own.steps), "if {steps} is set")
 Logger = Annotated[str, OneOf(tables.LOGGERS)]
 
 
 _VALIDATED = Check(
     lambda own, metric: metric is not None and metric.startswith("val/") and own.test_freq < 1,
-    "judges checkpoints by a validation, and there is none",
+    "needs a validation metric, but the run never validates",
     remedy="set {test_freq} to a divisor of {save_freq}",
 )
 
@@ -35,14 +35,16 @@ def _checkpoint(wrong: Callable[[Any, str | None], bool], message: str) -> Check
     return Check(
         wrong,
         message,
-        expected="a checkpoint folder, for {resume_mode}=resume_path",
-        remedy="name one, or set {resume_mode}=auto",
+        expected="a checkpoint folder, because {resume_mode}=resume_path",
+        remedy="set it to a checkpoint folder, or set {resume_mode}=auto",
     )
 
 
 _CHECKPOINT = (
     _checkpoint(lambda own, folder: folder is None, "missing"),
-    _checkpoint(lambda own, folder: folder is not None and not os.path.isdir(folder), "no such folder"),
+    _checkpoint(
+        lambda own, folder: folder is not None and not os.path.isdir(folder), "this folder does not exist"
+    ),
 )
 
 
@@ -50,27 +52,28 @@ def _one_process(own: Any, name: str) -> Iterator[ConfigError]:
     processes = sum(map(sum, own.pools.values()))
     if own.backend == "local" and processes > 1:
         yield ConfigError(
-            "runs everything in one process",
+            "this backend runs everything in one process",
             got=f"local, with {processes} processes",
-            expected="one process, of one pool",
-            remedy=f"set {path(own, name)}=auto, or ask for one process",
+            expected="one process in one pool",
+            remedy=f"set {path(own, name)}=auto, or configure only one process",
         )
 
 
 _FROM_CHECKPOINTS = Check(
     lambda own, restarts: restarts > 0 and own.save_freq < 1,
-    "{}: without checkpoints a restart begins anew; set {save_freq}.",
+    "{}: without checkpoints, a restarted run starts over from the beginning; set {save_freq}.",
     notice=True,
 )
 
 
 class ProfileConfig(Section):
-    """Profiles of single steps, by torch's profiler, into RUN/profile.
+    """Profiles of single steps, written by torch's profiler to the folder RUN/profile.
 
     Attributes:
-        steps: steps that are profiled; []: none
-        ranks: ranks of each role that are profiled beside the controller; null: all
-        memory: also record allocations; on CUDA with their history, a snapshot for each process
+        steps: Numbers of the steps to profile. []: none.
+        ranks: Ranks of each role to profile, in addition to the controller. null: all ranks.
+        memory: Also record memory allocations. On CUDA this includes their history and one snapshot per
+            process.
     """
 
     steps: Annotated[tuple[Annotated[int, Ge(1)], ...], AsTuple] = ()
@@ -79,40 +82,45 @@ class ProfileConfig(Section):
 
 
 class RunConfig(Section):
-    """What every kind of run has.
+    """The settings that every kind of run has.
 
     Attributes:
-        project_name: name of the project, for the loggers
-        experiment_name: name of the run, for the loggers
-        default_local_dir: the run folder
-        private_folder: a new run folder is for its user alone (mode 0700); false: as the umask has it
-        logger: where metrics go besides metrics.jsonl, one or a list
-        total_epochs: passes over the training data
-        total_training_steps: training steps; null: as many as total_epochs give
-        n_gpus_per_node: devices per machine (processes, on CPU)
-        nnodes: machines
-        device: where the models live; auto: CUDA if there is one
-        seed: seed of all random numbers
-        test_freq: validate every so many steps and at the end; -1: never
-        save_freq: save every so many steps and at the end; -1: at the end alone; 0: never
-        max_ckpt_to_keep: newest checkpoints that are kept; null: all
-        keep_best: metric, such as val/accuracy, by which the best checkpoint is kept beside the newest; one
-            of a step without it does not count; null: none
-        keep_best_mode: whether the most or the least of keep_best is the best
-        async_save: write checkpoints while training goes on; each process needs memory on the host for a copy
-            of its share of weights and optimizer
-        resume_mode: auto: go on from the run folder's newest whole checkpoint; resume_path: from
-            resume_from_path
-        resume_from_path: checkpoint folder for resume_mode=resume_path
-        resume_with_changes: go on from the newest checkpoint also where a key that decides what is learnt has
-            another value
-        backend: how workers run; local: in this process; ray: in processes of their own; auto: local for one
-            process, else ray
-        balance_batch: share samples out so that all devices get as many tokens
-        max_restarts: how often a run goes on by itself, from its newest checkpoint, after a worker failed
+        project_name: Name of the project, as loggers show it.
+        experiment_name: Name of the run, as loggers show it.
+        default_local_dir: The run folder: metrics, samples and checkpoints are written here.
+        private_folder: Create the run folder so that only you can read it (mode 0700). false: the permissions
+            follow your umask.
+        logger: Where metrics are sent in addition to the file metrics.jsonl: one logger, or a list.
+        total_epochs: Number of passes over the training data.
+        total_training_steps: Number of training steps. null: as many as total_epochs gives.
+        n_gpus_per_node: Devices per machine. On CPU: processes per machine.
+        nnodes: Number of machines.
+        device: Where the models are placed. auto: CUDA if a CUDA device is available, otherwise CPU.
+        seed: Seed of all random numbers.
+        test_freq: Validate every this many steps, and at the end of the run. -1: never.
+        save_freq: Save a checkpoint every this many steps, and at the end of the run. -1: only at the end. 0:
+            never.
+        max_ckpt_to_keep: Number of newest checkpoints to keep; older ones are deleted. null: keep all.
+        keep_best: Metric that decides which checkpoint is the best, such as val/accuracy. The best checkpoint
+            is kept in addition to the newest ones. A checkpoint is only considered if its step has this
+            metric. null: no best checkpoint is kept.
+        keep_best_mode: Whether the largest (max) or the smallest (min) value of keep_best is the best.
+        async_save: Write checkpoints while training continues. Each process then needs host memory for a copy
+            of its share of the weights and the optimizer state.
+        resume_mode: Whether to continue an earlier run. auto: continue from the newest complete checkpoint in
+            the run folder, if there is one. resume_path: continue from resume_from_path. disable: start a new
+            run.
+        resume_from_path: The checkpoint folder to continue from, for resume_mode=resume_path.
+        resume_with_changes: Also continue from a checkpoint if a key that affects what is learned has a
+            different value now. false: such a change is an error.
+        backend: How workers run. local: all in this process. ray: each in its own process. auto: local if the
+            run has one process, otherwise ray.
+        balance_batch: Distribute samples so that all devices get about the same number of tokens.
+        max_restarts: How many times the run restarts by itself, from its newest checkpoint, after a worker
+            has failed.
     """
 
-    all_resumed = "told"
+    all_resumed = "reported"
 
     project_name: str = "tandem"
     experiment_name: str = "default"
@@ -132,7 +140,7 @@ class RunConfig(Section):
     max_ckpt_to_keep: int | None = key(None, ge=1)
     keep_best: str | None = key(None, needs=_VALIDATED)
     keep_best_mode: Literal["max", "min"] = key(
-        "max", when=When(lambda own: own.keep_best is not None, "with {keep_best}")
+        "max", when=When(lambda own: own.keep_best is not None, "if {keep_best} is set")
     )
     async_save: bool = False
     resume_mode: Annotated[str, OneOf(("auto", "disable", "resume_path"), {"path": "resume_path"})] = key(
@@ -147,7 +155,7 @@ class RunConfig(Section):
         True,
         when=When(
             lambda own: any(sum(counts) > 1 for counts in own.pools.values()),
-            "with a pool of more than one process",
+            "if a pool has more than one process",
             notice=True,
         ),
     )
@@ -158,44 +166,49 @@ class RunConfig(Section):
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
-        """Processes on each node, by pool; at least one pool."""
+        """The number of processes on each node, by pool. There is at least one pool."""
         return {POOL: (self.n_gpus_per_node,) * self.nnodes}
 
     @property
     def resolved_backend(self) -> Literal["local", "ray"]:
-        """The backend, auto decided."""
+        """The backend, with `auto` resolved."""
         if self.backend != "auto":
             return self.backend
         return "local" if sum(map(sum, self.pools.values())) == 1 else "ray"
 
     def steps(self, per_epoch: int) -> int:
-        """Training steps of the run, of `per_epoch` in an epoch."""
+        """Return the number of training steps of the run.
+
+        Args:
+            per_epoch: the number of steps in one epoch.
+        """
         return self.total_training_steps or self.total_epochs * per_epoch
 
 
 class TrainerConfig(RunConfig):
-    """A reinforcement learning run.
+    """The settings of a reinforcement learning run.
 
     Attributes:
-        defaults: whose defaults stand in where nobody sets a key; verl: verl's, where they decide what is
-            learnt or where files lie
-        resource_pools: pools of processes, each with a device unless only reward functions are there: {name:
-            [processes on each of its nodes]}; empty: one pool, of n_gpus_per_node processes on each of nnodes
-            nodes
-        placement: the pool of a role: {role: name}, actor and rollout apart or as actor_rollout; unplaced,
-            they have the first pool, reward functions a CPU process of their own, and ref, critic and
-            reward_model are with the actor; one of several models as ref.NAME or reward_model.NAME
-        worker_classes: workers of your own: {role: file.py:Class or package.module:Class}; roles as in
-            placement, and batch, data
-        worst_batch_first: run the largest micro-batch of actor and critic before the first step, without
-            learning from it, so that memory that does not suffice is known at once; null: on CUDA alone
-        critic_warmup: first training steps in which only the critic learns
-        val_before_train: validate before the first step
-        samples_freq: keep the samples of every so many steps in the run folder; -1: of none
-        log_val_generations: responses that the loggers get as text from each validation
-        on_step: function of your own, file.py:function, that the controller calls with the number and the
-            metrics of each step that is done
-        val_only: validate and stop
+        defaults: Which defaults apply to keys that you do not set. tandem: Tandem's own. verl: verl's, for
+            keys that affect what is learned or where files are written.
+        resource_pools: Pools of processes: {name: [number of processes on each of its nodes]}. Each process
+            has a device, except in a pool that only runs reward functions. Empty: one pool, with
+            n_gpus_per_node processes on each of nnodes nodes.
+        placement: The pool that each role runs on: {role: pool name}. Place actor and rollout separately, or
+            together as actor_rollout. Place one of several models as ref.NAME or reward_model.NAME. Without
+            an entry, actor and rollout use the first pool, the ref, critic and reward_model roles share the
+            actor's pool, and reward functions run in their own CPU process.
+        worker_classes: Your own worker classes: {role: file.py:Class or package.module:Class}. The roles are
+            those of placement, and also batch and data.
+        worst_batch_first: Run the largest micro-batch of actor and critic before the first step, without
+            learning from it, so that a run with too little memory fails at once. null: only on CUDA.
+        critic_warmup: Number of training steps at the start in which only the critic learns.
+        val_before_train: Validate before the first training step.
+        samples_freq: Write the samples of every this many steps to the run folder. -1: write none.
+        log_val_generations: Number of responses from each validation that are sent to the loggers as text.
+        on_step: Your own function, as file.py:function. The controller calls it after each step, with the
+            step number and the step's metrics.
+        val_only: Validate once and stop, without training.
     """
 
     defaults: Literal["tandem", "verl"] = "tandem"
@@ -205,7 +218,7 @@ class TrainerConfig(RunConfig):
     worst_batch_first: bool | None = None
     critic_warmup: int = key(
         0,
-        when=When(lambda own: root(own).needs_critic, "with an algorithm.adv_estimator that has a critic"),
+        when=When(lambda own: root(own).needs_critic, "if algorithm.adv_estimator uses a critic"),
         ge=0,
         resumed="refused",
     )
@@ -217,11 +230,11 @@ class TrainerConfig(RunConfig):
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
-        """Processes on each node, by pool; at least one pool."""
+        """The number of processes on each node, by pool. There is at least one pool."""
         return dict(self.resource_pools) or super().pools
 
     def placed(self, role: str) -> str | None:
-        """The name of a role's pool; None: reward functions in a CPU process of their own.
+        """Return the name of a role's pool; None for reward functions that have their own CPU process.
 
         Args:
             role: one of `tandem.config.cluster.PLACED_ROLES`, or of `TrainConfig.roles`.
@@ -229,14 +242,17 @@ class TrainerConfig(RunConfig):
         return place(role, self.pools, self.placement)
 
     def devices_of(self, role: str) -> int:
-        """Processes of the role's pool; of reward functions without a pool, 1."""
+        """Return the number of processes in the role's pool; 1 for reward functions without a pool."""
         name = self.placed(role)
         return 1 if name is None else sum(self.pools[name])
 
     @property
     def world_size(self) -> int:
-        """Devices of the run, all pools together: of each process but those of a pool that has nothing but
-        reward functions. What one role has is `devices_of(role)`."""
+        """The number of devices of the run, over all pools.
+
+        Processes in a pool that only runs reward functions are not counted. `devices_of(role)` gives the
+        devices of one role.
+        """
         on_devices = {self.placed(role) for role in (*ROLES, *self.placement) if role != "reward"}
         without = {self.placed("reward")} - on_devices
         return sum(sum(counts) for name, counts in self.pools.items() if name not in without)

@@ -1,4 +1,4 @@
-"""Where verl does otherwise with a key of both: its defaults, and an aggregation that it does not read."""
+"""Keys that verl treats differently: their defaults, and an aggregation that verl ignores."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from tandem.peers.translate import Translation
 _FOUND = read_table("verl_defaults.yaml")
 
 DEFAULTS: Mapping[str, Any] = _FOUND["taken"]
-"""Key → verl's default, of those that `trainer.defaults=verl` takes."""
+"""verl's defaults, by key, that `trainer.defaults=verl` applies."""
 
 KEPT: Mapping[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _FOUND["kept"].items()}
-"""Key → verl's default, and why ours stays. Where files lie depends on none, what is learnt on
-`loss_agg_mode` alone, with gspo, and a notice says so."""
+"""The other differing defaults of verl, by key, each with the reason why Tandem's default stays.
+
+Where files are written depends on none of these keys. What is learned depends only on `loss_agg_mode`, with
+gspo, and a notice says so.
+"""
 
 
 def differing(given: Collection[str]) -> str:
-    """A sentence that lists the defaults that count, are others in verl, and were not given."""
+    """Return a sentence that lists verl's defaults that differ and that the user did not override."""
     ours = keys(TrainConfig)
     rows = [
         f"{name}={ours[name].inherits or shown(ours[name].default)} (verl: {shown(value)})"
         for name, value in DEFAULTS.items()
         if name not in given
     ]
-    return f"Other defaults than verl's, which trainer.defaults=verl takes: {'; '.join(rows)}."
+    return f"These defaults differ from verl's (trainer.defaults=verl selects verl's): {'; '.join(rows)}."
 
 
-DEAF = ("geo_mean", "sapo")
+IGNORES_AGGREGATION = ("geo_mean", "sapo")
 """Policy losses that verl 0.9.1 averages by sequence, whatever `loss_agg_mode` says."""
 
 _ACTOR, _CRITICS = "actor_rollout_ref.actor", "critic.loss_agg_mode"
@@ -41,17 +44,17 @@ _MODE = f"{_ACTOR}.loss_agg_mode"
 
 
 def averaged_by_verl(found: Translation) -> Translation:
-    """The translation with the aggregation that verl trains with, where that is not what its key says.
+    """Return the translation with the aggregation that verl really trains with.
 
-    The critic inherits the key, and keeps what was given.
+    For some losses, verl ignores the key. The critic inherits the key, and keeps the value that was given.
     """
     loss = str(found.given.get(f"{_ACTOR}.policy_loss.loss_mode"))
     loss, mode = POLICY_LOSS_ALIASES.get(loss, loss), found.given.get(_MODE)
     published = published_aggregation(loss)
-    if loss not in DEAF or mode in (None, published):
+    if loss not in IGNORES_AGGREGATION or mode in (None, published):
         return found
     given = {name: value for name, value in found.given.items() if name != _MODE}
-    if mode != published_aggregation(""):  # the critic's own
+    if mode != published_aggregation(""):  # the critic keeps the given value
         given.setdefault(_CRITICS, mode)
-    sentence = f"verl does not read it for {loss}, which it averages as published, {published}"
+    sentence = f"verl ignores this key for {loss} and uses {published}, as the loss was published"
     return replace(found, given=given, readings=[*found.readings, Reading(_MODE, mode, "ignored", sentence)])

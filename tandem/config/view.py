@@ -1,5 +1,8 @@
-"""A config as its rules see it: each section knows its dotted path, its root and which keys were changed, and
-reading a key that has a wrong value ends the rule that reads it."""
+"""A copy of a config, made for the rules that check it.
+
+In the copy, each section knows its dotted path, the root of the config, and which keys were changed. When a
+rule reads a key that has an invalid value, the rule stops.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ C = TypeVar("C", bound=Section)
 
 
 def view_of(config: C, changed: frozenset[str] = frozenset(), bad: frozenset[str] = frozenset()) -> C:
-    """Return a copy of the config for its rules, in which wrong values are missing.
+    """Return a copy of the config for its rules, in which invalid values are missing.
 
     Args:
-        changed: the keys that differ from what they would be had nobody set them.
-        bad: the keys whose value is a stand-in for a wrong one.
+        config: the config.
+        changed: the keys whose values differ from what they would be if the user had set nothing.
+        bad: the keys whose invalid values were replaced by defaults.
     """
     places: list[Place] = []
 
@@ -37,17 +41,17 @@ def view_of(config: C, changed: frozenset[str] = frozenset(), bad: frozenset[str
 
 
 def path(own: Section, name: str) -> str:
-    """Return the dotted path of a key of the section, from the root; outside of a config, the name."""
+    """Return the dotted path of a key of the section, from the root; outside of a config, the name itself."""
     return name if own._place is None else own._place.at + name
 
 
 def changed(own: Section, name: str) -> bool:
-    """Return whether the user gave the key another value than it would have."""
+    """Return whether the user gave the key a value that differs from the one it would have anyway."""
     assert own._place is not None
     return path(own, name) in own._place.changed
 
 
 def root(own: Section) -> Any:
-    """Return the view of the whole config."""
+    """Return the copy of the whole config."""
     assert own._place is not None
     return own._place.root

@@ -1,5 +1,8 @@
-"""A config as files and messages may hold it: every key with its value, but for values from the environment,
-which stay references to it, and for secrets, which are left out."""
+"""A config in the form that files and messages may hold.
+
+Every key has its value, with two exceptions: values from the environment stay references to it, and secrets
+are left out.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ from tandem.hidden import hide
 
 C = TypeVar("C", bound=Section)
 LEFT_OUT = "???"
-"""Stands for a value that is not written. To OmegaConf it is one that must still be given."""
+"""The text written in place of a secret. To OmegaConf it is a value that must still be given."""
 UNREADABLE = (OmegaConfBaseException, ValueError, TypeError, RecursionError)
-"""What reading an interpolation raises."""
+"""The exceptions that reading an interpolation can raise."""
 _SECRET = re.compile(
     r"(?i)(?:.*[_-])?(?:api_?key|(?:access|secret|private)_?key|secret|passw(?:or)?d|credentials?"
     r"|(?:api|auth|access|bearer|hf)_?token)"
 )
-"""Names under which a value is a secret."""
+"""Matches the names of keys whose values are secrets."""
 _LOGIN = re.compile(r"\w+://[^/\s:@]*:([^/\s@]+)@")
-"""An address with a password in it."""
+"""Matches an address that contains a password."""
 _REFERENCE = re.compile(r"\$\{(?:[\w.]+:)?['\"]?([^{}:,'\"]*)[^{}]*\}")
 _READ: list[str] = []
-"""The variables that interpolations have read, in their order."""
+"""The environment variables that interpolations have read, in order."""
 
 
 def _environment(name: str, *default: Any) -> Any:
@@ -45,22 +48,24 @@ OmegaConf.register_resolver("oc.env", _environment, replace=True)
 
 
 def to_dict(config: Section) -> dict[str, Any]:
-    """The whole config as plain dicts, lists, numbers and texts, as it may be written: references to the
-    environment unresolved, secrets left out."""
+    """Return the whole config as plain dicts, lists, numbers and texts, ready to be written to a file.
+
+    References to the environment stay unresolved, and secrets are left out.
+    """
     tree: dict[str, Any] = config.model_dump(mode="json")
     for name, (reference, value) in config.from_environment.items():
         *above, leaf = name.split(".")
         at = tree
         for part in above:
             at = at[part]
-        if at[leaf] == value:  # else a later step of the program has set the key
+        if at[leaf] == value:  # otherwise a later step of the program has set the key
             at[leaf] = reference
     written: dict[str, Any] = without_secrets(tree)
     return written
 
 
 def hide_secrets(tree: Any) -> None:
-    """Hide all secrets in a tree of what was given."""
+    """Register all secrets in a tree of given values, so that messages and logs mask them."""
     for key, text in _texts(tree):
         if _is_secret(key, text):
             login = _LOGIN.search(text)
@@ -68,13 +73,13 @@ def hide_secrets(tree: Any) -> None:
 
 
 def with_references(config: C, given: Mapping[str, Any], raw: Mapping[str, Any], known: Iterable[Key]) -> C:
-    """The config, told which of its values came from the environment.
+    """Record in the config which of its values came from the environment, and return it.
 
     Args:
         config: the loaded config.
-        given: the values that it was made of, by dotted path; interpolations that need defaults are
+        given: the values that the config was made from, by dotted path. Interpolations that need defaults are
             unresolved.
-        raw: what was written where each of them was given, all interpolations unresolved.
+        raw: the text that the user wrote for each of these values, with all interpolations unresolved.
         known: all keys.
     """
     texts = {key.name: given.get(key.name, key.fallback) for key in known}
@@ -97,10 +102,12 @@ def with_references(config: C, given: Mapping[str, Any], raw: Mapping[str, Any],
 
 
 def remade(config: C, tree: Mapping[str, Any]) -> C:
-    """Another config of the same kind from a tree of values; what came from the environment is still known.
+    """Return another config of the same kind, made from a tree of values.
+
+    The new config keeps the references to the environment.
 
     Raises:
-        pydantic.ValidationError: a wrong value.
+        pydantic.ValidationError: a value is invalid.
     """
     new = type(config).model_validate(tree)
     new.from_environment.update(config.from_environment)
@@ -108,12 +115,14 @@ def remade(config: C, tree: Mapping[str, Any]) -> C:
 
 
 def tracked_name(value: str, written: str) -> str:
-    """A name as trackers are given it, and take it: where it is not written as it is, each reference is cut
-    down to the name of the variable or the key.
+    """Return a name in the form in which it is sent to trackers, which must not contain references.
+
+    If the written name differs from the value, each reference is shortened to the name of its variable or
+    key.
 
     Args:
         value: the name.
-        written: what stands for it in a written config.
+        written: the text for it in a written config.
     """
     while value != written and (shorter := _REFERENCE.sub(r"\1", written)) != written:
         written = shorter
@@ -121,11 +130,13 @@ def tracked_name(value: str, written: str) -> str:
 
 
 def resolved(tree: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted key of a config that was written; None where there is no such key. Only what this
-    key refers to is looked at.
+    """Return the value of a dotted key of a written config; None if there is no such key.
+
+    Only the references of this key are resolved.
 
     Raises:
-        ConfigError: it refers to a variable that is not set, or to a key that is not there.
+        ConfigError: the key refers to an environment variable that is not set, or to a key that does not
+            exist.
     """
     try:
         return plain(OmegaConf.create(dict(tree)), name)
@@ -134,18 +145,18 @@ def resolved(tree: Mapping[str, Any], name: str) -> Any:
             f"cannot be resolved: {str(error).splitlines()[0]}",
             field=name,
             got=at_key(tree, name),
-            remedy="set the environment variable that it names, as for the run itself",
+            remedy="set the environment variable that it names to the value that it had for the run",
         ) from error
 
 
 def plain(tree: DictConfig, name: str) -> Any:
-    """The value of a dotted key, interpolations filled in."""
+    """Return the value of a dotted key, with interpolations filled in."""
     found = OmegaConf.select(tree, name)
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
 def at_key(tree: Any, name: str, absent: Any = None) -> Any:
-    """Return what a nested mapping holds under a dotted key; `absent` where there is no such key."""
+    """Return the value of a dotted key in a nested mapping, or `absent` if there is no such key."""
     for part in name.split("."):
         if not isinstance(tree, Mapping) or part not in tree:
             return absent
@@ -154,12 +165,12 @@ def at_key(tree: Any, name: str, absent: Any = None) -> Any:
 
 
 def refers(value: Any) -> bool:
-    """Whether a written value is a reference or was left out."""
+    """Return whether a written value contains a reference, or was left out."""
     return any("${" in text or text == LEFT_OUT for _, text in _texts(value))
 
 
 def places_left_out(value: Any, name: str) -> Iterator[str]:
-    """The dotted paths below a key at which a value was left out."""
+    """Yield the dotted paths below a key at which a value was left out."""
     if value == LEFT_OUT:
         yield name
     inner = (
@@ -180,7 +191,7 @@ def _value(tree: DictConfig, name: str) -> Any:
 
 
 def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts of a tree, each with the name of the key that has it."""
+    """Yield the texts of a tree, each with the name of its key."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):
@@ -197,10 +208,11 @@ def _is_secret(name: str, text: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """A tree of plain values in which `LEFT_OUT` stands for each secret.
+    """Return a copy of a tree of plain values in which `LEFT_OUT` replaces each secret.
 
     Args:
-        name: of the key that has the value.
+        value: the tree, or one value.
+        name: the name of the key that holds the value.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(inner, str(key)) for key, inner in value.items()}

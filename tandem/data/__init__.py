@@ -1,2 +1,5 @@
-"""From data files to batches of ragged token sequences: prompts for reinforcement learning,
-responses for supervised fine-tuning, one resumable order of batches for both."""
+"""Load data files and make batches of ragged token sequences.
+
+This package reads prompts for reinforcement learning and responses for supervised fine-tuning. Both come in
+an order of batches that a checkpoint can resume.
+"""

@@ -1,6 +1,10 @@
-"""A folder of what was made of data files: rows as Arrow files that are mapped into memory, and their tokens.
-An entry is named by what it is made of, so that it never goes stale; one that no run used for a month goes.
-Several runs may use the folder at once: an entry is written beside, then renamed."""
+"""A cache folder for rows and tokens that were made from data files.
+
+Rows are stored as Arrow files, which are mapped into memory. The name of an entry is a digest of everything
+that the entry was made from, so an entry can never be out of date. Entries that no run has used for a month
+are removed. Several runs may use the folder at the same time: an entry is written under a temporary name
+first, then renamed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from tandem.observability.terminal import warn
 
 UNUSED_SECONDS = 30 * 86400
 ABANDONED_SECONDS = 86400
-"""After this long without a change an entry in the making was left behind by a run that was killed."""
+"""An unfinished entry that has not changed for this long was left behind by a killed run."""
 BATCH_ROWS = 8192
 _BUILDING = ".building-"
 _ENDS = 1 << 16
@@ -29,21 +33,23 @@ _PERMISSIVE = "permissive"
 
 
 def entry(folder: Path, name: str, what: str, build: Callable[[Path], None]) -> Path:
-    """Return the path of an entry, built where it is not there yet; the user is told either way.
+    """Return the path of a cache entry, and build the entry first if it is missing.
+
+    A message tells the user whether the entry was found or built.
 
     Args:
-        folder: of the entries; made when it is first needed.
-        name: tells it from all others.
-        what: is in it, in words.
-        build: writes it, a file or a folder, to the path that it is given.
+        folder: The cache folder. It is created when it is first needed.
+        name: The unique name of the entry.
+        what: A description of the content, for messages.
+        build: A function that writes the entry, a file or a folder, to the given path.
 
     Raises:
-        DataError: the folder cannot be written; or what `build` raises.
+        DataError: The folder cannot be written. Errors that `build` raises pass through.
     """
     place = folder / name
     if place.exists():
         os.utime(place)
-        warn(f"{what} taken from {place}")
+        warn(f"{what} taken from the cache: {place}")
         return place
     began = time.monotonic()
     try:
@@ -53,43 +59,49 @@ def entry(folder: Path, name: str, what: str, build: Callable[[Path], None]) -> 
             try:
                 os.rename(Path(building, name), place)
             except OSError:
-                if not place.is_dir():  # else another run was faster
+                if not place.is_dir():  # if it is a folder, another run built the entry first
                     raise
     except OSError as error:
-        if error.errno is None:  # Arrow's, of the file that is read
+        if error.errno is None:  # an error of Arrow about the file that is being read
             raise
         raise DataError(
-            f"the data cannot be kept there: {error}",
+            f"the cache folder cannot be written: {error}",
             field="data.cache_dir",
             got=folder,
-            expected="a folder with room for the rows and their tokens",
+            expected="a folder with enough free space for the rows and their tokens",
         ) from error
-    warn(f"{what} kept in {place}, made in {time.monotonic() - began:.0f} s")
+    warn(f"{what} written to the cache: {place} (took {time.monotonic() - began:.0f} s)")
     _sweep(folder)
     return place
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what was not used for long; runs that have it open keep it."""
+    """Remove entries that were not used for a long time.
+
+    A run that has such an entry open can still read it.
+    """
     for each in folder.iterdir():
-        with suppress(FileNotFoundError):  # another run removes the same
+        with suppress(FileNotFoundError):  # another run may remove the same entry
             limit = ABANDONED_SECONDS if each.name.startswith(_BUILDING) else UNUSED_SECONDS
             if time.time() - each.stat().st_mtime > limit:
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
 def digest(*parts: object) -> str:
-    """A short name for plain values."""
+    """Return a short digest of plain values."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
 def number_of(text: str) -> int:
-    """A number of 64 bits that tells a text from others."""
+    """Return a 64-bit number that identifies a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def file_digest(path: Path) -> str:
-    """Tells a file from others, and from what it was, by its size, time of change, beginning and end."""
+    """Return a digest of a file's size, modification time, first bytes and last bytes.
+
+    The digest tells the file from other files and from earlier versions of itself.
+    """
     state = path.stat()
     with path.open("rb") as file:
         first = file.read(_ENDS)
@@ -98,23 +110,29 @@ def file_digest(path: Path) -> str:
 
 
 def write_arrow(place: Path, tables: Callable[[], Iterator[pa.Table]]) -> None:
-    """Writes tables below each other into one Arrow file that can be mapped, a table at a time.
+    """Write tables one below the other into one Arrow file that can be mapped.
+
+    One table is in memory at a time.
 
     Args:
-        tables: gives them, each time it is called; their types may widen from one to the next, and then
-            they are asked for twice.
+        place: The path of the Arrow file.
+        tables: A function that yields the tables. Column types may get wider from one table to the next. In
+            that case the function is called a second time.
 
     Raises:
-        pyarrow.ArrowException: their types do not go together.
+        pyarrow.ArrowException: The column types of the tables cannot be combined.
     """
-    schema = _written(place, tables(), None)
+    schema = _write_tables(place, tables(), None)
     if schema is not None:
-        _written(place, tables(), schema)
+        _write_tables(place, tables(), schema)
 
 
-def _written(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) -> pa.Schema | None:
-    """Writes the tables; if one is of other types than the schema, or than the first, returns the schema of
-    all of them instead."""
+def _write_tables(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) -> pa.Schema | None:
+    """Write the tables, or return the schema that they need.
+
+    Without `schema`, the first table's schema is used. If all tables have the schema, return None. Else
+    return the schema that fits all tables; the file is incomplete then.
+    """
     first = _plain(next(tables, pa.table({})))
     schema = widest = schema or first.schema
     with pa.OSFile(str(place), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -122,7 +140,7 @@ def _written(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) 
             refuse_conversions([widest, first.schema])
             cast = pa.concat_tables([schema.empty_table(), first], promote_options=_PERMISSIVE)
             if cast.schema.equals(schema) and widest is schema:
-                cast.validate(full=True)  # texts that are no UTF-8 come to light here
+                cast.validate(full=True)  # finds texts that are not UTF-8
                 writer.write_table(cast.combine_chunks(), max_chunksize=BATCH_ROWS)
             elif not cast.schema.equals(schema):
                 widest = pa.unify_schemas([widest, first.schema], promote_options=_PERMISSIVE)
@@ -131,7 +149,10 @@ def _written(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) 
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Without metadata, and without dictionaries, of which an Arrow file holds one for all batches."""
+    """Return the table without metadata and without dictionary columns.
+
+    An Arrow file holds one dictionary for all batches, so dictionary columns are stored as plain values.
+    """
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
         for field in table.schema
@@ -140,14 +161,17 @@ def _plain(table: pa.Table) -> pa.Table:
 
 
 def mapped(path: Path) -> pa.Table:
-    """The table of an Arrow file, read where it lies: its pages are in memory only while they are used."""
+    """Return the table of an Arrow file, mapped into memory.
+
+    Pages of the file are in memory only while they are used.
+    """
     with pa.memory_map(str(path)) as file:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).read_all()
 
 
-def lies_in_file(table: pa.Table) -> bool:
-    """Whether a mapped table is not compressed, so that nothing of it was copied."""
+def is_zero_copy(table: pa.Table) -> bool:
+    """Return whether no buffer of a mapped table was copied, which means that the file is not compressed."""
     buffers = (b for column in table.columns for chunk in column.chunks for b in chunk.buffers() if b)
     return not any(buffer.is_mutable for buffer in buffers)

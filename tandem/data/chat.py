@@ -1,4 +1,4 @@
-"""Conversations to text by the tokenizer's chat template."""
+"""Format conversations as text with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Message = dict[str, Any]
 
 _MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 TEMPLATE_KEY = "model.custom_chat_template"
-"""The config key of the template in commands that have one model."""
+"""The config key of the chat template in commands that have one model."""
 
 
 class ChatTemplate:
     """The tokenizer's chat template with fixed options.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        options: further variables of the template, such as enable_thinking.
-        key: the config key of the template, for messages.
+        tokenizer: A Hugging Face tokenizer.
+        options: Further variables of the template, such as `enable_thinking`.
+        key: The config key of the template, for messages.
     """
 
     def __init__(
@@ -51,21 +51,26 @@ class ChatTemplate:
         generation_prompt: bool = False,
         tools: list[Any] | None = None,
     ) -> str:
-        """The conversation as text; the template is told of tools, as JSON schemas.
+        """Return the conversation as text.
+
+        Args:
+            messages: The conversation.
+            generation_prompt: Whether to add the generation prompt at the end.
+            tools: JSON schemas of the tools, which the template may describe in the text.
 
         Raises:
-            DataError: the tokenizer has no chat template.
-            TemplateError: the template refuses the conversation.
+            DataError: The tokenizer has no chat template.
+            TemplateError: The template rejects the conversation.
         """
         if self._tokenizer.chat_template is None:
             raise DataError(
-                "the data hold conversations, and the tokenizer has no chat template to format them with",
+                "the data contain conversations, but the tokenizer has no chat template to format them",
                 field="tokenizer.chat_template",
                 got=f"None in {self._tokenizer.name_or_path or type(self._tokenizer).__name__}",
-                expected="a Jinja chat template, or a prompt column that is text already formatted",
+                expected="a Jinja chat template, or a prompt column of formatted text",
                 remedy=f"set {self.key}=…",
             )
-        text = _either(
+        text = _with_either_arguments(
             self.read(messages),
             lambda read: self._tokenizer.apply_chat_template(
                 read, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.options
@@ -75,10 +80,11 @@ class ChatTemplate:
         return text
 
     def prompt(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
-        """Return a prompt up to where the answer begins.
+        """Return the pieces of a prompt, up to the place where the response starts.
 
-        A text is taken as already formatted; the begin token that the tokenizer gives texts stands before
-        it, unless the text has it. Raises as `render`.
+        A text prompt counts as already formatted. If the tokenizer puts a begin token before texts, this
+        method puts the token before the prompt, unless the prompt already starts with it. Errors are those of
+        `render`.
         """
         if not isinstance(prompt, str):
             return [(self.render(prompt, generation_prompt=True, tools=tools), False)]
@@ -87,20 +93,23 @@ class ChatTemplate:
 
     @cached_property
     def _begin(self) -> tuple[list[int], str]:
-        """What the tokenizer puts before a text."""
+        """Return the ids and the text of the begin token that the tokenizer puts before a text."""
         ids = begin(self._tokenizer)
         return ids, "".join(self._tokenizer.convert_ids_to_tokens(ids))
 
     def marked(
         self, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, and where in it `generation` marks of the template begin and end;
-        no text where it has no marks. Raises as `render`."""
+        """Return the conversation as text, and the spans of the template's `generation` marks.
+
+        Each span is (start, end) in characters. The text is empty if the template has no `generation` marks.
+        Errors are those of `render`.
+        """
         template = self._tokenizer.chat_template and self._tokenizer.get_chat_template(None, tools)
         if not template or not _MARKS.search(template):
             return "", []
         options = {**self._tokenizer.special_tokens_map, **self.options}
-        (text,), (marks,) = _either(
+        (text,), (marks,) = _with_either_arguments(
             self.read(messages),
             lambda read: render_jinja_template(
                 [read], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **options
@@ -109,7 +118,7 @@ class ChatTemplate:
         return text, marks
 
     def read(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as the template reads them."""
+        """Return the messages in the form that the template reads."""
         given: list[Message] = plain(messages)
         if not self._in_parts:
             return given
@@ -117,45 +126,53 @@ class ChatTemplate:
 
     @cached_property
     def _in_parts(self) -> bool:
-        """Whether the template reads no text as content but lists of its parts, as those of images do."""
-        said = "tandem"
+        """Whether the template needs message content as a list of parts instead of text.
+
+        Templates of models that also read images often do.
+        """
+        sample = "tandem"
 
         def shown(content: Any) -> bool:
             asked = [{"role": "user", "content": content}]
             try:
-                return said in self._tokenizer.apply_chat_template(asked, tokenize=False, **self.options)
-            except Exception:  # whatever a template does with what it does not know
+                return sample in self._tokenizer.apply_chat_template(asked, tokenize=False, **self.options)
+            except Exception:  # a template may raise anything for content that it does not know
                 return False
 
-        return not shown(said) and shown(_parts(said))
+        return not shown(sample) and shown(_parts(sample))
 
     @property
     def eos(self) -> str:
-        """The end-of-sequence token, empty where there is none."""
+        """The end-of-sequence token as text. It is empty if the tokenizer has none."""
         return str(self._tokenizer.eos_token or "")
 
     @cached_property
     def markers(self) -> tuple[tuple[str, bool], ...]:
-        """The tokens that were added to the vocabulary, such as those that begin and end turns, and whether
-        each is a special one."""
+        """The tokens that were added to the vocabulary, each with a flag: whether it is a special token.
+
+        Tokens that start and end turns are typical examples.
+        """
         added = self._tokenizer.added_tokens_decoder.values()
         return tuple((token.content, token.special) for token in added)
 
     def beginning(self, role: str) -> str:
-        """Return the token with which a message of this role begins after the assistant's turn, with the
-        blanks before it; empty where it begins with none that was added to the vocabulary."""
+        """Return the token that starts a message of this role after an assistant's turn.
+
+        Whitespace before the token is included. The result is empty if the message does not start with a
+        token that was added to the vocabulary.
+        """
         if role not in self._beginnings:
-            self._beginnings[role] = self._begun(role)
+            self._beginnings[role] = self._find_beginning(role)
         return self._beginnings[role]
 
-    def _begun(self, role: str) -> str:
+    def _find_beginning(self, role: str) -> str:
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
         calls = {"tool_calls": [call]} if role == "tool" else {}
         asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **calls}
         try:
             ended = self.render([asked, answered])
             longer = self.render([asked, answered, {"role": role, "content": "c"}])
-        except Exception:  # whatever a template does with roles that it does not know
+        except Exception:  # a template may raise anything for roles that it does not know
             return ""
         follows = longer[len(ended) :] if longer.startswith(ended) else ""
         at = len(follows) - len(follows.lstrip())
@@ -163,45 +180,51 @@ class ChatTemplate:
         return follows[:at] + max(found, key=len, default="") if found else ""
 
     def unfit(self, reason: str) -> DataError:
-        """The error of a template whose assistant's turns cannot be learnt."""
+        """Return the error for a template whose assistant turns cannot be used for training."""
         return DataError(
-            "the tokenizer's chat template does not show what the model is to write",
+            "the tokenizer's chat template does not show which text the model should write",
             field="tokenizer.chat_template",
             got=reason,
             expected="a turn of the assistant that follows the messages before it and the generation prompt",
-            remedy=f"set a template that keeps earlier messages as they are: {self.key}=…",
+            remedy=f"set a template that does not change earlier messages: {self.key}=…",
         )
 
     def broken(self, reason: str) -> DataError:
-        """The error of a template that is not Jinja, or fails in the same way for every row."""
+        """Return the error for a template that is not valid Jinja or fails for every row in the same way."""
         return DataError(
-            "the tokenizer's chat template formats no conversation",
+            "the tokenizer's chat template cannot format any conversation",
             field="tokenizer.chat_template",
             got=reason,
-            expected="a Jinja template that takes messages of role and content",
-            remedy=f"mend it in the model's folder, or set another: {self.key}=…",
+            expected="a Jinja template that takes messages with role and content",
+            remedy=f"fix the template in the model's folder, or set another one: {self.key}=…",
         )
 
 
-def _either(messages: list[Message], run: Callable[[list[Message]], Any]) -> Any:
-    """What becomes of messages; where the template wants the arguments of tool calls as JSON and they are a
-    mapping, or the other way round, of them so."""
+def _with_either_arguments(messages: list[Message], run: Callable[[list[Message]], Any]) -> Any:
+    """Return `run(messages)`, with the arguments of tool calls in the form that works.
+
+    Some templates need the arguments as JSON text, others as a mapping. If the given form fails, the other
+    form is tried.
+    """
     try:
         return run(messages)
     except (TypeError, UndefinedError):
-        other = _otherwise(messages)
+        other = _arguments_converted(messages)
         if other == messages:
             raise
         return run(other)
 
 
-def _otherwise(value: Any) -> Any:
-    """The value with all `arguments` in it as JSON where they are a mapping, and the other way round."""
+def _arguments_converted(value: Any) -> Any:
+    """Return the value with every `arguments` entry converted.
+
+    A mapping becomes JSON text, and JSON text becomes a mapping.
+    """
     if isinstance(value, list):
-        return [_otherwise(inner) for inner in value]
+        return [_arguments_converted(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    changed = {name: _otherwise(inner) for name, inner in value.items()}
+    changed = {name: _arguments_converted(inner) for name, inner in value.items()}
     given = value.get("arguments")
     if isinstance(given, dict):
         changed["arguments"] = json.dumps(given, ensure_ascii=False)
@@ -216,7 +239,10 @@ def _parts(content: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value without the null fields that a columnar file adds to make all rows alike."""
+    """Return the value without null fields.
+
+    A columnar file adds null fields so that all rows have the same shape.
+    """
     if isinstance(value, dict):
         present = ((name, inner) for name, inner in value.items() if inner is not None)
         return {name: inner if type(inner) is str else plain(inner) for name, inner in present}
@@ -224,7 +250,7 @@ def plain(value: Any) -> Any:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Tells a tokenizer, with its chat template, from others."""
+    """Return a digest of a tokenizer and its chat template."""
     template = json.dumps(tokenizer.chat_template)
     today = str(date.today()) if "strftime_now" in template else ""
     backend = getattr(tokenizer, "backend_tokenizer", None)

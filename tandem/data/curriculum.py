@@ -1,25 +1,26 @@
-"""Samplers: the order in which prompts are drawn, where it follows what was observed of them.
+"""Samplers: prompts drawn in an order that depends on earlier rewards.
 
-A sampler of one's own is a class in a file, named by `data.sampler.class_path` and `.class_name`:
+You can write your own sampler. Put a class into a file and name both with `data.sampler.class_path` and
+`data.sampler.class_name`:
 
     class Mine:
         def __init__(self, dataset, *, batch_size, seed): ...   # and data.sampler.kwargs by name
-        def draw(self, count): ...                   # the numbers of `count` different rows
-        def update(self, rows, rewards): ...         # what was observed of some rows
-        def state_dict(self): ...                    # plain values, for a checkpoint
+        def draw(self, count): ...                   # return the numbers of `count` different rows
+        def update(self, rows, rewards): ...         # receive the mean rewards of some rows
+        def state_dict(self): ...                    # return plain values for a checkpoint
         def load_state_dict(self, state): ...
 
-`len(dataset)` is the number of training prompts, `dataset.records(rows)` what the data files say of some,
-`dataset[row]` of one.
+`len(dataset)` is the number of training prompts. `dataset.records(rows)` returns the columns of some rows as
+the data files hold them, and `dataset[row]` those of one row.
 
-A class with `__iter__` and no `draw` is taken as one of verl's: it is made with `data_source` and
-`data_config`, and its `update`, if there is one, gets a batch with `token_level_scores` and the rows'
-columns. Each pass over it gives whole batches. It goes on after a resume by its `state_dict` and
-`load_state_dict`; without them as many rows are passed over, and a class that has `update` is refused, for
-it would not be where it was.
+A class with `__iter__` and without `draw` is treated as a sampler of verl. It is created with `data_source`
+and `data_config`. If it has `update`, it receives a batch with `token_level_scores` and the columns of the
+rows. Each pass over the sampler yields whole batches. After a resume the sampler continues through its
+`state_dict` and `load_state_dict`. If it lacks these methods, Tandem skips the rows that were already drawn;
+a class that also has `update` is refused then, because its order would differ from that of the first run.
 
-The sampler lives with the data. It is told of every generation batch before it is asked for the next one, so
-that a run that was killed goes on exactly.
+The sampler runs in the process that holds the data. It receives the rewards of every generation batch before
+it draws the next one, so a run that was killed continues with exactly the same rows.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ _METHODS = ("draw", "update", "state_dict", "load_state_dict")
 
 
 class Sampler(Protocol):
-    """See the module's docstring."""
+    """The interface of a sampler; the module's docstring describes it."""
 
     def draw(self, count: int) -> Sequence[int]:
-        """The numbers of `count` different rows, from 0."""
+        """Return the numbers of `count` different rows, counted from 0."""
         ...
 
     def update(self, rows: np.ndarray, rewards: np.ndarray) -> None:
-        """Takes note of the mean reward of the responses to some rows.
+        """Record the mean reward of the responses to some rows.
 
         Args:
-            rows: (P) int64, each once.
+            rows: (P) int64, each row once.
             rewards: (P) float64.
         """
         ...
@@ -63,25 +64,27 @@ class Sampler(Protocol):
 
 
 class PassRateSampler:
-    """Draws prompts that are sometimes answered well more often than those that always or never are.
+    """A sampler that prefers prompts that the model answers well only sometimes.
 
-    A row is drawn with a weight of p (1 - p) + floor, where p is a running mean of its rewards, cut to 0 … 1:
-    the variance of a reward of 0 or 1, which is what a group's advantages are made of.
+    A row is drawn with the weight p (1 - p) + floor. p is a running mean of the row's rewards, limited to 0 …
+    1. p (1 - p) is the variance of a reward that is 0 or 1. A group whose rewards do not vary has no
+    advantages to learn from.
 
     When to use: rewards of 0 to 1 on data of mixed difficulty, above all without dynamic sampling.
-    Watch: `reward/mean` moves towards one half; `training/epoch` no longer says that each prompt came once.
+    Watch: `reward/mean` moves towards one half; `training/epoch` no longer means that each prompt came once.
     Cost: nothing.
 
     Args:
-        dataset: of the training prompts.
-        batch_size: rows of a batch.
-        seed: of the draws.
-        start: p of a row before its first reward.
-        momentum: the weight of the running mean's past, from 0 to below 1.
-        floor: the weight of rows that are certain; above 0, so that none is forgotten.
+        dataset: The dataset of training prompts.
+        batch_size: Rows per batch.
+        seed: The seed of the draws.
+        start: The p of a row before its first reward.
+        momentum: The weight of the past in the running mean, at least 0 and below 1.
+        floor: The extra weight of every row. It must be above 0, so that rows with p = 0 or p = 1 are still
+            drawn.
 
     Raises:
-        ConfigError: a setting out of range.
+        ConfigError: A setting is out of range.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class PassRateSampler:
         return {"rates": self._rates.tolist(), "random": self._random.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rates[: len(state["rates"])] = state["rates"]  # rows that were added have none yet
+        self._rates[: len(state["rates"])] = state["rates"]  # rows added since have no rate yet
         self._random.bit_generator.state = state["random"]
 
 
@@ -135,18 +138,19 @@ def load_sampler(
     kwargs: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
 ) -> Sampler:
-    """The sampler that the config names.
+    """Create the sampler that the config names.
 
     Args:
-        path: a Python file or a module; None: this one.
-        name: the class.
-        batch_size: rows of a batch.
-        seed: for its draws.
-        kwargs: further arguments.
-        config: the data section, for a sampler of verl's kind.
+        dataset: The dataset of training prompts.
+        path: A Python file or a module; None means this module.
+        name: The name of the class.
+        batch_size: Rows per batch.
+        seed: The seed of the sampler's draws.
+        kwargs: Further arguments of the class.
+        config: The `data` section of the config, for samplers of verl.
 
     Raises:
-        ConfigError: no such file or class, a class that lacks a method, or arguments that it does not take.
+        ConfigError: The file or class does not exist, the class lacks a method, or it rejects the arguments.
     """
     module, name = load_module(f"{path or BUILT_IN}:{name}")
     found = getattr(module, name, None)
@@ -158,10 +162,10 @@ def load_sampler(
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing and not iterated:
         raise ConfigError(
-            "the sampler lacks methods that are called",
+            "the sampler class lacks required methods",
             field=field,
             got=f"{known} without {', '.join(missing)}",
-            expected=f"the methods {', '.join(_METHODS)}; see {BUILT_IN}",
+            expected=f"the methods {', '.join(_METHODS)}; {BUILT_IN} describes them",
         )
     given = {"batch_size": batch_size, "seed": seed, **kwargs}
     if iterated:
@@ -171,20 +175,20 @@ def load_sampler(
     except TypeError as error:
         first = "" if iterated else "dataset, "
         raise ConfigError(
-            f"the sampler cannot be made: {error}",
+            f"the sampler cannot be created: {error}",
             field="data.sampler.kwargs",
             got=f"{name}({first}{', '.join(f'{key}=…' for key in given)})",
-            remedy="take these arguments by these names",
+            remedy="let the constructor accept these arguments by these names",
         ) from error
     return IteratedSampler(made, dataset) if iterated else made
 
 
 class IteratedSampler:
-    """A sampler of verl's kind, which is iterated.
+    """An adapter for a sampler of verl, which yields row numbers when it is iterated.
 
     Args:
-        sampler: yields numbers of rows.
-        dataset: of the rows.
+        sampler: An iterable that yields row numbers.
+        dataset: The dataset of the rows.
     """
 
     def __init__(self, sampler: Any, dataset: PromptDataset) -> None:
@@ -193,7 +197,10 @@ class IteratedSampler:
         self._draws: list[int] = []
 
     def draw(self, count: int) -> Sequence[int]:
-        """The next rows of this pass, or, if it has not so many left, the first of the next."""
+        """Return the next `count` rows of this pass over the sampler.
+
+        If fewer than `count` rows are left in this pass, start the next pass.
+        """
         rows = list(islice(self._rows, count))
         if len(rows) < count:
             self._rows = iter(self._sampler)
@@ -202,7 +209,7 @@ class IteratedSampler:
         return rows
 
     def update(self, rows: np.ndarray, rewards: np.ndarray) -> None:
-        """Tells the sampler, if it wants to know."""
+        """Pass the rewards to the sampler, if it has an `update` method."""
         if hasattr(self._sampler, "update"):
             columns = self._dataset.batch(rows.tolist(), uid_prefix="seen").non_tensor_batch
             scores = torch.from_numpy(rewards).float()
@@ -214,9 +221,10 @@ class IteratedSampler:
         return {"draws": self._draws, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
+        """Restore the sampler's state.
+
         Raises:
-            DataError: the sampler learns and cannot say what it has learnt.
+            DataError: The sampler has an `update` method but cannot save its state.
         """
         if state["own"] is not None:
             self._sampler.load_state_dict(state["own"])
@@ -224,9 +232,9 @@ class IteratedSampler:
             return
         if hasattr(self._sampler, "update"):
             raise DataError(
-                "the sampler cannot go on where it was",
+                "the sampler cannot continue where the checkpoint was saved",
                 field="data.sampler.class_name",
-                got=f"{type(self._sampler).__name__} with update, and without state_dict",
+                got=f"{type(self._sampler).__name__} with update and without state_dict",
                 expected="state_dict and load_state_dict",
             )
         for count in state["draws"]:
@@ -234,12 +242,12 @@ class IteratedSampler:
 
 
 class DrawnBatches:
-    """Batches whose rows a sampler draws, one after the other.
+    """A sequence of batches whose rows a sampler draws.
 
     Args:
-        dataset: where rows come from.
-        batch_size: rows per batch.
-        sampler: draws them.
+        dataset: The dataset of the rows.
+        batch_size: Rows per batch.
+        sampler: The sampler that draws the rows.
     """
 
     def __init__(self, dataset: PromptDataset, batch_size: int, sampler: Sampler) -> None:
@@ -249,17 +257,20 @@ class DrawnBatches:
         self._drawn = 0
 
     def batch(self, number: int) -> DataProto:
-        """The next batch; its number is the prefix of its uids, for a row may come again at any time.
+        """Return the next batch.
+
+        `number` must be that of the next batch. It is the prefix of the batch's uids, because a row may be
+        drawn again at any time.
 
         Raises:
-            DataError: the sampler drew something else than so many different rows.
+            DataError: The sampler did not return the requested number of different rows.
         """
         assert number == self._drawn, (number, self._drawn)
         rows = [int(row) for row in self._sampler.draw(self._batch_size)]
         last = len(self._dataset) - 1
         if len(set(rows)) != self._batch_size or not all(0 <= row <= last for row in rows):
             raise DataError(
-                "the sampler drew something else than different rows",
+                "the sampler did not return different rows",
                 field="data.sampler.class_name",
                 got=f"{type(self._sampler).__name__}: {len(rows)} rows, {len(set(rows))} different, "
                 f"{min(rows, default=None)} to {max(rows, default=None)}",
@@ -269,10 +280,10 @@ class DrawnBatches:
         return self._dataset.batch(rows, uid_prefix=str(number))
 
     def observe(self, batch: DataProto) -> None:
-        """Tells the sampler the mean score of each prompt's responses.
+        """Pass the mean score of each prompt's responses to the sampler.
 
         Args:
-            batch: `index` and `scores`.
+            batch: A table with `index` and `scores`.
         """
         rows = self._dataset.rows_of(batch.non_tensor_batch["index"].astype(np.int64))
         once, place = np.unique(rows, return_inverse=True)

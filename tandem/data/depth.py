@@ -1,5 +1,8 @@
-"""How deep the JSON of a data file is nested. Arrow's reader goes one call deeper for each level, and the
-process dies where there is no more stack; here such a file is refused before Arrow sees it."""
+"""A check of how deep the JSON of a data file is nested.
+
+Arrow's JSON reader makes one recursive call per level, and the process dies when its stack is full. The check
+raises an error before Arrow sees such a file.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,24 @@ from typing import IO
 import numpy as np
 
 DEEPEST = 100
-_PIECE = 1 << 18  # looked at together
+_PIECE = 1 << 18  # bytes that are checked together
 _MARKS = b'[]{}"\n'
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
 _PAIRS = (b'""', b"{}", b"[]", b"{}", b"[]")
-"""What most rows come down to once all else is left out. A level is lost with each pair of brackets, two at
-most of each kind, so that `DEEPEST` is exact but for four."""
+"""The pairs of marks that are removed first. Most rows contain nothing else.
+
+Removing a pair of brackets hides one level. At most two levels of each kind of bracket are hidden, so the
+limit `DEEPEST` may be exceeded by up to four levels.
+"""
 
 
 class Shallow:
-    """A file of JSON, whose bytes are looked at as they are read. Brackets within strings do not count.
+    """A JSON file that checks its nesting depth while it is read.
+
+    Brackets inside strings do not count.
 
     Args:
-        file: open for reading, at its beginning.
+        file: A file that is open for reading, at its beginning.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -28,9 +36,10 @@ class Shallow:
         self._depth, self._inside, self._escape = 0, False, b""
 
     def read(self, size: int = -1) -> bytes:
-        """
+        """Read up to `size` bytes.
+
         Raises:
-            ValueError: it is nested deeper than `DEEPEST`.
+            ValueError: The JSON is nested deeper than `DEEPEST` levels.
         """
         found = self._file.read(size)
         for start in range(0, len(found), _PIECE):
@@ -47,7 +56,7 @@ class Shallow:
     def _look(self, piece: bytes) -> None:
         if self._escape or b"\\" in piece:
             piece = (self._escape + piece).replace(b"\\\\", b"").replace(b'\\"', b"")
-            self._escape = piece[-1:] if piece.endswith(b"\\") else b""  # of what begins the next piece
+            self._escape = piece[-1:] if piece.endswith(b"\\") else b""  # escapes the next piece
         piece = piece.translate(None, _OTHERS)
         for pair in _PAIRS:
             piece = piece.replace(pair, b"")
@@ -55,10 +64,10 @@ class Shallow:
             return
         marks = np.frombuffer(piece, np.uint8)
         quotes = (marks == ord('"')).cumsum() + self._inside
-        lines = np.where(marks == ord("\n"), quotes, 0)  # a string ends with its line at the latest
+        lines = np.where(marks == ord("\n"), quotes, 0)  # no string continues on the next line
         inside = (quotes - np.maximum.accumulate(lines)) % 2 == 1
         opens, closes = (np.isin(marks, list(brackets)) & ~inside for brackets in (b"[{", b"]}"))
         depths = self._depth + (opens.astype(np.int64) - closes).cumsum()
         self._depth, self._inside = int(depths[-1]), bool(inside[-1])
         if depths.max() > DEEPEST:
-            raise ValueError(f"nested deeper than {DEEPEST}")
+            raise ValueError(f"nested deeper than {DEEPEST} levels")

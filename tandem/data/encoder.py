@@ -1,4 +1,7 @@
-"""From some rows to token ids: checked, formatted, tokenised, kept to a length limit. Imports no torch."""
+"""Turn rows into token ids: check, format, tokenize and apply the length limit.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,30 @@ from tandem.data.truncation import Limit
 from tandem.errors import DataError
 
 FORMAT = 2
-"""Of the tokens that are kept: those of another are made anew."""
+"""The version of the cached tokens. Cached tokens of another version are made again."""
 SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT = "shape", "failed", "template", "empty", "unlearnt"
 Problems = dict[str, list[tuple[int, str]]]
-"""By kind: numbers of rows, and what is wrong with each."""
+"""For each kind of problem: pairs of (row number, description)."""
 
 Form = PromptForm | ExampleForm
 
 
 @dataclass
 class EncodedRows:
-    """What some rows became.
+    """The tokens and problems of some rows.
 
     Attributes:
-        ids: int32, of the rows that the limit keeps, below each other and cut to it.
-        masks: bool, which of them the model is to write; false for each first token, which nothing precedes.
-            Empty where nothing is learnt of rows.
-        lengths: (S) tokens of each sequence before that.
-        rows: (S) int64, the number of its row, ascending; a row that has a problem has one without tokens.
-        digests: (S) uint64, of the columns that tell its row from others.
-        problems: by kind, with the numbers of the rows.
-        formed: how many rows the template formatted.
-        error: of the template or the tokenizer as such.
+        ids: int32 token ids of all sequences that the limit keeps, concatenated. Long sequences are cut to
+            the limit.
+        masks: bool, whether the model is trained to write each token. The first token of a sequence is always
+            false, because no token comes before it. Empty if the rows are not examples to learn from.
+        lengths: (S) The number of tokens of each sequence before the cut.
+        rows: (S) int64, the row number of each sequence, ascending. A row with a problem has one sequence
+            without tokens.
+        digests: (S) uint64, a digest of the columns that identify each sequence's row.
+        problems: Problems by kind, with row numbers.
+        formed: The number of rows that the template formatted.
+        error: An error of the template or the tokenizer itself, not of a single row.
     """
 
     ids: np.ndarray
@@ -57,16 +62,16 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of rows.
+    """A converter from rows to token ids.
 
     Attributes:
-        form: what is done with a row.
-        tokenizer: a Hugging Face tokenizer.
-        template: its chat template.
-        limit: of a row's tokens.
-        ended: the end-of-sequence token is put after each row that does not end in it; it is the model's to
-            write.
-        learnt: each row must hold tokens that the model is to write.
+        form: The form of the rows.
+        tokenizer: A Hugging Face tokenizer.
+        template: The tokenizer's chat template.
+        limit: The limit of a sequence's length.
+        ended: Whether to add the end-of-sequence token to each sequence that does not end with it. The model
+            is trained to write this token.
+        learnt: Whether each row must contain tokens that the model is trained to write.
     """
 
     form: Form
@@ -78,19 +83,19 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """Tells its results from those of another."""
-        told = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
-        return digest(told, tokenizer_digest(self.tokenizer))
+        """A digest of all settings that the results depend on."""
+        settings = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
+        return digest(settings, tokenizer_digest(self.tokenizer))
 
     def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> EncodedRows:
-        """What rows become; they have these numbers."""
+        """Return the tokens and problems of rows; `numbers` are the numbers of the rows."""
         problems: Problems = defaultdict(list)
         digests = np.zeros(len(records), np.uint64)
         rows: list[list[list[Piece]]] = [[[]] for _ in records]
         formed = 0
         error = None
         for at, record in enumerate(records):
-            digests[at] = number_of(_json([plain(record[name]) for name in self.form.told_by]))
+            digests[at] = number_of(_json([plain(record[name]) for name in self.form.identifying_columns]))
             try:
                 if problem := self.form.problem(record):
                     problems[SHAPE].append((numbers[at], problem))
@@ -111,14 +116,14 @@ class Encoder:
         return replace(made, digests=np.repeat(digests, counts), formed=formed, error=error)
 
     def _joined(self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems) -> EncodedRows:
-        """The tokens of sequences, of their pieces, within the limit."""
+        """Tokenize the pieces of each sequence, join them and apply the length limit."""
         end = _eos(self.tokenizer) if self.ended else None
         lengths = np.zeros(len(rows), np.int64)
         values: list[np.ndarray] = [np.zeros(0, np.int32)]
         masks: list[np.ndarray] = [np.zeros(0, bool)]
         for at, (pieces, ids) in enumerate(zip(rows, self._tokenized(rows, owners, problems), strict=True)):
             number = int(owners[at])
-            if not pieces:  # of a row with a problem
+            if not pieces:  # the row has a problem
                 continue
             parts = [*zip(ids, (written for _, written in pieces), strict=True)]
             if end is not None and parts[-1][0][-1:].tolist() != [end]:
@@ -135,7 +140,7 @@ class Encoder:
                 mask[:1] = False
                 masks.append(mask)
                 if not mask.any():
-                    problems[UNLEARNT].append((number, f"none of its {len(mask)} tokens is learnt"))
+                    problems[UNLEARNT].append((number, f"none of its {len(mask)} tokens is trained on"))
         return EncodedRows(
             np.concatenate(values), np.concatenate(masks), lengths, owners, np.zeros(0), problems
         )
@@ -143,10 +148,10 @@ class Encoder:
     def _tokenized(
         self, rows: Sequence[list[Piece]], owners: np.ndarray, problems: Problems
     ) -> Iterator[list[np.ndarray]]:
-        """int32 token ids of each piece of each sequence."""
+        """Yield the int32 token ids of each piece of each sequence."""
         try:
             yield from encoded(self.tokenizer, rows)
-        except Exception:  # of one row: which one?
+        except Exception:  # one row failed; tokenize the rows one by one to find it
             for row, pieces in zip(owners.tolist(), rows, strict=True):
                 try:
                     (ids,) = encoded(self.tokenizer, [pieces])
@@ -166,10 +171,10 @@ def _named(error: Exception) -> str:
 def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise DataError(
-            "the tokenizer has no end-of-sequence token to put after responses",
+            "the tokenizer has no end-of-sequence token to add after responses",
             field="tokenizer.eos_token",
             got=f"None in {tokenizer.name_or_path or type(tokenizer).__name__}",
             expected="an eos_token in tokenizer_config.json",
-            remedy="name one there; without it the model would never learn to stop",
+            remedy="set eos_token there; without it the model would never learn to stop",
         )
     return int(tokenizer.eos_token_id)

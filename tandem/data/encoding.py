@@ -1,5 +1,8 @@
-"""From data files to token ids, the same way for every use; of large data by several processes, and kept.
-What is wrong is said of all rows at once, with their names."""
+"""Turn data files into token ids, in the same way for every use.
+
+Several processes share the work on large data, and a cache keeps the result. Problems are collected over all
+rows and reported together, with the names of the rows.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ from tandem.errors import DataError
 from tandem.observability.progress import Progress
 
 PART_ROWS = 8 * CHUNK_ROWS
-"""Rows that a process is given at a time."""
+"""Rows that a process gets at a time."""
 PART_SECONDS = 600
-"""After so long with them it hangs."""
+"""A process that needs longer than this for one part counts as hung."""
 _ALLOCATIONS = 1_000_000
-_TOLD = ("lengths", "rows", "digests")
-"""What is kept of each sequence beside its tokens."""
+_PER_SEQUENCE = ("lengths", "rows", "digests")
+"""The arrays with one value per sequence, which are kept in addition to the tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class Encoded:
     """The token ids of all sequences that the limit keeps.
 
     Attributes:
-        ids: int32, below each other.
-        masks: bool, beside them, which ones the model is to write; empty where it writes none.
-        lengths: (K) int64, of each sequence.
-        kept: (K) int64, the numbers of their rows.
-        digests: (K) uint64, of what these were made of.
+        ids: int32 token ids of all sequences, concatenated.
+        masks: bool, for each token whether the model is trained to write it. Empty if the data are prompts.
+        lengths: (K) int64, the length of each sequence.
+        kept: (K) int64, the number of each sequence's row.
+        digests: (K) uint64, a digest of the data that each sequence was made from.
     """
 
     ids: np.ndarray
@@ -57,20 +60,24 @@ class Encoded:
 
 
 def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir: str | None) -> Encoded:
-    """The tokens of all rows. Those of a mapped table are made by several processes, and kept.
+    """Return the tokens of all rows.
+
+    If the table is mapped from Arrow files, several processes tokenize it and the cache keeps the result.
 
     Args:
-        workers: processes; None: as many as there are processors, if there is enough to do for them.
-        cache_dir: where they are kept.
+        files: The rows.
+        encoder: The converter from rows to tokens.
+        workers: The number of processes; None starts one per CPU core, but fewer if there are few rows.
+        cache_dir: The cache folder.
 
     Raises:
-        DataError: rows of the wrong shape, that the template or the tokenizer refuses, without tokens, over
-            the limit, or with nothing left to learn; a tokenizer without a template or end token.
+        DataError: Rows have the wrong shape, are rejected by the template or the tokenizer, have no tokens,
+            exceed the limit, or leave nothing to train on; or the tokenizer has no template or end token.
     """
     if not files.arrow:
         return gather_rows(files, encoder, _parts(files, encoder, 1))
-    assert cache_dir is not None, "what is mapped is kept"
-    # As many processes as there are processors, each with several parts to do.
+    assert cache_dir is not None, "a mapped table needs a cache folder"
+    # One process per CPU core, but only as many as have several parts each.
     enough = max(1, min(len(os.sched_getaffinity(0)), len(files) // (4 * PART_ROWS)))
 
     def keep(folder: Path) -> None:
@@ -81,33 +88,44 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
             Progress("tokenize", len(files)) as progress,
         ):
             parts = _counted(_parts(files, encoder, workers or enough), progress)
-            told = _gather(files, encoder, parts, ids, masks)
-        for name, values in zip(_TOLD, told, strict=True):
+            per_sequence = _gather(files, encoder, parts, ids, masks)
+        for name, values in zip(_PER_SEQUENCE, per_sequence, strict=True):
             np.save(folder / f"{name}.npy", values)
 
     name = f"tokens-{digest(files.digest, encoder.digest)}"
     folder = entry(Path(cache_dir).expanduser(), name, f"the tokens of {files.names}", keep)
     ids, masks = _map(folder / "ids", np.int32), _map(folder / "masks", bool)
-    return _within_limit(files, encoder, ids, masks, [np.load(folder / f"{each}.npy") for each in _TOLD])
+    return _within_limit(
+        files, encoder, ids, masks, [np.load(folder / f"{each}.npy") for each in _PER_SEQUENCE]
+    )
 
 
 def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[EncodedRows]) -> Encoded:
-    """The tokens of all rows, of their parts.
+    """Return the tokens of all rows from their encoded parts.
+
+    Args:
+        files: The rows, for messages.
+        encoder: The converter that made the parts.
+        parts: The encoded parts, in the order of the rows.
 
     Raises:
-        DataError: see `encode`.
+        DataError: See `encode`.
     """
     ids, masks = io.BytesIO(), io.BytesIO()
-    told = _gather(files, encoder, parts, ids, masks)
+    per_sequence = _gather(files, encoder, parts, ids, masks)
     flat_ids, flat_masks = np.frombuffer(ids.getbuffer(), np.int32), np.frombuffer(masks.getbuffer(), bool)
-    return _within_limit(files, encoder, flat_ids, flat_masks, told)
+    return _within_limit(files, encoder, flat_ids, flat_masks, per_sequence)
 
 
 def _within_limit(
-    files: DataFiles, encoder: Encoder, ids: np.ndarray, masks: np.ndarray, told: Sequence[np.ndarray]
+    files: DataFiles, encoder: Encoder, ids: np.ndarray, masks: np.ndarray, per_sequence: Sequence[np.ndarray]
 ) -> Encoded:
-    """Of all sequences, of whose tokens these are those that the limit keeps."""
-    lengths, rows, digests = told
+    """Return the sequences that the limit keeps.
+
+    `ids` and `masks` already hold the tokens of these sequences only, and `per_sequence` describes all
+    sequences.
+    """
+    lengths, rows, digests = per_sequence
     kept = encoder.limit.kept(lengths, rows, files)
     return Encoded(ids, masks, np.minimum(lengths[kept], encoder.limit.tokens), rows[kept], digests[kept])
 
@@ -125,24 +143,24 @@ def _counted(parts: Iterator[EncodedRows], progress: Progress) -> Iterator[Encod
 def _gather(
     files: DataFiles, encoder: Encoder, parts: Iterable[EncodedRows], ids: IO[bytes], masks: IO[bytes]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Writes ids and masks; returns the lengths, rows and digests of all sequences.
+    """Write ids and masks, and return the lengths, rows and digests of all sequences.
 
     Raises:
-        DataError: see `encode`; of the problems the kind that comes first.
+        DataError: See `encode`. If there are problems of several kinds, the error reports the first kind.
     """
     problems = {kind: RowProblems(files.where) for kind in (SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT)}
-    told: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    per_sequence: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     reasons, formed, error = set(), 0, None
     for part in parts:
         ids.write(part.ids.data)
         masks.write(part.masks.data)
-        told.append((part.lengths, part.rows, part.digests))
+        per_sequence.append((part.lengths, part.rows, part.digests))
         for kind, found in part.problems.items():
             for row, problem in found:
                 problems[kind].add(row, problem)
         reasons |= {reason for _, reason in part.problems[TEMPLATE]}
         formed, error = formed + part.formed, error or part.error
-    lengths, rows, digests = map(np.concatenate, zip(*told, strict=True))
+    lengths, rows, digests = map(np.concatenate, zip(*per_sequence, strict=True))
     _refuse(problems[SHAPE], SHAPE, files, encoder)
     if error is not None:
         raise error
@@ -156,23 +174,23 @@ def _gather(
 
 
 def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -> None:
-    mend, limit = "mend or remove these rows; rows are counted from 0", encoder.limit
-    takes = "rows that the chat template and the tokenizer take"
+    fix, limit = "fix or remove these rows; rows are counted from 0", encoder.limit
+    takes = "rows that the chat template and the tokenizer accept"
     message, expected, remedy = {
-        SHAPE: ("of the wrong shape", encoder.form.expected, mend),
-        FAILED: ("that could not be turned into tokens", takes, mend),
+        SHAPE: ("of the wrong shape", encoder.form.expected, fix),
+        FAILED: ("that could not be turned into tokens", takes, fix),
         TEMPLATE: (
             "that the tokenizer's chat template cannot format",
             "conversations that the template accepts",
-            f"mend these rows, or set another template: {encoder.template.key}=…",
+            f"fix these rows, or set another template: {encoder.template.key}=…",
         ),
         EMPTY: (
             "whose prompt has no tokens",
             "prompts of at least one token",
-            "remove these rows, or check the chat template, which writes nothing for them",
+            "remove these rows, or check the chat template: its text for them is empty",
         ),
         UNLEARNT: (
-            "with nothing left to learn once cut to the length limit",
+            "without any token to train on after the cut to the length limit",
             f"at least one token of the response among {limit.tokens}",
             f"raise {limit.field}, or cut the other side with data.truncation",
         ),
@@ -181,12 +199,12 @@ def _refuse(found: RowProblems, kind: str, files: DataFiles, encoder: Encoder) -
 
 
 def _parts(files: DataFiles, encoder: Encoder, workers: int) -> Iterator[EncodedRows]:
-    """What all rows become, in their order."""
+    """Yield the encoded parts of all rows, in the order of the rows."""
     starts = range(0, len(files), PART_ROWS)
     if workers == 1:
         yield from (_part(encoder, files.table.slice(start, PART_ROWS), start) for start in starts)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (encoder,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_process, (encoder,))
     waiting: deque[tuple[int, Future[EncodedRows]]] = deque()
     try:
         for start in starts:
@@ -208,17 +226,17 @@ def _result(files: DataFiles, start: int, job: Future[EncodedRows]) -> EncodedRo
     except (BrokenProcessPool, TimeoutError) as error:
         reason = f"has not answered for {PART_SECONDS} s" if isinstance(error, TimeoutError) else "died"
         raise DataError(
-            f"a process that makes tokens {reason}",
+            f"a tokenizing process {reason}",
             field=files.names,
-            got=f"{files.where(start)} and the {PART_ROWS} rows from there",
-            remedy="see what is odd about these rows, or give the processes more memory: "
-            "data.filter_overlong_prompts_workers=1 takes one",
+            got=f"the {PART_ROWS} rows from {files.where(start)} on",
+            remedy="look for unusual rows there, or give each process more memory: "
+            "data.filter_overlong_prompts_workers=1 starts only one",
         ) from error
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """A user's script is not to run again in the processes that begin here."""
+    """Hide the main module, so that new processes do not run the user's script again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -227,21 +245,21 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-_mine: list[Encoder] = []
+_process_encoder: list[Encoder] = []
 
 
-def _begin(encoder: Encoder) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one processor
+def _start_process(encoder: Encoder) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process uses one CPU core
     gc.freeze()
-    gc.set_threshold(_ALLOCATIONS)  # of rows hardly any are in cycles, and looking for these costs a tenth
-    _mine[:] = [encoder]
+    gc.set_threshold(_ALLOCATIONS)  # rows hardly form reference cycles; looking for them costs 10 %
+    _process_encoder[:] = [encoder]
 
 
 def _part_of(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> EncodedRows:
-    return _part(_mine[0], read_part(arrow, columns, start, stop), start)
+    return _part(_process_encoder[0], read_part(arrow, columns, start, stop), start)
 
 
 def _part(encoder: Encoder, table: pa.Table, start: int) -> EncodedRows:
-    """What the rows of a table become; `start` is the number of the first."""
+    """Encode the rows of a table; `start` is the number of the first row."""
     chunks = (table.slice(at, CHUNK_ROWS).to_pylist() for at in range(0, len(table), CHUNK_ROWS))
     return encoder.part([row for chunk in chunks for row in chunk], range(start, start + len(table)))

@@ -1,5 +1,7 @@
-"""Forms of examples to learn from: what must stand in their rows, and which text the model reads and
-learns; see `tandem.data.forms`."""
+"""Forms of training examples: which columns a row needs, and which text the model reads and learns.
+
+`tandem.data.forms` describes what a form is.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from tandem.data.validate import conversation_problem, kind, prompt_problem
 
 @dataclass(frozen=True)
 class ConversationForm:
-    """Conversations whose assistant's turns are learnt.
+    """Conversations in which the model learns the assistant's turns.
 
     Attributes:
-        key: the column.
-        tools_key: the column of the tools that the template is given, if any.
+        key: The column of conversations.
+        tools_key: The column of the tools that the template receives, if there is one.
     """
 
     key: str
@@ -30,12 +32,12 @@ class ConversationForm:
     texts: ClassVar[bool] = False
 
     @property
-    def told_by(self) -> tuple[str, ...]:
+    def identifying_columns(self) -> tuple[str, ...]:
         return _present(self.key, self.tools_key)
 
     @property
     def expected(self) -> str:
-        return f"{self.key}: [{{role, content}}, …] with a turn of the assistant that is not the first"
+        return f"{self.key}: [{{role, content}}, …] with a turn of the assistant after the first message"
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
         return _of(self.key, turns_problem(row[self.key])) or tools_problem(row, self.tools_key)
@@ -46,12 +48,15 @@ class ConversationForm:
 
 @dataclass(frozen=True)
 class PairForm:
-    """Prompts with the responses to learn: text, or messages that follow a prompt of messages.
+    """Prompts with the responses to learn.
+
+    A response is text, or messages that follow a prompt of messages.
 
     Attributes:
-        prompt_key, response_key: the columns.
-        texts: whether the responses are texts.
-        tools_key: the column of the tools that the template of messages is given, if any.
+        prompt_key: The column of prompts.
+        response_key: The column of responses.
+        texts: Whether the responses are texts.
+        tools_key: The column of the tools that the template of messages receives, if there is one.
     """
 
     prompt_key: str
@@ -60,7 +65,7 @@ class PairForm:
     tools_key: str | None = None
 
     @property
-    def told_by(self) -> tuple[str, ...]:
+    def identifying_columns(self) -> tuple[str, ...]:
         return _present(self.prompt_key, self.response_key, self.tools_key)
 
     @property
@@ -86,13 +91,13 @@ class PairForm:
 
 @dataclass(frozen=True)
 class TextForm:
-    """Texts of which everything is learnt, as in pretraining."""
+    """Texts that the model learns as a whole, as in pretraining."""
 
     key: str
     texts: ClassVar[bool] = True
 
     @property
-    def told_by(self) -> tuple[str, ...]:
+    def identifying_columns(self) -> tuple[str, ...]:
         return (self.key,)
 
     @property
@@ -108,17 +113,18 @@ class TextForm:
 
 @dataclass(frozen=True)
 class PreferenceForm:
-    """Pairs of answers, of which one is turned into tokens.
+    """Pairs of responses, one of which is turned into tokens.
 
-    Answers are texts, after a prompt or (without one) from the beginning; or messages, which are a whole
-    conversation, or begin with the assistant's turn that follows a prompt of messages.
+    A response can be a text. It follows the prompt or, without a prompt, is the whole sequence. A response
+    can also be a list of messages: a whole conversation, or messages that start with the assistant's turn and
+    follow a prompt of messages.
 
     Attributes:
-        answers: the columns of both.
-        prompt_key: the column of prompts; None: there is none.
-        margin_key: the column of margins, if any.
-        texts: whether the answers are texts.
-        side: the column of the answer that becomes tokens.
+        answers: The columns of the two responses.
+        prompt_key: The column of prompts; None means that there is none.
+        margin_key: The column of margins, if there is one.
+        texts: Whether the responses are texts.
+        side: The column of the response that becomes tokens.
     """
 
     answers: tuple[str, str]
@@ -128,12 +134,12 @@ class PreferenceForm:
     side: str = ""
 
     @property
-    def told_by(self) -> tuple[str, ...]:
+    def identifying_columns(self) -> tuple[str, ...]:
         return _present(self.prompt_key, *self.answers, self.margin_key)
 
     @property
     def expected(self) -> str:
-        wanted = "text" if self.texts else "[{role, content}, …] that the assistant ends"
+        wanted = "text" if self.texts else "[{role, content}, …] with a last message of the assistant"
         prompt = "" if self.prompt_key is None else f"{self.prompt_key}: [{{role, content}}, …] or text; "
         margin = "" if self.margin_key is None else f"; {self.margin_key}: a number"
         return f"{prompt}{' and '.join(self.answers)}: {wanted}{margin}"
@@ -150,10 +156,10 @@ class PreferenceForm:
         follows = self._follows(answer)
         wrong = _following_problem(row[self.prompt_key or ""], answer) if follows else turns_problem(answer)
         ended = wrong or answer[-1]["role"] == "assistant"
-        return wrong if ended else "the assistant does not have the last word"
+        return wrong if ended else "the last message is not the assistant's"
 
     def _follows(self, answer: Any) -> bool:
-        """Whether an answer of messages follows the prompt, and is no conversation of its own."""
+        """Return whether a response of messages continues the prompt, and is not a whole conversation."""
         if self.prompt_key is None or conversation_problem(answer):
             return False
         return bool(answer[0]["role"] == "assistant")
@@ -181,11 +187,14 @@ def _of(key: str, problem: str | None) -> str | None:
 
 
 def answered(template: ChatTemplate, messages: Sequence[Message], *, prompt: int = 0) -> list[Piece]:
-    """A conversation up to the end of the assistant's last turn, as the model meets that. Raises as
-    `tandem.data.turns.examples`.
+    """Return the pieces of a conversation up to the end of the assistant's last turn.
+
+    Errors are those of `tandem.data.turns.examples`.
 
     Args:
-        prompt: how many messages at the beginning are the prompt.
+        template: The chat template.
+        messages: The conversation.
+        prompt: The number of messages at the start that form the prompt.
     """
     pieces = examples(template, messages, prompt=prompt)[-1]
     last = max(place for place, (_, written) in enumerate(pieces) if written)
@@ -197,12 +206,12 @@ def _all_learnt(template: ChatTemplate, text: str) -> list[Piece]:
 
 
 def turns_problem(messages: Any) -> str | None:
-    """Names what keeps `messages` from being a conversation in which the assistant answers."""
+    """Return why `messages` is not a conversation with a turn of the assistant, or None if it is."""
     if problem := conversation_problem(messages):
         return problem
     roles = [message["role"] for message in messages]
     if roles[0] == "assistant":
-        return "the assistant speaks first"
+        return "the first message is the assistant's"
     return None if "assistant" in roles else "no turn of the assistant"
 
 
@@ -211,11 +220,11 @@ def _text_problem(answer: Any) -> str | None:
 
 
 def _following_problem(prompt: Any, answer: Any) -> str | None:
-    """Names what keeps the messages of an answer from following a prompt."""
+    """Return why the messages of a response cannot follow the prompt, or None if they can."""
     if problem := conversation_problem(answer):
         return problem
     if isinstance(prompt, str) or prompt_problem(prompt):
-        return "messages, but the prompt is not"
+        return "a list of messages, but the prompt is not"
     return None if any(turn["role"] == "assistant" for turn in answer) else "no turn of the assistant"
 
 

@@ -1,4 +1,4 @@
-"""Reads data files into one table; every error names the file."""
+"""Read data files into one table; every error names the file."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from tandem.tasks import is_task, parse
 
 CHUNK_ROWS = 1024
 IN_MEMORY_BYTES = 32 << 20
-"""Files of more bytes together are mapped where there is a cache."""
+"""If all files together are larger than this and there is a cache, they are mapped."""
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The rows of all files below each other.
+    """The rows of all files, one file after the other.
 
     Attributes:
-        table: the columns asked for, as far as they exist.
-        paths: one per file.
-        starts: the number in the table of each file's first row.
-        arrow: the Arrow files that the table is mapped from, if it is.
-        digest: tells a mapped table from others.
+        table: The requested columns, as far as they exist.
+        paths: The path of each file.
+        starts: The row number in the table of each file's first row.
+        arrow: The Arrow files that the table is mapped from, if it is mapped.
+        digest: A digest of a mapped table.
     """
 
     table: pa.Table
@@ -65,29 +65,29 @@ class DataFiles:
         return list(self.table.column_names)
 
     def where(self, row: int) -> str:
-        """A row's name in messages: its number in its file, and the file if there are several."""
+        """Return a row's name for messages: its number in its file, and the file if there are several."""
         place = bisect_right(self.starts, row) - 1
         file = f"{self.paths[place].name} " if len(self.paths) > 1 else ""
         return f"{file}row {row - self.starts[place]}"
 
     @property
     def names(self) -> str:
-        """The files, for messages."""
+        """The paths of the files, for messages."""
         return ", ".join(map(str, self.paths))
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(number, row as Python objects) of every row, converted a chunk at a time."""
+        """Yield (row number, row as Python objects) for every row, converted one chunk at a time."""
         table = self.table if columns is None else self.table.select(list(columns))
         for start in range(0, len(self), CHUNK_ROWS):
             yield from enumerate(table.slice(start, CHUNK_ROWS).to_pylist(), start)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-        """The rows of these numbers, in that order."""
+        """Return the rows with these numbers, in the given order."""
         numbers = np.asarray(rows, dtype=np.int64)
         batches, ends = self._batches
         at = np.searchsorted(ends, numbers, side="right")
         found: dict[int, dict[str, Any]] = {}
-        for place in np.unique(at).tolist():  # from a table of many chunks, `take` would copy it whole
+        for place in np.unique(at).tolist():  # `take` on a table of many chunks would copy the whole table
             batch, (wanted,) = batches[place], np.nonzero(at == place)
             taken = batch.take(pa.array(numbers[wanted] - (ends[place] - len(batch)))).to_pylist()
             found.update(zip(wanted.tolist(), taken, strict=True))
@@ -107,20 +107,21 @@ def read_files(
     keys: Sequence[str] = (),
     cache_dir: str | None = None,
 ) -> DataFiles:
-    """Reads the columns of the first alternative that all files have.
+    """Read the columns of the first alternative that all files have.
 
     Args:
-        files: one path or several, or tasks (see `tandem.tasks`), of the formats in `FORMATS`.
-        alternatives: sets of columns, one of which must be there.
-        optional: further columns, read where they are there; None: all others.
-        max_samples: keep the first so many rows of all files together; -1 keeps all.
-        keys: config keys that name the columns, for messages.
-        cache_dir: files of more than `IN_MEMORY_BYTES` are mapped, other formats than Arrow from copies in
-            this folder; None: all is read into memory.
+        files: One or several paths, or tasks (see `tandem.tasks`), in the formats of
+            `tandem.data.formats.FORMATS`.
+        alternatives: Sets of columns. The files must have all columns of at least one set.
+        optional: Further columns to read if they exist; None means all other columns.
+        max_samples: Keep only this many rows of all files together, from the start; -1 keeps all.
+        keys: The config keys that name the columns, for messages.
+        cache_dir: The cache folder. If the files are larger than `IN_MEMORY_BYTES`, they are mapped; formats
+            other than Arrow are copied to this folder first. None reads everything into memory.
 
     Raises:
-        DataError: no file is named; max_samples is out of range; a file is missing, unreadable, empty or
-            lacks columns; two files have different types in one column.
+        DataError: No file is named, `max_samples` is out of range, a file is missing, unreadable, empty or
+            lacks columns, or a column has different types in two files.
     """
     paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
     if not paths:
@@ -146,31 +147,34 @@ def read_files(
             field=", ".join(map(str, paths)),
             got=error,
             expected="columns of the same names to have the same types",
-            remedy="write the files anew with equal types, or train on one of them",
+            remedy="write the files again with equal types, or train on one of them",
         ) from error
     if max_samples > 0:
         whole = whole.slice(0, max_samples)
     if cache is None:
         return DataFiles(whole.combine_chunks(), tuple(paths), tuple(starts))
-    told = digest(whole.column_names, len(whole), *(part.digest for part in parts))
+    whole_digest = digest(whole.column_names, len(whole), *(part.digest for part in parts))
     arrow = tuple(part.place for part in parts if part.place)
-    return DataFiles(whole, tuple(paths), tuple(starts), arrow, told)
+    return DataFiles(whole, tuple(paths), tuple(starts), arrow, whole_digest)
 
 
 def read_part(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> pa.Table:
-    """Some rows of a table that is mapped from these files."""
+    """Return the rows from `start` to `stop` of a table that is mapped from these files."""
     tables = [mapped(path).select(list(columns)) for path in arrow]
     return pa.concat_tables(tables).slice(start, stop - start)
 
 
 def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
-    """The rows of data files, from their footers or by their lines.
+    """Count the rows of data files without reading more than needed.
+
+    Parquet files are counted by their footers, and JSON-lines files by their lines.
 
     Args:
-        max_samples: so many at most; -1: all.
+        files: The paths of the files.
+        max_samples: The largest number to return; -1 sets no limit.
 
     Raises:
-        DataError: one cannot be read.
+        DataError: A file cannot be read.
     """
     rows = 0
     for path in (Path(file).expanduser() for file in files):
@@ -192,7 +196,7 @@ def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
 def _shared_columns(
     files: list[File], alternatives: Sequence[Sequence[str]], keys: Sequence[str]
 ) -> list[str]:
-    """The first alternative whose columns all files have."""
+    """Return the columns of the first alternative that all files have."""
     for wanted in alternatives:
         if all(set(wanted) <= set(file.columns) for file in files):
             return list(wanted)
@@ -218,10 +222,12 @@ def _shared_columns(
 
 
 def _refuse_numbers(file: File, texts: Sequence[str], remedy: str) -> None:
-    """
+    """Check that no column of texts or messages holds numbers.
+
+    Such a column cannot be the intended one, whatever else is missing.
+
     Raises:
-        DataError: a column of texts or messages holds numbers; then it is not the one that is meant, whatever
-            else is missing.
+        DataError: A column holds numbers.
     """
     for name in texts:
         kind = file.schema.field(name).type if name in file.columns else None
@@ -236,7 +242,7 @@ def _refuse_numbers(file: File, texts: Sequence[str], remedy: str) -> None:
 
 
 def _nearest(missing: Sequence[str], columns: Sequence[str]) -> str:
-    """Which columns may be meant by those that are missing, as the beginning of a remedy."""
+    """Return the start of a remedy, which asks whether similar column names are the missing ones."""
     lower = {name.lower(): name for name in columns}
     close = {name: difflib.get_close_matches(name.lower(), lower, n=1) for name in missing}
-    return "".join(f"is {lower[near[0]]!r} the {name!r}? " for name, near in close.items() if near)
+    return "".join(f"is {lower[near[0]]!r} the column {name!r}? " for name, near in close.items() if near)

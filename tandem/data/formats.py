@@ -1,4 +1,7 @@
-"""One data file as a table: parquet, Arrow, JSON, CSV, or a task; mapped from a cache where there is one."""
+"""Read one data file as a table: parquet, Arrow, JSON, CSV or a task.
+
+With a cache folder, the table is mapped instead of loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pa_parquet
 
-from tandem.data.cache import BATCH_ROWS, digest, entry, file_digest, lies_in_file, mapped, write_arrow
+from tandem.data.cache import BATCH_ROWS, digest, entry, file_digest, is_zero_copy, mapped, write_arrow
 from tandem.data.depth import Shallow
 from tandem.data.values import Row, RowError, leaves, table_of
 from tandem.errors import DataError
@@ -24,20 +27,31 @@ from tandem.texts import parse_exact
 
 ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
-"""By the file's ending, before `.gz`; others are parquet. A JSON file is a list, or has a row per line."""
+"""The format of each file extension, after `.gz` is removed. Any other extension means parquet.
+
+A `.json` file is either a list or has one row per line.
+"""
 UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.ArrowException)
 _READABLE = "a parquet, Arrow, JSON or CSV file"
 BLOCK_BYTES = 64 << 20
-"""Read at a time, and the longest line of a JSON-lines file: Arrow's default, 1 MiB, is less than a long
-conversation."""
+"""The number of bytes read at a time, and the longest line of a JSON-lines file.
+
+Arrow's default of 1 MiB is shorter than a long conversation.
+"""
 _READING = 2
-"""Of the way in which files are read: copies that were made in another are made anew."""
+"""The version of the way in which files are read. Cached copies of another version are made again."""
 _PACKED = 5
-"""About how many bytes gzip makes of one."""
+"""The assumed compression ratio of gzip."""
 
 
 class FileRows(NamedTuple):
-    """The rows of a file, the Arrow file they are mapped from, if any, and what tells them from others."""
+    """The rows of a file.
+
+    Attributes:
+        table: The rows.
+        place: The Arrow file that the rows are mapped from, if they are mapped.
+        digest: A digest of the rows, empty if they are not mapped.
+    """
 
     table: pa.Table
     place: Path | None = None
@@ -45,7 +59,7 @@ class FileRows(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file that was opened: what is in it, how many rows, and how columns of it are read."""
+    """An opened file: its schema, its number of rows, and a function that reads some of its columns."""
 
     path: Path
     schema: pa.Schema
@@ -58,25 +72,28 @@ class File(NamedTuple):
 
 
 def open_file(path: Path, cache: Path | None) -> File:
-    """Look into a file.
+    """Open a file and read its schema.
 
     Args:
-        cache: the folder of what is made of files; None: all is read into memory.
+        path: The file, or a task.
+        cache: The cache folder; None reads everything into memory.
 
     Raises:
-        DataError: it is missing, unreadable or empty.
+        DataError: The file is missing, unreadable or empty.
     """
     if is_task(str(path)):
-        return _held(path, FileRows(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path))))
+        return _file_of_rows(
+            path, FileRows(pa.Table.from_pylist(parse(str(path)).rows()), None, digest(str(path)))
+        )
     if not path.is_file():
         raise DataError(
-            "is a folder" if path.is_dir() else "no such data file",
+            "this is a folder" if path.is_dir() else "no such data file",
             field=str(path),
             expected=_READABLE,
             remedy="check data.train_files and data.val_files; paths are relative to the working folder",
         )
     try:
-        file = _looked_into(path, cache) if path.stat().st_size else None
+        file = _inspected(path, cache) if path.stat().st_size else None
     except DataError:
         raise
     except UNREADABLE as error:
@@ -86,94 +103,103 @@ def open_file(path: Path, cache: Path | None) -> File:
     return file
 
 
-def _looked_into(path: Path, cache: Path | None) -> File:
+def _inspected(path: Path, cache: Path | None) -> File:
     kind = format_of(path)
     if kind != PARQUET:
         if cache is None:
-            return _held(path, FileRows(whole_table(path)))
-        if kind == ARROW and lies_in_file(table := mapped(path)):
-            return _held(path, FileRows(table, path, file_digest(path)))
-        return _held(path, _kept(path, cache, partial(_blocks, path)))
+            return _file_of_rows(path, FileRows(whole_table(path)))
+        if kind == ARROW and is_zero_copy(table := mapped(path)):
+            return _file_of_rows(path, FileRows(table, path, file_digest(path)))
+        return _file_of_rows(path, _cached_rows(path, cache, partial(_blocks, path)))
     parquet = pa_parquet.ParquetFile(path)
 
     def read(names: list[str]) -> FileRows:
         if cache is None:
             return FileRows(parquet.read(columns=names))
         batches = partial(parquet.iter_batches, BATCH_ROWS, columns=names)
-        return _kept(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
+        return _cached_rows(path, cache, lambda: map(pa.Table.from_batches, zip(batches())), names)
 
     return File(path, parquet.schema_arrow, parquet.metadata.num_rows, read)
 
 
-def _held(path: Path, part: FileRows) -> File:
-    """A file whose rows are there already."""
+def _file_of_rows(path: Path, part: FileRows) -> File:
+    """Return the `File` of rows that were already read."""
     table = part.table
     return File(path, table.schema, len(table), lambda names: part._replace(table=table.select(names)))
 
 
-def _kept(
+def _cached_rows(
     path: Path, cache: Path, tables: Callable[[], Iterator[pa.Table]], names: Sequence[str] = ()
 ) -> FileRows:
-    """The rows of a file, from an entry of the cache.
+    """Return the rows of a file from the cache, and add them to the cache first if they are missing.
 
     Args:
-        tables: gives them, each time it is called.
-        names: of their columns, where they are not all.
+        path: The file.
+        cache: The cache folder.
+        tables: A function that yields the file's tables.
+        names: The columns, if they are not all columns.
     """
-    told = digest(_READING, file_digest(path), names)
-    place = entry(cache, f"rows-{told}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables))
-    return FileRows(mapped(place), place, told)
+    rows_digest = digest(_READING, file_digest(path), names)
+    place = entry(
+        cache, f"rows-{rows_digest}.arrow", f"the rows of {path}", lambda to: write_arrow(to, tables)
+    )
+    return FileRows(mapped(place), place, rows_digest)
 
 
 def as_one(parts: list[FileRows], cache: Path) -> list[FileRows]:
-    """Tables of the same types, all mapped: where these are not, one from an entry of the cache."""
+    """Return mapped tables with the same column types.
+
+    If the parts differ in their types or are not all mapped, they are combined in one cache entry.
+    """
     if (
         all(part.place for part in parts)
         and len({part.table.schema.remove_metadata() for part in parts}) == 1
     ):
         return parts
-    told = digest(*((part.digest, part.table.column_names) for part in parts))
+    rows_digest = digest(*((part.digest, part.table.column_names) for part in parts))
 
     def tables() -> Iterator[pa.Table]:
         for part in parts:
             yield from (pa.Table.from_batches([batch]) for batch in part.table.to_batches(BATCH_ROWS))
 
-    place = entry(cache, f"rows-{told}.arrow", "the rows of all files", lambda to: write_arrow(to, tables))
-    return [FileRows(mapped(place), place, told)]
+    place = entry(
+        cache, f"rows-{rows_digest}.arrow", "the rows of all files", lambda to: write_arrow(to, tables)
+    )
+    return [FileRows(mapped(place), place, rows_digest)]
 
 
 def bytes_of(path: Path) -> int:
-    """About how many bytes a file's rows have in memory; 0 of what is no file."""
+    """Estimate how many bytes a file's rows need in memory; 0 if the path is not a file."""
     if is_task(str(path)) or not path.is_file():
         return 0
     size = path.stat().st_size
     if format_of(path) != PARQUET:
         return size * (_PACKED if path.suffix == ".gz" else 1)
-    with suppress(*UNREADABLE):  # which its reading says
+    with suppress(*UNREADABLE):  # reading the file reports the error later
         metadata = pa_parquet.read_metadata(path)
         size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     return size
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name tells."""
+    """Return the format that a file's extension names."""
     name = Path(path.stem) if path.suffix == ".gz" else path
     return FORMATS.get(name.suffix, PARQUET)
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file, which may be packed by gzip."""
+    """Open a file for reading bytes; `.gz` files are decompressed."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def is_list(path: Path) -> bool:
-    """Whether a JSON file holds a list, and not a row per line."""
+    """Return whether a JSON file holds a list, instead of one row per line."""
     with opened(path) as file:
         return format_of(path) == JSON and file.read(64).lstrip()[:1] == b"["
 
 
 def whole_table(path: Path) -> pa.Table:
-    """All of a file that is not parquet."""
+    """Read a whole file that is not parquet."""
     kind = format_of(path)
     if kind == CSV:
         return _open_csv(path).read_all()
@@ -184,8 +210,11 @@ def whole_table(path: Path) -> pa.Table:
 
 
 def _json_lines(source: IO[bytes]) -> pa.Table:
-    """The rows of JSON lines, from the beginning of `source`. Arrow makes times of texts that look like them,
-    and numbers with a point of whole ones that it cannot hold: where it has either, Python reads."""
+    """Read the rows of JSON lines; `source` must be at its beginning.
+
+    Arrow converts texts that look like times into times, and whole numbers that are too large into floats. If
+    the result has either type, Python's JSON parser reads the rows again.
+    """
     options = pa_json.ReadOptions(block_size=BLOCK_BYTES)
     table = pa_json.read_json(Shallow(source), read_options=options)
     kinds = {kind for field in table.schema for _, kind in leaves(field.type)}
@@ -199,14 +228,17 @@ def listed(source: IO[bytes]) -> Iterator[Row]:
     """Yield the rows of a JSON list.
 
     Raises:
-        ValueError: it is not JSON, or nested too deep.
+        ValueError: The text is not JSON, or it is nested too deeply.
     """
     for row in parse_exact(Shallow(source).read()):
         yield row, None
 
 
 def parsed_lines(source: IO[bytes], parse: Callable[[bytes], Any] = parse_exact) -> Iterator[Row]:
-    """Yield the rows of JSON lines, or what keeps each from being read; `parse` reads a line."""
+    """Yield the rows of JSON lines; `parse` parses one line.
+
+    For a line that cannot be read, yield the reason.
+    """
     for text in source:
         try:
             if text.strip():
@@ -218,7 +250,10 @@ def parsed_lines(source: IO[bytes], parse: Callable[[bytes], Any] = parse_exact)
 
 
 def _blocks(path: Path) -> Iterator[pa.Table]:
-    """The rows of a file that is not parquet, some at a time, but for a JSON list."""
+    """Yield the rows of a file that is not parquet, one block at a time.
+
+    A JSON list is one block.
+    """
     kind = format_of(path)
     if kind in (ARROW, CSV):
         batches = mapped(path).to_batches() if kind == ARROW else _open_csv(path)
@@ -233,7 +268,10 @@ def _blocks(path: Path) -> Iterator[pa.Table]:
 
 
 def _open_csv(path: Path) -> pa_csv.CSVStreamingReader:
-    """The rows of a CSV file, a block at a time; all fields are texts, as they stand there."""
+    """Yield the rows of a CSV file, one block at a time.
+
+    All fields are texts, exactly as they are written in the file.
+    """
     options = pa_csv.ReadOptions(block_size=BLOCK_BYTES)
     names = pa_csv.open_csv(path, read_options=options).schema.names
     texts = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
@@ -244,7 +282,7 @@ def read_columns(file: File, columns: list[str]) -> FileRows:
     try:
         part = file.read([name for name in columns if name in file.columns])
         if part.place is None:
-            part.table.validate(full=True)  # texts that are no UTF-8 come to light here, and not row by row
+            part.table.validate(full=True)  # finds texts that are not UTF-8 now, and not later row by row
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
     return part
@@ -256,7 +294,7 @@ def unreadable(path: Path, error: Exception) -> DataError:
         field=str(path),
         got=str(error).splitlines()[0],
         expected=_READABLE,
-        remedy="correct the row; a column whose values differ in kind can be written as text"
+        remedy="fix the row; if a column needs values of different types, write all of them as text"
         if isinstance(error, RowError)
-        else "write the file anew; it may be cut off or of another format",
+        else "write the file again; it may be incomplete or have another format",
     )

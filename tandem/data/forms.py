@@ -1,10 +1,16 @@
-"""The form of prompts: what must stand in their rows, and which text the model reads.
+"""The form of prompts: which columns a row needs, and which text the model reads.
 
-A form, also one of `tandem.data.examples`, says what is done with the rows of a use. `told_by` names the
-columns that tell a row from others, `expected` the shape of a row in words, `problem` what is wrong with a
-row, and `pieces` the texts, or the token ids, of the sequences that a row becomes. Each piece that is to be
-learnt begins where the model's answer does; see `tandem.data.tokens.encoded`. A form goes to other processes,
-and its `repr` says all that its results depend on beside tokenizer and template.
+A form describes how rows of one use are checked and turned into text. The forms of training examples are in
+`tandem.data.examples`. Every form has these members:
+
+- `identifying_columns`: the columns that identify a row.
+- `expected`: the expected shape of a row in words.
+- `problem`: what is wrong with a row, or None.
+- `pieces`: the texts or token ids of the sequences that a row becomes. In each sequence, the text to learn
+  starts where the model's response starts; see `tandem.data.tokens.encoded`.
+
+A form is sent to other processes. Its `repr` contains everything that its results depend on, apart from the
+tokenizer and the template, because the cache uses it as a key.
 """
 
 from __future__ import annotations
@@ -19,30 +25,34 @@ from tandem.data.validate import kind, prompt_problem, reward_problem
 from tandem.texts import parse_json
 
 UNNAMED = "data"
-"""The data source of rows that name none, for metrics."""
+"""The data source, for metrics, of rows that do not name one."""
 RESERVED = ("response", "responses")
-"""Names of what the policy writes, in reward functions that read columns by name. Columns of the names that
-TRL has for it are not given to the function, as in TRL."""
+"""Column names that reward functions use for the model's responses.
+
+TRL uses them for the responses too. As in TRL, data columns with these names are not passed to the reward
+function.
+"""
 PARAMETERS = "the parameters or arguments of your reward function"
-"""What else names columns."""
+"""The text for messages about where else column names come from."""
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """Prompts to answer, with what their reward reads.
+    """Prompts to answer, with the columns that the reward reads.
 
     Attributes:
-        prompt_key: the column of prompts, each a list of {role, content} (formatted with the tokenizer's chat
-            template), a text (taken as already formatted), or a list of token ids.
-        apply_chat_template: a text is what the user says, and is formatted too.
-        system_key, tools_key: the columns of what stands before the first message, and of the tools that the
-            template is given (a list of JSON schemas, or that as JSON), if any.
-        answer_key: the column of what the reward knows as the ground truth, if it is not in `reward_model`.
-        reward_fn_key: the column of data sources; it may be missing where there is an answer_key.
-        needs: the columns that the reward reads; None: there is no reward.
-        beside: further columns that must be there.
-        media_keys: columns that must be empty, where they are there: of images, videos, sounds.
-        as_ids: the prompts are token ids.
+        prompt_key: The column of prompts. A prompt is a list of {role, content}, which the tokenizer's chat
+            template formats; a text, which counts as already formatted; or a list of token ids.
+        apply_chat_template: Whether a text prompt is the message of a user, which the template formats too.
+        system_key: The column of the system message, if there is one.
+        tools_key: The column of the tools that the template receives, if there is one: a list of JSON
+            schemas, or such a list as JSON text.
+        answer_key: The column of the ground truth, if it is not in `reward_model`.
+        reward_fn_key: The column of data sources. It is optional if there is an `answer_key`.
+        needs: The columns that the reward reads; None means that there is no reward.
+        beside: Further required columns.
+        media_keys: Columns of images, videos and sounds. If they exist, they must be empty.
+        as_ids: Whether the prompts are token ids.
     """
 
     prompt_key: str = "prompt"
@@ -59,17 +69,17 @@ class PromptForm:
     columns = None
 
     @property
-    def told_by(self) -> tuple[str, ...]:
+    def identifying_columns(self) -> tuple[str, ...]:
         return (self.prompt_key,)
 
     @property
     def scored(self) -> bool:
-        """Whether the reward reads data source and ground truth."""
+        """Whether the reward reads the data source and the ground truth."""
         return self.needs is not None and "reward_model" in self.needs
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The columns that must be there."""
+        """The required columns."""
         stand_in = {"prompt": None, "data_source": self.reward_fn_key}
         if self.answer_key is not None:
             stand_in |= {"reward_model": self.answer_key, "data_source": None}
@@ -79,7 +89,7 @@ class PromptForm:
 
     @property
     def expected(self) -> str:
-        """The shape of a row, in words."""
+        """The expected shape of a row, in words."""
         parts = [f"{self.prompt_key}: [{{role, content}}, …], text, or token ids"]
         if self.scored and self.answer_key is None:
             parts += [f"{self.reward_fn_key}: a name; reward_model: {{style, ground_truth}}"]
@@ -87,16 +97,16 @@ class PromptForm:
         if self.answer_key is not None:
             parts.append(f"{self.answer_key}: an answer")
         if self.tools_key is not None:
-            parts.append(f"{self.tools_key}: a list of JSON schemas, or that as JSON")
+            parts.append(f"{self.tools_key}: a list of JSON schemas, or such a list as JSON")
         return "; ".join(parts)
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with a row, None if nothing is."""
+        """Return what is wrong with a row, or None."""
         found = _ids_problem if self.as_ids else prompt_problem
         if wrong := found(row[self.prompt_key]):
             return f"{self.prompt_key}: {wrong}"
         if held := [key for key in self.media_keys if row.get(key)]:
-            return f"{held[0]}: not empty; models of text alone are trained"
+            return f"{held[0]}: not empty, but only text models can be trained"
         return self._beside_problem(row) or self._reward_problem(row)
 
     def _beside_problem(self, row: Mapping[str, Any]) -> str | None:
@@ -104,10 +114,10 @@ class PromptForm:
         if system is not None and not isinstance(system, str):
             return f"{self.system_key}: {kind(system)}, not text"
         if (system or self.tools_key) and self.as_ids:
-            return f"{self.prompt_key}: token ids, before which nothing is put"
+            return f"{self.prompt_key}: token ids, which cannot be combined with a system message or tools"
         prompt = row[self.prompt_key]
         if system and not isinstance(prompt, str) and prompt[0]["role"] == "system":
-            return f"{self.system_key}: not empty, and the prompt has a system message already"
+            return f"{self.system_key}: not empty, but the prompt already has a system message"
         return tools_problem(row, self.tools_key)
 
     def _reward_problem(self, row: Mapping[str, Any]) -> str | None:
@@ -118,11 +128,14 @@ class PromptForm:
         reserved = RESERVED if self.prompt_key == "prompt" else ("prompt", *RESERVED)
         for name in () if self.needs is None else reserved:
             if name in row:
-                return f"a column is named {name}, as what a reward function is given beside columns"
+                return f"the column name {name} is reserved for an argument of the reward function"
         return None
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """The prompt as messages: for text already formatted one without a role, none for token ids."""
+        """Return the prompt as messages.
+
+        A formatted text becomes one message without a role. Token ids become no message.
+        """
         prompt = row[self.prompt_key]
         system = row.get(self.system_key) if self.system_key is not None else None
         if isinstance(prompt, str):
@@ -133,10 +146,10 @@ class PromptForm:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        """Return the pieces of the only sequence of a row.
+        """Return the pieces of a row's only sequence.
 
         Raises:
-            TemplateError: the template refuses the row.
+            TemplateError: The template rejects the row.
         """
         messages = self.messages(row)
         if not messages:
@@ -146,21 +159,24 @@ class PromptForm:
         return [template.prompt(messages, tools_of(row.get(self.tools_key or "")))]
 
     def source(self, row: Mapping[str, Any]) -> str:
-        """The data source."""
+        """Return the data source of a row."""
         return row.get(self.reward_fn_key) or UNNAMED
 
     def truth(self, row: Mapping[str, Any]) -> Any:
-        """The ground truth, None where there is none."""
+        """Return the ground truth of a row, or None."""
         if self.answer_key:
             return row[self.answer_key]
         return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def tools_of(given: Any) -> list[Any] | None:
-    """Tools as a template takes them, of a list or its JSON; None where there are none.
+    """Return tools as a list for the chat template, or None if there are none.
+
+    Args:
+        given: A list of JSON schemas, or such a list as JSON text.
 
     Raises:
-        ValueError: no list of mappings.
+        ValueError: The value is not a list of mappings.
     """
     tools = parse_json(given) if isinstance(given, str) and given.strip() else given
     if not tools or (isinstance(tools, str) and not tools.strip()):

@@ -1,4 +1,4 @@
-"""Where the rows of text files stand, and what is wrong with the lines of one that cannot be read."""
+"""Find the lines of a text file's rows, and what is wrong with a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ import pyarrow as pa
 
 from tandem.data.depth import Shallow
 from tandem.data.formats import CSV, JSON, LINES, format_of, is_list, listed, opened, parsed_lines
-from tandem.data.values import looked_at
+from tandem.data.values import checked_rows
 from tandem.tasks import is_task
 from tandem.texts import parse_exact
 
 Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]
-"""Row numbers from 0, each with its row or with what is wrong with it."""
+"""Row numbers from 0, each with the row or with a description of the problem."""
 
 
 def line_numbers(path: Path) -> Sequence[int]:
-    """The line, from 1, on which each row begins; none of a file whose rows have no lines."""
+    """Return the number of the line, from 1, on which each row starts.
+
+    The result is empty for formats without lines.
+    """
     kind = format_of(path)
     if is_task(str(path)) or kind not in (CSV, LINES, JSON) or is_list(path):
         return ()
@@ -33,7 +36,10 @@ def line_numbers(path: Path) -> Sequence[int]:
 
 
 def scan(path: Path) -> Scanned:
-    """Reads a text file row by row, as far as it can be read. Rows of CSV are only looked at."""
+    """Read a text file row by row, as far as possible.
+
+    CSV rows are only checked; the yielded row is None.
+    """
     kind = format_of(path)
     try:
         with opened(path) as file:
@@ -42,18 +48,18 @@ def scan(path: Path) -> Scanned:
                 columns = next(lines, [])
                 for number, fields in enumerate(lines):
                     if len(fields) != len(columns):
-                        yield number, None, f"{len(fields)} fields, where the header has {len(columns)}"
+                        yield number, None, f"{len(fields)} fields, but the header has {len(columns)}"
             elif kind in (JSON, LINES):
                 rows = listed(file) if is_list(path) else parsed_lines(file, _parsed)
-                for number, row, wrong in looked_at(rows):
-                    problem = wrong or _unheld(row)
+                for number, row, wrong in checked_rows(rows):
+                    problem = wrong or _storage_problem(row)
                     yield number, None if problem else row, problem
-    except (OSError, EOFError, ValueError):  # cut off: what the reader says of the file stands
+    except (OSError, EOFError, ValueError):  # the file is incomplete; the reader's own error says so
         return
 
 
 def _csv(file: IO[bytes]) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each row that has any, with the line on which it begins."""
+    """Yield the fields of each row that is not empty, with the number of its first line."""
     lines = csv.reader(io.TextIOWrapper(file, "utf-8", errors="replace", newline=""))
     begins = 1
     for fields in lines:
@@ -66,8 +72,8 @@ def _parsed(text: bytes) -> Any:
     return parse_exact(Shallow(io.BytesIO(text)).read().decode("utf-8-sig"))
 
 
-def _unheld(row: dict[str, Any]) -> str | None:
-    """What no table holds: halves of characters, numbers beyond 64 bits."""
+def _storage_problem(row: dict[str, Any]) -> str | None:
+    """Return why no table can store the row, for example half a character or a number beyond 64 bits."""
     try:
         pa.array([row])
     except (pa.ArrowException, OverflowError, ValueError) as error:

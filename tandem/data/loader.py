@@ -1,4 +1,4 @@
-"""Batches of a dataset, in an order that a seed fixes and a checkpoint can continue."""
+"""Batches of a dataset, in an order that a seed determines and a checkpoint can continue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tandem.errors import DataError
 from tandem.protocol import DataProto
 
 Prefix = str | Sequence[int]
-"""What stands before the rows' numbers in their uids: the same for all, or one each."""
+"""The text before the row numbers in uids: one text for all rows, or one number per row."""
 
 
 class Dataset(Protocol):
-    """Anything that makes a table of some of its rows.
+    """Anything that can make a table from some of its rows.
 
     Attributes:
-        digests: (N) uint64, of each row: two rows that are the same have the same.
+        digests: (N) uint64, one digest per row. Equal rows have equal digests.
     """
 
     digests: np.ndarray
@@ -32,19 +32,21 @@ class Dataset(Protocol):
 
 
 def uids(prefix: Prefix, numbers: Sequence[int]) -> list[str]:
-    """ "{prefix}-{number}" of each row."""
+    """Return "{prefix}-{number}" for each row."""
     each = [prefix] * len(numbers) if isinstance(prefix, str) else prefix
     return [f"{before}-{number}" for before, number in zip(each, numbers, strict=True)]
 
 
 def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_size") -> int:
-    """The whole batches of an epoch.
+    """Return the number of whole batches in an epoch.
 
     Args:
-        field: the config key of the batch size, for the message.
+        rows: The rows of the dataset.
+        batch_size: Rows per batch.
+        field: The config key of the batch size, for the message.
 
     Raises:
-        DataError: the dataset has fewer rows than one batch.
+        DataError: The dataset has fewer rows than one batch.
     """
     if not 1 <= batch_size <= rows:
         raise DataError(
@@ -52,29 +54,32 @@ def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_siz
             field=field,
             got=f"batch size {batch_size}, {rows} row(s) of data",
             expected=f"a batch size from 1 to {rows}",
-            remedy=f"lower {field} (and ppo_mini_batch_size), or give more data",
+            remedy=f"lower {field} (and ppo_mini_batch_size), or add more data",
         )
     return rows // batch_size
 
 
 class BatchOrder:
-    """The places of each batch: batches of equal size without end; each epoch goes once through the
-    dataset's places and leaves out those that do not fill a batch. A batch's places are a function of its
-    number alone; what is counted is how many batches were used.
+    """The places in the dataset that belong to each batch.
+
+    All batches have the same size, and there is no last batch. Each epoch passes once through the dataset's
+    places and leaves out the places at the end that do not fill a batch. The places of a batch depend only on
+    its number. The only state is the number of batches used so far.
 
     Args:
-        rows: of the dataset.
-        batch_size: rows per batch.
-        field: the config key of the batch size, for messages.
-        settings: what fixes the order of rows beside, as plain values by name; see `load_state_dict`.
+        rows: The rows of the dataset.
+        batch_size: Rows per batch.
+        field: The config key of the batch size, for messages.
+        settings: Everything else that determines the order of rows, as plain values by name; see
+            `load_state_dict`.
 
     Attributes:
-        used: batches used, which is the number of the next one.
-        stretches: how many rows the dataset had from which epoch on, if it grew between a run and its
-            continuation; the last has all.
+        used: The number of batches used, which is also the number of the next batch.
+        stretches: The number of rows from each epoch on, if the dataset grew between a run and its
+            continuation. The last entry has all rows.
 
     Raises:
-        DataError: the dataset has fewer rows than one batch.
+        DataError: The dataset has fewer rows than one batch.
     """
 
     def __init__(
@@ -88,32 +93,34 @@ class BatchOrder:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch used, from 0."""
+        """The epoch of the last used batch, from 0."""
         return self._place(max(self.used - 1, 0))[1]
 
     @property
     def position(self) -> int:
-        """Rows of that epoch used so far."""
+        """The number of rows of that epoch used so far."""
         return (self._place(self.used - 1)[2] + 1) * self.batch_size if self.used else 0
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Of a batch: the stretch, the epoch, and its number in the epoch."""
+        """Return for a batch: the index of its stretch, its epoch, and its number in the epoch."""
         firsts = [self._first(each.epoch) for each in self.stretches]
         at = bisect_right(firsts, number) - 1
         epochs, place = divmod(number - firsts[at], self.stretches[at].rows // self.batch_size)
         return at, self.stretches[at].epoch + epochs, place
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which `load_state_dict` goes on after the last batch used."""
+        """Return the state from which `load_state_dict` continues after the last used batch."""
         stretches = [list(stretch) for stretch in self.stretches]
         return {"epoch": self.epoch, "position": self.position, **self._settings, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; with another batch size, at the next batch that repeats no row.
-        Rows that were added since come in from the next epoch on.
+        """Continue where `state` was saved.
+
+        If the batch size differs, continue at the first batch that repeats no row. Rows that were added since
+        then are used from the next epoch on.
 
         Raises:
-            DataError: it is the state of more rows, or of another order.
+            DataError: The state was saved with more rows, or with another order.
         """
         stretches = [Stretch(*each) for each in state.get("stretches") or [(0, state["rows"])]]
         rows, before = self.stretches[-1].rows, saved_rows(state)
@@ -131,7 +138,7 @@ class BatchOrder:
         self.used = min(first + -(-position // self.batch_size), following)
 
     def _first(self, epoch: int) -> int:
-        """The first batch of an epoch."""
+        """Return the number of an epoch's first batch."""
         ends = [*(each.epoch for each in self.stretches[1:]), epoch]
         return sum(
             max(0, min(end, epoch) - each.epoch) * (each.rows // self.batch_size)
@@ -144,27 +151,28 @@ def _listed(settings: dict[str, Any]) -> str:
 
 
 def saved_rows(state: dict[str, Any]) -> int:
-    """The rows of the dataset when an order's state was taken."""
+    """Return the number of rows that the dataset had when the state was saved."""
     return int(state["stretches"][-1][1] if "stretches" in state else state["rows"])
 
 
-def other_data(**told: str) -> DataError:
-    """The error of a checkpoint that goes on with other data."""
+def other_data(**facts: str) -> DataError:
+    """Return the error for a checkpoint that cannot continue because the data differ."""
     return DataError(
-        "the checkpoint continues another order of the data",
+        "the checkpoint belongs to another order of the data",
         remedy="resume with the data files, filter, data.shuffle, data.seed and data.mixture of the first "
-        "run, or start anew with trainer.resume_mode=disable",
-        **told,
+        "run, or start over with trainer.resume_mode=disable",
+        **facts,
     )
 
 
 class BatchLoader(BatchOrder):
-    """The batches of a dataset in an order.
+    """The batches of a dataset in a given order.
 
     Args:
-        dataset: where rows come from.
-        batch_size, field: see `BatchOrder`.
-        order: of its rows.
+        dataset: The dataset of the rows.
+        batch_size: Rows per batch.
+        order: The order of the rows.
+        field: The config key of the batch size, for messages.
     """
 
     def __init__(
@@ -174,24 +182,26 @@ class BatchLoader(BatchOrder):
         self._dataset, self._order = dataset, order
 
     def batch(self, number: int) -> DataProto:
-        """A batch by its number, from 0."""
+        """Return the batch with this number, from 0."""
         at, epoch, place = self._place(number)
         places = range(place * self.batch_size, (place + 1) * self.batch_size)
         passes, rows = self._order.draw(self.stretches[: at + 1], epoch, places)
         return self._dataset.batch(rows.tolist(), uid_prefix=passes.tolist())
 
     def next(self) -> DataProto:
-        """The next batch, which is used by that."""
+        """Return the next batch and count it as used."""
         self.used += 1
         return self.batch(self.used - 1)
 
 
 class EveryRow:
-    """Batches that hold every row once, in the dataset's order; the last may be smaller.
+    """Batches that contain every row once, in the dataset's order.
+
+    The last batch may be smaller.
 
     Args:
-        dataset: where rows come from.
-        batch_size: rows per batch; None gives one batch of all.
+        dataset: The dataset of the rows.
+        batch_size: Rows per batch; None puts all rows into one batch.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = None) -> None:

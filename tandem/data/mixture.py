@@ -1,4 +1,4 @@
-"""The order of training's rows: every row once an epoch, or shares of several sources."""
+"""The order of training rows: every row once per epoch, or fixed shares of several sources."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from tandem.errors import DataError
 
 
 class Stretch(NamedTuple):
-    """Epochs in which the dataset had the same rows: from `epoch` on the first `rows` of those it has now."""
+    """A range of epochs in which the dataset had the same rows.
+
+    From `epoch` on, the dataset had the first `rows` of the rows that it has now.
+    """
 
     epoch: int
     rows: int
 
 
 class Order(Protocol):
-    """An order of rows without end, a function of the place alone."""
+    """An endless order of rows that depends only on the place."""
 
     def draw(self, stretches: Sequence[Stretch], epoch: int, places: range) -> tuple[np.ndarray, np.ndarray]:
-        """The rows at some places of an epoch.
+        """Return the rows at some places of an epoch.
 
         Args:
-            stretches: up to that of the epoch.
-            epoch: from 0.
-            places: from 0 to below the stretch's rows.
+            stretches: All stretches up to the epoch's own stretch.
+            epoch: The epoch, from 0.
+            places: Places from 0 to below the number of rows of the stretch.
 
         Returns:
-            passes (P) int64, a number that no two draws of a row share, and rows (P) int64.
+            passes (P) int64, a number that differs between all draws of the same row, and rows (P) int64.
         """
         ...
 
 
 def permutation(key: Sequence[int], rows: int) -> np.ndarray:
-    """(rows) int64: a random order that the key fixes."""
+    """Return a random order of (rows) int64 that the key determines."""
     order: np.ndarray = np.random.Generator(np.random.PCG64(list(key))).permutation(rows)
     return order
 
 
 class EpochOrder:
-    """Every row once an epoch.
+    """An order with every row once per epoch.
 
     Args:
-        shuffle: a random order, another in each epoch; false keeps the dataset's.
-        seed: fixes the orders of all epochs.
+        shuffle: Whether each epoch has its own random order; if false, the dataset's order is used.
+        seed: The seed of the orders of all epochs.
     """
 
     def __init__(self, *, shuffle: bool, seed: int) -> None:
@@ -58,7 +61,7 @@ class EpochOrder:
         self._permutation = lru_cache(1)(permutation)
 
     def draw(self, stretches: Sequence[Stretch], epoch: int, places: range) -> tuple[np.ndarray, np.ndarray]:
-        """See `Order`."""
+        """Return passes and rows; see `Order.draw`."""
         rows = np.arange(places.start, places.stop)
         if self._shuffle:
             rows = self._permutation((self._seed, epoch), stretches[-1].rows)[rows]
@@ -66,24 +69,26 @@ class EpochOrder:
 
 
 class MixedOrder:
-    """Shares of several sources. Of the first n places since the data last grew, each source has n times its
-    share, rounded by the method of Sainte-Laguë, and they are spread evenly. A source's rows come one after
-    the other, all of them before one comes again, then in a new order.
+    """An order that mixes several sources with fixed shares.
+
+    Count the first n places since the dataset last grew. Each source has n times its share of them, rounded
+    by the Sainte-Laguë method, and the places of a source are spread evenly. A source's rows come one after
+    the other. No row comes again before all of its source's rows were used; then the source gets a new order.
 
     Args:
-        weights: of each source, in any unit.
-        sources: (N), the source of each row, as a number in the order of `weights`.
-        shuffle: random orders of each source's rows; false keeps the dataset's.
-        seed: fixes them.
+        weights: The weight of each source, in any unit.
+        sources: (N) The source of each row, as an index into `weights`.
+        shuffle: Whether each source's rows have a random order; if false, the dataset's order is used.
+        seed: The seed of the random orders.
 
     Raises:
-        DataError: a source without rows.
+        DataError: A source has no rows.
     """
 
     def __init__(
         self, weights: Mapping[str, float], sources: np.ndarray, *, shuffle: bool, seed: int
     ) -> None:
-        exact = [Fraction(repr(weight)) for weight in weights.values()]  # as they are written: 0.1 is a tenth
+        exact = [Fraction(repr(weight)) for weight in weights.values()]  # by its digits: 0.1 is exactly 1/10
         unit = math.lcm(*(weight.denominator for weight in exact))
         self._weights = [int(weight * unit) for weight in exact]
         common = math.lcm(*self._weights)
@@ -91,10 +96,10 @@ class MixedOrder:
         self._rows = [np.flatnonzero(sources == place) for place in range(len(weights))]
         if missing := [name for name, rows in zip(weights, self._rows, strict=True) if not len(rows)]:
             raise DataError(
-                "a source that the training data do not have",
+                "the training data have no rows of a source",
                 field="data.mixture",
                 got=missing[0],
-                remedy="name the sources as the column of data.reward_fn_key does; `tandem data show FILE` "
+                remedy="use the names in the column that data.reward_fn_key sets; `tandem data show FILE` "
                 "lists them",
             )
         self._keys = [(seed, zlib.crc32(name.encode())) for name in weights]
@@ -102,7 +107,10 @@ class MixedOrder:
         self._permutation = lru_cache(2 * len(weights))(permutation)
 
     def draw(self, stretches: Sequence[Stretch], epoch: int, places: range) -> tuple[np.ndarray, np.ndarray]:
-        """See `Order`; the passes count those through the row's source."""
+        """Return passes and rows; see `Order.draw`.
+
+        The number of a pass counts the passes through the row's source.
+        """
         began, rows = stretches[-1]
         start = (epoch - began) * rows
         first, last = (self._counts(start + place) for place in (places.start, places.stop))
@@ -122,12 +130,14 @@ class MixedOrder:
         return np.concatenate(passes)[order], np.concatenate(drawn)[order]
 
     def _size(self, source: int, rows: int) -> int:
-        """A source's rows among the first `rows`."""
+        """Return how many of the first `rows` rows belong to a source."""
         return int(np.searchsorted(self._rows[source], rows))
 
     def _counts(self, n: int) -> list[int]:
-        """How many of the first n places each source has: the next place goes to the source with the least
-        (2 count + 1) / weight."""
+        """Return how many of the first n places each source has.
+
+        The next place always goes to the source with the smallest (2 count + 1) / weight.
+        """
         whole, so_far = sum(self._weights), max(0, n - len(self._weights))
         counts = [(2 * so_far * weight + whole) // (2 * whole) for weight in self._weights]
         while sum(counts) < n:
@@ -136,7 +146,7 @@ class MixedOrder:
         return counts
 
     def _passes(self, stretches: Sequence[Stretch]) -> list[int]:
-        """The passes through each source that earlier stretches began."""
+        """Return how many passes through each source were started in earlier stretches."""
         passes = [0] * len(self._weights)
         for (began, rows), (end, _) in pairwise(stretches):
             counts = self._counts((end - began) * rows)

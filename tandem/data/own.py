@@ -1,7 +1,10 @@
-"""A user's own dataset, as verl's `data.custom_cls` names one: a map-style dataset of torch's that is made
-with data_files, tokenizer, processor, config and, if it takes it, max_samples. A row is a mapping with the
-prompt as `raw_prompt` (messages), `raw_prompt_ids`, or `input_ids` with `attention_mask`, and with what
-rewards read."""
+"""A dataset class written by the user, which verl's option `data.custom_cls` names.
+
+The class is a map-style torch dataset. It is created with `data_files`, `tokenizer`, `processor`, `config`
+and, if the constructor accepts it, `max_samples`. A row is a mapping. It holds the prompt as `raw_prompt`
+(messages), as `raw_prompt_ids`, or as `input_ids` with `attention_mask`, and it holds the columns that
+rewards read.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +41,28 @@ def load_dataset(
     config: Mapping[str, Any],
     max_samples: int,
 ) -> Any:
-    """The user's dataset.
+    """Create the user's dataset.
 
     Args:
-        path, name: a Python file or a module, and the class in it.
-        config: the data section; the class gets it as OmegaConf.
+        path: A Python file or a module.
+        name: The name of the class in it.
+        files: The paths of the data files.
+        tokenizer: A Hugging Face tokenizer.
+        config: The `data` section of the config, which the class receives as OmegaConf.
+        max_samples: The number of rows to use; -1 uses all.
 
     Raises:
-        ConfigError: no such file or class, one that is no map-style dataset, or that cannot be made so.
+        ConfigError: The file or class does not exist, the class is not a map-style dataset, or its
+            constructor does not accept the arguments.
     """
     module, name = load_module(f"{path}:{name}")
     found = getattr(module, name, None)
     if not (isinstance(found, type) and hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         raise ConfigError(
-            "no dataset of that name", field=_FIELD, got=name, expected="a class with __len__ and __getitem__"
+            "there is no dataset class of this name",
+            field=_FIELD,
+            got=name,
+            expected="a class with __len__ and __getitem__",
         )
     given = {"data_files": list(files), "tokenizer": tokenizer, "processor": None}
     given |= {"config": OmegaConf.create(dict(config)), "max_samples": max_samples}
@@ -62,23 +73,27 @@ def load_dataset(
         inspect.signature(found).bind(**given)
     except TypeError as error:
         expected = f"{name}({', '.join(f'{each}=…' for each in given)})"
-        raise ConfigError("it cannot be made so", field=_FIELD, got=error, expected=expected) from error
+        raise ConfigError(
+            "the dataset class does not accept these arguments", field=_FIELD, got=error, expected=expected
+        ) from error
     return found(**given)
 
 
 class OwnPrompts(PromptDataset):
-    """The prompts of a user's dataset. Every row is read once at the beginning, so that what is wrong comes
-    to light, and again for each batch that it is in, so that the class may make it anew.
+    """The prompts of a dataset class written by the user.
+
+    Every row is read once at the start, so that all problems are found. A row is read again for each batch
+    that contains it, because the class may return another row each time.
 
     Args:
-        rows: the dataset.
-        name: of its class, for messages.
-        encoder: makes tokens of the rows.
-        form: what stands in a row.
-        by_name: the reward reads columns by their names.
+        rows: The user's dataset.
+        name: The name of its class, for messages.
+        encoder: The converter from rows to tokens.
+        form: The form of the rows.
+        by_name: Whether the reward reads columns by their names.
 
     Raises:
-        DataError: rows of the wrong shape, or beyond the limit.
+        DataError: Rows have the wrong shape or exceed the length limit.
     """
 
     def __init__(self, rows: Any, name: str, encoder: Encoder, form: PromptForm, *, by_name: bool) -> None:
@@ -101,34 +116,37 @@ class OwnPrompts(PromptDataset):
         self.dropped = len(rows) - len(self._kept)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """See `PromptDataset.batch`."""
+        """Return a table of the rows with these numbers; see `PromptDataset.batch`."""
         index = self._kept[np.asarray(rows, dtype=np.int64)].tolist()
         records, part = self._read(index)
         made = gather_rows(self._names, self._encoder, [part])
         if len(made.kept) < len(index):
-            raise DataError("a row that it gave before is now over the limit", field=self._names.names)
+            raise DataError("a row of the dataset is now longer than the limit", field=self._names.names)
         tokens = Ragged.from_lengths(torch.from_numpy(made.ids), torch.from_numpy(made.lengths))
         return self._table_of(records, tokens, uid_prefix, index)
 
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The named rows as the dataset gives them."""
+        """Return the rows with these numbers as the dataset returns them."""
         return [self._row(int(row))[0] for row in self._kept[np.asarray(rows, dtype=np.int64)]]
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], EncodedRows]:
-        """The named rows, and their tokens."""
+        """Return the rows with these numbers, and their tokens."""
         key, found = self._form.prompt_key, list(map(self._row, numbers))
         for_tokens = [record if ids is None else {**record, key: ids} for record, ids in found]
         return [record for record, _ in found], self._encoder.part(for_tokens, numbers)
 
     def _row(self, number: int) -> tuple[dict[str, Any], list[int] | None]:
-        """A row without its tensors, its prompt where the form wants it; and its token ids, if it has any."""
+        """Return a row and its token ids, or None instead of the ids.
+
+        Tensors are removed from the row, and its prompt is stored under the form's prompt key.
+        """
         row = self._rows[number]
         if not isinstance(row, Mapping):
             raise DataError(
-                "a row that is no mapping",
+                "a row is not a mapping",
                 field=f"{self._names.names} row {number}",
                 got=type(row).__name__,
-                expected="what verl's datasets give: {raw_prompt, data_source, reward_model, …}",
+                expected="a row like those of verl's datasets: {raw_prompt, data_source, reward_model, …}",
             )
         ids, key = _ids(row), self._form.prompt_key
         prompt = row.get("raw_prompt", row.get(key, ids))
@@ -138,7 +156,7 @@ class OwnPrompts(PromptDataset):
 
 
 def _ids(row: Mapping[str, Any]) -> list[int] | None:
-    """The prompt's token ids, without padding."""
+    """Return the prompt's token ids without padding, or None if the row has no ids."""
     if (ids := row.get("raw_prompt_ids")) is not None:
         return [int(token) for token in ids]
     if (ids := row.get("input_ids")) is None:

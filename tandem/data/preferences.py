@@ -1,4 +1,4 @@
-"""Pairs of answers of which people liked one better, tokenised once, to learn a reward from."""
+"""Pairs of responses with a known preference, tokenized once, to train a reward model on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.examples import PreferenceForm
 from tandem.data.files import DataFiles, read_files
 from tandem.data.loader import Prefix, uids
-from tandem.data.sft import are_text, encode_learnt, written
+from tandem.data.sft import are_text, encode_learnt, tokens_and_mask
 from tandem.protocol import DataProto, Ragged
 
 _PROMPT = "prompt"
@@ -22,29 +22,36 @@ _KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.margin
 class PreferenceDataset:
     """The pairs of one or several data files.
 
-    The chosen and the rejected answer are each either a list of {role, content} that the assistant ends, or a
-    text, which gets the end-of-sequence token. Messages that begin with the assistant's follow the prompt
-    beside them (messages); others are a whole conversation. A text follows the prompt (messages, or text
-    taken as already formatted); without a column of prompts it is the whole. What follows the assistant's
-    last end-of-sequence token is left out, so that a sequence ends where the model's answer does.
+    The chosen and the rejected response are both texts or both lists of {role, content} that end with the
+    assistant's message. A text gets the end-of-sequence token at its end. Messages that start with the
+    assistant's continue the prompt of their row, which must be messages too; other messages are a whole
+    conversation. A text follows the prompt (messages, or formatted text); without a prompt column the text is
+    the whole sequence. Everything after the assistant's last end-of-sequence token is left out, so a sequence
+    ends where the model's response ends.
 
     Args:
-        files: parquet or .jsonl paths.
-        tokenizer: a Hugging Face tokenizer.
-        chosen_key, rejected_key: the columns of the better and the worse answer.
-        prompt_key: the column of prompts. "prompt" may be missing, another only where answers are messages.
-        margin_key: the column of margins, by how much the chosen answer is to be better; None: by 0.
-        cache_dir: see `read_files`.
-        options: see `encode_learnt`; the length is of either answer with its prompt.
+        files: Paths of parquet or .jsonl files.
+        tokenizer: A Hugging Face tokenizer.
+        chosen_key: The column of the better response.
+        rejected_key: The column of the worse response.
+        prompt_key: The column of prompts. "prompt" may be missing. A column of another name may be missing
+            only if the responses are messages.
+        margin_key: The column of margins: how much better the chosen response should be. None means 0 for
+            all.
+        cache_dir: The cache folder; see `read_files`.
+        options: See `encode_learnt`. The length limit applies to each response together with its prompt.
 
     Attributes:
-        chosen, rejected: Ragged int32, a row per pair.
-        chosen_mask, rejected_mask: Ragged bool, the tokens of the answers.
+        chosen: Ragged int32, one row per pair.
+        rejected: Ragged int32, one row per pair.
+        chosen_mask: Ragged bool, true for the tokens of the response.
+        rejected_mask: Ragged bool, true for the tokens of the response.
         margins: (P) fp64.
-        digests: (P) uint64, of each pair.
+        digests: (P) uint64, one digest per pair.
 
     Raises:
-        DataError: anything wrong with the files or their rows; says which file, which rows, and what.
+        DataError: Something is wrong with the files or their rows. The error names the file, the rows and the
+            problem.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class PreferenceDataset:
             encode_learnt(table, tokenizer, replace(form, side=key), cache_dir=cache_dir, **options)
             for key in answers
         ]
-        (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = map(written, sides)
+        (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask) = map(tokens_and_mask, sides)
         self.digests = sides[0].digests
         margins = [0.0] * len(table)
         if margin_key is not None:
@@ -79,7 +86,9 @@ class PreferenceDataset:
         return len(self.chosen)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """A table of the named pairs, one to a row so that its halves are never parted.
+        """Return a table of the pairs with these numbers.
+
+        A pair is one row of the table, so its two sequences always stay together.
 
         Returns:
             batch tokens (Ragged int64, the chosen sequence, then the rejected one), response_mask (Ragged
@@ -101,17 +110,17 @@ class PreferenceDataset:
 
 
 def _side_by_side(first: Ragged, second: Ragged) -> Ragged:
-    """Row i of both, joined."""
+    """Return a ragged tensor whose row i is row i of `first` followed by row i of `second`."""
     both = Ragged.cat([first, second])
     turns = torch.arange(2 * len(first)).view(2, -1).T.flatten()
     return Ragged(both[turns].values, first.offsets + second.offsets)
 
 
 def prompt_of(table: DataFiles, prompt_key: str, needs: Sequence[str]) -> str | None:
-    """Return the column of prompts, None where there is none.
+    """Return the column of prompts, or None if there is none.
 
     Raises:
-        DataError: the answers are texts, and a column of prompts that was named is missing.
+        DataError: The responses are texts, and the named column of prompts is missing.
     """
     if prompt_key in table.columns:
         return prompt_key

@@ -1,4 +1,4 @@
-"""Prompts to answer: read, checked, formatted and tokenised once, before training."""
+"""Prompts to answer: read, checked, formatted and tokenized once, before training."""
 
 from __future__ import annotations
 
@@ -29,31 +29,34 @@ _SCORED = {"data_source", "reward_model", "extra_info"}
 class PromptDataset:
     """The prompts of one or several data files.
 
-    A row has a prompt, and what the reward reads: unless it says otherwise a data source, which chooses the
-    reward, `reward_model` with its `ground_truth`, and perhaps `extra_info`.
+    A row has a prompt and the columns that the reward reads. By default these columns are a data source,
+    which selects the reward function, `reward_model` with its `ground_truth`, and optionally `extra_info`.
 
     Args:
-        files: paths of data files.
-        tokenizer: a Hugging Face tokenizer.
-        form: what stands in a row.
-        optional: further columns that the reward reads where they are there; None: all others. It is given
-            those that it reads, and the prompt as "prompt".
-        max_prompt_length: tokens at most, the template's included.
-        truncation: what happens to longer prompts: "error", or the part to cut: "left", "right", "middle".
-        filter_overlong_prompts: drop longer prompts instead.
-        max_samples: use the first so many rows; -1 uses all.
-        chat_template_kwargs: further variables of the chat template.
-        template_key: the config key of the chat template, for messages.
-        workers, cache_dir: see `tandem.data.encoding.encode` and `read_files`.
+        files: Paths of data files.
+        tokenizer: A Hugging Face tokenizer.
+        form: The form of the rows.
+        optional: Further columns that the reward reads if they exist; None means all other columns. The
+            reward receives the columns that it reads, and the prompt as "prompt".
+        max_prompt_length: The largest number of tokens of a prompt, including those of the template.
+        truncation: What happens to longer prompts: "error", or the part that is cut off: "left", "right" or
+            "middle".
+        filter_overlong_prompts: Whether to drop longer prompts instead.
+        max_samples: Use only this many rows, from the start; -1 uses all.
+        chat_template_kwargs: Further variables of the chat template.
+        template_key: The config key of the chat template, for messages.
+        workers: The number of processes; see `tandem.data.encoding.encode`.
+        cache_dir: The cache folder; see `read_files`.
 
     Attributes:
         tokens: Ragged int32, one row per prompt.
-        digests: (N) uint64, of each prompt as the files hold it.
-        longest: tokens of the longest prompt.
-        dropped: how many prompts were left out for their length.
+        digests: (N) uint64, a digest of each prompt as it is in the files.
+        longest: The number of tokens of the longest prompt.
+        dropped: The number of prompts that were left out because of their length.
 
     Raises:
-        DataError: anything wrong with the files or their rows; says which file, which rows, and what.
+        DataError: Something is wrong with the files or their rows. The error names the file, the rows and the
+            problem.
     """
 
     def __init__(
@@ -92,16 +95,16 @@ class PromptDataset:
 
     @property
     def table(self) -> pa.Table:
-        """All columns read, of the rows that were kept."""
+        """All columns that were read, for the rows that were kept."""
         return self._files.table.take(pa.array(self._kept)) if self.dropped else self._files.table
 
     def where(self, row: int) -> str:
-        """The name in messages of one of the rows that were kept."""
+        """Return the name, for messages, of a row that was kept."""
         return self._files.where(int(self._kept[row]))
 
     @cached_property
     def data_sources(self) -> tuple[str, ...]:
-        """The different ones, sorted."""
+        """The names of all data sources, sorted."""
         return tuple(sorted(self._sources.value_counts().field("values").to_pylist()))
 
     @cached_property
@@ -113,21 +116,21 @@ class PromptDataset:
         return pa.chunked_array([pa.repeat(UNNAMED, len(table))])
 
     def places_of_sources(self, names: Sequence[str]) -> np.ndarray:
-        """(N) int64: the data source of each prompt, by its place among these names.
+        """Return for each prompt the index of its data source in `names`, (N) int64.
 
         Raises:
-            DataError: prompts of another source.
+            DataError: A prompt has a source that is not in `names`.
         """
         places = pa_compute.index_in(self._sources, pa.array(names, pa.string())).fill_null(-1)
         found: np.ndarray = places.to_numpy()[self._kept]
         if (found < 0).any():
             others = sorted(set(self.data_sources) - set(names))
             raise DataError(
-                "the training data have sources without a weight",
+                "some sources of the training data have no weight",
                 field="data.mixture",
                 got=", ".join(others),
                 expected=f"a weight for each of {', '.join(self.data_sources)}",
-                remedy="give them one, or leave their rows out of the files",
+                remedy="add weights for them, or remove their rows from the files",
             )
         return found.astype(np.int64)
 
@@ -135,16 +138,16 @@ class PromptDataset:
         return len(self._kept)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """A table of the named prompts.
+        """Return a table of the prompts with these numbers.
 
         Args:
-            rows: numbers below `len(self)`.
-            uid_prefix: the epoch, or a number for each, or "val"; a prompt's uid is "{uid_prefix}-{index}".
+            rows: Numbers below `len(self)`.
+            uid_prefix: The epoch, or one number per row, or "val". A prompt's uid is "{uid_prefix}-{index}".
 
         Returns:
-            batch["prompts"] Ragged int64; non-tensor uid, data_source, ground_truth, messages (one without
-            a role for a text, none for token ids), extra_info, index (the row's number in all files), and
-            columns, those of the row by name, where the reward reads them so.
+            batch["prompts"] Ragged int64; non-tensor uid, data_source, ground_truth, messages (one message
+            without a role for a text, none for token ids), extra_info, index (the row's number in all files),
+            and, if the reward reads columns by name, columns (the columns of the row).
         """
         index = self._kept[np.asarray(rows, dtype=np.int64)].tolist()
         return self._table_of(self._files.take(index), self.tokens[list(rows)], uid_prefix, index)
@@ -166,27 +169,27 @@ class PromptDataset:
         return DataProto({"prompts": tokens.to(torch.int64)}, table)
 
     def recall(self, uids: Sequence[str]) -> DataProto:
-        """The table of prompts that were in earlier ones, by their uids."""
+        """Return the table of prompts from earlier tables, by their uids."""
         index = np.array([int(uid.rpartition("-")[2]) for uid in uids], dtype=np.int64)
         table = self.batch(self.rows_of(index).tolist(), uid_prefix="")
         return DataProto(table.batch, {**table.non_tensor_batch, "uid": list(uids)})
 
     def rows_of(self, index: np.ndarray) -> np.ndarray:
-        """The rows of prompts, by their numbers in the files together."""
+        """Return the dataset rows of prompts, given their numbers in the files together."""
         rows: np.ndarray = np.searchsorted(self._kept, index)
         return rows
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """See `records`."""
+        """Return one prompt; see `records`."""
         return self.records([row])[0]
 
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The named prompts as the files hold them: the columns that were read."""
+        """Return the prompts with these numbers as they are in the files, with the columns that were read."""
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
 
 
 def _column_keys(form: PromptForm) -> list[str]:
-    """The config keys that name columns, for messages."""
+    """Return the config keys that name columns, for messages."""
     keys = ["data.prompt_key"]
     if form.needs is not None:
         keys += ["data.reward_fn_key", "data.answer_key"] if form.scored else [PARAMETERS]
@@ -194,11 +197,11 @@ def _column_keys(form: PromptForm) -> list[str]:
 
 
 def holds_ids(files: DataFiles, prompt_key: str) -> bool:
-    """Whether the prompts are lists of token ids."""
+    """Return whether the prompts are lists of token ids."""
     kind = files.table.schema.field(prompt_key).type
     return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
 def by_name(form: PromptForm, optional: Sequence[str] | None) -> bool:
-    """Whether the reward reads columns by their names."""
+    """Return whether the reward reads columns by their names."""
     return not form.scored or optional is None or not {*(form.needs or ()), *optional} <= _SCORED

@@ -1,4 +1,4 @@
-"""The files that rows are written to, with what was added to them."""
+"""Write rows and added columns to files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tandem.errors import DataError
 
 
 def check_new_columns(table: pa.Table, names: Sequence[str]) -> None:
-    """Checks that columns to be added are new.
+    """Check that the table does not have the columns that will be added.
 
     Raises:
-        DataError: the table has one of these columns already.
+        DataError: The table already has one of these columns.
     """
     clash = [name for name in names if name in table.column_names]
     if clash:
         raise DataError(
-            "the data have a column of a name that the output needs",
+            "the data already have a column with a name that the output needs",
             field=clash[0],
             got=f"columns {', '.join(table.column_names)}",
             remedy="rename it in the data file",
@@ -33,11 +33,14 @@ def check_new_columns(table: pa.Table, names: Sequence[str]) -> None:
 
 
 def write_rows(path: Path, table: pa.Table, columns: Mapping[str, pa.Array]) -> None:
-    """A file of the table's columns and further ones, whole or, after a crash, not there.
+    """Write the table's columns and further columns to a file.
+
+    The file is complete. After a crash, no file of this name exists unless it existed before.
 
     Args:
-        path: `.parquet` or `.jsonl`; replaced if it is there.
-        columns: one entry per row each.
+        path: A path that ends with `.parquet` or `.jsonl`. An existing file is replaced.
+        table: The rows.
+        columns: Further columns with one entry per row.
     """
     for name, column in columns.items():
         table = table.append_column(name, column)
@@ -54,10 +57,10 @@ def write_rows(path: Path, table: pa.Table, columns: Mapping[str, pa.Array]) -> 
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of JSON; dates, times and decimals become text.
+    """Return the row as one line of JSON; dates, times and decimals become text.
 
     Raises:
-        TypeError: something that JSON does not know, such as bytes.
+        TypeError: A value has a type that JSON does not support, such as bytes.
     """
     return json.dumps(row, ensure_ascii=False, default=_as_text)
 

@@ -1,5 +1,7 @@
-"""Responses to imitate: conversations, or prompts with their responses, tokenised once with a mask of
-the tokens that the model learns to write."""
+"""Responses to imitate: conversations, or prompts with responses, for supervised fine-tuning.
+
+They are tokenized once, with a mask of the tokens that the model learns to write.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from tandem.protocol import DataProto, Ragged
 
 _KEYS = ("data.messages_key", "data.prompt_key", "data.response_key", "data.text_key")
 _TOOLS, _RESPONSE, _COMPLETION = "tools", "response", "completion"
-"""Names of columns; the last is TRL's of responses."""
+"""Names of columns. `_COMPLETION` is TRL's name for the column of responses."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns of examples; see `SFTDataset`."""
+    """The names of the columns of examples; `SFTDataset` describes them."""
 
     messages_key: str
     prompt_key: str
@@ -36,25 +38,25 @@ class Columns:
 
     @property
     def responses(self) -> tuple[str, ...]:
-        """The names of the column of responses, the first that is there counts."""
+        """The possible names of the response column; the first one that exists is used."""
         return (_RESPONSE, _COMPLETION) if self.response_key == _RESPONSE else (self.response_key,)
 
     @property
     def alternatives(self) -> list[tuple[str, ...]]:
-        """The sets of columns, one of which must be there; the first that is there counts."""
+        """Sets of columns, one of which must exist; the first one that exists is used."""
         pairs = ((self.prompt_key, name) for name in self.responses)
         return [(self.messages_key,), *pairs, (self.text_key,)]
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """The columns that are read too, where they are there."""
+        """Further columns, which are read if they exist."""
         return () if self.tools_key is None else (self.tools_key,)
 
     def form(self, files: DataFiles) -> ConversationForm | PairForm | TextForm:
-        """Return the form of the rows of files, of which one of the alternatives was read.
+        """Return the form of the rows of files that were read with one of the alternatives.
 
         Raises:
-            DataError: a column of tools that was named is missing.
+            DataError: The named column of tools is missing.
         """
         tools = self.tools_key if self.tools_key in files.columns else None
         if tools is None and self.tools_key not in (None, _TOOLS):
@@ -70,34 +72,37 @@ class Columns:
 class SFTDataset:
     """The sequences of one or several data files.
 
-    A row has one of these; the first that the files have counts:
+    A row has one of these; the first one that the files have is used:
 
-    - messages, a list of {role, content} of which the assistant's turns are learnt;
-    - a prompt (messages, or text taken as already formatted) and a response: text, or, after messages,
-      messages of which the assistant's turns are learnt;
-    - a text, of which everything is learnt.
+    - messages, a list of {role, content}: the model learns the assistant's turns;
+    - a prompt (messages, or formatted text) and a response. The response is text or, after a prompt of
+      messages, a list of messages in which the model learns the assistant's turns;
+    - a text, which the model learns as a whole.
 
-    The end-of-sequence token is put after texts, and learnt. Messages become several sequences where the
-    template shows earlier turns otherwise once others follow; see `tandem.data.turns.examples`.
+    The end-of-sequence token is added to texts, and the model learns it. Some templates render earlier turns
+    differently once other turns follow. With them, one row of messages becomes several sequences; see
+    `tandem.data.turns.examples`.
 
     Args:
-        files: parquet or .jsonl paths.
-        tokenizer: a Hugging Face tokenizer.
-        messages_key: the column of conversations.
-        prompt_key: the column of prompts.
-        response_key: the column of responses. Files without "response" may have "completion".
-        text_key: the column of texts.
-        tools_key: the column of the tools that the template of messages is given; "tools" may be missing.
-        cache_dir: see `read_files`.
-        options: see `encode_learnt`.
+        files: Paths of parquet or .jsonl files.
+        tokenizer: A Hugging Face tokenizer.
+        messages_key: The column of conversations.
+        prompt_key: The column of prompts.
+        response_key: The column of responses. Files without "response" may have "completion".
+        text_key: The column of texts.
+        tools_key: The column of the tools that the template of messages receives. "tools" may be missing.
+        cache_dir: The cache folder; see `read_files`.
+        options: See `encode_learnt`.
 
     Attributes:
         tokens: Ragged int32, one row per sequence.
-        response_mask: Ragged bool, aligned with `tokens`; false for each first token, which nothing precedes.
-        digests: (N) uint64, of the row of each sequence.
+        response_mask: Ragged bool, aligned with `tokens`. The first token of a sequence is always false,
+            because no token comes before it.
+        digests: (N) uint64, a digest of each sequence's row.
 
     Raises:
-        DataError: anything wrong with the files or their rows; says which file, which rows, and what.
+        DataError: Something is wrong with the files or their rows. The error names the file, the rows and the
+            problem.
     """
 
     def __init__(
@@ -123,14 +128,18 @@ class SFTDataset:
         )
         made = encode_learnt(table, tokenizer, columns.form(table), cache_dir=cache_dir, **options)
         self.digests, self._rows = made.digests, made.kept
-        self.tokens, self.response_mask = written(made)
+        self.tokens, self.response_mask = tokens_and_mask(made)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """A table of the named sequences: batch tokens (Ragged int64), response_mask (Ragged bool);
-        non-tensor uid ("{uid_prefix}-{sequence}") and index (its row's number in the files together)."""
+        """Return a table of the sequences with these numbers.
+
+        Returns:
+            batch tokens (Ragged int64) and response_mask (Ragged bool); non-tensor uid
+            ("{uid_prefix}-{sequence}") and index (the row's number in the files together).
+        """
         rows = list(rows)
         return DataProto(
             {"tokens": self.tokens[rows].to(torch.int64), "response_mask": self.response_mask[rows]},
@@ -139,7 +148,7 @@ class SFTDataset:
 
 
 def are_text(files: DataFiles, columns: Sequence[str]) -> bool:
-    """Return whether these columns hold texts, by the first row."""
+    """Return whether these columns hold texts, judged by the first row."""
     (first,) = files.take([0])
     return all(isinstance(first[key], str) for key in columns)
 
@@ -158,13 +167,15 @@ def encode_learnt(
     """Return the tokens of examples to learn from.
 
     Args:
-        table: the rows.
-        tokenizer: a Hugging Face tokenizer.
-        form: what stands in a row.
-        max_length: tokens at most.
-        truncation: what happens to longer rows: "error", or the part to cut: "left", "right", "middle".
-        chat_template_kwargs: further variables of the chat template.
-        workers, cache_dir: see `tandem.data.encoding.encode`.
+        table: The rows.
+        tokenizer: A Hugging Face tokenizer.
+        form: The form of the rows.
+        max_length: The largest number of tokens of a sequence.
+        truncation: What happens to longer sequences: "error", or the part that is cut off: "left", "right" or
+            "middle".
+        chat_template_kwargs: Further variables of the chat template.
+        workers: The number of processes; see `tandem.data.encoding.encode`.
+        cache_dir: The cache folder; see `tandem.data.encoding.encode`.
     """
     template = ChatTemplate(tokenizer, chat_template_kwargs)
     limit = Limit(max_length, "data.max_length", truncation)
@@ -172,7 +183,7 @@ def encode_learnt(
     return encode(table, encoder, workers=workers, cache_dir=cache_dir)
 
 
-def written(made: Encoded) -> tuple[Ragged, Ragged]:
-    """The ids of sequences, and which of them the model is to write."""
+def tokens_and_mask(made: Encoded) -> tuple[Ragged, Ragged]:
+    """Return the token ids of sequences, and a mask of the tokens that the model learns to write."""
     tokens = Ragged.from_lengths(torch.from_numpy(made.ids), torch.from_numpy(made.lengths))
     return tokens, tokens.with_values(torch.from_numpy(made.masks))

@@ -1,4 +1,7 @@
-"""Texts to token ids, so that those of a response are what the model would write after its prompt."""
+"""Turn texts into token ids.
+
+The ids of a response are those that the model would write after its prompt.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Piece = tuple[str | Sequence[int], bool]
-"""Text or token ids, and whether the model is to learn to write it. Ids stand before all texts."""
+"""Text or token ids, and whether the model learns to write it.
+
+In a sequence, pieces of ids come before all texts.
+"""
 TOKENIZE_CHUNK = 4096
-"""Texts per call of the tokenizer: enough to keep it busy, few enough to keep its results small."""
+"""Texts per call of the tokenizer: enough to keep it busy, few enough to limit the memory of its results."""
 _ANCHORS = ("\n", ":", "a", "0")
-"""Texts after one of which another is tokenised as one that goes on."""
+"""Texts to put before another text, so that the tokenizer treats the other text as a continuation."""
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """(T_i) int32 token ids of each text as it stands: no special tokens are added."""
+    """Return the (T_i) int32 token ids of each text, without added special tokens."""
     chunks = (list(texts[start : start + TOKENIZE_CHUNK]) for start in range(0, len(texts), TOKENIZE_CHUNK))
     return [np.array(ids, dtype=np.int32) for chunk in chunks for ids in _token_ids(tokenizer, chunk)]
 
@@ -26,12 +32,12 @@ def encoded(
 ) -> list[list[np.ndarray]]:
     """Return the int32 token ids of each piece of each sequence.
 
-    Together they are those of the whole text, as far as each piece ends between two of its tokens. Where a
-    token of the whole lies on both sides of such an end, the text up to there is tokenised as if it stood
-    alone, as a prompt does when the model answers, and the rest as its continuation.
+    If every piece ends between two tokens of the whole text, the ids of all pieces together are those of the
+    whole text. If a token of the whole text crosses the end of a piece, the text up to that end is tokenized
+    on its own, just as a prompt is when the model answers. The rest is tokenized as its continuation.
     """
     texts = [[text for text, _ in pieces if isinstance(text, str)] for pieces in sequences]
-    found = _cut(texts, lambda wanted: tokenize(tokenizer, wanted), tokenizer)
+    found = _piece_ids(texts, lambda wanted: tokenize(tokenizer, wanted), tokenizer)
     given = [
         [np.array(ids, np.int32) for ids, _ in pieces if not isinstance(ids, str)] for pieces in sequences
     ]
@@ -39,7 +45,7 @@ def encoded(
 
 
 def begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the tokenizer puts before a text: those of its begin token, if it gives one."""
+    """Return the ids that the tokenizer puts before a text, which are those of its begin token, if any."""
     ids = list(tokenizer("")["input_ids"])
     after = {tokenizer.eos_token_id, getattr(tokenizer, "sep_token_id", None)} - {tokenizer.bos_token_id}
     while ids and ids[-1] in after:
@@ -50,10 +56,10 @@ def begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 _Tokenize = Callable[[list[str]], list[np.ndarray]]
 
 
-def _cut(
+def _piece_ids(
     rows: Sequence[Sequence[str]], run: _Tokenize, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[np.ndarray]]:
-    """The ids of each text of each row; the texts of a row follow each other."""
+    """Return the ids of each text of each row; the texts of a row follow each other."""
     found = iter(run(["".join(texts[: end + 1]) for texts in rows for end in range(len(texts))]))
     return [_parts(texts, [next(found) for _ in texts], tokenizer) for texts in rows]
 
@@ -61,24 +67,30 @@ def _cut(
 def _parts(
     texts: Sequence[str], up_to: Sequence[np.ndarray], tokenizer: PreTrainedTokenizerBase
 ) -> list[np.ndarray]:
-    """The ids of each text, of those of the texts up to each."""
+    """Return the ids of each text of a row.
+
+    `up_to` holds, for each text, the ids of the row from its start to the end of that text.
+    """
     parts: list[np.ndarray] = []
     start = 0
     for place, ids in enumerate(up_to):
         parts.append(ids[start:])
-        if not _begins(up_to[-1], ids):
-            rest = _cut([texts[place + 1 :]], lambda wanted: _continued(tokenizer, wanted), tokenizer)
+        if not _starts_with(up_to[-1], ids):
+            rest = _piece_ids([texts[place + 1 :]], lambda wanted: _continued(tokenizer, wanted), tokenizer)
             return [*parts, *rest[0]]
         start = len(ids)
     return parts
 
 
-def _begins(whole: np.ndarray, ids: np.ndarray) -> bool:
+def _starts_with(whole: np.ndarray, ids: np.ndarray) -> bool:
     return np.array_equal(whole[: len(ids)], ids)
 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """The ids of texts that follow others: without the blank that some tokenizers put before a text."""
+    """Return the ids of texts that follow another text.
+
+    Some tokenizers put a space before a text. It is left out here.
+    """
     alone = tokenize(tokenizer, ["a"])[0].tolist()
     if tokenizer.decode(alone * 2, clean_up_tokenization_spaces=False) == "aa":
         return tokenize(tokenizer, texts)
@@ -88,7 +100,7 @@ def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.
 def _after_anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     for anchor in _ANCHORS:
         before, whole = tokenize(tokenizer, [anchor, anchor + text])
-        if len(before) and _begins(whole, before):
+        if len(before) and _starts_with(whole, before):
             return whole[len(before) :]
     return tokenize(tokenizer, [text])[0]
 
@@ -96,11 +108,13 @@ def _after_anchor(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterable[Sequence[int]]:
     kind = type(tokenizer)
     fast = PreTrainedTokenizerFast
-    if kind.__call__ is not fast.__call__ or kind._encode_plus is not fast._encode_plus:  # code of its own
+    if (
+        kind.__call__ is not fast.__call__ or kind._encode_plus is not fast._encode_plus
+    ):  # the tokenizer has its own code
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         ids: list[list[int]] = tokenizer(texts, **options)["input_ids"]
         return ids
-    # What the call does, without the offsets of tokens in the text, which are a quarter of its time.
+    # The same as calling the tokenizer, but without token offsets, which take a quarter of the time.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

@@ -1,4 +1,4 @@
-"""Token sequences to a length limit."""
+"""Cut token sequences to a length limit."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tandem.data.validate import RowProblems
 from tandem.errors import DataError
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-"""What happens to a sequence over the limit: refused; its beginning, end or middle cut off."""
+"""What happens to a sequence over the limit: an error, or its start, end or middle is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The limit of sequences' lengths, and what happens to longer ones.
+    """The length limit of sequences, and what happens to longer sequences.
 
     Attributes:
-        tokens: the limit.
-        field: the key that says so, for messages.
-        truncation: one of `TRUNCATIONS`.
-        drops: leave longer ones out instead.
+        tokens: The limit.
+        field: The config key of the limit, for messages.
+        truncation: One of `TRUNCATIONS`.
+        drops: Whether longer sequences are left out instead.
 
     Raises:
-        DataError: no such truncation.
+        DataError: The truncation mode is unknown.
     """
 
     tokens: int
@@ -36,21 +36,27 @@ class Limit:
     def __post_init__(self) -> None:
         if self.truncation not in TRUNCATIONS:
             raise DataError(
-                "no such truncation mode",
+                "unknown truncation mode",
                 field="data.truncation",
                 got=self.truncation,
                 expected=f"one of {', '.join(TRUNCATIONS)}",
             )
 
     def holds(self, length: int) -> bool:
-        """Whether a sequence of this length is within it, or cut to it."""
+        """Return whether a sequence of this length is kept, either whole or cut."""
         return length <= self.tokens or (self.truncation != "error" and not self.drops)
 
     def kept(self, lengths: np.ndarray, rows: np.ndarray, files: DataFiles) -> np.ndarray:
-        """(K) int64: which sequences stay, of (S) `lengths`, made of (S) `rows`.
+        """Return the indices of the sequences that stay, (K) int64.
+
+        Args:
+            lengths: (S) The length of each sequence.
+            rows: (S) The row number of each sequence.
+            files: The rows, for messages.
 
         Raises:
-            DataError: rows over the limit that are to be neither cut nor left out, by name; or no row stays.
+            DataError: Rows exceed the limit and may be neither cut nor left out (the error names the rows),
+                or no row stays.
         """
         if not self.drops and self.truncation == "error":
             problems = RowProblems(files.where)
@@ -80,8 +86,11 @@ class Limit:
         return kept
 
     def cut(self, values: np.ndarray) -> np.ndarray:
-        """(T) to (min(T, limit)): "left" keeps the end, "right" the beginning, "middle" half of each (of an
-        odd limit one more of the end). With "error", `kept` has been called before."""
+        """Return the sequence, (T), cut to (min(T, limit)).
+
+        "left" keeps the end, "right" keeps the start, and "middle" keeps half of each; with an odd limit, the
+        end is one token longer. With "error", call `kept` first.
+        """
         excess = len(values) - self.tokens
         if excess <= 0:
             return values

@@ -1,4 +1,7 @@
-"""Conversations to the examples of which the assistant's turns are learnt, each as the model meets it."""
+"""Turn a conversation into training examples in which the model learns the assistant's turns.
+
+Each example is a text as the model meets it when it generates.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from tandem.data.chat import ChatTemplate, Message
 from tandem.data.tokens import Piece
 
 _OPEN = re.compile(r"<([^<>/\s]+)>\s*$")
-"""Thinking that the generation prompt begins."""
+"""A tag at the end of the generation prompt that starts the model's reasoning."""
 _NONE = re.compile(r"<([^<>/\s]+)>\s*</\1>\s*$")
-"""Thinking that it leaves out."""
+"""An empty pair of tags at the end of the generation prompt, which means that there is no reasoning."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class _Example:
-    """A text up to the end of an assistant's turn, and where in it what is learnt begins and ends."""
+    """A text up to the end of an assistant's turn, and the spans in it that the model learns."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -29,30 +32,35 @@ class _Example:
 def examples(
     template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: int = 0
 ) -> list[list[Piece]]:
-    """Return the examples of a conversation, each in pieces that end where what is learnt begins or ends.
+    """Return the examples of a conversation, cut into pieces where the text to learn starts or ends.
 
-    Each turn of the assistant follows what the template renders before it, with the generation prompt. A turn
-    whose beginning an earlier example is shares one with it, so that most templates make one example of a
-    conversation; those that change earlier turns, or leave out their reasoning, make several. What a turn
-    holds is what the template marks by `generation`; without marks it is all from the generation prompt to
-    the turn's end. Where the template ends no turn (GLM-4), that is the token that begins the next one, also
-    after the last turn.
+    Each turn of the assistant follows the text that the template renders before it, with the generation
+    prompt. If an earlier example is the beginning of a later turn's text, both share one example. So most
+    templates give one example per conversation. Templates that change earlier turns or remove their reasoning
+    give several.
+
+    The template's `generation` marks determine which text of a turn the model learns. Without marks it is
+    everything from the generation prompt to the end of the turn. Some templates, such as GLM-4, have no token
+    that ends a turn. With them, the turn ends with the token that starts the next turn, also after the last
+    turn.
 
     Args:
-        messages: the first is not the assistant's.
-        tools: that the template is told of, as JSON schemas.
-        prompt: how many messages at the beginning are the prompt, of which no turn is learnt.
+        template: The chat template.
+        messages: The conversation. The first message is not the assistant's.
+        tools: JSON schemas of the tools for the template.
+        prompt: The number of messages at the start that form the prompt. The model learns no turn of the
+            prompt.
 
     Raises:
-        TemplateError: the template refuses the conversation.
-        DataError: it renders a turn so that it does not follow what came before.
+        TemplateError: The template rejects the conversation.
+        DataError: The template renders a turn so that it does not follow the text before it.
     """
     made: list[_Example] = []
     for place, message in enumerate(messages):
         if message["role"] != "assistant" or place < prompt:
             continue
         so_far = messages[: place + 1]
-        turn = _marked(template, so_far, tools) or _turn(template, so_far, tools, _follower(messages, place))
+        turn = _marked(template, so_far, tools) or _turn(template, so_far, tools, _next_role(messages, place))
         if made and turn.text.startswith(made[-1].text) and turn.spans[0][0] >= len(made[-1].text):
             turn = _Example(turn.text, (*made.pop().spans, *turn.spans))
         made.append(turn)
@@ -69,7 +77,7 @@ def _pieces(example: _Example) -> list[Piece]:
 
 
 def _marked(template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None) -> _Example | None:
-    """The last turn by the template's own marks; None where it has none."""
+    """Return the last turn according to the template's own marks, or None if it has no marks."""
     text, marks = template.marked(messages, tools)
     if not marks:
         return None
@@ -81,19 +89,22 @@ def _marked(template: ChatTemplate, messages: Sequence[Message], tools: list[Any
 def _turn(
     template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, follower: str
 ) -> _Example:
-    """The last turn, from the generation prompt to its end; a message of the role `follower` follows."""
+    """Return the last turn, from the generation prompt to its end.
+
+    `follower` is the role of the next message.
+    """
     prompt = template.render(messages[:-1], generation_prompt=True, tools=tools)
     written = _written(template, prompt, messages, tools)
     if not written:
-        raise template.unfit(f"it leaves out the response, message {len(messages) - 1}")
-    text = prompt + _ended(template, written, follower)
+        raise template.unfit(f"it omits the response, message {len(messages) - 1}")
+    text = prompt + _up_to_end(template, written, follower)
     return _Example(text, ((len(prompt), len(text)),))
 
 
 def _written(
     template: ChatTemplate, prompt: str, messages: Sequence[Message], tools: list[Any] | None
 ) -> str:
-    """What the model writes after the prompt, and what the template puts there."""
+    """Return the text that the model and the template write after the prompt."""
     whole = template.render(messages, tools=tools)
     if whole.startswith(prompt):
         return whole[len(prompt) :]
@@ -104,37 +115,42 @@ def _written(
         rest, opening, closing = whole[found.start() :], f"<{found[1]}>", f"</{found[1]}>"
         if rest.startswith(opening):
             return rest.removeprefix(opening)
-        thought = _thought(messages[-1], opening, closing).strip("\n")
+        thought = _reasoning_of(messages[-1], opening, closing).strip("\n")
         return f"{thought}\n{closing}\n\n" + rest.lstrip("\n")
     shared = _shared(whole, prompt)
     if shared < _shared(prompt, template.render(messages[:-1], tools=tools)):
-        raise template.unfit(f"it changes the first {len(messages) - 1} message(s) once others follow")
+        raise template.unfit(
+            f"it changes the first {len(messages) - 1} message(s) when other messages follow"
+        )
     return whole[shared:]
 
 
 def _shared(first: str, second: str) -> int:
-    """The length of what two texts begin with alike."""
+    """Return the length of the common beginning of two texts."""
     differ = (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differ, min(len(first), len(second)))
 
 
-def _thought(message: Mapping[str, Any], opening: str, closing: str) -> str:
-    """The reasoning of a turn."""
+def _reasoning_of(message: Mapping[str, Any], opening: str, closing: str) -> str:
+    """Return the reasoning of a turn."""
     named = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
     before, found, _ = str(message.get("content") or "").partition(closing)
     return named[0] if named else before.rpartition(opening)[2] if found else ""
 
 
-def _follower(messages: Sequence[Message], place: int) -> str:
-    """The role of what follows a message: who is next, or would be."""
+def _next_role(messages: Sequence[Message], place: int) -> str:
+    """Return the role of the next message, or the role that would be expected next."""
     if place + 1 < len(messages):
         return str(messages[place + 1]["role"])
     return "tool" if messages[place].get("tool_calls") else "user"
 
 
-def _ended(template: ChatTemplate, written: str, follower: str) -> str:
-    """A turn up to its end: the end-of-sequence token, another that ends it, or what begins the next turn,
-    where the template has no other end."""
+def _up_to_end(template: ChatTemplate, written: str, follower: str) -> str:
+    """Return a turn up to its end.
+
+    The end is the end-of-sequence token or another token that ends the turn. If the template has no such
+    token, the end is the token that starts the next turn.
+    """
     if template.eos and template.eos in written:  # the model stops at the first
         return written[: written.index(template.eos) + len(template.eos)]
     turn = written.rstrip()

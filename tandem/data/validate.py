@@ -1,4 +1,4 @@
-"""Checks of rows of data files, whose problems are found for all rows first and then said in one error."""
+"""Checks of data rows, which collect the problems of all rows and report them in one error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from tandem.errors import DataError
 
 SHOWN = 10
-"""Rows named in a message; the rest is counted."""
+"""The number of rows named in a message. Further rows are only counted."""
 
 
 class RowProblems:
-    """Collects what is wrong with single rows.
+    """A collection of problems with single rows.
 
     Args:
-        where: a row number to its name in messages.
+        where: A function that turns a row number into the row's name for messages.
     """
 
     def __init__(self, where: Callable[[int], str]) -> None:
@@ -29,10 +29,10 @@ class RowProblems:
             self._shown.append(f"{self._where(row)}: {problem}")
 
     def raise_if_any(self, message: str, *, field: str, expected: str, remedy: str) -> None:
-        """Raises one error for all problems.
+        """Raise one error for all collected problems.
 
         Raises:
-            DataError: something was added; names the first rows and what is wrong with each.
+            DataError: There are problems. The error names the first rows and the problem of each.
         """
         if not self.count:
             return
@@ -47,7 +47,7 @@ class RowProblems:
 
 
 def conversation_problem(value: Any) -> str | None:
-    """Names what keeps `value` from being a list of {role, content} with text in both; None if nothing."""
+    """Return why `value` is not a list of {role, content} with text in both, or None if it is."""
     if not isinstance(value, list):
         return f"not a list of messages but {kind(value)}"
     if not value:
@@ -63,14 +63,14 @@ def conversation_problem(value: Any) -> str | None:
 
 
 def prompt_problem(value: Any) -> str | None:
-    """None for non-empty text (taken as already formatted) and for a conversation."""
+    """Return why `value` is not a prompt, or None if it is non-empty text or a conversation."""
     if isinstance(value, str):
         return None if value else "an empty text"
     return conversation_problem(value)
 
 
 def reward_problem(row: Mapping[str, Any], reward_fn_key: str) -> str | None:
-    """Names what the reward will lack in this row: its data source, its ground truth."""
+    """Return which data for the reward the row lacks, the data source or the ground truth, or None."""
     source = row[reward_fn_key]
     if not isinstance(source, str) or not source:
         return f"{reward_fn_key} is {source!r}, not a name"
@@ -86,5 +86,5 @@ def reward_problem(row: Mapping[str, Any], reward_fn_key: str) -> str | None:
 
 
 def kind(value: Any) -> str:
-    """A value's kind in plain words."""
+    """Return the type of a value in words."""
     return "null" if value is None else f"of type {type(value).__name__}"

@@ -1,4 +1,7 @@
-"""What a reader must not do to values: turn one type into another where a table has one type per column."""
+"""Checks that a reader does not convert values.
+
+A table has one type per column, so values of different types in one column would be converted.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,34 @@ _KINDS = {
     list: "a list",
 }
 Row = tuple[Any, str | None]
-"""A row of JSON, or what kept it from being read."""
+"""A row of JSON and None, or None and the reason why it cannot be read."""
 Seen = dict[str, tuple[str, int]]
-"""By place in a row: the kind of the values there, and the row of the first."""
+"""For each place in a row: the type of the values there, and the number of the first row with it."""
 
 
 class RowError(ValueError):
-    """A row holds what no table keeps as it stands; the text names the row and the value."""
+    """A row that no table can store without changing it; the text names the row and the value."""
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value of JSON, in words."""
+    """Return the type of a JSON value in words."""
     return _KINDS.get(type(value), "null")
 
 
-def other_kinds(value: Any, number: int, seen: Seen, at: str = "") -> Iterator[str]:
-    """Yield what is of another kind than in an earlier row, and numbers that no table holds.
+def type_conflicts(value: Any, number: int, seen: Seen, at: str = "") -> Iterator[str]:
+    """Yield type conflicts with earlier rows, and numbers that no table can store.
 
     Args:
-        value: of JSON, at the place `at` in row `number`.
-        seen: of earlier rows; what is new is added.
+        value: A JSON value.
+        number: The number of its row.
+        seen: The types in earlier rows. New places are added.
+        at: The place of the value in the row.
     """
     if value is None:
         return
     if isinstance(value, TooLongNumber):
         shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}…"
-        yield f"{at.removeprefix('.')}: 64 bits do not hold the number {shown}: write it as text"
+        yield f"{at.removeprefix('.')}: the number {shown} does not fit into 64 bits; write it as text"
         return
     kind = kind_of(value)
     usual, row = seen.setdefault(at, (kind, number))
@@ -52,30 +57,33 @@ def other_kinds(value: Any, number: int, seen: Seen, at: str = "") -> Iterator[s
         yield f"{at.removeprefix('.')}: {kind}, but {usual} in row {row}"
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from other_kinds(inner, number, seen, f"{at}.{name}")
+            yield from type_conflicts(inner, number, seen, f"{at}.{name}")
     elif isinstance(value, list):
         for inner in value:
-            yield from other_kinds(inner, number, seen, f"{at}[]")
+            yield from type_conflicts(inner, number, seen, f"{at}[]")
 
 
-def looked_at(rows: Iterable[Row]) -> Iterator[tuple[int, Any, str | None]]:
-    """Yield rows of JSON with their numbers, from 0, and what is wrong with each: it cannot be read, is no
-    object, or holds another kind of value than an earlier one."""
+def checked_rows(rows: Iterable[Row]) -> Iterator[tuple[int, Any, str | None]]:
+    """Yield the rows of JSON with their numbers, from 0, and the problem of each, or None.
+
+    A row has a problem if it cannot be read, is not an object, or has a value whose type differs from that in
+    an earlier row.
+    """
     seen: Seen = {}
     for number, (row, problem) in enumerate(rows):
         if problem is None and not isinstance(row, dict):
             problem = f"{kind_of(row)}, not an object"
-        yield number, row, problem or next(other_kinds(row, number, seen), None)
+        yield number, row, problem or next(type_conflicts(row, number, seen), None)
 
 
 def table_of(rows: Iterable[Row]) -> pa.Table:
     """Return rows of JSON as a table.
 
     Raises:
-        RowError: something is wrong with one; see `looked_at`.
+        RowError: A row has a problem; see `checked_rows`.
     """
     held: list[dict[str, Any]] = []
-    for number, row, problem in looked_at(rows):
+    for number, row, problem in checked_rows(rows):
         if problem:
             raise RowError(f"row {number}: {problem}")
         held.append(row)
@@ -84,7 +92,7 @@ def table_of(rows: Iterable[Row]) -> pa.Table:
 
 
 def leaves(kind: pa.DataType, at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each place in a column of this type where one kind of value may become another, with its kind."""
+    """Yield each place in a column whose values may be converted, with the type of its values."""
     if pa.types.is_struct(kind):
         for field in kind:
             yield from leaves(field.type, f"{at}.{field.name}")
@@ -103,14 +111,14 @@ def leaves(kind: pa.DataType, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def refuse_conversions(schemas: Iterable[pa.Schema]) -> None:
-    """Check that tables below each other keep their values.
+    """Check that tables keep their values when they are concatenated.
 
     Raises:
-        pa.ArrowTypeError: a column would turn whole numbers into others, or dates into times.
+        pa.ArrowTypeError: A column's values would be converted, for example dates to times.
     """
     seen: dict[str, str] = {}
     for schema in schemas:
         for field in schema:
             for at, kind in leaves(field.type, field.name):
                 if (usual := seen.setdefault(at, kind)) != kind:
-                    raise pa.ArrowTypeError(f"column {at}: {usual}, and further on {kind}")
+                    raise pa.ArrowTypeError(f"column {at}: {usual}, but later {kind}")

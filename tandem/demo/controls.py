@@ -1,4 +1,4 @@
-"""A control of the demo: rewards that keep their distribution and lose their meaning."""
+"""A control of the demo: rewards with the same distribution but without meaning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def shuffled(
     ground_truths: list[Any],
     extra_infos: list[dict[str, Any]],
 ) -> list[float]:
-    """Each response gets another one's score. The mean stays, so validation still measures accuracy."""
+    """Return the scores in a random order, so that each response gets the score of another one.
+
+    The mean stays the same, so validation still measures accuracy.
+    """
     columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     scores = [scored.score for scored in score([Item(*row) for row in columns])]
     seed = zlib.crc32("\n".join(solution_strs).encode())

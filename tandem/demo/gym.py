@@ -1,5 +1,4 @@
-"""Tasks of reasoning-gym for the demo: problems of the generators themselves, and demonstrations of which
-half slip."""
+"""Tasks of reasoning-gym for the demo: their problems, and demonstrations of which about half are wrong."""
 
 from __future__ import annotations
 
@@ -21,13 +20,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Gym:
-    """A generator made small.
+    """A generator of small problems.
 
     Attributes:
-        parameters: of the generator, as in a reference to it.
-        prompt, response: the longest, in tokens of the demo's tokenizer; the response's with its end.
-        warm_up: steps of supervised fine-tuning.
-        steps: of reinforcement.
+        parameters: parameters of the generator, as in a reference to it.
+        prompt: the longest prompt, in tokens of the demo's tokenizer.
+        response: the longest response, in these tokens, with its end token.
+        warm_up: number of steps of supervised fine-tuning.
+        steps: number of steps of reinforcement learning.
     """
 
     parameters: str
@@ -37,11 +37,14 @@ class Gym:
     steps: int = 30
 
     def reference(self, name: str, size: int, seed: int) -> str:
-        """The task as `data.train_files` takes it. Problem i of a generator depends on its seed + i."""
+        """Return the task in the form of `data.train_files`.
+
+        Problem i of a generator depends on its seed + i.
+        """
         return f"{PREFIX}{name}?{self.parameters}&size={size}&seed={seed * size}&answer=text"
 
 
-GYMS = {  # of many different answers: one that all problems share would be learnt instead
+GYMS = {  # tasks with many different answers: a model would otherwise learn the common answer
     "ab": Gym("length=5", 16, 15, warm_up=400),
     "letter_jumble": Gym("min_words=1&max_words=1&min_word_len=3&max_word_len=3", 8, 6),
     "manipulate_matrix": Gym(
@@ -58,14 +61,18 @@ GYMS = {  # of many different answers: one that all problems share would be lear
     "word_sequence_reversal": Gym("min_words=2&max_words=2", 32, 31, warm_up=400, steps=45),
 }
 LONG = 12
-"""Characters that a text between a question's own parts needs, to be a token."""
+"""A text between the parts of a question becomes a token if it has at least this many characters."""
 CHOICES = (ARITHMETIC, *GYMS)
 SLIPS = 0.55
-"""The share of demonstrations that slip: a model that imitates them is right less than half of the time."""
+"""The share of wrong demonstrations. A model that imitates them is right less than half of the time."""
 
 
 def check_task(name: str) -> None:
-    """Refuses what is none of the demo's tasks with a ConfigError."""
+    """Check that the demo has this task.
+
+    Raises:
+        ConfigError: the task is unknown.
+    """
     if name not in CHOICES:
         close = difflib.get_close_matches(name, CHOICES, n=1)
         raise ConfigError(
@@ -78,13 +85,13 @@ def check_task(name: str) -> None:
 
 
 def draw(name: str, *, seed: int, train: int, validation: int) -> tuple[list[Row], list[Row]]:
-    """Problems to learn from and others to be examined on, as rows in the usual form.
+    """Return problems for training, and other problems for validation, as rows in the usual form.
 
     Args:
         name: a key of GYMS.
-        seed: fixes the draw.
-        train: how many to learn from, less those that are examined.
-        validation: how many different ones to be examined on.
+        seed: seed of the draw.
+        train: number of training problems; those that also occur in validation are removed.
+        validation: number of different validation problems.
 
     Raises:
         DataError: reasoning-gym is not installed.
@@ -96,26 +103,28 @@ def draw(name: str, *, seed: int, train: int, validation: int) -> tuple[list[Row
 
 
 def question(row: Row) -> str:
-    """What a row asks."""
+    """Return the question of a row."""
     return str(row["prompt"][0]["content"])
 
 
 def phrases(rows: Sequence[Row]) -> list[str]:
-    """What all questions begin and end with, and long texts that all have between: a token each, they leave
-    of a prompt what is its own."""
+    """Return the common texts of all questions: their start, their end, and long texts in between.
+
+    Each becomes one token. A prompt then consists mainly of its own part.
+    """
     asked = [question(row) for row in rows]
     head, tail = _ends(asked)
     return [phrase for phrase in (head, *_shared(own_parts(asked)), tail) if len(phrase) > 1]
 
 
 def own_parts(questions: Sequence[str]) -> list[str]:
-    """The questions without what all of them begin and end with."""
+    """Return the questions without their common start and end."""
     head, tail = _ends(questions)
     return [asked[len(head) : len(asked) - len(tail)] for asked in questions]
 
 
 def _shared(texts: Sequence[str]) -> list[str]:
-    """The texts of at least LONG characters that all have, in their order."""
+    """Return the common parts of all texts with at least LONG characters, in order."""
     shortest = min(texts, key=len)
     for size in range(len(shortest), LONG - 1, -1):
         for start in range(len(shortest) - size + 1):
@@ -127,15 +136,17 @@ def _shared(texts: Sequence[str]) -> list[str]:
 
 
 def _ends(texts: Sequence[str]) -> tuple[str, str]:
-    shared = os.path.commonprefix  # of characters, not of a path's parts
+    shared = os.path.commonprefix  # it compares characters, not parts of a path
     head = shared(list(texts))
     return head, shared([text[len(head) :][::-1] for text in texts])[::-1]
 
 
 def slip(answer: str) -> str:
-    """A wrong answer of a common kind: the last two numbers or words change places; where there are no two,
-    or they are alike, the last number is two too large (some scorers let one pass), or the last two letters
-    change places."""
+    """Return a wrong answer of a common kind.
+
+    The last two numbers or words change places. If there are not two, or they are equal, the last number
+    becomes two larger (some scorers accept a difference of one), or the last two letters change places.
+    """
     parts = list(re.finditer(r"-?[\w.]+", answer))
     last = parts[-1]
     if len(parts) > 1 and parts[-2].group() != last.group():
@@ -153,12 +164,12 @@ def slip(answer: str) -> str:
 
 
 def demonstrations(rows: Sequence[Row], *, seed: int, count: int) -> list[tuple[str, str]]:
-    """Questions and answers to imitate, SLIPS of them with a slip.
+    """Return questions and answers to imitate. A share of SLIPS of the answers is wrong.
 
     Args:
-        rows: each occurs as often as the others, or once more.
-        seed: fixes order and slips.
-        count: how many demonstrations.
+        rows: problems. Each occurs as often as the others, or once more.
+        seed: seed of the order and of the mistakes.
+        count: number of demonstrations.
     """
     rng = np.random.default_rng([seed, 1])
     order = np.concatenate([rng.permutation(len(rows)) for _ in range(-(-count // len(rows)))])[:count]

@@ -1,5 +1,7 @@
-"""A Hugging Face folder: an untrained Qwen2 of about a million parameters, and a tokenizer of one token
-per byte."""
+"""The demo's model as a Hugging Face folder.
+
+It is an untrained Qwen2 of about a million parameters, with a tokenizer of one token per byte.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""A conversation is its contents one after the other; the end-of-sequence token closes an answer."""
+"""A conversation is the concatenation of its contents; an end-of-sequence token ends each answer."""
 
 
 def build_tokenizer(phrases: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Qwen2's byte-level tokenizer without merges: one token per byte, hence per character of plain text,
-    and one for each of the phrases."""
+    """Return Qwen2's byte-level tokenizer without merges.
+
+    It has one token per byte, thus one per character of plain text, and one token for each phrase.
+    """
     bytes_as_characters = sorted(ByteLevel.alphabet())
     vocabulary = {token: place for place, token in enumerate((END, PADDING, *bytes_as_characters))}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token=END, pad_token=PADDING)
@@ -34,11 +38,11 @@ def build_tokenizer(phrases: Sequence[str] = ()) -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 1.06 million parameters with random weights.
+    """Return a Qwen2 of 1.06 million parameters with random weights.
 
     Args:
         tokenizer: its vocabulary becomes the model's.
-        seed: fixes the weights.
+        seed: seed of the weights.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -61,12 +65,12 @@ def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 
 
 def write_model(folder: Path, *, seed: int, phrases: Sequence[str] = ()) -> None:
-    """Saves tokenizer and model in Hugging Face's format.
+    """Save tokenizer and model in Hugging Face's format.
 
     Args:
-        folder: made if it is not there.
-        seed: fixes the weights.
-        phrases: texts that are one token each.
+        folder: created if it does not exist.
+        seed: seed of the weights.
+        phrases: texts that become one token each.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = build_tokenizer(phrases)

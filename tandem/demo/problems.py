@@ -1,9 +1,8 @@
-"""Additions of two-digit numbers: the problems, sloppy demonstrations of them, and both as parquet files.
+"""Additions of two-digit numbers: problems, imperfect demonstrations, and parquet files of both.
 
-An answer shows its working, column by column from the right, then the sum after "=": 37+65 is
-"12,10=102". The demonstrations mostly forget to carry: "12,9=92". A model that imitates them is right
-where nothing is carried, one problem in three, and carries now and then; what it gains beyond that,
-reinforcement learning has taught it.
+An answer shows its working, column by column from the right, then the sum after "=": 37+65 is "12,10=102".
+Most demonstrations forget to carry: "12,9=92". A model that imitates them solves the problems without a
+carry, one in three, and carries now and then. All further gains come from reinforcement learning.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LARGEST = 99
 SMALLEST = 10
 LONGEST_PROMPT = len("99+99?")
 LONGEST_RESPONSE = len("18,19=198") + 1
-"""Tokens, one per character, with the end of the sequence."""
+"""Tokens, one per character, plus the end token."""
 
 
 class Problem(NamedTuple):
@@ -45,7 +44,7 @@ class Problem(NamedTuple):
         return self.first % 10 + self.second % 10 > 9
 
     def working(self, *, forget_carry: bool = False) -> str:
-        """A worked answer: the sum of the units, that of the tens with what was carried, and the result."""
+        """Return a worked answer: the sum of the units, that of the tens with the carry, and the result."""
         units = self.first % 10 + self.second % 10
         carry = 0 if forget_carry else units // 10
         tens = self.first // 10 + self.second // 10 + carry
@@ -54,24 +53,24 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Problems to learn from, and problems to be examined on."""
+    """Problems for training, and problems for validation."""
 
     train: list[Problem]
     validation: list[Problem]
 
 
 def split(*, seed: int, train: int, validation: int) -> Split:
-    """Draws different problems, of which two in three carry.
+    """Draw different problems. Two of three have a carry.
 
-    No validation problem occurs in train, nor does the same sum with its numbers exchanged.
+    No validation problem occurs in training, nor does the same sum with exchanged numbers.
 
     Args:
-        seed: fixes the draw.
-        train: how many problems to learn from.
-        validation: how many to be examined on.
+        seed: seed of the draw.
+        train: number of training problems.
+        validation: number of validation problems.
 
     Raises:
-        ValueError: there are not that many.
+        ValueError: there are not enough problems.
     """
     rng = np.random.default_rng([seed, 0])
     numbers = range(SMALLEST, LARGEST + 1)
@@ -83,25 +82,27 @@ def split(*, seed: int, train: int, validation: int) -> Split:
 
 
 def _draw(pool: Sequence[Problem], count: int) -> list[Problem]:
-    """The first problems of the pool, in the order carry, carry, none, carry, carry, none, …"""
+    """Return the first problems of the pool, in the order: carry, carry, none, carry, carry, none …."""
     kinds = {carries: iter([p for p in pool if p.carries is carries]) for carries in (True, False)}
     drawn = [next(kinds[place % 3 < 2], None) for place in range(count)]
     found = [problem for problem in drawn if problem is not None]
     if len(found) < count:
-        raise ValueError(f"only {len(found)} of {count} problems can be drawn with two in three that carry")
+        raise ValueError(
+            f"only {len(found)} of {count} problems can be drawn if two of three must have a carry"
+        )
     return found
 
 
 def demonstrations(
     problems: Sequence[Problem], *, seed: int, count: int, forget_carry: float
 ) -> list[tuple[Problem, str]]:
-    """Worked answers to imitate, some of them wrong.
+    """Return worked answers to imitate. Some of them are wrong.
 
     Args:
         problems: each occurs as often as the others, or once more.
-        seed: fixes order and mistakes.
-        count: how many demonstrations.
-        forget_carry: the share of those with a carry that forget it.
+        seed: seed of the order and of the mistakes.
+        count: number of demonstrations.
+        forget_carry: the share of problems with a carry whose answer forgets it.
     """
     rng = np.random.default_rng([seed, 1])
     rounds = -(-count // len(problems))
@@ -111,12 +112,12 @@ def demonstrations(
 
 
 def write_problems(path: Path, problems: Sequence[Problem], *, part: str) -> None:
-    """A file of prompts for `tandem train`.
+    """Write a file of prompts for `tandem train`.
 
     Args:
         path: the parquet file.
         problems: one row each.
-        part: "train" or "validation", noted in each row.
+        part: "train" or "validation", which is noted in each row.
     """
     rows: list[dict[str, Any]] = [
         {
@@ -137,7 +138,7 @@ def write_problems(path: Path, problems: Sequence[Problem], *, part: str) -> Non
 
 
 def write_demonstrations(path: Path, demonstrated: Sequence[tuple[str, str]]) -> None:
-    """A file of questions and responses for `tandem sft`."""
+    """Write a file of questions and responses for `tandem sft`."""
     rows = [
         {"prompt": [{"role": "user", "content": question}], "response": response}
         for question, response in demonstrated
@@ -146,5 +147,5 @@ def write_demonstrations(path: Path, demonstrated: Sequence[tuple[str, str]]) ->
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A parquet file of rows."""
+    """Write rows to a parquet file."""
     pa_parquet.write_table(pa.Table.from_pylist(list(rows)), path)

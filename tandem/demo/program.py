@@ -1,5 +1,7 @@
-"""The demo: from nothing to a policy that has learnt a task by reinforcement, through the trainers that
-`tandem sft` and `tandem train` run."""
+"""The demo: it trains a new model on a task by reinforcement learning.
+
+It uses the same trainers as `tandem sft` and `tandem train`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ TRAIN_PROBLEMS = 4000
 VALIDATION_PROBLEMS = 512
 GYM_VALIDATION = 256
 GYM_PROMPTS = {"grpo": 32, "ppo": 256}
-"""Of a step: half of arithmetic's, whose sequences are shorter."""
+"""Prompts per step: half as many as for arithmetic, whose sequences are shorter."""
 FORGET_CARRY = 0.8
 SFT_STEPS = 300
 SFT_BATCH = 64
@@ -86,10 +88,11 @@ class Outcome:
     """The outcome of a demo.
 
     Attributes:
-        folder: of everything it made.
-        run: the reinforcement run's folder.
-        before, after: validation accuracy.
-        seconds: from the first file to the last step.
+        folder: folder of all files.
+        run: the run folder of the reinforcement learning.
+        before: validation accuracy before it.
+        after: validation accuracy after it.
+        seconds: seconds from the first file to the last step.
     """
 
     folder: Path
@@ -110,14 +113,15 @@ def run_demo(
     overrides: list[str],
     say: Callable[[str], None],
 ) -> Outcome:
-    """Makes the task, warms the model up, trains it, reports.
+    """Make the task, fine-tune the model, train it by reinforcement learning, and print a report.
 
     Args:
-        folder: where everything goes; an earlier demo of the same folder is replaced.
+        folder: folder for all files. An earlier demo in the same folder is replaced.
         task: "arithmetic", or a key of GYMS.
         algorithm: "grpo" or "ppo".
+        seed: seed of the task and of the training.
         control: a key of CONTROLS.
-        ranks: processes that share the reinforcement's work.
+        ranks: number of processes that share the reinforcement learning.
         overrides: further `key=value` words for `tandem train`.
         say: prints to the user.
     """
@@ -126,14 +130,14 @@ def run_demo(
         if given not in choices:
             raise ConfigError("unknown value", field=option, got=given, expected=" or ".join(choices))
     if ranks > 1:
-        ray_backend(asked=f"--ranks {ranks}")  # refuses now what it would refuse after the warm-up
+        ray_backend(asked=f"--ranks {ranks}")  # fail now, not after the warm-up
     began = time.perf_counter()
     say(f"1/3  making a tokenizer, a model and problems in {folder}")
     make_task(folder, seed, task)
-    flaw = "mostly forget to carry" if task == gym.ARITHMETIC else "slip more often than not"
+    flaw = "mostly forget to carry" if task == gym.ARITHMETIC else "are wrong more often than not"
     say(f"2/3  warming up: supervised fine-tuning on demonstrations that {flaw}")
     warm = warm_up(folder, seed, say, task)
-    say(f"3/3  reinforcement: {algorithm.upper()}, rewarded for right answers alone")
+    say(f"3/3  reinforcement learning: {algorithm.upper()}, only right answers are rewarded")
     chosen = [word.removeprefix(_PLACE) for word in overrides if word.startswith(_PLACE)]
     run = Path(chosen[-1]) if chosen else folder / ("run" if control == "none" else f"run_{control}")
     devices = f"trainer.n_gpus_per_node={ranks}"
@@ -161,7 +165,7 @@ def run_demo(
 
 
 def make_task(folder: Path, seed: int, task: str = gym.ARITHMETIC) -> None:
-    """Model, tokenizer, problems and demonstrations, as files in `folder`."""
+    """Write the model, tokenizer, problems and demonstrations to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     phrases: list[str] = []
     if task == gym.ARITHMETIC:
@@ -182,7 +186,7 @@ def make_task(folder: Path, seed: int, task: str = gym.ARITHMETIC) -> None:
 
 
 def _sizes(task: str, algorithm: str) -> list[str]:
-    """The words of the reinforcement that are the task's own."""
+    """Return the words for reinforcement learning that depend on the task."""
     if task == gym.ARITHMETIC:
         return [f"data.max_prompt_length={LONGEST_PROMPT}", f"data.max_response_length={LONGEST_RESPONSE}"]
     made, prompts = gym.GYMS[task], GYM_PROMPTS[algorithm]
@@ -196,7 +200,7 @@ def _sizes(task: str, algorithm: str) -> list[str]:
 
 
 def warm_up(folder: Path, seed: int, say: Callable[[str], None], task: str = gym.ARITHMETIC) -> Path:
-    """The model of `make_task` after supervised fine-tuning, as the Hugging Face folder warm_model."""
+    """Fine-tune the model of `make_task`, and return its Hugging Face folder, warm_model."""
     steps = gym.GYMS[task].warm_up if task in gym.GYMS else SFT_STEPS
     words = [
         f"model.path={folder / 'model'}",
@@ -231,7 +235,7 @@ def _report(
         size = TRAIN_PROBLEMS + GYM_VALIDATION
         again, examined = f"tandem demo {task} --algo ppo", GYM_VALIDATION
         own = (
-            f"\n  data.train_files='{gym.GYMS[task].reference(task, size, seed)}'   its problems, in any run"
+            f"\n  data.train_files='{gym.GYMS[task].reference(task, size, seed)}'   these problems in any run"
         )
     say(
         f"accuracy on {examined} problems it never trained on: "
@@ -246,14 +250,14 @@ def _report(
 
 
 def _examples(run: Path, step: int, task: str, count: int = 4) -> str:
-    """A few validation answers of a step."""
+    """Return a few validation answers of a step."""
     table: dict[str, list[Any]] = read_samples(run / "samples" / f"step_{step:06d}_val.parquet")
     asked = [messages[0]["content"] for messages in table["messages"]]
     asked = asked if task == gym.ARITHMETIC else gym.own_parts(asked)
     columns = (asked, table["response_text"], table["ground_truth"], table["scores"])
     lines: list[str] = []
     for question, text, truth, score in list(zip(*columns, strict=True))[:count]:
-        mark = "right" if score >= 1 else f"wrong, it is {_line(truth)}"
+        mark = "right" if score >= 1 else f"wrong, the answer is {_line(truth)}"
         lines.append(f"  {_line(question)}  {_line(text)}   {mark}")
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""Weights on their way from training to generation, and the digests that prove they arrived.
+"""Weight sync: how weights travel from training to generation, and the digests that prove they arrived.
 
-The trainer's digest is computed from its shards, the receiver's from the weights as its engine holds them.
-They are compared after every transfer.
+The trainer computes its digest from its shards. The receiver computes its digest from the weights as its
+engine holds them. The two digests are compared after every transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.errors import EngineError
 from tandem.protocol.shipping import Shipped
 
 Digest = dict[str, int]
-"""Hugging Face name → `checksum` of the whole tensor, a signed 64-bit number."""
+"""Maps each Hugging Face name to the `checksum` of the whole tensor, a signed 64-bit number."""
 
 Key = TypeVar("Key")
 
@@ -26,32 +26,37 @@ _SHOWN = 3
 
 
 class WeightSyncError(EngineError):
-    """Weights that an engine holds are not those that it was sent."""
+    """An engine holds other weights than the trainer sent to it."""
 
 
 def checksum(
     tensor: Tensor, first_row: int = 0, *, first_column: int = 0, columns: int | None = None
 ) -> Tensor:
-    """Σ_r (2r + 1) Σ_c words[r, c] modulo 2^64, over the tensor's bits: a scalar int64 on its device.
+    """Return Σ_r (2r + 1) Σ_c words[r, c] modulo 2^64 over the tensor's bits.
 
-    A row is what the last dimension spans, cut into words of 8 bytes; where that leaves a rest, each element
-    is a word. In a tensor of one dimension each element is a row. So the sum of a tensor is that of its
-    shards along the first dimension, each with the number of its first row, and of theirs along the last;
-    fused tensors are compared part by part. Any change of a single word is found, and any exchange of two
-    rows with different sums; words that change places within their row are not.
+    A row is what the last dimension spans. Each row is cut into words of 8 bytes. If the row's size is no
+    multiple of 8 bytes, each element is one word. In a tensor of one dimension each element is a row.
+
+    The checksum of a tensor is therefore the sum of the checksums of its shards, along the first dimension
+    (each shard with the number of its first row) or along the last. Fused tensors are compared part by part.
+    The checksum detects every change of a single word and every exchange of two rows with different sums. It
+    does not detect words that change places within their row.
 
     Args:
-        tensor: whole, or some consecutive rows, or some consecutive columns of these.
-        first_row: the number of the tensor's first row in the whole.
-        first_column: that of its first column.
-        columns: how many the whole has; None: as many as the tensor.
+        tensor: The whole tensor, or some consecutive rows of it, or some consecutive columns of these rows.
+        first_row: The number of the tensor's first row in the whole tensor.
+        first_column: The number of the tensor's first column in the whole tensor.
+        columns: The number of columns of the whole tensor. None means as many as `tensor` has.
+
+    Returns:
+        A scalar int64 tensor on the device of `tensor`.
     """
     flat = tensor.detach().contiguous()
     rows_RC = flat.reshape(-1, flat.shape[-1]) if flat.dim() > 1 else flat.reshape(-1, 1)
     width = flat.element_size()
     wide = (columns or rows_RC.shape[1]) * width % 8 == 0
     if wide and (first_column * width % 8 or rows_RC.shape[1] * width % 8):
-        # Rows cut words apart: each element where it stands in its word of 8 bytes.
+        # The shard cuts words apart. So each element is shifted to its position in its word of 8 bytes.
         bits = 8 * width
         elements = rows_RC.view(_BITS[width]).long() & (2**bits - 1)
         columns_C = torch.arange(first_column, first_column + rows_RC.shape[1], device=flat.device)
@@ -59,7 +64,7 @@ def checksum(
     else:
         if wide and rows_RC.storage_offset() * width % 8:
             rows_RC = rows_RC.clone()
-        # Sums of 64-bit integers run at the memory's speed; those of narrower ones are many times slower.
+        # Sums of 64-bit integers run at memory speed. Sums of narrower integers are many times slower.
         words = rows_RC.view(torch.int64) if wide else rows_RC.view(_BITS[width]).long()
     numbers = torch.arange(first_row, first_row + len(words), device=flat.device)
     total: Tensor = (words.sum(1) * (2 * numbers + 1)).sum()
@@ -67,18 +72,18 @@ def checksum(
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
-    """Digests of whole tensors, by name; on a device, one transfer for all of them."""
+    """Return the checksums of whole tensors by name. On a device, this is one transfer for all tensors."""
     sums = {name: checksum(tensor) for name, tensor in tensors}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A trainer's account of the weights it gave.
+    """The version and digest of the weights that a trainer has sent.
 
     Attributes:
-        version: the trainer's.
-        digest: of the weights in the type they were sent in.
+        version: The trainer's version of the weights.
+        digest: The digest of the weights in the dtype in which they were sent.
     """
 
     version: int
@@ -86,32 +91,34 @@ class Sent:
 
 
 def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None = None) -> None:
-    """Compares what an engine holds with what it was sent.
+    """Check that an engine holds the weights that were sent to it.
 
     Args:
-        held: the engine's digest.
-        engine: its name, for the message.
-        before: what it had been sent before that.
+        sent: What the trainer sent.
+        held: The engine's digest.
+        engine: The engine's name, for the message.
+        before: What the trainer sent in the transfer before this one.
 
     Raises:
-        WeightSyncError: names the weights that are missing, stale, exchanged, damaged, or were never sent.
+        WeightSyncError: Names the weights that are missing, stale, exchanged, damaged, or were never sent.
     """
-    remedy = "nothing was sampled from them; start again from the last checkpoint. If it comes again, set "
-    remedy += "actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights"
+    remedy = "nothing was sampled from these weights; resume from the last checkpoint. If the error returns, "
+    remedy += "set actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights"
     _check(sent, held, f"rollout engine {engine}", before, remedy)
 
 
 def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
-    """Compares what another model holds with the trainer's weights that it has taken over.
+    """Check that another model holds the trainer's weights that were copied into it.
 
     Args:
-        held: the model's digest, in the type they were sent in.
-        holder: its name, for the message.
+        sent: What the trainer sent.
+        held: The model's digest, in the dtype in which the weights were sent.
+        holder: The model's name, for the message.
 
     Raises:
-        WeightSyncError: names the weights that differ.
+        WeightSyncError: Names the weights that differ.
     """
-    _check(sent, held, holder, None, "start again from the last checkpoint")
+    _check(sent, held, holder, None, "resume from the last checkpoint")
 
 
 def _check(sent: Sent, held: Digest, holder: str, before: Sent | None, remedy: str) -> None:
@@ -119,8 +126,8 @@ def _check(sent: Sent, held: Digest, holder: str, before: Sent | None, remedy: s
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise WeightSyncError(
-            f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} are not "
-            "what the trainer has",
+            f"{len(wrong)} of {len(sent.digest)} weights of version {sent.version} in the {holder} differ "
+            "from the trainer's weights",
             field=wrong[0],
             got="; ".join(_difference(name, sent, held, before) for name in wrong[:_SHOWN]) + more,
             expected="; ".join(f"{name} {_hex(sent.digest.get(name))}" for name in wrong[:_SHOWN]) + more,
@@ -137,7 +144,7 @@ def _difference(name: str, sent: Sent, held: Digest, before: Sent | None) -> str
     if before is not None and before.digest.get(name) == found:
         return f"{name} {_hex(found)} is still that of version {before.version}"
     twin = next((other for other, value in sent.digest.items() if value == found), None)
-    return f"{name} {_hex(found)}" + (f" is {twin}" if twin else " is damaged")
+    return f"{name} {_hex(found)}" + (f" is the weight {twin}" if twin else " is damaged")
 
 
 def _hex(value: int | None) -> str:
@@ -149,10 +156,11 @@ class WeightBucket:
     """Some of a policy's weights on their way between processes.
 
     Attributes:
-        number, count: which bucket of how many.
-        version: the actor's.
-        tensors: whole tensors by Hugging Face name, on the host.
-        sent: of all buckets together; None but in the last.
+        number: Which bucket this is, counted from 0.
+        count: The number of buckets.
+        version: The actor's version of the weights.
+        tensors: Whole tensors by Hugging Face name, on the host.
+        sent: The version and digest of all buckets together. None except in the last bucket.
     """
 
     number: int
@@ -162,28 +170,33 @@ class WeightBucket:
     sent: Sent | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shipped = {name: Shipped(tensor) for name, tensor in self.tensors.items()}  # unpickled as tensors
+        shipped = {name: Shipped(tensor) for name, tensor in self.tensors.items()}  # they unpickle as tensors
         return WeightBucket, (self.number, self.count, self.version, shipped, self.sent)
 
 
 class Packing:
-    """The places of weights in buckets, one after the other; every way on which weights travel packs by it.
+    """The layout of weights in buckets, one weight after the other.
+
+    Every transport that sends weights uses this layout.
 
     Args:
-        limit: bytes of a bucket, at most; a larger weight is alone in one of its own size.
-        alignment: bytes; each weight starts at a multiple of it.
+        limit: The most bytes that a bucket may hold. A larger weight gets a bucket of its own size.
+        alignment: Bytes. Each weight starts at a multiple of this number.
     """
 
     def __init__(self, limit: int, *, alignment: int = 1) -> None:
         self._limit = limit
         self._alignment = alignment
-        self._end = limit + 1  # full: the first weight begins a bucket
+        self._end = limit + 1  # full, so that the first weight starts a new bucket
 
     def place(self, size: int) -> tuple[bool, int]:
-        """Puts the next weight, of so many bytes, into its place.
+        """Place the next weight.
+
+        Args:
+            size: The bytes of the weight.
 
         Returns:
-            Whether a new bucket begins with it, and its first byte in its bucket.
+            Whether a new bucket starts with this weight, and the offset of its first byte in its bucket.
         """
         start = -(-self._end // self._alignment) * self._alignment
         begins = start + size > self._limit
@@ -193,11 +206,11 @@ class Packing:
 
 
 def buckets(sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
-    """Return names in their order, bucket by bucket; see `Packing`.
+    """Return the names in their order, grouped into buckets (see `Packing`).
 
     Args:
-        sizes: by name, in bytes or what else is counted.
-        limit: of a bucket, at most.
+        sizes: The size of each name, in bytes or another unit.
+        limit: The largest total size of a bucket, in the same unit.
     """
     packing, packed = Packing(limit), list[list[Key]]()
     for name, size in sizes.items():
@@ -208,21 +221,24 @@ def buckets(sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
 
 
 class Arrival:
-    """The order in which the buckets of one transfer come: each once, all of one version."""
+    """A check that the buckets of one transfer arrive in order, each once, all of one version."""
 
     def __init__(self) -> None:
-        self._next = (0, 0)  # number, version
+        self._next = (0, 0)  # number and version of the expected bucket
 
     def expect(self, bucket: WeightBucket) -> None:
-        """Checks a bucket against the one before it.
+        """Check that a bucket follows the bucket before it.
+
+        Args:
+            bucket: The bucket that has arrived.
 
         Raises:
-            WeightSyncError: a bucket was left out, came twice, or is of another version.
+            WeightSyncError: A bucket is missing, arrived twice, or has another version.
         """
         number, version = self._next
         if bucket.number != number or (number > 0 and bucket.version != version):
             raise WeightSyncError(
-                "the buckets of weights do not follow each other",
+                "a bucket of weights arrived out of order",
                 got=f"bucket {bucket.number} of {bucket.count}, version {bucket.version}",
                 expected=f"bucket {number}" + (f", version {version}" if number else ""),
                 remedy="send all buckets of one version in order, from 0",

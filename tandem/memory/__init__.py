@@ -1,1 +1,1 @@
-"""Bytes of memory: what a model's training takes, from shapes alone, and what a host has free."""
+"""Memory and time of a run, computed from model shapes, and the free memory of a host."""

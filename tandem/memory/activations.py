@@ -1,7 +1,7 @@
-"""The bytes of a decoder's activations, from its shape and how it is run, for each way of recomputation.
+"""The bytes of a decoder's activations for each way of recomputation.
 
-D hidden features, I features of the gated MLP, H query heads and K key heads of d features; c bytes of a
-number in the compute type.
+They follow from the decoder's shape and from how it is run. Symbols: D hidden features; I features of the
+gated MLP; H query heads and K key heads of d features each; c bytes of a number in the compute type.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 Recomputed = Literal["none", "ops", "full"]
-"""What runs again in the backward pass: nothing; all but linear products and attention; whole layers."""
+"""What the backward pass computes again: nothing; all but linear products and attention; whole layers."""
 
 FASTEST_FIRST: tuple[Recomputed, ...] = ("none", "ops", "full")
 
-_ADAPTED = 7  # linear layers of a decoder layer
+_ADAPTED = 7  # number of linear layers in a decoder layer
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The shape of decoder layers as transformers' Llama, Mistral, Qwen2 and Qwen3 have them, all alike.
+    """The shape of decoder layers as in transformers' Llama, Mistral, Qwen2 and Qwen3. All layers are alike.
 
     Attributes:
-        layers: how many; of a pipeline, those of the stage.
+        layers: number of layers; in a pipeline, those of the stage.
         hidden: D.
         intermediate: I.
         heads: H.
         key_heads: K.
         head_width: d.
-        head_norms: whether queries and keys are normalised head by head, as in Qwen3.
+        head_norms: whether queries and keys are normalized per head, as in Qwen3.
     """
 
     layers: int
@@ -47,15 +47,16 @@ class Setup:
 
     Attributes:
         itemsize: c.
-        tensor: ranks that split each layer.
-        sequence: ranks that share the tokens; the tokens of an estimate are those of one rank.
-        lora_rank: of adapters on all linear layers, beside which the weights are frozen; 0: weights learn.
+        tensor: number of ranks that split each layer.
+        sequence: number of ranks that share the tokens. The tokens of an estimate are those of one rank.
+        lora_rank: rank of the adapters on all linear layers, with frozen weights; 0: the weights are
+            trained.
         fused: whether norms and gated layers are fused kernels, such as Liger's.
         rectangles: whether attention runs over copies in padded rectangles, as on a CPU.
         padding: entries of these copies per token.
-        scores: width of the attention's scores that are written out, on average over tokens; 0: none are.
-        offloaded: whether activations wait for the backward pass on the host.
-        held: micro-batches whose activations wait at the same time, in a stage of a pipeline.
+        scores: width of the attention scores that are stored, averaged over tokens; 0: none are stored.
+        offloaded: whether activations wait on the host for the backward pass.
+        held: number of micro-batches whose activations wait at the same time, in a stage of a pipeline.
     """
 
     itemsize: int
@@ -71,29 +72,31 @@ class Setup:
 
 
 def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Bytes per token that one layer leaves to its backward pass.
+    """Return the bytes per token that one layer keeps for its backward pass.
 
-    What operators save, with what several of them save counted once:
+    This is what the operators save. A tensor that several of them save counts once:
 
-    - A norm computes in fp32: its input as fp32, 4D (the input itself in fp32); the normalised input, c D,
-      for the gradient of the weight, if that learns; its output, c D, for the linear layers behind it; 4 for
-      the root mean square. Twice. A fused norm keeps its input as it is, c D, and the output.
-    - The norms of Qwen3's heads: the same of queries and keys, (H + K) d features, but the output, of which
-      the rotary embedding needs nothing.
-    - Attention: queries and output, 2c H d, keys and values, 2c K d, and the log of the normaliser, 4H. The
-      rotary embedding keeps nothing but what all layers share. Over rectangles there are padded copies beside
-      what is copied, and the output is picked from them once more; with Ulysses it is exchanged once more,
-      and keys and values are repeated until there are as many heads as ranks.
-    - Scores that are written out: c H times their width.
-    - The gated MLP: gate, activated gate, up and their product, 4c I; a fused one makes the activated gate
-      again.
+    - A norm computes in fp32. It keeps its input as fp32, 4D (the same tensor if the input is fp32); the
+      normalized input, c D, for the gradient of the weight, if the weight is trained; its output, c D, for
+      the linear layers after it; and 4 for the root mean square. A layer has two norms. A fused norm keeps
+      its input unchanged, c D, and the output.
+    - Qwen3's head norms: the same for queries and keys, (H + K) d features, except the output, which the
+      rotary embedding does not need.
+    - Attention: queries and output, 2c H d; keys and values, 2c K d; and the log of the normalizer, 4H. The
+      rotary embedding keeps only what all layers share. With rectangles there are padded copies in addition
+      to the originals, and the output is selected from the copies once more. With Ulysses the output is
+      exchanged once more, and keys and values are repeated until there are as many heads as ranks.
+    - Stored scores: c H times their width.
+    - The gated MLP: gate, activated gate, up and their product, 4c I. A fused one computes the activated
+      gate again.
     - An adapter: its few numbers, c r, for each of seven linear layers.
 
-    Tensor parallelism splits H, K and I, and leaves D as it is. Compiled layers keep less, as the compiler
-    makes again what is cheap: for them the sum is a bound.
+    Tensor parallelism splits H, K and I, but not D. Compiled layers keep less, because the compiler
+    recomputes what is cheap. For them the sum is an upper bound.
 
-    With "ops" a layer keeps its input, c D, the outputs of its linear layers, c (2D + (H + 2K) d + 2I), twice
-    with adapters, which have as many outputs, and attention's output; with "full" its input alone.
+    With "ops" a layer keeps its input, c D; the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or
+    twice as much with adapters, which have as many outputs; and the output of attention. With "full" it
+    keeps only its input.
     """
     c, features = setup.itemsize, decoder.hidden
     heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
@@ -118,8 +121,10 @@ def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
 
 
 def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Bytes per token that a layer makes again for its backward, beside what it kept: with "ops" the outputs
-    of gate and up, attention's and the values are there."""
+    """Return the bytes per token that a layer recomputes for its backward pass, in addition to what it kept.
+
+    With "ops" the outputs of gate and up, of attention and the values were kept.
+    """
     if mode == "none":
         return 0.0
     whole = kept_bytes(decoder, setup, "none")
@@ -131,20 +136,26 @@ def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
 
 
 def norm_bytes(setup: Setup, features: float) -> float:
-    """Bytes per token that a norm keeps of its input."""
+    """Return the bytes per token of its input that a norm keeps."""
     if setup.fused:
         return setup.itemsize * features + 4
     return (4 + (0 if setup.lora_rank else setup.itemsize)) * features + 4
 
 
 def _exchanged(key_heads: float, heads: float, ranks: int) -> float:
-    """Key heads once they can be shared out among ranks that share the tokens."""
+    """Return the number of key heads after Ulysses repeated them.
+
+    The ranks that share the tokens must be able to split the heads.
+    """
     if key_heads % ranks == 0:
         return key_heads
     return ranks if ranks % key_heads == 0 else heads
 
 
 def fastest_that_fits(needed: Mapping[Recomputed, int], free: int) -> Recomputed:
-    """The first of `FASTEST_FIRST`, of those that `needed` has, whose bytes are free; else the last."""
+    """Return the first mode of `FASTEST_FIRST` whose bytes are free.
+
+    Only modes in `needed` count. If no mode fits, the last one is returned.
+    """
     modes = [mode for mode in FASTEST_FIRST if mode in needed]
     return next((mode for mode in modes if needed[mode] <= free), modes[-1])

@@ -1,13 +1,17 @@
-"""The file of what devices were measured to make of a step's work: `~/.cache/tandem/device.json`, or below
-`$XDG_CACHE_HOME`. `tandem bench` writes it, `tandem bench predict` and `tandem plan` read it.
+"""The file with the speeds of measured devices: `~/.cache/tandem/device.json`.
+
+With `$XDG_CACHE_HOME` set, the file is below that folder. `tandem bench` writes it. `tandem bench predict`
+and `tandem plan` read it.
 
     {"format": 1, "devices": {"NAME, TYPE": {
         "rates": {"operations": per second, "bytes": per second}, "item": bytes of a number,
         "observations": [{"run": what was measured, "phases": {PHASE: {"work": [5 numbers], "seconds": s}}}],
         "factors": {PHASE: [5 numbers]}}}}
 
-The numbers are those of `tandem.memory.seconds`: work is operations, bytes, calls, tokens, samples. Of a run
-that is measured again the newest observation stays, and factors are fitted anew to all."""
+`tandem.memory.seconds` explains the numbers: work is operations, bytes, calls, tokens and samples. If a run
+is measured again, its new observation replaces the old one. The factors are then fitted again to all
+observations.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A kind of device, as it was measured.
+    """A kind of device, as measured.
 
     Attributes:
-        rates: at its best.
+        rates: its highest speeds.
         item: bytes of a number in the type that it computed in.
-        factors: what it makes of the phases of a step.
+        factors: the factors of the phases of a step; see `tandem.memory.seconds.Factors`.
     """
 
     rates: Rates
@@ -45,10 +49,10 @@ def default_path() -> Path:
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """The devices of a file by name; none where there is no file.
+    """Return the devices of a file by name; empty if there is no file.
 
     Raises:
-        DataError: the file is of another kind.
+        DataError: the file has another format.
     """
     try:
         return {
@@ -62,16 +66,18 @@ def read_devices(path: Path) -> dict[str, Device]:
 def add_observation(
     path: Path, name: str, rates: Rates, item: int, run: str, phases: Mapping[str, tuple[Work, float]]
 ) -> Device:
-    """Adds a measured run, and fits the device's factors anew.
+    """Add a measured run to the file, and fit the device's factors again.
 
     Args:
-        name: of the device and the type that it computed in.
-        rates, item: see `Device`.
-        run: tells the run from others.
-        phases: of each what was done, and the seconds it took.
+        path: the file.
+        name: name of the device and of the type that it computed in.
+        rates: see `Device`.
+        item: see `Device`.
+        run: identifies the run.
+        phases: the work of each phase, and the seconds that it took.
 
     Raises:
-        DataError: the file is of another kind.
+        DataError: the file has another format.
     """
     stored = _stored(path)
     device = stored["devices"].setdefault(name, {"observations": []})
@@ -111,8 +117,8 @@ def _stored(path: Path) -> dict[str, Any]:
 
 def _foreign(path: Path, error: Exception) -> DataError:
     return DataError(
-        "is no file of measured devices",
+        "this is not a file of measured devices",
         field=str(path),
         got=f"{type(error).__name__}: {error}",
-        remedy="remove it; tandem bench makes one",
+        remedy="remove it; `tandem bench` writes a new one",
     )

@@ -1,4 +1,4 @@
-"""The fastest config of a run that fits its devices, among those that levers give."""
+"""The search for the fastest config of a run that fits its devices."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MODES: dict[str, dict[str, Any]] = {
     },
 }
 Space = Mapping[str, Sequence[Any]]
-"""Of each of `LEVERS` the values that are tried; of those that are equally fast the first is taken."""
+"""The values to try for each of `LEVERS`. Of values that are equally fast, the search takes the first."""
 Choice = tuple[int, ...]
-"""For each lever which of its values."""
+"""For each lever, the index of its value."""
 MARGIN = 0.05
-"""Of the device, what must be left at the worst moment."""
+"""The share of the device that must be free at the worst moment."""
 _UPDATES = ("actor update", "critic update")
 _FORWARDS = ("old log-probs", "ref log-probs", "values")
 _ROLLOUTS = ("reshard", "rollout")
@@ -46,12 +46,12 @@ _BY_LEVERS = (*_UPDATES, *_FORWARDS, *_ROLLOUTS)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        changes: key by key, of the config that was given.
-        seconds: of a step; None: nothing fits, and this is the nearest.
-        lacking: bytes by which it misses the device less the margin; 0 where it fits.
+        changes: the keys to change in the given config, and their values.
+        seconds: the seconds of a step; None: no config fits, and this one comes closest.
+        lacking: by how many bytes it exceeds the device minus the margin; 0 if it fits.
     """
 
     changes: dict[str, Any]
@@ -60,18 +60,21 @@ class Found:
 
 
 def search(config: TrainConfig, judge: Judge, space: Space | None = None) -> Found:
-    """The fastest config that fits with `MARGIN`; of equally fast ones the first in the space.
+    """Return the fastest config that fits with `MARGIN`. Of equally fast ones it is the first in the space.
+
+    The search goes through the choices of all levers except the budgets. Their order is the least time that
+    any budget could give. It stops when no other choice can be faster than the best one found. The times of
+    training and of the rollout add up, so each is computed separately. Memory is not monotonic in the
+    budget of updates, because a single micro-batch needs no whole gradient. Therefore each budget is tried.
+    The budgets of passes without gradient are tried in the same plans, as they affect other phases.
 
     Args:
-        space: the values that are tried; None: those of `default_space`.
-
-    Choices of all but the budgets are taken by the least seconds that any budget could give, until none can
-    be faster than what was found. Seconds of training and of the rollout add up: both are asked alone.
-    Memory is not monotone in the budget of updates: one micro-batch needs no whole gradient. Each budget is
-    therefore tried; that of a pass without gradient lies in the same plans, as phases do not share it.
+        config: the config to start from.
+        judge: gives the plan and the seconds of a config.
+        space: the values to try; None: those of `default_space`.
 
     Raises:
-        ConfigError: nothing tells seconds.
+        ConfigError: there is no source for the seconds.
     """
     shape = judge.shapes(config.actor_rollout_ref.model.path)
     return _Search(config, shape, space or default_space(config, shape), judge).found()
@@ -89,7 +92,9 @@ class _Search:
     def found(self) -> Found:
         best: tuple[float, Choice] | None = None
         for bound, outer in sorted(self._bounds()):
-            if best is not None and bound > best[0] + 1e-5:  # sums of rounded seconds
+            if (
+                best is not None and bound > best[0] + 1e-5
+            ):  # tolerance, because the seconds are rounded before they are added
                 break
             each = self._best(outer)
             if each is not None and (best is None or each < best) and self.judge.accepts(self._keys(each[1])):
@@ -109,12 +114,14 @@ class _Search:
         return list(product(*(range(len(self.space[name])) for name in names)))
 
     def _bounds(self) -> Iterator[tuple[float, Choice]]:
-        """Of each choice of all but the budgets, the least seconds."""
+        """Yield each choice of all levers except the budgets, with its least possible seconds."""
         most, longest = (len(self.space[name]) - 1 for name in BUDGETS)
         rollouts, first = self._places(ROLLOUT), (0,) * len(ROLLOUT)
         beside: dict[Choice, float] = {}
         for training in self._places(TRAINING):
-            tried = [most] if self.space["stages"][training[2]] == 1 else range(most + 1)  # stages wait
+            tried = (
+                [most] if self.space["stages"][training[2]] == 1 else range(most + 1)
+            )  # stages wait for the first
             whole = [(*training, *first, budget, longest) for budget in tried]
             whole = [each for each in whole if possible(self.config, self.shape, self.space, each)]
             if not whole:
@@ -127,8 +134,10 @@ class _Search:
             yield from ((least + beside[each], (*training, *each)) for each in rollouts)
 
     def _best(self, outer: Choice) -> tuple[float, Choice] | None:
-        """The seconds and the whole choice with the fastest budgets; None: nothing fits."""
-        free = self.config.actor_rollout_ref.rollout.free_cache_engine  # else the engine stays beside updates
+        """Return the seconds and the choice with the fastest budgets, or None if nothing fits."""
+        free = (
+            self.config.actor_rollout_ref.rollout.free_cache_engine
+        )  # otherwise the engine stays in memory during updates
         key = (*outer[: len(TRAINING)], *((0,) * len(ROLLOUT) if free else outer[len(TRAINING) :]))
         if key not in self.seen:
             self.seen[key] = self._fitting(key)
@@ -144,7 +153,7 @@ class _Search:
         return seconds, (*outer, update, forward)
 
     def _fitting(self, outer: Choice) -> tuple[list[int], list[int]]:
-        """The budgets of updates with which these fit, and those of passes without gradient."""
+        """Return the budgets of updates with which updates fit, and those of passes without gradient."""
         lengths = [len(self.space[name]) for name in BUDGETS]
         updates, forwards = set(), set()
         for place in range(max(lengths)):
@@ -157,7 +166,7 @@ class _Search:
             if self._lacking(others, plan) > 0:
                 self._near(others, plan, choice)
             if not all(fit for name, fit in fits.items() if name not in _BY_LEVERS):
-                break  # whatever the budgets are
+                break  # no budget can change this
             if all(fits[name] for name in _UPDATES if name in fits):
                 updates.add(choice[-2])
             if all(fits[name] for name in _FORWARDS if name in fits):
@@ -174,7 +183,7 @@ class _Search:
         self.nearest = min(self.nearest, (self._lacking(phases, plan), choice))
 
     def _nearest(self) -> Found:
-        """What lacks least, with the rollout that lacks least beside it."""
+        """Return the choice that exceeds the memory least, with the rollout values that add least."""
         _, choice = self.nearest
         if not choice:
             return Found({}, None, float("inf"))
@@ -186,7 +195,10 @@ class _Search:
 
 
 def default_space(config: TrainConfig, shape: ModelShape, per_node: int = 8) -> dict[str, Sequence[Any]]:
-    """The values that `tandem plan --fit` tries: sizes that divide devices and heads, within a node."""
+    """Return the values that `tandem plan --fit` tries.
+
+    Parallel sizes divide the number of devices and of heads, and do not exceed a node.
+    """
     devices, d = config.trainer.devices_of("actor"), shape.decoder
     sizes = [size for size in (1, 2, 4, 8) if devices % size == 0 and size <= per_node]
     split = [size for size in sizes if not any(n % size for n in (d.heads, d.key_heads, d.intermediate))]
@@ -213,7 +225,7 @@ def default_space(config: TrainConfig, shape: ModelShape, per_node: int = 8) -> 
 
 
 def changes(config: TrainConfig, space: Space, choice: Choice) -> dict[str, Any]:
-    """The keys that a choice sets: of all models that are trained, and of the reference's size."""
+    """Return the keys that a choice sets, for all trained models and for the reference's parallel sizes."""
     at = _values(space, choice)
     sections = [f"{_POLICY}.actor", *(["critic"] if config.needs_critic else [])]
     found: dict[str, Any] = {}
@@ -245,7 +257,10 @@ def _values(space: Space, choice: Choice) -> dict[str, Any]:
 
 
 def possible(config: TrainConfig, shape: ModelShape, space: Space, choice: Choice) -> bool:
-    """Whether sizes divide devices, heads and layers, and budgets hold the longest sequence."""
+    """Return whether a choice is possible.
+
+    The sizes must divide the devices, heads and layers. The budgets must hold the longest sequence.
+    """
     at = _values(space, choice)
     longest = config.actor_rollout_ref.rollout.longest(config.data)
     devices, d = config.trainer.devices_of("actor"), shape.decoder

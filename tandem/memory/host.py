@@ -10,14 +10,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_total() -> int:
-    """The bytes there are, within a container's limit."""
+    """Return the bytes of the host's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(total, _cgroup_limit() or total)
 
 
 def host_free() -> int:
-    """The bytes that are available, within a container's limit; all there is where the system gives no
-    figure."""
+    """Return the available bytes, within the container's limit.
+
+    If the system does not report them, return all bytes.
+    """
     free = _fields(MEMINFO, ":")["MemAvailable"] * 1024 if MEMINFO.exists() else host_total()
     limit = _cgroup_limit()
     if limit is None:
@@ -34,6 +36,6 @@ def _cgroup_limit() -> int | None:
 
 
 def _fields(path: Path, separator: str) -> dict[str, int]:
-    """Lines of a name, the separator and a number (a unit may follow)."""
+    """Read lines of a name, the separator and a number. A unit may follow the number."""
     pairs = (line.split(separator, 1) for line in path.read_text(encoding="utf-8").splitlines())
     return {name: int(value.split()[0]) for name, value in pairs}

@@ -1,5 +1,7 @@
-"""What to change first where a run does not fit: each lever with its gain, by the plan with the lever
-changed."""
+"""The config changes that save memory if a run does not fit, and how much each saves.
+
+The gain of a change is computed with a new plan.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ class Lever(NamedTuple):
     """A change of the config.
 
     Attributes:
-        words: key=value, the changes.
-        gain: bytes that the worst moment of the run, or of a phase, becomes smaller by.
-        fits: whether the run fits then.
+        words: the changes, as key=value.
+        gain: bytes that the worst moment of the run, or of a phase, becomes smaller.
+        fits: whether the run then fits.
     """
 
     words: tuple[str, ...]
@@ -30,8 +32,16 @@ class Lever(NamedTuple):
 def levers(
     config: TrainConfig, replan: Callable[[TrainConfig], Plan], phase: str | None = None
 ) -> list[Lever]:
-    """The levers that make the worst moment, or that of a phase, smaller, those that suffice first, then by
-    their gain. None of them changes what is learnt, but by rounding, and the optimizers'."""
+    """Return the levers that make the worst moment of a run, or of one phase, smaller.
+
+    Levers with which the run fits come first, then the order is by gain. No lever changes what is learned,
+    except for rounding and for another optimizer.
+
+    Args:
+        config: the config.
+        replan: returns the plan of a config.
+        phase: name of the phase; None: the whole run.
+    """
     before = _needed(replan(config), phase)
     found = []
     for changes in _changes(config):
@@ -101,12 +111,12 @@ def _of_engine(config: TrainConfig, role: str, engine: Engine) -> Iterator[dict[
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
-    """The section with another value at a dotted key, which is not checked."""
+    """Return the section with another value at a dotted key. The value is not checked."""
     return with_values(section, {key: value})
 
 
 def with_values(section: Any, values: Mapping[str, Any]) -> Any:
-    """The section with other values at dotted keys, which are not checked."""
+    """Return the section with other values at dotted keys. The values are not checked."""
 
     def changed(part: Section, tree: Mapping[str, Any]) -> Section:
         own = {name: getattr(part, name) for name in tree}

@@ -1,5 +1,7 @@
-"""Published rates of kinds of devices, for those that `tandem bench` has not measured, and the least time
-that links take in a step: between the devices, and to the host."""
+"""Published speeds of devices, and the time of links in a step.
+
+The speeds are for devices that `tandem bench` has not measured. Links go between devices and to the host.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,26 @@ from tandem.memory.shapes import ModelShape
 from tandem.memory.training import reduces_each
 
 EFFICIENCY = (3.0, 1.3, 0.0, 0.0, 0.0)
-"""Default factors of a phase on a device that is named: a third of the peak's operations, as torchtitan
-publishes for Llama 3 8B under FSDP2 on 8 H100, 33%; three quarters of the bytes, assumed."""
+"""Default factors of a phase on a device whose kind the user named.
+
+Operations reach a third of the peak: torchtitan publishes 33% for Llama 3 8B with FSDP2 on 8 H100. Bytes
+reach three quarters of the peak, which is an assumption.
+"""
 PER_NODE = 8
 _LATENCY = 10e-6
-"""Seconds of a sum over devices while tokens are written one by one; assumed."""
+"""Seconds of a sum over devices while tokens are generated one by one; an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """A kind of device, by its vendor's data sheet.
+    """A kind of device, as described in its vendor's data sheet.
 
     Attributes:
-        size: of its memory, GB.
-        rates: bf16 without sparsity, and of its memory.
-        host, near, far: bytes per second and direction to the host, to another device of the node, and to
-            one of another node.
+        size: memory in GB.
+        rates: operations in bf16 without sparsity, and bytes of its memory, per second.
+        host: bytes per second and direction to the host.
+        near: bytes per second and direction to another device of the node.
+        far: bytes per second and direction to a device of another node.
         source: the data sheet.
     """
 
@@ -47,12 +53,15 @@ CLASSES = {
     "H100": DeviceClass(80, Rates(989.4e12, 3.35e12), 64e9, 450e9, 50e9, "NVIDIA H100 data sheet"),
     "H200": DeviceClass(141, Rates(989.4e12, 4.8e12), 64e9, 450e9, 50e9, "NVIDIA H200 data sheet"),
 }
-"""By name. The links between nodes are those of the vendor's own servers: HDR for A100, NDR for H100 and
-H200; 100 Gb/s is assumed for A10. None of these rates was measured here."""
+"""The kinds of devices by name.
+
+The links between nodes are those of the vendor's own servers: HDR for A100, NDR for H100 and H200. For A10,
+100 Gb/s is an assumption. None of these speeds was measured here.
+"""
 
 
 def nearest_class(gigabytes: float) -> str:
-    """The name of the kind whose memory is nearest in size; of several the fastest."""
+    """Return the name of the kind with the nearest memory size. Of several, the fastest."""
     return min(
         CLASSES,
         key=lambda name: (abs(CLASSES[name].size - gigabytes), -CLASSES[name].rates.operations),
@@ -62,13 +71,16 @@ def nearest_class(gigabytes: float) -> str:
 def link_seconds(
     config: TrainConfig, shape: ModelShape, work: Mapping[str, Work], kind: DeviceClass
 ) -> float:
-    """The seconds that the links of a device take in a step, were nothing done meanwhile: weights gathered
-    and gradients reduced, sums and exchanges of layers that are split, what lies on the host, and the stages'
-    waiting for the first micro-batch.
+    """Return the seconds of a device's links in a step, if they do not overlap with computation.
+
+    They include: gathering weights and reducing gradients; sums and exchanges of split layers; copies from
+    and to the host; and the time that pipeline stages wait for the first micro-batch.
 
     Args:
-        work: of the step's phases.
-        kind: whose links these are.
+        config: the config.
+        shape: the shape of the models.
+        work: the work of the step's phases.
+        kind: the kind of device.
     """
     reference = config.needs_reference and not config.reference_is_the_actor
     there = {"actor": True, "ref": reference, "critic": config.needs_critic}
@@ -87,7 +99,7 @@ _FORWARDS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 def _role_seconds(
     config: TrainConfig, role: str, shape: ModelShape, work: Mapping[str, Work], kind: DeviceClass
 ) -> float:
-    """The seconds of links that the passes over a model take."""
+    """Return the seconds of links in the passes over one model."""
     section: Any = config.critic if role == "critic" else getattr(config.actor_rollout_ref, role)
     model = config.critic.model if role == "critic" else config.actor_rollout_ref.model
     forward, update = work.get(_FORWARDS[role], Work()), work.get(f"update_{role}")
@@ -119,10 +131,16 @@ def _role_seconds(
 
 
 def _within(section: Any, shape: ModelShape, tokens: float, kind: DeviceClass) -> float:
-    """Of layers that are split: two sums of states a pass, or queries, keys, values and outputs exchanged.
+    """Return the seconds of links within split layers.
+
+    Tensor parallelism needs two sums of states per pass. Sequence parallelism exchanges queries, keys,
+    values and outputs.
 
     Args:
-        tokens: that go through a layer, over all layers.
+        section: the config section of the model.
+        shape: the shape of the model.
+        tokens: number of tokens through a layer, summed over all layers.
+        kind: the kind of device.
     """
     tensor, sequence = section.fsdp_config.tensor_parallel_size, section.ulysses_sequence_parallel_size
     d = shape.decoder

@@ -1,5 +1,8 @@
-"""The plan of a run's memory: for every pool of devices and every phase of a step, what fills a device; what
-the host and the disk hold. From the config and the models' shapes alone."""
+"""The plan of a run's memory.
+
+For each phase of a step it tells what fills a device of each pool. It also tells what the host and the disk
+hold. It needs only the config and the shapes of the models.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from tandem.memory.training import Moment
 
 GIB = 2**30
 CONTEXT = 0.6 * GIB
-"""A CUDA context with the libraries' handles and work spaces; not measured."""
+"""Bytes of a CUDA context with the libraries' handles and work spaces; an assumption."""
 CHANNELS = 0.4 * GIB
-"""NCCL's buffers, where there is more than one rank; not measured."""
+"""Bytes of NCCL's buffers if there is more than one rank; an assumption."""
 GAPS = 0.05
-"""Of what a phase takes beside weights and optimizer, the share that the allocator loses; not measured."""
+"""The share that the allocator loses of a phase's memory without weights and optimizer; an assumption."""
 _SAMPLE_BYTES = 8 + 1 + 5 * 4 + 4
-"""Of a token of a batch on the host: ids, mask, five columns of fp32, its version."""
+"""Bytes of a batch's token on the host: id, mask, five fp32 columns and the policy version."""
 _PROCESS = 3.0 * GIB
-"""Of a worker's process on the host, with the libraries it loads; not measured on CUDA."""
+"""Bytes of a worker process on the host with its libraries; not measured on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,11 @@ class Phase:
     """A phase of a step on a device of a pool.
 
     Attributes:
-        name, pool: which phase, and where.
-        parts: bytes by what they are for.
-        moment: the worst of the phase.
-        flexible: of them, those that it could do without: of the KV cache all but one sequence.
+        name: the phase.
+        pool: the pool.
+        parts: bytes by purpose.
+        moment: the worst moment of the phase.
+        flexible: the bytes that the phase could do without: the KV cache except for one sequence.
     """
 
     name: str
@@ -55,23 +59,26 @@ class Phase:
 
     @property
     def allocated(self) -> float:
-        """Of a training phase, what PyTorch's allocator gives: neither the context, nor what the allocator
-        loses, nor a rollout engine."""
+        """Bytes that PyTorch's allocator gives in a training phase.
+
+        Without the context, the allocator's losses and a rollout engine.
+        """
         return sum(size for part, size in self.parts.items() if part not in ("context", "gaps", "engine"))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run holds.
+    """What a run holds in memory and on disk.
 
     Attributes:
-        phases: of a step, in its order.
+        phases: the phases of a step, in order.
         device: bytes of a device.
-        host: bytes on a node's host, by what they are for.
-        disk: bytes on disk of all ranks together: of a checkpoint.
-        notes: sentences on what was chosen or assumed.
-        slots: sequences of the greatest length that a rollout engine's cache holds; None: it has none.
-        recomputed: what runs again in the actor's update.
+        host: bytes on a node's host, by purpose.
+        disk: bytes of a checkpoint on disk, over all ranks.
+        notes: sentences about choices and assumptions.
+        slots: number of sequences of the greatest length that a rollout engine's cache holds; None: it has
+            no cache.
+        recomputed: what the actor's update recomputes.
     """
 
     phases: list[Phase]
@@ -84,12 +91,12 @@ class Plan:
 
     @property
     def worst(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.needed)
 
     @property
     def margin(self) -> float:
-        """Bytes that are left at the worst moment; below 0, that are lacking."""
+        """Bytes free at the worst moment; negative if bytes are missing."""
         return self.device - self.worst.needed
 
     @property
@@ -97,23 +104,23 @@ class Plan:
         return self.margin >= 0
 
     def at_worst(self, of: str = "") -> str:
-        """The worst moment in words: what it needs and what is left.
+        """Describe the worst moment: what it needs, and how much is free or missing.
 
         Args:
-            of: says whose memory it is, after the device's bytes.
+            of: text after the device's bytes that says whose memory it is.
         """
         worst = self.worst
         at = f", at its {worst.moment}" if worst.moment else ""
-        over = f"{gib(self.margin)} are left" if self.fits else f"{gib(-self.margin)} are lacking"
+        over = f"{gib(self.margin)} free" if self.fits else f"{gib(-self.margin)} missing"
         return f"{worst.name}{at}, {gib(worst.needed)} of {gib(self.device)}{of}: {over}"
 
 
 def plan(config: TrainConfig, shapes: Callable[[str], ModelShape], device: float) -> Plan:
-    """The plan of a run.
+    """Return the plan of a run.
 
     Args:
         config: the loaded config.
-        shapes: gives the shape of the model at a path.
+        shapes: returns the shape of the model at a path.
         device: bytes of a device; of the host, for a run on a CPU.
     """
     return _Planner(config, shapes, device).made()
@@ -141,7 +148,7 @@ class _Planner:
         self.one_sequence = blocks * self.rollout.block_size * self.token
 
     def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
-        """The roles' models. A rollout apart from the actor has a frozen copy."""
+        """Yield the models of the roles. A rollout on other devices than the actor has a frozen copy."""
         config, policy = self.config, self.config.actor_rollout_ref
         devices = config.trainer.devices_of
 
@@ -170,7 +177,7 @@ class _Planner:
         return Plan(phases, self.device, self._host(), self._disk(), self.notes, self.slots, self.recomputed)
 
     def _beside(self, pool: str, active: str | None = None) -> dict[str, float]:
-        """What lies on a device of the pool whatever runs, but for the active model."""
+        """Return what is always on a device of the pool, except the active model."""
         parts = {"others": 0.0}
         for name, held in self.held.items():
             if self.pools[name] == pool and name != active:
@@ -183,10 +190,10 @@ class _Planner:
     def _phase(
         self, name: str, held: Held, moment: Moment | None, *, trains: bool = False, **more: float
     ) -> Phase:
-        """A phase in which a model is on its device, with its optimizer where it is trained."""
+        """Return a phase in which a model is on its device, with its optimizer if it is trained."""
         pool = self.pools[held.name]
         parts = {"weights": held.weights, "optimizer": held.state if trains else held.idle["optimizer"]}
-        if name == "rollout" and self.cuda:  # once the engine has copied the weights, they may leave
+        if name == "rollout" and self.cuda:  # the engine has its own copy of the weights
             parts["weights"] = held.idle["weights"]
         if moment is not None:
             parts |= {part: size for part, size in moment._asdict().items() if part in _DYNAMIC}
@@ -204,7 +211,7 @@ class _Planner:
             yield Phase(f"load {name}", self.pools[name], parts)
 
     def _left_over(self) -> float:
-        """What the rollout engine holds outside generation."""
+        """Return the bytes that the rollout engine holds outside generation."""
         rollout = self.rollout
         if rollout.free_cache_engine or rollout.on_named_servers or rollout.name == "hf":
             return 0.0
@@ -214,8 +221,10 @@ class _Planner:
         return weights + cache
 
     def _native(self) -> tuple[float, float, float]:
-        """Bytes of the native engine's weights, its cache, and what both leave alone. The cache is what its
-        sequences need, and no more than `DeviceMemory` gives."""
+        """Return the bytes of the native engine's weights, of its cache, and of the reserve.
+
+        The cache is as large as its sequences need, but not larger than `DeviceMemory` allows.
+        """
         rollout, held = self.rollout, self.sampler
         weights = held.compute * held.shape.parameters / rollout.split
         wanted = self._wanted()
@@ -230,11 +239,12 @@ class _Planner:
         if sequences == 0:
             self.notes.append("the KV cache cannot hold one sequence of the greatest length")
         elif cache < wanted:
-            self.notes.append(f"the KV cache holds {sequences} sequences of {self.longest} tokens at a time")
+            what = "sequence" if sequences == 1 else "sequences"
+            self.notes.append(f"the KV cache holds {sequences} {what} of {self.longest} tokens at a time")
         return weights, max(cache, self.one_sequence), float(memory.reserved)
 
     def _wanted(self) -> float:
-        """Bytes of the cache of all sequences that run at the same time, at their longest."""
+        """Return the bytes of the cache for all sequences that run at the same time, at their longest."""
         rollout = self.rollout
         if rollout.num_gpu_blocks_override is not None:
             return rollout.num_gpu_blocks_override * rollout.block_size * self.token
@@ -245,7 +255,7 @@ class _Planner:
     def _rollout(self) -> Iterator[Phase]:
         rollout, held = self.rollout, self.sampler
         if rollout.on_named_servers:
-            self.notes.append("responses come from servers elsewhere, whose memory is theirs")
+            self.notes.append("responses come from other servers, whose memory is not part of this plan")
             return
         if rollout.name == "vllm":
             engine = self.share * self.device
@@ -256,7 +266,7 @@ class _Planner:
             yield self._phase("rollout", held, None, engine=engine)
             return
         weights, cache, reserve = self._native()
-        streamed = held.model.lora_rank > 0 or held.split > 1  # tensor by tensor
+        streamed = held.model.lora_rank > 0 or held.split > 1  # tensor by tensor, not all at once
         whole = held.compute * (held.shape.embedding if streamed else held.gathered.whole)
         if self.cuda and rollout.name == "native":
             yield self._phase("reshard", held, None, gathered=whole, engine=weights)
@@ -267,7 +277,7 @@ class _Planner:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 
     def _training_load(self, section: CriticConfig | ActorConfig) -> Load:
-        """A mini-batch of a model that learns."""
+        """Return the load of a mini-batch of a model that is trained."""
         samples = section.ppo_mini_batch_size * self.rollout.n
         return Load(samples, self.longest, section.train_batching)
 
@@ -284,7 +294,9 @@ class _Planner:
             for name, held in self.held.items():
                 kind, _, one = name.partition(".")
                 if kind == role:
-                    entropy = role == "actor" and config.trainer.samples_freq > 0  # for the samples' files
+                    entropy = (
+                        role == "actor" and config.trainer.samples_freq > 0
+                    )  # the sample files contain entropies
                     moment = held.forward(Load(samples, self.longest, batching), entropy=entropy)
                     yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 
@@ -299,16 +311,16 @@ class _Planner:
             tokens, count = held.tokens(load)
             reduced = "in each" if held.reduces_each(self.device) else "in the last"
             self.notes.append(
-                f"{phase}: {count} micro-batch{'es' if count > 1 else ''} of {tokens:,} tokens a device at "
-                f"most; recomputation: {again}"
+                f"{phase}: {count} micro-batch{'es' if count > 1 else ''} of {tokens:,} tokens per device "
+                f"at most; recomputation: {again}"
                 + (f"; gradients reduced {reduced}" if count > 1 < held.shards else "")
             )
-            self.recomputed = again  # of the actor, which is the last
+            self.recomputed = again  # the actor comes last, so this is the actor's
             yield self._phase(phase, held, moment, trains=True)
         yield self._phase("save", self.held["actor"], None, trains=False)
 
     def _host(self) -> dict[str, float]:
-        """Bytes on the host of the fullest node."""
+        """Return the bytes on the host of the node with the most processes."""
         config, trainer = self.config, self.config.trainer
         processes = {name: max(counts) for name, counts in trainer.pools.items()}
         parts = {"offloaded": 0.0, "activations": 0.0, "checkpoints": 0.0, "processes": 0.0}
@@ -319,7 +331,7 @@ class _Planner:
                 parts["checkpoints"] += here * (held.weights + held.state + held.host_state)
             if held.way().setup.offloaded and held.optim is not None:
                 tokens, _ = held.tokens(self._training_load(self.learn[name]))
-                # the inputs of all layers but those on the device, which run again
+                # the inputs of all layers except those on the device; they are recomputed
                 inputs = tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers
                 parts["activations"] = max(parts["activations"], float(here * inputs))
         parts["processes"] = max(processes.values()) * _PROCESS
@@ -327,7 +339,7 @@ class _Planner:
         return parts
 
     def _disk(self) -> dict[str, float]:
-        """Bytes of a checkpoint: weights and optimizer state of what learns, once."""
+        """Return the bytes of a checkpoint: one copy of weights and optimizer state of each trained model."""
         parts = {}
         for name, held in self.held.items():
             if held.optim is not None:
@@ -338,7 +350,7 @@ class _Planner:
 
 
 def gib(size: float) -> str:
-    """Bytes in words."""
+    """Return a number of bytes as text, in GiB or MiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 

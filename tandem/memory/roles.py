@@ -1,5 +1,4 @@
-"""A model of a run as one rank holds it: what lies on its device between phases, and what a pass over it
-takes."""
+"""A model of a run on one rank: its bytes on the device between phases, and the bytes of a pass over it."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ from tandem.memory.training import (
 )
 
 SIZES = {"fp64": 8, "fp32": 4, "bf16": 2}
-CPU_BLOCK = 4096  # tokens to which micro-batches are cut further on a CPU
+CPU_BLOCK = 4096  # on a CPU, micro-batches are cut to this many tokens
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adamw_cpu": 0.0, "muon": 8.0}
-"""Of the optimizer's state on the device, for each fp32 number that learns; muon's matrices have 4."""
+"""Bytes of optimizer state on the device per trained fp32 number; muon's matrices have 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The samples that a phase takes, over all ranks.
+    """The samples of a phase, over all ranks.
 
     Attributes:
-        samples: of a mini-batch, or of all that a forward pass takes.
-        longest: tokens of one.
-        batching: how a rank cuts its share.
+        samples: number of samples in a mini-batch, or in a whole forward pass.
+        longest: number of tokens of the longest one.
+        batching: how a rank divides its share.
     """
 
     samples: int
@@ -47,17 +46,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A model on one rank of several.
+    """A model on one of several ranks.
 
     Attributes:
         name: the role.
-        shape: of the model.
-        ranks: of its pool.
-        model, fsdp: how it is run.
-        sequence: ranks that share the tokens.
-        optim: of a model that learns.
-        cuda: whether it lives on a CUDA device, not on a CPU.
-        head: whether it gives log-probs, not one number for each state.
+        shape: shape of the model.
+        ranks: number of ranks of its pool.
+        model: how the model is run.
+        fsdp: how the model is sharded.
+        sequence: number of ranks that share the tokens.
+        optim: the optimizer, if the model is trained.
+        cuda: whether the model is on a CUDA device, not on a CPU.
+        head: whether the model gives log-probs, not one value per state.
         entropy: whether its updates need entropies.
     """
 
@@ -82,7 +82,7 @@ class Held:
 
     @property
     def split(self) -> int:
-        """Ranks that hold one copy of the layers together, before these are sharded."""
+        """Number of ranks that together hold one copy of the layers, before sharding."""
         return self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size
 
     @property
@@ -92,7 +92,7 @@ class Held:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that take different samples."""
+        """Number of ranks that take different samples."""
         return max(1, self.ranks // (self.split * self.sequence))
 
     @property
@@ -108,8 +108,10 @@ class Held:
 
     @property
     def weights(self) -> float:
-        """Bytes of this rank's shard: what learns in the master type, what adapters stand beside in the
-        compute type."""
+        """Bytes of this rank's shard of the weights.
+
+        Trained weights have the master type; frozen weights next to adapters have the compute type.
+        """
         own = self.gathered
         frozen = own.whole - own.trained if self.optim and self.model.lora_rank else 0.0
         return (self.master * (own.whole - frozen) + self.compute * frozen) / self.shards
@@ -127,14 +129,14 @@ class Held:
 
     @property
     def host_state(self) -> float:
-        """Bytes of the optimizer's state that always lies on the host."""
+        """Bytes of the optimizer's state that is always on the host."""
         if self.optim is None or self.optim.optimizer != "adamw_cpu" or not self.cuda:
             return 0.0
         return 2 * self.master * self.gathered.trained / self.shards
 
     @property
     def idle(self) -> dict[str, float]:
-        """What stays on the device between phases."""
+        """Bytes that stay on the device between phases."""
         stays = {"weights": self.weights, "optimizer": self.state}
         if self.cuda and self.fsdp.param_offload:
             stays["weights"] = 0.0
@@ -144,12 +146,11 @@ class Held:
 
     @property
     def offloaded(self) -> float:
-        """What lies on the host between phases."""
+        """Bytes that are on the host between phases."""
         return self.weights + self.state + self.host_state - sum(self.idle.values())
 
     def tokens(self, load: Load) -> tuple[int, int]:
-        """Tokens of the largest micro-batch on this rank, and how many micro-batches its share makes, at
-        most."""
+        """Return the tokens of this rank's largest micro-batch, and the number of its micro-batches."""
         share = -(-load.samples // self.data_ranks) * load.longest
         most = share
         if load.batching.max_tokens is not None:
@@ -162,7 +163,7 @@ class Held:
         return -(-most // self.sequence), count
 
     def way(self, micro_batches: int = 1) -> Way:
-        """How a pass is run; nothing runs again."""
+        """Return how a pass is run, without recomputation."""
         fused = self.cuda and self.model.use_liger is not False and self.shape.kind in PLAIN_DECODERS
         stages, held = self.fsdp.pipeline_parallel_size, 1
         if stages > 1:
@@ -190,22 +191,24 @@ class Held:
         )
 
     def forward(self, load: Load, *, entropy: bool = False) -> Moment:
-        """The worst moment of a pass without gradient, that gives entropies too or not."""
+        """Return the worst moment of a pass without gradient, with or without entropies."""
         tokens, _ = self.tokens(load)
         way = replace(self.way(), entropy=entropy)
         return worst(forward_moments(self.gathered, self.shape.decoder, way, tokens))
 
     def reduces_each(self, device: float) -> bool:
-        """Whether gradients are reduced in each micro-batch, on a device of so many bytes."""
+        """Return whether gradients are reduced in each micro-batch, on a device of so many bytes."""
         whole = self.compute * self.gathered.whole + self.master * self.gathered.trained
         return reduces_each(self.fsdp.gradient_sync, whole, self.shards, device)
 
     def update(self, load: Load, free: float, device: float) -> tuple[Moment, str]:
-        """The worst moment of an update, and what runs again in it.
+        """Return the worst moment of an update, and what the update recomputes.
 
         Args:
-            free: bytes that the device has for it, by which that is chosen where the config leaves it open.
-            device: bytes of it in all.
+            load: the samples.
+            free: bytes of the device that are free for the update. They decide what is recomputed if the
+                config does not.
+            device: all bytes of the device.
         """
         tokens, count = self.tokens(load)
         way, own, decoder = self.way(count), self.gathered, self.shape.decoder

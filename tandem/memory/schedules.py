@@ -1,6 +1,9 @@
-"""Schedules of generation and learning, with the devices that each has, compared by the plan of memory and
-the model of time: one after the other, on the same devices or on devices of their own, or each step's
-responses written while the step before is learnt from."""
+"""The schedules of generation and training, and their comparison.
+
+Each schedule divides the devices. The plan of memory and the model of time give its cost. There are three:
+one after the other on the same devices; one after the other on separate devices; and both at the same time,
+so that training uses the responses of the step before.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,16 @@ class Schedule:
     """A schedule with its devices.
 
     Attributes:
-        name: in words.
-        staleness: steps by which the weights that write are behind those that learn; above 0 it is not one
-            that a config can ask for.
-        training, rollout: devices of each; together they have the same.
-        stages, step: seconds.
-        waits: the share of a step in which the devices of each wait for the other.
-        left: bytes that are left on a device at the worst moment, by pool; below 0, that are lacking.
-        keys: what the config sets for it.
+        name: a readable name.
+        staleness: how many steps the weights that generate are behind those that are trained. Configs
+            cannot ask for a schedule with a staleness above 0.
+        training: number of devices for training. In a schedule on the same devices, both have all of them.
+        rollout: number of devices for generation.
+        stages: the seconds of each stage.
+        step: the seconds of a step.
+        waits: the share of a step in which the devices of each side wait for the other.
+        left: bytes free on a device at the worst moment, by pool; negative if bytes are missing.
+        keys: the config keys for this schedule.
     """
 
     name: str
@@ -43,16 +48,21 @@ class Schedule:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Smaller is better: what fits is before what does not, then what is fast."""
+        """The sort key, smaller is better: schedules that fit come first, then the faster ones."""
         return min(self.left.values()) < 0, self.step
 
 
 def compare(config: TrainConfig, judge: Judge) -> list[Schedule]:
-    """The schedules of a run on its devices: together, apart, and apart one step off; the last two with the
-    best split of the devices.
+    """Return the schedules of a run on its devices: together, apart, and apart one step off.
+
+    The last two have the best split of the devices.
+
+    Args:
+        config: the config.
+        judge: gives the plan and the seconds of a config.
 
     Raises:
-        ConfigError: see `refuse_apart`; or no split suits, or nothing tells seconds.
+        ConfigError: see `refuse_apart`; or no split is possible, or there is no source for the seconds.
     """
     refuse_apart(config)
     tried = []
@@ -66,17 +76,17 @@ def compare(config: TrainConfig, judge: Judge) -> list[Schedule]:
         best = next((each for each in apart if judge.accepts(each.keys)), None)
         if best is None:
             raise ConfigError(
-                "no split of the devices suits the sizes of training and of the rollout",
+                "no split of the devices works with the parallel sizes of training and rollout",
                 field="--schedule",
                 got=f"{config.trainer.world_size} devices",
-                remedy="take more devices, or smaller parallel sizes",
+                remedy="use more devices, or smaller parallel sizes",
             )
         found.append(best)
     return found
 
 
 def chosen(found: Sequence[Schedule]) -> Schedule:
-    """The best that a config can ask for."""
+    """Return the best schedule that a config can ask for."""
     return min((each for each in found if not each.staleness), key=attrgetter("order"))
 
 
@@ -95,11 +105,13 @@ def _schedule(
 
 
 def _splits(config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Every number of devices for the rollout, the last of the nodes, that leaves training what it can
-    divide."""
+    """Yield the config keys of each possible split.
+
+    The rollout gets the last devices of the nodes. Training must be able to divide the others.
+    """
     nodes, per, policy = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.actor_rollout_ref
     sections: dict[str, Any] = {"actor": policy.actor, "ref": policy.ref, "critic": config.critic}
-    units = set[int]()  # what the devices of training must be multiples of
+    units = set[int]()  # the number of training devices must be a multiple of each
     for role, section in sections.items():
         if role in config.roles:
             fsdp = section.fsdp_config
@@ -115,21 +127,30 @@ def _splits(config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 
 def refuse_apart(config: TrainConfig) -> None:
-    """Refuses a config whose generation and learning cannot be divided between devices, or not overlap.
+    """Check that generation and training can run on separate devices and overlap.
+
+    Args:
+        config: the config.
 
     Raises:
-        ConfigError: what stands in the way.
+        ConfigError: they cannot.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     filters, sampler = config.algorithm.filter_groups, config.data.sampler
-    ahead = "which prompts come next depends on the answers before: none can be answered ahead"
-    elsewhere = "responses come from servers, whose devices are not the run's"
+    ahead = "the next prompts depend on earlier responses, so no response can be generated in advance"
+    elsewhere = "responses come from servers, whose devices are not part of the run"
     for field, applies, message in (
-        ("trainer.resource_pools", trainer.resource_pools or trainer.placement, "roles are placed already"),
+        (
+            "trainer.resource_pools",
+            trainer.resource_pools or trainer.placement,
+            "the roles already have devices",
+        ),
         ("actor_rollout_ref.rollout.name", rollout.on_named_servers, elsewhere),
         ("--devices", trainer.world_size < 2, "one device cannot be divided"),
         ("algorithm.filter_groups.enable", filters.enable, ahead),
         ("data.sampler", sampler.class_name is not None, ahead),
     ):
         if applies:
-            raise ConfigError(message, field=field, expected="generation and learning that can be apart")
+            raise ConfigError(
+                message, field=field, expected="a run whose generation and training can use separate devices"
+            )

@@ -1,11 +1,15 @@
-"""The seconds of a training step, phase by phase, from config and shape alone: what a device has to compute,
-read and write, and how far a device of its kind was measured to be from its best.
+"""The seconds of a training step, phase by phase, computed from config and shape.
 
-A phase takes the sum of five terms: its operations over the device's measured rate, its bytes over the
-measured rate of a copy, its calls of layers, its tokens and its samples, each times a factor. The first two
-factors are what a device loses of its best, the others what a launch, a token and a sample cost beside it.
-`tandem bench` measures them (see `tandem.memory.device_file`). What links between devices take is in no term:
-a phase that gathers weights over them is predicted by the factors of runs that did so too."""
+The model knows what a device has to compute, read and write, and how far a device of its kind was measured
+to be from its best speed.
+
+The time of a phase is the sum of five terms: its operations divided by the device's measured rate, its
+bytes divided by the measured rate of a copy, its calls of layers, its tokens and its samples. Each term has
+a factor. The first two factors tell how far the device is from its best speed. The others are the costs of
+a launch, a token and a sample. `tandem bench` measures the factors (see `tandem.memory.device_file`). No
+term contains the links between devices: for a phase that gathers weights over links, use factors of runs
+that did so too.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +34,29 @@ from tandem.memory.activations import Setup, kept_bytes
 from tandem.memory.shapes import ModelShape
 
 Factors = Mapping[str, Sequence[float]]
-"""Of each phase: what one second of operations at the best rate takes, one second of copying, and the seconds
-of a call, a token and a sample."""
+"""The factors of each phase.
+
+They are the seconds for one second of operations at the best rate, the seconds for one second of copying,
+and the seconds of a call, of a token and of a sample.
+"""
 
 _ADAM_BYTES = 40
-"""Per trained parameter and update, fp32: gradient, weight and both moments read, the last three written; the
-gradient read and written for its norm and its clipping, and cleared."""
+"""Bytes per trained parameter and update, in fp32.
+
+The gradient, the weight and both moments are read; the last three are written. The gradient is also read
+and written for its norm and clipping, and cleared.
+"""
 _NOISE = 0.02
-"""What repeats of a measurement differ by at least; a term must explain more."""
+"""The smallest relative difference between repeated measurements; a term must explain more than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A device at its best, as measured.
+    """The best speeds of a device, as measured.
 
     Attributes:
-        operations: of a square matrix product, per second, in the type that is computed in.
-        bytes: read and written by a copy within its memory, per second.
+        operations: operations per second of a square matrix product, in the compute type.
+        bytes: bytes per second that a copy within its memory reads and writes.
     """
 
     operations: float
@@ -58,10 +68,12 @@ class Work:
     """The work of one device in one phase of a step.
 
     Attributes:
-        operations: of matrix products; a multiplication and an addition are two.
-        bytes: of weights, optimizer state, keys and values, and activations that wait, read and written once.
-        calls: of a layer, forward or backward.
-        tokens, samples: that go through.
+        operations: operations of matrix products; a multiplication and an addition count as two.
+        bytes: bytes of weights, optimizer state, keys, values and waiting activations, each read and
+            written once.
+        calls: number of forward and backward calls of a layer.
+        tokens: number of tokens.
+        samples: number of samples.
     """
 
     operations: float = 0.0
@@ -71,11 +83,11 @@ class Work:
     samples: float = 0.0
 
     def floor(self, rates: Rates) -> float:
-        """The least seconds: of the operations or of the bytes, whichever takes longer."""
+        """Return the least possible seconds: of the operations or of the bytes, whichever is longer."""
         return max(self.operations / rates.operations, self.bytes / rates.bytes)
 
     def terms(self, rates: Rates) -> NDArray[np.float64]:
-        """What factors are multiplied with."""
+        """Return the five terms that the factors are multiplied with."""
         own = np.array(astuple(self))
         return own / (rates.operations, rates.bytes, 1, 1, 1)
 
@@ -85,8 +97,8 @@ class Lengths:
     """The lengths of a step's sequences.
 
     Attributes:
-        prompts: (B) tokens.
-        responses: (B, n) tokens.
+        prompts: (B) tokens of each prompt.
+        responses: (B, n) tokens of each response.
     """
 
     prompts: NDArray[np.int64]
@@ -100,14 +112,14 @@ class Lengths:
 def step_work(
     config: TrainConfig, shape: ModelShape, prompts: ArrayLike, responses: ArrayLike, *, item: int
 ) -> dict[str, Work]:
-    """The work of a device in each phase of a training step.
+    """Return the work of a device in each phase of a training step.
 
     Args:
-        config: of the run.
-        shape: of the policy; critic and reference are taken to be alike.
+        config: the config of the run.
+        shape: the shape of the policy; critic and reference are assumed to have the same shape.
         prompts: tokens of each prompt of the step.
-        responses: tokens of each response, those of a prompt together.
-        item: bytes of a number in the type that forward and backward compute in.
+        responses: tokens of each response; those of a prompt follow each other.
+        item: bytes of a number in the compute type.
     """
     policy, algorithm, trainer = config.actor_rollout_ref, config.algorithm, config.trainer
     actor, rollout, ref = policy.actor, policy.rollout, policy.ref
@@ -147,8 +159,11 @@ class _Batch:
         self.tokens = int(self.lengths.sum())
 
     def forward(self, batching: Batching, fsdp: FSDPConfig, devices: int) -> Work:
-        """One forward pass over everything; the head at the responses' tokens alone. A token attends to half
-        of its sequence on average; each micro-batch reads the weights; the hidden states go in and out."""
+        """Return the work of one forward pass over all sequences.
+
+        The head runs only on the tokens of responses. A token attends to half of its sequence on average.
+        Each micro-batch reads the weights, and the hidden states are read and written.
+        """
         shape, d = self.shape, self.shape.decoder
         split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
         micro = self.micro_batches(batching, devices // split)
@@ -162,15 +177,24 @@ class _Batch:
         return Work(operations / devices, moved, calls, self.tokens / devices, self.samples / devices)
 
     def micro_batches(self, batching: Batching, devices: int, parts: int = 1) -> int:
-        """Of one of so many devices that have other tokens, where the batch is cut into mini-batches."""
+        """Return the number of micro-batches of one device.
+
+        Args:
+            batching: how the share of a device is divided.
+            devices: number of devices that have different tokens.
+            parts: number of mini-batches.
+        """
         if batching.max_tokens is not None:
             return parts * -(-self.tokens // (devices * parts * batching.max_tokens))
         share = -(-self.samples // (devices * parts))
         return parts * -(-share // (batching.max_samples or share))
 
     def written(self, rollout: EngineConfig, devices: int) -> Work:
-        """Prompts computed once for all of their responses, then a token a step for each that runs. A step
-        reads the weights once, and the keys and values of every sequence that runs."""
+        """Return the work of generation.
+
+        A prompt is computed once for all of its responses. Then each running sequence gets one token per
+        step. A step reads the weights once, and the keys and values of every running sequence.
+        """
         shape, d, split = self.shape, self.shape.decoder, rollout.split
         share = self.responses[:: max(1, devices // split)]
         prompt = int(self.prompts.sum()) / devices
@@ -188,9 +212,13 @@ class _Batch:
 
 
 def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneConfig, devices: int) -> Work:
-    """All updates of a role in a step: a forward pass, and a backward pass of twice its operations, or, with
-    adapters, of as many; one more forward pass where whole layers run again; the head's logits made again, as
-    it keeps none. What layers keep is written and read; each of these passes reads the weights."""
+    """Return the work of all updates of a role in a step.
+
+    A forward pass is followed by a backward pass with twice the operations, or with as many if only
+    adapters are trained. If whole layers are recomputed, there is one more forward pass. The head's logits
+    are computed again, because they are not kept. Activations that layers keep are written and read. Each
+    pass reads the weights.
+    """
     shape, d, epochs, fsdp = batch.shape, batch.shape.decoder, section.ppo_epochs, section.fsdp_config
     minis = -(-len(batch.prompts) // section.ppo_mini_batch_size)
     again = model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "full"
@@ -211,7 +239,12 @@ def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneC
 
 
 def decode_steps(responses: Sequence[int], slots: int) -> int:
-    """Steps in which so many sequences at a time are written, the next one begun as one ends."""
+    """Return the number of decoding steps until all responses are generated.
+
+    Args:
+        responses: tokens of each response, in the order in which they start.
+        slots: how many run at the same time; when one ends, the next one starts.
+    """
     running = list(responses[:slots])
     heapq.heapify(running)
     for length in responses[slots:]:
@@ -220,8 +253,10 @@ def decode_steps(responses: Sequence[int], slots: int) -> int:
 
 
 def predict(work: Mapping[str, Work], rates: Rates, factors: Factors) -> dict[str, float]:
-    """Seconds of each phase, and of the `step`, which is their sum. A phase without factors takes twice its
-    floor."""
+    """Return the seconds of each phase, and their sum as `step`.
+
+    A phase without factors takes twice its floor.
+    """
     found = {
         phase: float(each.terms(rates) @ np.asarray(factors[phase]))
         if phase in factors
@@ -232,12 +267,15 @@ def predict(work: Mapping[str, Work], rates: Rates, factors: Factors) -> dict[st
 
 
 def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
-    """The factors that explain a phase best: of all sets of terms the one whose least squares of relative
-    errors are smallest, with a price for each term (Schwarz's criterion), and none negative. Operations,
-    where there are any, are among them: few runs may be explained without, and larger models would not be.
+    """Return the factors that explain a phase best. None is negative.
+
+    Each set of terms is fitted by least squares of the relative errors. The set is chosen by Schwarz's
+    criterion, which charges for each term. Operations are always among the terms if there are any: a few
+    runs may be explained without them, but larger models would not be.
 
     Args:
-        observed: what was done, and the seconds it took.
+        observed: the work of each run, and the seconds that it took.
+        rates: the best speeds of the device.
     """
     rows = np.array([work.terms(rates) / seconds for work, seconds in observed])
     best, chosen = np.inf, np.zeros(rows.shape[1])
@@ -260,12 +298,15 @@ def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
 
 
 def forecast(phases: Mapping[str, float], tokens: int, steps: int, devices: int) -> dict[str, Any]:
-    """What a run of so many steps takes: the phases' seconds, as `predict` gives them, tokens per second of
-    all devices, days, and the hours of all devices.
+    """Return what a run takes: seconds per phase, tokens per second, days and device hours.
+
+    Tokens per second and hours are those of all devices together.
 
     Args:
-        tokens: of a step, prompts' and responses'.
-        devices: of all pools.
+        phases: the seconds of each phase, from `predict`.
+        tokens: tokens of prompts and responses in a step.
+        steps: number of steps of the run.
+        devices: number of devices of all pools.
     """
     hours = steps * phases["step"] / 3600
     rate = tokens / phases["step"]

@@ -1,5 +1,7 @@
-"""The shape of a language model, from its config.json or from the name under which it is published, and what
-follows from it: its parameters, part by part, and the bytes that keys and values take."""
+"""The shape of a language model: its number of parameters, part by part, and the bytes of keys and values.
+
+The shape is known from the model's config.json, or from the name under which it is published.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,13 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     r"gemma-2-27b": ("gemma2", 4608, 36864, 46, 32, 16, 256000, True, 128),
     r"gemma-3-1b": ("gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 256),
 }
-"""What the config.json of published models says, by a pattern of their names, with the keys of `_KEYS` and of
-experts."""
+"""The config.json values of published models, by a pattern of their names.
+
+The values are those of the keys in `_KEYS`, followed by those of experts.
+"""
 
 _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_TIED = ("gemma", "gemma2", "gemma3_text")  # whose class ties embeddings where config.json does not say
+_TIED = ("gemma", "gemma2", "gemma3_text")  # their classes tie embeddings by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,12 @@ class ModelShape:
 
     Attributes:
         kind: the model_type.
-        decoder: its layers; of experts, as wide as those that a token goes through.
-        vocabulary: entries.
-        tied: whether embedding and head are one matrix.
+        decoder: the layers; with experts, as wide as the experts that one token uses.
+        vocabulary: number of vocabulary entries.
+        tied: whether embedding and head are the same matrix.
         layer: parameters of a layer's matrices and biases, which tensor parallelism splits.
-        layer_norms: parameters of a layer's norms, and a router's, which it does not.
+        layer_norms: parameters of a layer's norms, and of a router, which tensor parallelism does not
+            split.
     """
 
     kind: str
@@ -75,7 +80,7 @@ class ModelShape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and as many of a head of its own."""
+        """Parameters of the embedding. A separate head has as many."""
         return self.vocabulary * self.decoder.hidden
 
     @property
@@ -87,13 +92,18 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, a matrix that is used twice counted once."""
+        """Parameters of the whole model. A matrix that is used twice counts once."""
         matrices = self.embedding * (1 if self.tied else 2)
         return matrices + self.decoder.layers * (self.layer + self.layer_norms) + self.decoder.hidden
 
     def kv_bytes(self, itemsize: int, split: int = 1) -> float:
-        """Bytes that the keys and values of a token take in all layers, 2 · layers · K · d · itemsize, on
-        each of `split` ranks; a rank has at least one key head.
+        """Return the bytes of a token's keys and values in all layers, 2 · layers · K · d · itemsize.
+
+        The bytes are those on each of `split` ranks. A rank has at least one key head.
+
+        Args:
+            itemsize: bytes of a number.
+            split: number of ranks that split the heads.
 
         Source: Kwon et al. 2023, "PagedAttention", https://arxiv.org/abs/2309.06180, section 3.
         """
@@ -102,8 +112,11 @@ class ModelShape:
 
 
 def published(name: str) -> dict[str, Any] | None:
-    """What the config.json of a published model says, as far as `model_shape` reads it, by a name such as
-    Qwen/Qwen2.5-7B-Instruct, or a folder that is named so; None for one that is not known here."""
+    """Return the config.json values of a published model, or None if the name is unknown.
+
+    It returns the values that `model_shape` reads. The name can be that of the hub, such as
+    Qwen/Qwen2.5-7B-Instruct, or a folder with such a name.
+    """
     last = name.rstrip("/").rpartition("/")[2].lower()
     for pattern, values in PUBLISHED.items():
         if re.search(rf"(?:^|-){pattern}(?![\w.])", last):
@@ -113,31 +126,31 @@ def published(name: str) -> dict[str, Any] | None:
 
 @functools.cache
 def shape_of(path: str) -> ModelShape:
-    """The shape of the model in a folder, or of that name.
+    """Return the shape of a model, given its folder or published name.
 
     Raises:
-        ConfigError: neither is known.
+        ConfigError: there is no folder with a config.json, and the name is unknown.
     """
     stored = stored_config(path) or published(path)
     if stored is None:
         raise ConfigError(
-            "no folder with a config.json, and no name whose shape is known",
+            "this is neither a folder with a config.json nor the name of a known model",
             field="model.path",
             got=path,
             expected="a Hugging Face folder, or a name such as Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, "
             "meta-llama/Llama-3.1-70B",
-            remedy="copy the model's config.json into a folder and name that",
+            remedy="copy the model's config.json into a folder, and give that folder",
         )
     return model_shape(stored)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a config.json says; of a model of several kinds of input, that of its text.
+    """Return the shape that a config.json describes; for a multimodal model, that of its text model.
 
-    Each layer has, with D hidden features, H heads and K key heads of d features, I of the MLP: queries and
-    output 2 D H d, keys and values 2 D K d, gate, up and down 3 D I; biases (H + 2K) d in Qwen2, or of all
-    linear layers where the config asks for them; norms 2 D, in Gemma 2 and 3 4 D, and of heads 2 d in Qwen3
-    and Gemma 3. Of E experts each has 3 D I, and the router D E.
+    Symbols: D hidden features, H heads and K key heads of d features, I of the MLP. Each layer has: queries
+    and output 2 D H d; keys and values 2 D K d; gate, up and down 3 D I; biases (H + 2K) d in Qwen2, or for
+    all linear layers if the config asks for them; norms 2 D, or 4 D in Gemma 2 and 3; and head norms 2 d in
+    Qwen3 and Gemma 3. With E experts, each has 3 D I, and the router D E.
 
     Raises:
         ConfigError: a size is missing.
@@ -148,7 +161,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     )
     if missing:
         raise ConfigError(
-            "the model's config.json lacks a size, and how much memory the model takes is not known",
+            "a size is missing in the model's config.json, so its memory cannot be computed",
             field=missing[0],
             expected="a config.json of a decoder, with hidden_size, num_hidden_layers and the like",
         )

@@ -1,4 +1,4 @@
-"""The seconds of a run's step on a kind of device: by what was measured there or is published."""
+"""The seconds of a run's step on a kind of device, from measured or published speeds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tandem.memory.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The seconds of a step.
+    """The seconds of the stages of a step.
 
     Attributes:
-        generation: of the responses and their rewards.
-        training: of all that follows.
-        transfer: of the new weights to the rollout, in which both sides take part.
+        generation: generation of the responses and their rewards.
+        training: everything that follows.
+        transfer: transfer of the new weights to the rollout, in which both sides take part.
     """
 
     generation: float
@@ -31,22 +31,27 @@ class Stages:
     transfer: float
 
     def step(self, *, ahead: bool) -> float:
-        """Of a step among many: the sum, or, where responses are written ahead, the longer of the two sides
-        and the transfer between them."""
+        """Return the seconds of one of many steps.
+
+        Args:
+            ahead: whether responses are generated one step ahead. The step then takes the longer of the two
+                sides plus the transfer, otherwise the sum.
+        """
         both = max(self.generation, self.training) if ahead else self.generation + self.training
         return both + self.transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What tells the seconds of a step.
+    """The speeds that give the seconds of a step.
 
     Attributes:
-        rates, item: of the device, see `tandem.memory.device_file.Device`.
-        factors: of the phases that were measured; None: phases take their floors, or `EFFICIENCY`.
-        kind: whose links count; None: no link does.
-        named: whether the user named the kind, so that default factors hold for it.
-        said: where all this comes from.
+        rates: the best speeds of the device; see `tandem.memory.device_file.Device`.
+        item: bytes of a number; see there.
+        factors: the factors of measured phases; None: phases take their floors, or `EFFICIENCY` applies.
+        kind: the kind of device whose links count; None: no links count.
+        named: whether the user named the kind. Default factors then apply.
+        said: a text about the source of these speeds.
     """
 
     rates: Rates
@@ -60,12 +65,13 @@ class Clock:
     def of(
         cls, measured: Mapping[str, Device], name: str | None, gigabytes: float, *, cuda: bool
     ) -> Clock | None:
-        """The clock of a device; None: of a CPU that was not measured.
+        """Return the clock of a device, or None for a CPU that was not measured.
 
         Args:
-            measured: the devices of the file, by name.
-            name: of a published kind, where one was named.
-            gigabytes: of its memory.
+            measured: the devices of the device file, by name.
+            name: name of a published kind, if the user named one.
+            gigabytes: the device's memory.
+            cuda: whether the device is a CUDA device.
         """
         chosen = name or nearest_class(gigabytes)
         words = [chosen.partition("-")[0], f"{gigabytes:g}GB"] if name else [f"{gigabytes:g}GB"]
@@ -79,19 +85,23 @@ class Clock:
             return cls(found.rates, found.item, factors, kind, named=False, said=said)
         if kind is None:
             return None
-        said = f"floors, by the peaks of the {kind.source}; no factors are known for a device of that size"
+        said = (
+            f"floors at the peak speeds of the {kind.source}; no factors are known for a device of this size"
+        )
         if name is not None:
-            said = f"default factors for {chosen}, over the peaks of the {kind.source}"
+            said = f"default factors for {chosen} at the peak speeds of the {kind.source}"
         return cls(kind.rates, 2, None, kind, named=name is not None, said=said)
 
     def step(
         self, config: TrainConfig, shape: ModelShape, lengths: Lengths, slots: int | None = None
     ) -> dict[str, float]:
-        """Seconds of each phase, and of the `step`.
+        """Return the seconds of each phase, and of the whole `step`.
 
         Args:
+            config: the config.
             shape: see `step_work`.
-            slots: sequences that a rollout engine's cache holds, where these are fewer than it may run.
+            lengths: the lengths of the step's sequences.
+            slots: number of sequences in a rollout engine's cache, if that is fewer than may run.
         """
         at = "actor_rollout_ref.rollout.max_num_seqs"
         running = config.actor_rollout_ref.rollout.max_num_seqs
@@ -111,8 +121,10 @@ class Clock:
     def stages(
         self, config: TrainConfig, shape: ModelShape, lengths: Lengths, slots: int | None = None
     ) -> Stages:
-        """Seconds of a step's two sides; see `step`. Weights for a rollout on other devices go over a link
-        once."""
+        """Return the seconds of a step's two sides; see `step`.
+
+        Weights for a rollout on other devices go over a link once.
+        """
         found = self.step(config, shape, lengths, slots)
         whole = with_value(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
         training = self.step(whole, shape, lengths, slots)["links"]
@@ -126,14 +138,14 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What says how good a config is.
+    """A rating of configs by memory and time.
 
     Attributes:
-        device: bytes of one.
-        shapes: of models, by their paths.
-        clock: None: of a CPU that was not measured.
-        lengths: of a step's sequences.
-        accepts: whether the rules of configs allow these keys.
+        device: bytes of one device.
+        shapes: returns the shape of the model at a path.
+        clock: the speeds of the device; None for a CPU that was not measured.
+        lengths: the lengths of a step's sequences.
+        accepts: returns whether the rules of configs allow these keys.
     """
 
     device: float
@@ -143,30 +155,30 @@ class Judge:
     accepts: Callable[[Mapping[str, Any]], bool] = lambda keys: True
 
     def plan(self, config: TrainConfig) -> Plan:
-        """What a config holds."""
+        """Return the memory plan of a config."""
         return plan(config, self.shapes, self.device)
 
     def timer(self, config: TrainConfig) -> tuple[Clock, ModelShape]:
-        """The clock, and the policy's shape.
+        """Return the clock, and the policy's shape.
 
         Raises:
-            ConfigError: nothing tells seconds.
+            ConfigError: there is no source for the seconds.
         """
         if self.clock is None:
             raise ConfigError(
-                "seconds are known of GPUs, and of a CPU that was measured",
+                "times are known only for GPUs, and for a CPU that was measured",
                 field="trainer.device",
                 got="cpu",
-                remedy="run tandem bench once, or take trainer.device=cuda",
+                remedy="run `tandem bench` once, or set trainer.device=cuda",
             )
         return self.clock, self.shapes(config.actor_rollout_ref.model.path)
 
     def seconds(self, config: TrainConfig, slots: int | None) -> float:
-        """What a step takes, with so many sequences in the rollout's cache; None: with all."""
+        """Return the seconds of a step with so many sequences in the rollout's cache; None: with all."""
         clock, shape = self.timer(config)
         return clock.step(config, shape, self.lengths, slots)["step"]
 
     def stages(self, config: TrainConfig, made: Plan) -> Stages:
-        """What the two sides of a step take, by the plan of a config."""
+        """Return the seconds of the two sides of a step, for the plan of a config."""
         clock, shape = self.timer(config)
         return clock.stages(config, shape, self.lengths, made.slots)

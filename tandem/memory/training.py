@@ -1,12 +1,14 @@
-"""The bytes that a forward pass and an update hold on a rank beside the shards of weights and optimizer
-state: what they hold at each of the few moments of which one is the worst.
+"""The bytes that a forward pass and an update hold on a rank.
 
-Sizes are of one rank: with tensor parallelism a layer is this rank's part of it, with a pipeline the layers
-are those of its stage, and where ranks share the tokens, these are its own.
+The shards of weights and optimizer state are not included. The bytes are computed for a few moments of the
+pass, of which one is the worst. Sizes are those of one rank: with tensor parallelism a layer is this rank's
+part of it; in a pipeline the layers are those of the stage; if ranks share the tokens, the tokens are those
+of the rank.
 
-Symbols: w and r, numbers of a layer and of the root unit (embedding, last norm, head) once they are gathered;
-c and m, bytes of a number in the compute and the master type; N tokens, D hidden features, I of the gated
-MLP."""
+Symbols: w and r, numbers of a layer and of the root unit (embedding, last norm, head) after gathering; c
+and m, bytes of a number in the compute and the master type; N tokens, D hidden features, I features of the
+gated MLP.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,21 @@ TILE = 256 << 20
 """Bytes of a tile of logits on a GPU."""
 CPU_TILE = 4 << 20
 _AT_ONCE = 1 / 8
-_ENTRIES = 256  # the fewest entries of the vocabulary that a tile has
-_SPAN = 2048  # entries of the vocabulary for which Triton's head keeps three numbers of each token
+_ENTRIES = 256  # the smallest number of vocabulary entries in a tile
+_SPAN = 2048  # Triton's head keeps three numbers per token for so many vocabulary entries
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The numbers that a rank has of a model when they are gathered.
+    """The numbers of a model on one rank after gathering.
 
     Attributes:
-        layers: how many.
-        layer: w, of each of them.
-        root: r, of the unit of all else.
-        head: of r, those of the output embedding; 0 without one.
-        trained_layer, trained_root: of these, those that learn.
+        layers: number of layers.
+        layer: w, numbers of each layer.
+        root: r, numbers of the unit with everything else.
+        head: the part of r that is the output embedding; 0 if there is none.
+        trained_layer: the trained part of `layer`.
+        trained_root: the trained part of `root`.
     """
 
     layers: int
@@ -55,16 +58,21 @@ class Gathered:
         lora_rank: int = 0,
         trained: bool = True,
     ) -> Gathered:
-        """What a rank has of a model of that shape. Tensor parallelism splits matrices, not norms. Of a
-        pipeline the last stage is meant, which has the head, or without one is like any other, and the most
-        layers that a stage has.
+        """Return the numbers of a model of a given shape on one rank.
+
+        Tensor parallelism splits matrices, but not norms. In a pipeline the result is for the last stage,
+        which has the head (without a head it is like the others), and for the largest number of layers that
+        a stage has.
 
         Args:
-            tensor, stages: ranks that split each layer, but not the side of an adapter where its layer has
-                the hidden features; stages of the pipeline.
-            head: of a policy; else there is one number for each state.
-            lora_rank: of adapters on all linear layers, which alone learn; 0: all weights do.
-            trained: whether any learn.
+            shape: the shape of the model.
+            tensor: number of ranks that split each layer. They do not split the side of an adapter that has
+                the hidden features of its layer.
+            stages: number of pipeline stages.
+            head: whether the model has a language model head; otherwise it has one value per state.
+            lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
+                trained.
+            trained: whether anything is trained.
         """
         own = shape.decoder
         embedding = shape.embedding / tensor
@@ -98,18 +106,18 @@ class Way:
     """How a pass over a model is run.
 
     Attributes:
-        setup: of its layers.
+        setup: how the layers are run.
         master: m.
-        shards: ranks over which each number is sharded.
-        mode: what runs again in the backward pass.
-        reshard: whether layers are given up after their forward.
+        shards: number of ranks over which each number is sharded.
+        mode: what the backward pass recomputes.
+        reshard: whether a layer's gathered weights are freed after its forward.
         prefetch: whether the next layer is gathered during a layer's forward.
-        head: whose kernels make log-probs: PyTorch's, Triton's; "value": there are values instead; "none": a
-            stage of a pipeline without one.
-        micro_batches: of an update, on this rank.
-        each: their gradients are reduced in each of them, not in the last alone.
-        entropy: whether the head gives entropies too.
-        share: of the layers, those that run again as `mode` says; the others keep everything.
+        head: the kernels that compute log-probs: "torch" or "triton"; "value": values instead of log-probs;
+            "none": a pipeline stage without a head.
+        micro_batches: number of micro-batches of an update on this rank.
+        each: whether gradients are reduced in each micro-batch, not only in the last one.
+        entropy: whether the head computes entropies too.
+        share: share of the layers that are recomputed according to `mode`; the others keep everything.
         tile: bytes of a tile of logits.
     """
 
@@ -128,38 +136,39 @@ class Way:
 
     @property
     def resharding(self) -> bool:
-        """One rank gains nothing from giving up what it would gather from itself."""
+        """Whether layers are freed: not with one rank, which would have to gather from itself."""
         return self.reshard and self.shards > 1
 
     @property
     def sums(self) -> bool:
-        """Whether micro-batches are summed before their gradients are reduced."""
+        """Whether gradients are summed over micro-batches before they are reduced."""
         return self.micro_batches > 1 and not self.each
 
 
 def reduces_each(asked: str, whole: float, shards: int, device: float) -> bool:
-    """Whether the gradients of an update's micro-batches are reduced in each of them.
+    """Return whether the gradients of an update are reduced in each of its micro-batches.
 
     Args:
-        asked: of `fsdp_config.gradient_sync`; "auto": unless `whole` is at most an eighth of the device.
+        asked: value of `fsdp_config.gradient_sync`; "auto": reduce in each if `whole` exceeds an eighth of
+            the device.
         whole: bytes of the gathered weights and of the whole gradient.
-        shards: ranks over which each number is sharded.
-        device: its bytes.
+        shards: number of ranks over which each number is sharded.
+        device: bytes of the device.
     """
-    if asked != "auto" or shards == 1:  # where there is nothing to shard, nothing is gained
+    if asked != "auto" or shards == 1:  # without sharding, reducing in each gains nothing
         return asked == "each"
     return whole > _AT_ONCE * device
 
 
 class Moment(NamedTuple):
-    """The bytes at a moment, by what they are for.
+    """The bytes at a moment, by purpose.
 
     Attributes:
         name: the moment.
-        gathered: weights in the compute type, and buffers they are gathered in.
-        gradients: whole ones, those that wait to be reduced, their shards.
-        activations: of layers.
-        head: of log-probs, values or logits.
+        gathered: weights in the compute type, and the buffers that they are gathered in.
+        gradients: whole gradients, gradients that wait to be reduced, and their shards.
+        activations: activations of layers.
+        head: tensors of log-probs, values or logits.
     """
 
     name: str
@@ -174,7 +183,7 @@ class Moment(NamedTuple):
 
 
 def worst(moments: Iterator[Moment]) -> Moment:
-    """The moment with most bytes."""
+    """Return the moment with the most bytes."""
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -188,15 +197,16 @@ def forward_moments(
     last: float = 0.0,
     gradients: float = 0.0,
 ) -> Iterator[Moment]:
-    """A forward pass. The root stays gathered; a layer is gathered into a buffer and copied out of
-    it, and FSDP2 keeps the buffer until the next layer has come, so that the root and the first layer stand
-    there with both of theirs, and a later layer with its own and that of the layer before. A layer holds the
-    embeddings, its input, what attention made of it, and their norm, with three of the MLP's width; the head
-    its tiles.
+    """Yield the moments of a forward pass.
 
-    Args:
-        earlier, last: bytes that layers leave for a backward: all but the last, and that one.
-        gradients: bytes of those that are there already.
+    The root stays gathered. A layer is gathered into a buffer and copied out of it, and FSDP2 keeps the
+    buffer until the next layer is there. Therefore the root and the first layer are there with both of
+    their buffers, and a later layer with its own buffer and that of the layer before. A layer holds the
+    embeddings, its input, the result of attention, the norm of both, and three tensors as wide as the MLP.
+    The head holds its tiles.
+
+    For a backward pass, all layers except the last keep `earlier` bytes, and the last one `last`.
+    `gradients` are the bytes of gradients that exist already.
     """
     c, features = way.setup.itemsize, decoder.hidden
     w, r = c * own.layer, c * own.root
@@ -217,22 +227,24 @@ def forward_moments(
 
 
 def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
-    """An update. With one micro-batch, or where each is reduced, gradients are reduced unit by unit, as they
-    come, and added to the shards of those before; else several are summed in the master type, whole on every
-    rank, m for each number that learns, until the last, and weights that were gathered for a backward stay
-    for the next forward.
+    """Yield the moments of an update.
 
-    - Forward: as without gradient, beside what layers leave. Where few numbers learn, the first gather is
+    With one micro-batch, or if each is reduced, gradients are reduced unit by unit as they arrive, and
+    added to the shards of the earlier ones. Otherwise the gradients of several micro-batches are summed in
+    the master type, whole on every rank, m for each trained number, until the last micro-batch. Weights
+    that were gathered for a backward then stay for the next forward.
+
+    - Forward: as without gradient, plus what layers keep. If few numbers are trained, the first gather is
       the worst moment.
-    - Head, backward: all layers' activations are there, the last norm's and the states for the head; the head
-      makes its weight's gradient, c for each number, and its tiles.
-    - Last layer, backward: what runs again has been made; of the MLP's gradients two more than what is
-      saved are held, and the gradient of the states; the gradient of one matrix. The layer before is
+    - Head, backward: the activations of all layers are there, those of the last norm, and the states for
+      the head. The head computes the gradient of its weight, c for each number, and its tiles.
+    - Last layer, backward: what is recomputed is there. Of the MLP's gradients two more tensors than what
+      is saved are held, the gradient of the states, and the gradient of one matrix. The layer before is
       gathered.
-    - First layer, backward: one layer's activations; all gradients, and in a micro-batch that is not the last
-      all weights.
-    - Reduction of the root: its gradients, c, and the buffer that is reduced, m for each of its numbers,
-      which on one rank is copied once more.
+    - First layer, backward: the activations of one layer; all gradients; and all weights, if the
+      micro-batch is not the last.
+    - Reduction of the root: its gradients, c, and the buffer for the reduction, m for each of its numbers.
+      On one rank the buffer is copied once more.
     """
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
     w, r, layers = c * own.layer, c * own.root, own.layers
@@ -274,19 +286,17 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
 def _last_moments(
     own: Gathered, way: Way, single: float, around: float, head_gradient: float
 ) -> Iterator[Moment]:
-    """The end of an update's backward.
+    """Yield the moments at the end of an update's backward pass.
 
-    Args:
-        single: bytes of activations in the first layer's backward.
-        around: of these, those that no layer has.
-        head_gradient: bytes of the head's.
+    `single` are the bytes of activations in the backward of the first layer, `around` the part of them that
+    belongs to no layer, and `head_gradient` the bytes of the head's gradient.
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
     w, r = c * own.layer, c * own.root
     reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
     of_root, tied = c * own.trained_root, own.root < 1.5 * own.head
     layers_summed = m * layers * own.trained_layer
-    shard = layers_summed / way.shards  # of what was reduced
+    shard = layers_summed / way.shards  # the shard of the reduced gradients
     if way.micro_batches > 1:
         shard = m * (own.trained + own.trained_layer) / way.shards
     if way.sums:
@@ -308,14 +318,17 @@ def _last_moments(
 
 
 def _around(decoder: Decoder, c: int) -> float:
-    """Bytes per token of cosines, sines, positions, ids."""
+    """Return the bytes per token of cosines, sines, positions and ids."""
     return 2 * c * decoder.head_width + 48
 
 
 def _inside(decoder: Decoder, way: Way) -> float:
-    """Bytes per token that a layer holds at most in a forward pass: embeddings, its input, what attention
-    made of it, and their norm, with activated gate, up and product, or with adapters their part of up; or
-    without the norm, with its fp32 input and square."""
+    """Return the largest number of bytes per token that a layer holds in a forward pass.
+
+    These are the embeddings, its input, the result of attention and its norm, together with activated gate,
+    up and their product (with adapters, also their part of up). Or they are the same without the norm, but
+    with its fp32 input and its square.
+    """
     c, features = way.setup.itemsize, decoder.hidden
     wide = 4 if way.setup.lora_rank else 3
     mlp = 4 * c * features + wide * c * decoder.intermediate / way.setup.tensor
@@ -323,10 +336,12 @@ def _inside(decoder: Decoder, way: Way) -> float:
 
 
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
-    """Bytes that a layer's backward holds at most beside what the layer keeps: in the MLP the gradients of
-    activated gate and up and that of the states, and one matrix's; in the norm before it, once the MLP has
-    given up what it kept, four of the states in fp32 and one in the compute type, and the gradients of the
-    MLP's matrices."""
+    """Return the bytes that a layer's backward holds at most, in addition to what the layer keeps.
+
+    In the MLP these are the gradients of activated gate and up, the gradient of the states, and the
+    gradient of one matrix. In the norm before it, the MLP has freed what it kept: there are four gradients
+    of the states in fp32, one in the compute type, and the gradients of the MLP's matrices.
+    """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
     inner = decoder.intermediate / t
     matrix = c * features * inner if own.trained_layer == own.layer else 0.0
@@ -336,17 +351,22 @@ def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> 
 
 
 def tile_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int, itemsize: int) -> tuple[float, float]:
-    """Bytes of the first tile of logits of so many tokens, `Way.tile` at most, unless that is fewer than the
-    least entries; and the second's share of it."""
+    """Return the bytes of the first tile of logits, and the second tile's size as a share of the first.
+
+    A tile has at most `Way.tile` bytes, but at least `_ENTRIES` entries of the vocabulary.
+    """
     entries = own.head / decoder.hidden
     width = max(_ENTRIES, way.tile // max(1, tokens * itemsize) // _ENTRIES * _ENTRIES)
     return tokens * min(width, entries) * itemsize, min(1.0, max(0.0, entries / width - 1))
 
 
 def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
-    """PyTorch's head: a tile of fp32 logits, the one before it, and on a CPU, whose products are in the
-    compute type, its half; Triton's: three numbers for each token and span of the vocabulary. Values: the
-    states in fp32."""
+    """Return the bytes of the head in a forward pass.
+
+    PyTorch's head holds a tile of fp32 logits, the tile before it, and, on a CPU, whose products are in the
+    compute type, half a tile more. Triton's head holds three numbers for each token and span of the
+    vocabulary. A value head holds the states in fp32.
+    """
     if way.head == "value":
         return tokens * 4.0 * decoder.hidden
     if way.head == "none":
@@ -358,8 +378,11 @@ def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -
 
 
 def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
-    """The gradient of the states, in fp32; of PyTorch's head a tile's logits and gradient in fp32, the latter
-    in the compute type, and that of the tile before; of Triton's the last two."""
+    """Return the bytes of the head in a backward pass.
+
+    These are the gradient of the states in fp32. PyTorch's head adds a tile's logits and their gradient in
+    fp32, the gradient in the compute type, and that of the tile before. Triton's head adds the last two.
+    """
     c = way.setup.itemsize
     if way.head == "none":
         return 0.0

@@ -1,1 +1,1 @@
-"""What people bring from other systems: shell scripts that call verl, and settings of TRL and OpenRLHF."""
+"""Imports from other systems: shell scripts that call verl, and settings of TRL and OpenRLHF."""

@@ -1,11 +1,11 @@
-# What every bash of a user's script reads first. Before each command PATH is the folder of shims again,
-# and a Python given by its path that would start a trainer gives way to the shim.
+# Every bash process of a user's script reads this file first. Before each command, it sets PATH to the folder of
+# shims again. If a command starts a trainer with a Python that is given by its path, the shim runs instead.
 exec {BASH_XTRACEFD}>/dev/null
 set -o functrace
 
-# Whether the command is to be skipped. After a `!`, so that `set -e` takes no notice.
+# Returns whether the command must be skipped. The trap negates the result with `!`, so that `set -e` ignores it.
 tandem_skips() {
-  shopt -s extdebug # at a shell's start it would ask for a debugger
+  shopt -s extdebug # set here, because at the start of a shell it would require a debugger
   PATH=$tandem_root/shims
   local rest=$1 first program
   while [[ $rest =~ ^[A-Za-z_][A-Za-z_0-9]*=[^[:space:]\"\'\$\(]*[[:space:]]+(.*) ]]; do

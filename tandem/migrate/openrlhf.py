@@ -1,4 +1,4 @@
-"""OpenRLHF's settings (`openrlhf.cli.train_ppo_ray` of 0.9) as a config of Tandem."""
+"""Converts OpenRLHF's settings (`openrlhf.cli.train_ppo_ray` of 0.9) to a config of Tandem."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _UNBOUNDED = 1e9
 TABLE: dict[str, Rule] = by_name(read_table("openrlhf.yaml"))
-"""By option of `train_ppo_ray`: its default, and what it is here."""
+"""For each option of `train_ppo_ray`: its default, and what it is called here."""
 _DEFAULTS = {name: rule.default for name, rule in TABLE.items()}
 
 
 def after_module(words: Sequence[str]) -> Sequence[str]:
-    """The options of OpenRLHF's trainer in a command line; all words where it is not named."""
+    """Return the words after OpenRLHF's trainer in a command line; all words if it does not occur."""
     for place, word in enumerate(words):
         if word.endswith((MODULE, f"{MODULE.replace('.', '/')}.py")):
             return words[place + 1 :]
@@ -30,10 +30,10 @@ def after_module(words: Sequence[str]) -> Sequence[str]:
 
 
 def migrate_openrlhf(words: Sequence[str]) -> Peer:
-    """The config for options of `train_ppo_ray`.
+    """Return the config for options of `train_ppo_ray`.
 
     Raises:
-        ConfigError: a word that belongs to no option; samples of an update that are no whole groups.
+        ConfigError: a word belongs to no option, or the samples of an update do not form whole groups.
     """
     given = {name: typed(values) for name, values in options(after_module(words))}
     peer = Peer("train", TrainConfig, TABLE, _DEFAULTS, given)
@@ -53,7 +53,7 @@ def _sizes(peer: Peer, critic: bool) -> None:
     samples, n, prompts = peer["train_batch_size"], peer["n_samples_per_prompt"], peer["rollout_batch_size"]
     if samples % n or prompts * n % samples:
         raise ConfigError(
-            f"an update of {samples} samples is no whole number of groups of {n}, or no share of a rollout",
+            f"an update of {samples} samples splits a group of {n}, or does not divide a rollout",
             field="train_batch_size",
             got=samples,
             expected=f"a multiple of n_samples_per_prompt={n} that divides {prompts * n} samples",
@@ -74,8 +74,8 @@ def _sizes(peer: Peer, critic: bool) -> None:
         if peer["rollout_max_tokens_per_gpu"]:
             peer.put(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", peer["rollout_max_tokens_per_gpu"])
     peer.notes.append(
-        f"ppo_mini_batch_size: {samples} samples an update / {n} a prompt = {samples // n} prompts; "
-        f"data.train_batch_size: {prompts} prompts, {prompts * n // samples} updates a step."
+        f"ppo_mini_batch_size: {samples} samples per update / {n} per prompt = {samples // n} prompts; "
+        f"data.train_batch_size: {prompts} prompts, {prompts * n // samples} updates per step."
     )
 
 
@@ -92,7 +92,7 @@ def _optimizers(peer: Peer, critic: bool) -> None:
         if peer["adam_offload"]:
             peer.put(f"{at}.optimizer", "adamw_cpu")
     if schedule not in ("cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"):
-        peer.refuse("lr_scheduler", "schedules are constant, linear, cosine and wsd")
+        peer.refuse("lr_scheduler", "the available schedules are constant, linear, cosine and wsd")
     if critic:
         peer.put("critic.optim.lr", peer["critic_learning_rate"])
 
@@ -113,7 +113,8 @@ def _loss(peer: Peer, critic: bool) -> None:
         peer.put("algorithm.gamma", float(peer["gamma"]))
     if peer["advantage_estimator"] == "rloo":
         peer.refuse(
-            "advantage_estimator", "taken as rloo; OpenRLHF divides its advantages by their deviation too"
+            "advantage_estimator",
+            "read as rloo, without OpenRLHF's division of the advantages by their standard deviation",
         )
     if peer["lora_rank"]:
         peer.put(f"{_MODEL}.lora_alpha", peer["lora_alpha"])
@@ -162,11 +163,13 @@ def _scores(peer: Peer) -> None:
         peer.put("custom_reward_function.path", remote)
         peer.put("custom_reward_function.name", "reward_func")
         peer.notes.append(
-            "custom_reward_function: reward_func(queries, prompts, labels) scores lists in OpenRLHF; here a "
-            "function of (data_source, solution_str, ground_truth, extra_info) scores one."
+            "custom_reward_function: in OpenRLHF, reward_func(queries, prompts, labels) scores lists; here, "
+            "a function of (data_source, solution_str, ground_truth, extra_info) scores one response."
         )
     elif remote:
-        peer.refuse("remote_rm_url", "no reward is asked of a server; a function of one's own may do it")
+        peer.refuse(
+            "remote_rm_url", "Tandem does not query a reward server; your own reward function can do it"
+        )
     elif peer["reward_pretrain"]:
         peer.put("reward_model.enable", True)
         peer.put("reward_model.model.path", peer["reward_pretrain"])
@@ -187,6 +190,4 @@ def _data(peer: Peer) -> None:
         peer.put(f"{_ROLLOUT}.val_kwargs.n", peer["eval_n_samples_per_prompt"])
     if f"{_MODEL}.path" not in peer.config:
         peer.put(f"{_MODEL}.path", "model", always=True)
-    peer.notes.append(
-        f"data.train_files: to be written from {peer['prompt_data'] or 'the data set'} as parquet."
-    )
+    peer.notes.append(f"data.train_files: convert {peer['prompt_data'] or 'the dataset'} to a Parquet file.")

@@ -1,4 +1,4 @@
-"""Another system's settings as a config of Tandem: a table says of each what it is here."""
+"""Converts another system's settings to a config of Tandem, with a table that has a rule for each setting."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tandem.peers.table import REFUSED, Reading, Rule
 
 @dataclass
 class Peer:
-    """Another system's settings, on their way to a config.
+    """Another system's settings while they are converted to a config.
 
     Attributes:
-        command: of Tandem's, which the config is of.
-        root: the config that they become.
-        table: what each setting is here.
-        defaults: what a setting is that nobody gives.
-        given: what was given.
+        command: the command of Tandem that the config is for.
+        root: the type of the config.
+        table: the rule of each setting.
+        defaults: the defaults of the settings.
+        given: the settings that the user gave.
         config: Tandem's keys and values so far.
         rows: what became of the given settings so far.
-        notes: the arithmetic, and what is still to be filled in, one sentence each.
-        lost: what is not taken over of the defaults, one sentence each.
+        notes: one sentence each about calculations, and about values that the user must still fill in.
+        lost: one sentence each about defaults that have no counterpart here.
     """
 
     command: str
@@ -41,36 +41,38 @@ class Peer:
         return self.given.get(name, self.defaults.get(name))
 
     def put(self, key: str, value: Any, *, always: bool = False) -> None:
-        """Set a key whose default is another one; `always`, any."""
+        """Set a key if the value differs from its default, or in any case if `always`."""
         known = keys(self.root)
         if key in known and (always or known[key].inherits is not None or known[key].default != value):
             self.config[key] = value
 
     def refuse(self, name: str, why: str) -> None:
-        """Say that a setting is not taken over, in place of what was said of it before; of one that nobody
-        gave, in a note."""
+        """Report that a setting is not supported. This replaces what was reported about it before.
+
+        A setting that the user did not give is reported in `lost`.
+        """
         if name not in self.given:
-            self.lost.append(f"{name}={self[name]}, the default there, is not taken over: {why}.")
+            self.lost.append(f"{name}={self[name]}, the default there, is not supported: {why}.")
             return
         self.rows = [row for row in self.rows if row.name != name]
         self.rows.append(Reading(name, self[name], "refused", why))
 
     def take(self, place: Callable[[str], str] = str) -> None:
-        """Take over every setting that is one key, and say of the given ones what became of them.
+        """Convert every setting that corresponds to one key, and report what became of each given setting.
 
         Args:
-            place: where a key of `tandem train` lies in this config.
+            place: maps a key of `tandem train` to its path in this config.
         """
         for name in [*self.table, *(name for name in self.given if name not in self.table)]:
             rule = self.table.get(name)
             if rule is None:
-                self.refuse(name, "not a setting of the version that the table is of")
+                self.refuse(name, "the supported version does not have this setting")
             elif rule.is_one_key:
                 self._key(name, rule, place(", ".join(rule.now)))
             elif name not in self.given:
                 continue
-            elif rule.reckoned is not None:
-                here = f"{place(', '.join(rule.now))}: {rule.reckoned}"
+            elif rule.computed is not None:
+                here = f"{place(', '.join(rule.now))}: {rule.computed}"
                 self.rows.append(Reading(name, self[name], "renamed", here))
             elif rule.nothing is not None:
                 self.rows.append(Reading(name, self[name], "ignored", rule.nothing))
@@ -82,14 +84,14 @@ class Peer:
         new = rule.value(value)
         if new is None:
             if name in self.given:
-                self.rows.append(Reading(name, value, "ignored", "asks for nothing here"))
+                self.rows.append(Reading(name, value, "ignored", "this value needs no key here"))
             return
         if new is REFUSED:
-            self.refuse(name, rule.why or "this value is not offered")
+            self.refuse(name, rule.why or "this value is not supported")
             return
         if key not in keys(self.root):
             if name in self.given:
-                self.refuse(name, "there is no such setting for this trainer")
+                self.refuse(name, "this trainer has no such setting")
             return
         self.put(key, new, always=name in self.given)
         if name in self.given:

@@ -1,5 +1,8 @@
-"""A shell script, read by bash: its calls of a trainer are kept, and no program runs but those that print.
-The system holds bash: it changes no file and reaches no network."""
+"""Runs a user's shell script with bash to record its calls of a trainer.
+
+Only programs that print run; all others are recorded instead. The system confines bash, so that it changes no
+file and reaches no network.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ REPLACED = (
     *("python", "python3", *(f"python3.{minor}" for minor in range(8, 16)), "uv", "torchrun", "accelerate"),
     *("deepspeed", "srun", "mpirun", "ray"),
 )
-"""Programs through which scripts start verl."""
+"""Programs with which scripts start verl. A call of such a program is recorded, not run."""
 
 HARMLESS = (
     *("awk", "basename", "bash", "cat", "cut", "date", "dirname", "env", "expr", "getconf", "grep", "head"),
@@ -27,7 +30,7 @@ HARMLESS = (
     *("rev", "sed", "seq", "setsid", "sort", "stdbuf", "tac", "tail", "timeout", "tr", "uname", "uniq"),
     *("wc", "which", "whoami"),
 )
-"""Programs that run: they print, or start another program."""
+"""Programs that run, because they only print or start another program."""
 
 LIMIT_S = 60.0
 _OWN = frozenset({"BASH_ENV", "OLDPWD", "PATH", "PWD", "SHLVL", "_"})
@@ -38,10 +41,10 @@ class Call:
     """A call of verl's trainer that a script made.
 
     Attributes:
-        number: its place among the script's calls, from 1.
-        words: the program and its arguments, as the program would have got them.
-        folder: where it was called.
-        variables: the environment variables of the call that differ from this process's own.
+        number: its place among the calls of the script, from 1.
+        words: the program and its arguments, as the program would have received them.
+        folder: the working folder of the call.
+        variables: the environment variables of the call that differ from those of this process.
     """
 
     number: int
@@ -52,13 +55,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Script:
-    """A user's shell script that was read to its end.
+    """A user's shell script that was run to its end.
 
     Attributes:
         path: the script.
         status: its exit status.
-        calls: of a trainer, in order.
-        others: the commands that were not run, in order.
+        calls: the calls of a trainer, in order.
+        others: the other commands that were not run, in order.
     """
 
     path: str
@@ -68,24 +71,28 @@ class Script:
 
     @classmethod
     def read(cls, path: str, arguments: Sequence[str] = (), *, limit_s: float | None = None) -> Script:
-        """Read a script. Programs that do not print are listed, not run. What the others print is on standard
-        error once it has ended.
+        """Run a script with bash and record its calls of a trainer.
+
+        Programs that do not print are recorded and not run. The output of the others goes to standard error
+        after the script has ended.
 
         Args:
             path: the script.
-            arguments: its own, `"$@"`.
-            limit_s: seconds that it may take; None: `LIMIT_S`.
+            arguments: the arguments of the script, `"$@"`.
+            limit_s: seconds that the script may take; None: `LIMIT_S`.
 
         Raises:
-            ConfigError: there is no script, no bash, or nothing that can hold it.
-            TandemError: it takes longer than the limit.
+            ConfigError: the script or bash does not exist, or this system cannot confine the script.
+            TandemError: the script takes longer than the limit.
         """
         limit_s = LIMIT_S if limit_s is None else limit_s
         if not Path(path).is_file():
-            raise ConfigError("no such script", field="--from-verl", got=path)
+            raise ConfigError("this script does not exist", field="--from-verl", got=path)
         bash, shell = shutil.which("bash"), shutil.which("sh")
         if bash is None or shell is None:
-            raise ConfigError("bash is not installed, which reads the script", field="--from-verl")
+            raise ConfigError(
+                "bash is not installed, but it is needed to read the script", field="--from-verl"
+            )
         with scratch_folder("script") as temporary:
             root = temporary.resolve()
             variables = _lay_out(root, bash)
@@ -96,10 +103,10 @@ class Script:
                 sys.stderr.write(printed.read_text(encoding="utf-8", errors="replace"))
             if status is None:
                 raise TandemError(
-                    f"the script has not ended within {limit_s:g} s",
+                    f"the script did not end within {limit_s:g} s",
                     field=path,
-                    remedy="look for a loop in it that waits for a program which is not run here, such as "
-                    "`ray status`; or give what follows `-m verl.trainer.main_ppo` to tandem itself",
+                    remedy="look for a loop that waits for a program which is not run here, such as "
+                    "`ray status`; or pass the arguments after `-m verl.trainer.main_ppo` to tandem yourself",
                 )
             numbers = sorted(int(file.stem) for file in (root / "calls").glob("*.whole"))
             calls = [_read(root / "calls" / str(number), number) for number in numbers]
@@ -107,20 +114,20 @@ class Script:
             return cls(path, status, calls, [file.read_text(errors="replace").strip() for file in kept])
 
     def call(self, number: int = 1, trainer: str = "verl.trainer.main_ppo") -> Call:
-        """Return one of the calls.
+        """Return one of the recorded calls.
 
         Args:
-            number: which, from 1.
-            trainer: the module that is looked for.
+            number: which call, from 1.
+            trainer: the module of the trainer, for the error message.
 
         Raises:
-            ConfigError: the script ended without it.
+            ConfigError: the script ended without this call.
         """
         if len(self.calls) >= number:
             return self.calls[number - 1]
         if self.calls:
             raise ConfigError(
-                "the script has fewer calls of verl",
+                "the script calls verl fewer times",
                 field="--call",
                 got=number,
                 expected=f"1 to {len(self.calls)}",
@@ -129,14 +136,14 @@ class Script:
             f"the script ended without a call of {trainer.split('.')[0]}'s trainer",
             field=self.path,
             got=f"exit status {self.status}",
-            expected=f"a command with `-m {trainer}` that bash comes to",
-            remedy="give the arguments that the script asks for after `--`; a program that calls verl on its "
-            "own, in a container or on another machine, is not seen",
+            expected=f"a command with `-m {trainer}` that bash reaches",
+            remedy="give the arguments that the script needs after `--`; a call from inside another program, "
+            "a container or another machine is not detected",
         )
 
 
 def _lay_out(root: Path, bash: str) -> dict[str, str]:
-    """Make the folder of shims; return the variables by which bash uses it."""
+    """Create the folder of replacement programs, and return the variables that make bash use it."""
     for name in ("calls", "others", "shims"):
         (root / name).mkdir()
     here = files("tandem.migrate")

@@ -1,5 +1,5 @@
-# Stands on PATH under the name of a program while a user's script runs, and keeps the calls of verl's and OpenRLHF's
-# trainers from the program itself. Nothing but builtins of bash, so that it works whatever the script does to PATH.
+# Replaces a program on PATH while a user's script runs. It records calls of verl's and OpenRLHF's trainers instead of
+# running them. It only uses builtins of bash, so that it works even if the script changes PATH.
 name=${0##*/}
 shims=${0%/*}
 root=${shims%/*}
@@ -19,7 +19,7 @@ is_trainer() {
   return 1
 }
 
-# Takes the first free number of a folder: calls beside each other get one each.
+# Reserves the first free number in a folder. Calls that run at the same time get different numbers.
 number_in() {
   number=1
   until (set -C && : >"$1/$number") 2>/dev/null; do

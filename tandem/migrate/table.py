@@ -1,4 +1,4 @@
-"""A translation as a table: what was given under other names, and what became of it."""
+"""Prints a translation as a table: the settings that were given, and what became of each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FILE_WIDTH = 200
 
 
 def print_table(title: str, rows: Iterable[Reading]) -> None:
-    """Print rows to standard error, refusals first; the reasons of rows that share one are printed once.
+    """Print rows to standard error, refusals first. A reason shared by several rows is printed once.
 
     Args:
-        title: stands above.
-        rows: in any order.
+        title: the title above the table.
+        rows: the rows, in any order.
     """
     table = Table(title=title, title_justify="left", show_lines=False, pad_edge=False, box=None)
     for name in ("given", "value", "here", "which"):

@@ -1,4 +1,4 @@
-"""TRL's settings as a config of Tandem: what follows from several of them together."""
+"""Converts TRL's settings to a config of Tandem, including keys that depend on several settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, type[Section]]] = {
     "SFTConfig": ("sft", SFTConfig),
     "RewardConfig": ("rm", RMConfig),
 }
-"""By class of TRL's: the command of Tandem's, and its config."""
+"""The command of Tandem and its config, by class of TRL."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,16 +38,16 @@ _AGGREGATION = {
 def migrate(
     name: str, given: Mapping[str, Any], *, devices: int, implied: Mapping[str, Any] | None = None
 ) -> Peer:
-    """The config for TRL's settings.
+    """Return the config for TRL's settings.
 
     Args:
         name: TRL's class: GRPOConfig, RLOOConfig, SFTConfig or RewardConfig.
         given: its fields, and those of ModelConfig and of the script's arguments.
-        devices: how many processes TRL runs on.
-        implied: fields that nobody wrote, and that follow from what was written.
+        devices: the number of processes that TRL runs on.
+        implied: fields that the user did not write but that follow from what was written.
 
     Raises:
-        ConfigError: sizes that leave groups of completions in parts.
+        ConfigError: the sizes split a group of completions.
     """
     command, root = COMMANDS[name]
     table = {**SCRIPT, **MODEL, **TABLES[name], **(OLDER if command == "train" else {})}
@@ -74,7 +74,7 @@ def migrate(
     _data(peer)
     peer.rows = [replace(row, name=older.get(row.name, row.name)) for row in peer.rows]
     peer.rows += [
-        Reading(old, given[old], "ignored", f"{now} stands for it")
+        Reading(old, given[old], "ignored", f"{now} is set and replaces it")
         for old, now in both.items()
         if now not in older
     ]
@@ -82,12 +82,15 @@ def migrate(
 
 
 def _offline(key: str) -> str:
-    """Where a key of `tandem train` lies in a config of `tandem sft` or `rm`."""
+    """Return the path of a key of `tandem train` in a config of `tandem sft` or `tandem rm`."""
     return key.removeprefix(f"{_ACTOR}.").replace(_MODEL, "model")
 
 
 def _sizes(peer: Peer, devices: int) -> None:
-    """Batches, which count completions there and prompts here; and all that counts steps."""
+    """Set the batch sizes and the keys that count steps.
+
+    TRL's batches count completions. Tandem's count prompts.
+    """
     rows, accumulated, n = (
         peer["per_device_train_batch_size"],
         peer["gradient_accumulation_steps"],
@@ -99,17 +102,17 @@ def _sizes(peer: Peer, devices: int) -> None:
     for what, size in (("a generation", generated), ("an optimizer step", updated)):
         if size % n:
             raise ConfigError(
-                f"{what} holds {size} completions, which are no whole groups of {n}",
+                f"{what} has {size} completions, which is not a multiple of the group size {n}",
                 field="per_device_train_batch_size",
-                got=f"{rows} a device, {devices} devices, {accumulated} accumulated",
+                got=f"{rows} per device, {devices} devices, {accumulated} accumulated",
                 expected=f"a multiple of num_generations={n}",
-                remedy="an update here takes whole groups; change one of them, or give --devices",
+                remedy="an update needs whole groups; change one of these numbers, or set --devices",
             )
     if generated % updated:
         raise ConfigError(
-            "a generation is no whole number of optimizer steps",
+            "a generation is not a whole number of optimizer steps",
             field="steps_per_generation",
-            got=f"{generated} completions, {updated} a step",
+            got=f"{generated} completions, {updated} per step",
         )
     updates = generated // updated * peer["num_iterations"]
     peer.put("data.train_batch_size", generated // n, always=True)
@@ -121,17 +124,17 @@ def _sizes(peer: Peer, devices: int) -> None:
     if limit is not None:
         peer.put("data.truncation", "left")
     peer.notes += [
-        f"data.train_batch_size: {generated} completions a generation / {n} a prompt = "
+        f"data.train_batch_size: {generated} completions per generation / {n} per prompt = "
         f"{generated // n} prompts.",
-        f"ppo_mini_batch_size: {rows} a device x {accumulated} accumulated x {devices} devices = {updated} "
+        f"ppo_mini_batch_size: {rows} per device x {accumulated} accumulated x {devices} devices = {updated} "
         f"completions / {n} = {updated // n} prompts.",
-        f"A training step holds {updates} of TRL's optimizer steps; save_steps, eval_steps, max_steps and "
-        "warmup_steps are divided by that.",
+        f"A training step contains {updates} of TRL's optimizer steps, so save_steps, eval_steps, max_steps "
+        f"and warmup_steps are divided by {updates}.",
     ]
     if limit is None:
         peer.notes.append(
-            "data.max_prompt_length: TRL has no limit; rows beyond it are refused unless data.truncation or "
-            "data.filter_overlong_prompts is set."
+            "data.max_prompt_length: TRL has no such limit. Longer prompts are an error unless "
+            "data.truncation or data.filter_overlong_prompts is set."
         )
 
 
@@ -143,7 +146,7 @@ def _offline_sizes(peer: Peer, devices: int) -> None:
     peer.put("trainer.n_gpus_per_node", devices)
     _steps(peer, 1)
     peer.notes.append(
-        f"data.train_batch_size: {rows} a device x {accumulated} accumulated x {devices} devices = "
+        f"data.train_batch_size: {rows} per device x {accumulated} accumulated x {devices} devices = "
         f"{rows * accumulated * devices} rows."
     )
 
@@ -157,7 +160,7 @@ def _steps(peer: Peer, updates: int) -> None:
         ("eval_strategy", "eval_steps", "trainer.test_freq"),
     ):
         if peer[strategy] in ("epoch", "best"):
-            peer.refuse(strategy, f"{key} counts steps")
+            peer.refuse(strategy, f"{key} is a number of steps")
         elif peer[strategy] == "steps":
             count = peer[every] or peer["logging_steps"]
             peer.put(key, max(1, int(count) // updates) if count >= 1 else -1)
@@ -170,7 +173,7 @@ def _steps(peer: Peer, updates: int) -> None:
 
 
 def _run(peer: Peer) -> None:
-    """Where a run begins, and who is told of it."""
+    """Set where the run resumes from, and its loggers."""
     resumed = peer["resume_from_checkpoint"]
     if isinstance(resumed, str):
         peer.put("trainer.resume_mode", "resume_path")
@@ -180,7 +183,7 @@ def _run(peer: Peer) -> None:
     loggers = peer["report_to"] or "none"
     names = [loggers] if isinstance(loggers, str) else list(loggers)
     if "all" in names:
-        peer.refuse("report_to", "name the loggers in trainer.logger")
+        peer.refuse("report_to", "list the loggers in trainer.logger")
     elif names != ["none"]:
         peer.put("trainer.logger", ["console", *names])
 
@@ -228,14 +231,16 @@ def _kl(peer: Peer, name: str) -> None:
         peer.put(f"{_ACTOR}.kl_loss_coef", peer["beta"])
         if peer["use_bias_correction_kl"]:
             peer.refuse(
-                "use_bias_correction_kl", "the KL loss is not weighed by the ratio; its gradient is k3's own"
+                "use_bias_correction_kl",
+                "the KL loss is not weighted by the ratio; its gradient is that of k3",
             )
     if peer["sync_ref_model"]:
         if peer["ref_model_mixup_alpha"] == 1:
             peer.put("actor_rollout_ref.ref.reset_interval", peer["ref_model_sync_steps"])
         else:
             peer.refuse(
-                "sync_ref_model", "the reference is replaced as a whole, which is ref_model_mixup_alpha=1"
+                "sync_ref_model",
+                "the reference can only be replaced completely, as ref_model_mixup_alpha=1 does",
             )
 
 
@@ -245,7 +250,7 @@ def _loss(peer: Peer, name: str) -> None:
         peer.put("algorithm.adv_estimator", "rloo")
         peer.put(f"{_ACTOR}.loss_agg_mode", "seq-mean-token-sum")
         if f"{_ACTOR}.ppo_epochs" in peer.config:
-            peer.refuse("num_iterations", "ratios are clipped by token; TRL clips that of the whole sequence")
+            peer.refuse("num_iterations", "ratios are clipped per token; TRL clips the ratio of the sequence")
     else:
         _estimator(peer)
         _grpo_loss(peer)
@@ -263,12 +268,12 @@ def _loss(peer: Peer, name: str) -> None:
 def _grpo_loss(peer: Peer) -> None:
     loss = peer["loss_type"]
     if loss not in _AGGREGATION:
-        peer.refuse("loss_type", f"there is no {loss} loss")
+        peer.refuse("loss_type", f"the {loss} loss is not supported")
         return
     peer.put(f"{_ACTOR}.loss_agg_mode", _AGGREGATION[loss])
     if peer["importance_sampling_level"] == "sequence":
         if loss in ("cispo", "sapo"):
-            peer.refuse("importance_sampling_level", f"{loss} weighs tokens")
+            peer.refuse("importance_sampling_level", f"{loss} only has weights per token")
         else:
             peer.put(f"{_ACTOR}.policy_loss.loss_mode", "gspo")
     elif loss in ("cispo", "sapo"):
@@ -291,7 +296,9 @@ def _estimator(peer: Peer) -> None:
         peer.put("algorithm.adv_estimator", "grpo")
         peer.put("algorithm.adv_kwargs", {"epsilon": 1e-4})
         if scaled == "batch":
-            peer.refuse("scale_rewards", "advantages are divided by the group's deviation, or by none")
+            peer.refuse(
+                "scale_rewards", "advantages are divided by the group's standard deviation or not at all"
+            )
 
 
 def _correction(peer: Peer, name: str) -> None:
@@ -300,7 +307,7 @@ def _correction(peer: Peer, name: str) -> None:
     level, _, how = peer["vllm_importance_sampling_mode"].partition("_")
     low, high = peer["vllm_importance_sampling_clip_min"], peer["vllm_importance_sampling_clip_max"]
     if how == "truncate" and low:
-        peer.refuse("vllm_importance_sampling_clip_min", "weights are cut from above alone")
+        peer.refuse("vllm_importance_sampling_clip_min", "weights are only limited from above")
     if high is None:
         high = _UNBOUNDED
     peer.put(f"{_CORRECTION}.rollout_is", level)
@@ -321,9 +328,10 @@ def _reward(peer: Peer) -> None:
     if len(names) == 1 and names[0].isidentifier():
         peer.put("custom_reward_function.name", names[0])
     peer.notes.append(
-        f"custom_reward_function: {', '.join(names) or 'the reward functions'} score lists of completions; "
-        "here a function compute_score(data_source, solution_str, ground_truth, extra_info) scores one, and "
-        "the sum of several, weighed, is its result. Without the key, answers are checked by data_source."
+        f"custom_reward_function: {', '.join(names) or 'the reward functions'} score lists of completions. "
+        "Here, a function compute_score(data_source, solution_str, ground_truth, extra_info) scores one "
+        "response; to use several functions, let it return their weighted sum. Without this key, the "
+        "built-in function of the row's data_source scores responses."
     )
 
 
@@ -334,6 +342,6 @@ def _data(peer: Peer) -> None:
     path = f"{_MODEL if peer.root is TrainConfig else 'model'}.path"
     if path not in peer.config:
         peer.put(path, "model", always=True)
-        peer.notes.append(f"{path}: to be filled in, a local folder.")
+        peer.notes.append(f"{path}: set it to the local folder of the model.")
     dataset = peer["dataset_name"]
-    peer.notes.append(f"data.train_files: to be written from {dataset or 'the data set'} as parquet.")
+    peer.notes.append(f"data.train_files: convert {dataset or 'the dataset'} to a Parquet file.")

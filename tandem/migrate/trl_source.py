@@ -1,4 +1,4 @@
-"""What a user wrote for TRL: a Python file, which is read and never run, or the words of a command line."""
+"""Reads what a user wrote for TRL: a Python file, which is parsed but never run, or a command line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _UNKNOWN = object()
 
 @dataclass
 class Given:
-    """TRL's settings as they were written.
+    """TRL's settings as the user wrote them.
 
     Attributes:
         name: the class that has most of them.
         settings: values by field.
         implied: values by field that follow from what was written.
-        unread: texts by field, of what is no literal.
+        unread: for each field whose value is not a literal, the text of its expression.
     """
 
     name: str
@@ -39,10 +39,12 @@ class Given:
 
 
 def read_python(path: str) -> Given:
-    """The settings in a Python file: literals, and names that stand for one at the top of the file.
+    """Return the settings in a Python file.
+
+    Values are read if they are literals, or names that the top level of the file sets to a literal.
 
     Raises:
-        ConfigError: no such file, not Python, or none of TRL's classes in it.
+        ConfigError: the file does not exist, is not Python, or contains none of TRL's classes.
     """
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
@@ -54,7 +56,7 @@ def read_python(path: str) -> Given:
     kinds = [name for name in found if name in TABLES] or [_TRAINERS[n] for n in found if n in _TRAINERS]
     if not kinds:
         raise ConfigError(
-            "none of TRL's configs is made here", field=path, expected=", ".join([*TABLES, *_TRAINERS])
+            "this file creates none of TRL's configs", field=path, expected=", ".join([*TABLES, *_TRAINERS])
         )
     given = Given(kinds[0])
     for call, name in zip(calls, found, strict=True):
@@ -69,17 +71,17 @@ def read_python(path: str) -> Given:
 
 
 def read_words(words: Sequence[str]) -> Given:
-    """The settings in a command line of TRL's: `[trl] grpo --name value …`.
+    """Return the settings in a command line of TRL: `[trl] grpo --name value …`.
 
     Raises:
-        ConfigError: no trainer named, or a word that belongs to no option.
+        ConfigError: no trainer is named, or a word belongs to no option.
     """
     rest = [word for word in words if word != "trl"]
     if not rest or rest[0] not in _CONFIGS:
         raise ConfigError(
-            "no trainer of TRL's",
+            "this is not a trainer of TRL",
             got=rest[0] if rest else "nothing",
-            expected=f"FILE.py, or {', '.join(_CONFIGS)} and its options",
+            expected=f"FILE.py, or one of {', '.join(_CONFIGS)} and its options",
         )
     given = Given(_CONFIGS[rest.pop(0)])
     for name, values in options(rest):
@@ -91,10 +93,10 @@ def read_words(words: Sequence[str]) -> Given:
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Options and their values, `--name a b`, `--name=a`, `--name`, as argparse takes them apart.
+    """Yield options and their values as argparse splits them: `--name a b`, `--name=a`, `--name`.
 
     Raises:
-        ConfigError: a word that belongs to no option.
+        ConfigError: a word belongs to no option.
     """
     name, values = None, []
     for word in words:
@@ -104,7 +106,7 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             name, equals, value = word[2:].partition("=")
             name, values = name.replace("-", "_"), [value] if equals else []
         elif name is None:
-            raise ConfigError("belongs to no option", got=word, expected="--name value")
+            raise ConfigError("this word belongs to no option", got=word, expected="--name value")
         else:
             values.append(word)
     if name is not None:
@@ -112,7 +114,7 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def typed(values: Sequence[str]) -> Any:
-    """A value that is a number, true or false, a list or a mapping, as such; a text otherwise."""
+    """Convert a value to a number, boolean, None, list or mapping if it is one; otherwise return the text."""
     found = [_typed(value) for value in values]
     return True if not found else found[0] if len(found) == 1 else found
 
@@ -139,7 +141,7 @@ def _file(path: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError("cannot be read as YAML", field="--config", got=str(error)) from error
     if not isinstance(tree, dict):
-        raise ConfigError("not a mapping", field="--config", got=path)
+        raise ConfigError("the file is not a mapping", field="--config", got=path)
     return {str(name): _typed(value) if isinstance(value, str) else value for name, value in tree.items()}
 
 
@@ -175,7 +177,7 @@ def _take(given: Given, call: ast.Call, names: dict[str, Any], other: dict[str, 
 
 
 def _take_trainer(given: Given, call: ast.Call, names: dict[str, Any]) -> None:
-    """The model and the reward functions that a trainer is made with."""
+    """Record the model and the reward functions that are passed to a trainer."""
     for keyword in call.keywords:
         value = _literal(keyword.value, names)
         if keyword.arg == "model":

@@ -1,4 +1,4 @@
-"""What a script's call of verl asks for: the words after verl's trainer, and what stood around it."""
+"""Interprets a script's call of verl: the arguments of verl's trainer, and the command around it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from tandem.migrate.script import Call
 from tandem.texts import parse_json, parse_yaml
 
 _TRAINERS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_v0", "recipe.dapo.main_dapo")
-"""Programs whose overrides `tandem train` takes; since verl 0.9 the first samples as the last does."""
+"""Programs whose overrides `tandem train` accepts. Since verl 0.9, the first one samples like the last."""
 
 _OTHER_TRAINERS = (
-    ("sft_trainer", "`tandem sft` trains on answers; `tandem config show --sft` has its keys"),
-    ("main_generation", "`tandem generate` answers a file of prompts"),
-    ("main_eval", "`tandem eval` scores answers"),
+    (
+        "sft_trainer",
+        "use `tandem sft` to train on example responses; `tandem config show --sft` lists its keys",
+    ),
+    ("main_generation", "use `tandem generate` to generate responses to a file of prompts"),
+    ("main_eval", "use `tandem eval` to score responses"),
 )
 _VALUELESS = ("--no-wait", "--verify", "--log-color", "--log-style", "-v", "--verbose")
 _SUBMITTED = {
-    "--address": "the run is a process of this machine; trainer.cluster.address joins a Ray cluster",
+    "--address": "the run starts on this machine; set trainer.cluster.address to join a Ray cluster",
     "--no-wait": "the run stays in this terminal",
-    "--working-dir": "the run starts in this folder, from which nothing is uploaded",
-    "--submission-id": "the run has a folder, not an id",
+    "--working-dir": "the run starts in this folder, and nothing is uploaded",
+    "--submission-id": "the run is identified by its folder, not by an id",
 }
 
 
 @dataclass(frozen=True)
 class VerlCall:
-    """A call of verl's trainer, understood.
+    """A call of verl's trainer, interpreted.
 
     Attributes:
-        arguments: the words after it: Hydra's options and overrides.
-        folder: where it starts.
-        variables: environment variables that it starts with beside those of this process.
-        around: one sentence each about what stood around it, as a submission through Ray.
+        arguments: the words after the trainer: Hydra's options and overrides.
+        folder: the working folder.
+        variables: the environment variables that are set in addition to those of this process.
+        around: one sentence each about the command around the call, such as a submission through Ray.
     """
 
     arguments: tuple[str, ...]
@@ -48,11 +51,11 @@ class VerlCall:
 
 
 def understood(call: Call) -> VerlCall:
-    """What a call asks for.
+    """Return the interpretation of a call.
 
     Raises:
-        ConfigError: another program of verl than its trainer of policies; a runtime environment that
-            cannot be read.
+        ConfigError: the call is of a program of verl other than its trainer of policies, or its runtime
+            environment cannot be read.
     """
     words, folder, variables = list(call.words), call.folder, dict(call.variables)
     around: list[str] = []
@@ -62,12 +65,12 @@ def understood(call: Call) -> VerlCall:
         environment = _runtime_environment(call.folder, options)
         variables |= {str(name): str(value) for name, value in (environment.get("env_vars") or {}).items()}
         around = [
-            f"ray job submit {option}: {_SUBMITTED.get(option, 'nothing to act on here')}."
+            f"ray job submit {option}: {_SUBMITTED.get(option, 'ignored')}."
             for option in options
             if not option.startswith("--runtime-env")
         ]
         around += [
-            f"ray job submit, {name} of the runtime environment: nothing to act on here."
+            f"ray job submit, {name} of the runtime environment: ignored."
             for name in environment
             if name not in ("env_vars", "working_dir")
         ]
@@ -75,7 +78,7 @@ def understood(call: Call) -> VerlCall:
 
 
 def _submission(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that `ray job submit` was given, and its own options."""
+    """Return the command that `ray job submit` received, and the options of `ray job submit` itself."""
     options: dict[str, str] = {}
     rest = words[words.index("submit") + 1 :] if "submit" in words else words[1:]
     while rest and rest[0].startswith("-"):
@@ -93,7 +96,7 @@ def _runtime_environment(folder: str, options: dict[str, str]) -> dict[str, Any]
         try:
             found = parse_json(text)
         except ValueError as error:
-            raise ConfigError("not JSON", field="--runtime-env-json", got=text) from error
+            raise ConfigError("this is not JSON", field="--runtime-env-json", got=text) from error
     elif file := options.get("--runtime-env"):
         try:
             found = parse_yaml(Path(folder, file).read_text(encoding="utf-8"))
@@ -121,10 +124,11 @@ def _after_entry(words: Sequence[str]) -> Sequence[str]:
 def _another(name: str) -> ConfigError:
     remedy = next((said for part, said in _OTHER_TRAINERS if part in name), None)
     return ConfigError(
-        "a program that Tandem has no counterpart of" if remedy is None else "not the trainer of policies",
+        "Tandem has no counterpart of this program"
+        if remedy is None
+        else "this is not the trainer of policies",
         field="--from-verl",
         got=name,
         expected="verl.trainer.main_ppo",
-        remedy=remedy
-        or "give its overrides to `tandem train` themselves: what acts here runs, the rest is named",
+        remedy=remedy or "pass its overrides to `tandem train` directly; it lists those that have no effect",
     )

@@ -1,10 +1,11 @@
-"""Activations that wait for the backward pass in host memory.
+"""Offloading of activations: they wait in host memory for the backward pass.
 
-What a layer saves for its backward is copied out when the layer has run, and comes back just before it is
-needed. Storages are copied, not tensors: what a layer saves twice, or in two views, travels once.
+When a layer has run, the tensors that it saved for its backward pass are copied to the host. They are copied
+back just before the backward pass needs them. Whole storages are copied, not tensors, so a storage that a
+layer saved twice, or in two views, is copied once.
 
-The copies of a layer run beside the computation of the next one: of the device's memory, two layers' worth
-is in use. Nothing here makes the host wait for the device.
+The copies of one layer run in parallel to the computation of the next layer, so the device holds the saved
+tensors of two layers at a time. Nothing here makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -28,36 +29,37 @@ from tandem.models.packing import Packing
 from tandem.models.tensor_group import joined
 from tandem.observability.metrics import Metrics
 
-# Storages of fewer bytes stay: starting their copies would take longer than the copies.
+# Smaller storages stay on the device: starting a copy would take longer than the copy itself.
 MIN_BYTES = 1 << 14
-_ALIGNMENT = 64  # bytes, in host memory
+_ALIGNMENT = 64  # of each storage in host memory, in bytes
 _NOTHING = nullcontext()
 
 
 class SameStream:
-    """Makes copies in the order of the computation, which waits for them."""
+    """A lane that copies on the stream of the computation, which waits for the copies."""
 
     def start(
         self, pairs: Sequence[tuple[Tensor, Tensor]], around: AbstractContextManager[None] = _NOTHING
     ) -> Any:
-        """Begins to copy (target, source), once the computation that was issued so far is done.
+        """Start to copy sources to targets, after all computation that was issued so far.
 
         Args:
-            around: entered for the copies, where they are made.
+            pairs: (target, source) tensors.
+            around: a context that is entered while the copies are issued.
 
         Returns:
-            A mark of the copies' end.
+            A mark of the end of the copies, for `wait`.
         """
         with around:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
     def wait(self, mark: Any) -> None:
-        """Makes the computation from now on wait for the mark: here it does so anyway."""
+        """Make later computation wait for the mark. On the same stream this needs no action."""
 
 
 class SideStream(SameStream):
-    """Makes copies on a CUDA stream of their own, beside the computation."""
+    """A lane that copies on a separate CUDA stream, in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,25 +68,25 @@ class SideStream(SameStream):
     def start(
         self, pairs: Sequence[tuple[Tensor, Tensor]], around: AbstractContextManager[None] = _NOTHING
     ) -> Any:
-        """See `SameStream.start`."""
+        """Start to copy; see `SameStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             super().start(pairs, around)
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """See `SameStream.wait`."""
+        """Make later computation wait for the mark; see `SameStream.wait`."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 @dataclass(slots=True, eq=False)
 class _Saved:
-    """A storage that a layer saved.
+    """A storage that a layer saved for its backward pass.
 
     Attributes:
-        nbytes: its size.
-        storage: on the device; None while it is on the host alone.
-        host: (nbytes) uint8, its copy.
+        nbytes: size in bytes.
+        storage: the storage on the device; None while only the host has the data.
+        host: (nbytes) uint8, the copy on the host.
     """
 
     nbytes: int
@@ -94,14 +96,15 @@ class _Saved:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """The tensors that a layer saved in one forward.
+    """The tensors that a layer saved in one forward pass.
 
     Attributes:
-        index: of the layer.
-        outside: storages, by address, that are not the layer's own: parameters, and what all layers share.
-        saved: its own by address.
-        small: the bytes of those that are too small to move, by address.
-        mark: of copies that nobody has waited for yet.
+        index: number of the layer.
+        outside: addresses of storages that do not belong to the layer's activations: parameters and tensors
+            that all layers share.
+        saved: the storages that may be moved, by address.
+        small: sizes in bytes of the storages that are too small to move, by address.
+        mark: the end of copies that nobody has waited for yet.
         over: whether the micro-batch has ended.
     """
 
@@ -114,11 +117,11 @@ class _Layer:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all that may move."""
+        """The total size in bytes of the storages that may be moved."""
         return sum(saved.nbytes for saved in self.saved.values())
 
     def send(self, lane: SameStream, memory: Tensor) -> None:
-        """Begins to copy everything out into `memory`, bytes on the host."""
+        """Start to copy all storages to `memory`, a byte tensor on the host."""
         pairs, start = [], 0
         for saved in self.saved.values():
             assert saved.storage is not None
@@ -128,8 +131,11 @@ class _Layer:
         self.mark = lane.start(pairs)
 
     def fetch(self, lane: SameStream, device: torch.device) -> None:
-        """Begins to copy back what is on the host alone. The memory is the computation's own, as it is
-        freed there: the allocator need not know of the copies."""
+        """Start to copy back every storage that only the host has.
+
+        The device memory is allocated and freed on the stream of the computation, so the allocator does not
+        have to know about the copies.
+        """
         pairs = []
         for saved in self.saved.values():
             if saved.storage is None:
@@ -141,13 +147,13 @@ class _Layer:
             self.mark = lane.start(pairs)
 
     def settle(self, lane: SameStream) -> None:
-        """Computation waits for the copies that were begun."""
+        """Make the computation wait for the copies that were started."""
         if self.mark is not None:
             lane.wait(self.mark)
             self.mark = None
 
     def leave(self, lane: SameStream) -> None:
-        """Frees the device's memory, once copies from or to it have ended."""
+        """Free the device memory after the copies from or to it have ended."""
         self.settle(lane)
         for saved in self.saved.values():
             saved.storage = None
@@ -155,8 +161,10 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """The stand-in that autograd keeps for a saved tensor. Of one that ranks share, as `spec` says, this
-    rank's part is moved."""
+    """The object that autograd keeps in place of a saved tensor.
+
+    If `spec` is given, the tensor is a DTensor, and only this rank's part of it is moved.
+    """
 
     layer: _Layer
     saved: _Saved
@@ -175,22 +183,25 @@ class _Handle:
 
 
 class ActivationOffload:
-    """Moves what layers save for their backward to the host and back. Wraps the layers' forward in place;
-    without gradient they run as ever. Each forward through the layers is followed by its backward and by
-    `report`, before the next one begins.
+    """The part of a model that moves saved activations to the host and back.
 
-    Of each layer's saved tensors those stay that are parameters, that all layers share (what comes to the
-    layer by keyword: positions, packing), that are small, and those of the last layer, with which the
-    backward begins. A layer under checkpointing saves its input, and what checkpointing keeps besides stays.
+    The constructor wraps the `forward` of the layers in place. Without gradients the layers run as before.
+    Each forward pass through the layers must be followed by its backward pass and by `report` before the next
+    forward pass starts.
+
+    These saved tensors stay on the device: parameters; tensors that all layers share (keyword arguments of
+    the layer, such as positions and packing); small tensors; and all tensors of the last layer, because the
+    backward pass starts there. A layer under gradient checkpointing saves its input. Outputs that
+    checkpointing keeps in addition stay on the device.
 
     Args:
-        layers: in the order in which they run.
-        device: where they run.
-        lane: makes the copies; None only counts what would be copied, as on a CPU, where it would be copied
-            from host memory to host memory.
-        ahead: 1: a layer is on its way while its neighbour computes, so that two layers' tensors are on the
-            device; 0: one layer's.
-        min_bytes: smaller storages stay.
+        layers: the layers in the order in which they run.
+        device: the device on which they run.
+        lane: makes the copies. With None, the bytes are only counted. This is the choice for a CPU, where the
+            copies would go from host memory to host memory.
+        ahead: 1: a layer is copied while its neighbour computes, so the tensors of two layers are on the
+            device. 0: the tensors of one layer.
+        min_bytes: smaller storages stay on the device.
     """
 
     def __init__(
@@ -207,7 +218,7 @@ class ActivationOffload:
         self._ahead = ahead
         self.min_bytes = min_bytes
         self._last = len(layers) - 1
-        self._memory: dict[int, Tensor] = {}  # a layer's on the host; kept from step to step
+        self._memory: dict[int, Tensor] = {}  # host memory per layer, reused in every step
         self._layers: list[_Layer] = []
         self._reached: _Layer | None = None
         for index, layer in enumerate(layers):
@@ -215,8 +226,11 @@ class ActivationOffload:
             wrapped.forward = partial(self._forward, index, layer, wrapped.forward)
 
     def report(self, metrics: Metrics) -> None:
-        """Ends a micro-batch, after its backward. Adds the bytes that left the device (or would have), and
-        the most that was left there of what the layers saved."""
+        """End a micro-batch after its backward pass and add its metrics.
+
+        `activation_offload_bytes` counts the bytes that left the device (or would have left it).
+        `activation_resident_bytes` is the peak of the saved bytes that stayed on the device.
+        """
         moved = sum(layer.nbytes for layer in self._layers if layer.index < self._last)
         metrics.add_sum("activation_offload_bytes", float(moved))
         most = small = before = 0
@@ -269,12 +283,14 @@ class ActivationOffload:
         if isinstance(packed, Tensor):
             return packed
         layer, lane = packed.layer, self.lane
-        if layer is not self._reached:  # those after it are done with, the one before it is next
+        if (
+            layer is not self._reached
+        ):  # the backward pass is done with later layers and needs the earlier layer next
             assert lane is not None
             if layer.over:
                 raise EngineError(
-                    "the activations of this forward are gone",
-                    expected="a backward before the next forward, and before the report of the micro-batch",
+                    "the activations of this forward pass were already freed",
+                    expected="the backward pass before the next forward pass and before `report`",
                 )
             self._reached = layer
             for later in self._layers[layer.index + 1 :]:
@@ -295,8 +311,10 @@ class ActivationOffload:
 
 
 def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
-    """Addresses of storages that the layer's own activations do not lie in. Inside FSDP's hooks the
-    parameters are the gathered ones."""
+    """Return the addresses of the storages that hold no activations of the layer itself.
+
+    Inside FSDP's hooks the layer's parameters are the gathered parameters.
+    """
     shared = [*layer.parameters(), *layer.buffers()]
     for leaf in tree_leaves(kwargs):
         if isinstance(leaf, Tensor):
@@ -307,8 +325,11 @@ def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """The tensor itself, but this rank's part of one that ranks share, and the result of a collective once
-    it is there: these have no storage of their own."""
+    """Return the local tensor that has a storage.
+
+    For a DTensor that is this rank's part. For the pending result of a collective it is the finished result.
+    All other tensors are returned unchanged.
+    """
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()

@@ -1,9 +1,8 @@
-"""The activations of the decoder's layers: which are computed again in the backward pass, and which wait for
-it in host memory.
+"""Activations of the decoder layers: which are recomputed, and which wait in host memory.
 
-Both wrap a layer's own `forward`, before FSDP shards the layer: FSDP's hooks then stand around the wrapper.
-Parameters are gathered before the layer runs and once more before its backward, and the second run of the
-layer, between the two, gathers nothing by itself.
+Both techniques wrap the `forward` of a layer before FSDP shards the layer, so that FSDP's hooks surround the
+wrapper. FSDP gathers the parameters before the layer runs and once more before its backward pass. The second
+run of the layer happens after that second gather, so it gathers nothing itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tandem.models.activation_offload import ActivationOffload, SameStream, Side
 _LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
 _KEPT = ("matmul", "attention")
 
-# What the short names stand for, on every device. Not every build of PyTorch has all of them.
+# The operators behind each short name, for all devices. A build of PyTorch may lack some of them.
 _SHORT = {
     "matmul": ("aten.mm", "aten.addmm", "mkldnn._linear_pointwise", "tandem.onednn_linear"),
     "attention": (
@@ -45,8 +44,8 @@ class Managed:
     """What the layers do with their activations.
 
     Attributes:
-        switch: chooses what runs again, where that is left open; else None.
-        offload: moves activations to the host and counts them; None where nothing is to move.
+        switch: chooses what is recomputed, if this may change between steps; else None.
+        offload: moves activations to the host and counts them; None if offloading is off.
     """
 
     switch: Switch | None = None
@@ -54,18 +53,29 @@ class Managed:
 
 
 def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, device: torch.device) -> Managed:
-    """Makes the layers of a model that is trained do with their activations as the config says. In place;
-    before they are sharded.
+    """Set up recomputation and offloading of activations as the config says.
 
-    Layers that run again in the backward pass keep their input alone (Chen et al. 2016, "Training Deep Nets
-    with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Without gradient they run as ever. They
-    must draw no random numbers. The modes: "full", every layer; "first", the first so many; "every", one
-    layer in so many, the last of each; "ops", every layer, but the outputs of some operators are kept as well
-    and not computed again: "matmul" (the products of linear layers), "attention", or operators of PyTorch
-    such as "aten.mm". Compiled layers write most products into buffers of theirs, and run those again.
+    This changes the layers in place and must happen before they are sharded.
+
+    A layer with gradient checkpointing keeps only its input and runs again in the backward pass (Chen et al.
+    2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Without
+    gradients the layers run as before. They must not draw random numbers. The modes are:
+
+    - "full": every layer runs again.
+    - "first": the first `gradient_checkpointing_layers` layers run again.
+    - "every": one layer in `gradient_checkpointing_layers` runs again, the last of each such group.
+    - "ops": every layer runs again, but the outputs of some operators are kept and not computed again. These
+      are "matmul" (the products of linear layers), "attention", or operators of PyTorch such as "aten.mm".
+      Compiled layers write most products into their own buffers and compute those again anyway.
+
+    Args:
+        layers: the decoder layers of a model that is trained.
+        config: the config section of the model.
+        device: the device on which the layers run.
 
     Raises:
-        ConfigError: more layers than the model has, or an operator that PyTorch does not have.
+        ConfigError: If the config names more layers than the model has, or an operator that PyTorch does not
+            have.
     """
     switch = None
     mode, count = config.gradient_checkpointing_mode, config.gradient_checkpointing_layers
@@ -85,14 +95,16 @@ def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, devi
 
 
 class Switch:
-    """Makes layers run again in the backward pass as `mode` says, which may change between steps; in place.
-    See `manage_activations`.
+    """A switch that makes layers run again in the backward pass as `mode` says.
+
+    The mode may change between steps. The layers are changed in place. See `manage_activations`.
 
     Args:
-        ops: the operators whose outputs the mode "ops" keeps.
+        layers: the layers to wrap.
+        ops: the operators whose outputs are kept in the mode "ops".
 
     Attributes:
-        mode: "full" until it is set.
+        mode: "full" until you set it.
     """
 
     mode: Recomputed
@@ -121,17 +133,22 @@ class Switch:
 
 
 def recomputed_layers(total: int, mode: str, count: int | None) -> range:
-    """The layers, of `total`, that run again; see `manage_activations`.
+    """Return the indices of the layers that run again; see `manage_activations`.
+
+    Args:
+        total: number of layers of the model.
+        mode: "full", "ops", "first" or "every".
+        count: the number that "first" and "every" need.
 
     Raises:
-        ConfigError: a `count` above `total`.
+        ConfigError: If `count` is larger than `total`.
     """
     if mode in ("full", "ops"):
         return range(total)
     assert count is not None and mode in ("first", "every"), (mode, count)
     if count > total:
         raise ConfigError(
-            "more layers than the model has",
+            "this is more layers than the model has",
             field=_LAYERS,
             got=count,
             expected=f"at most {total}",
@@ -141,17 +158,17 @@ def recomputed_layers(total: int, mode: str, count: int | None) -> range:
 
 
 def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
-    """The overloads of the operators named; see `manage_activations`.
+    """Return the overloads of the named operators; see `manage_activations`.
 
     Raises:
-        ConfigError: a name that PyTorch does not have.
+        ConfigError: If PyTorch has no operator of that name.
     """
     found = []
     for name in names:
         overloads = [overload for full in _SHORT.get(name, (name,)) for overload in _overloads(full)]
         if not overloads:
             raise ConfigError(
-                "no such operator",
+                "PyTorch has no such operator",
                 field=_OPS,
                 got=name,
                 expected=f"{', '.join(_SHORT)}, or an operator of PyTorch such as aten.mm",
@@ -161,10 +178,13 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """The overloads of "namespace.operator" that give a new tensor; none if there is no such operator."""
+    """Return the overloads of "namespace.operator" that return a new tensor.
+
+    The list is empty if PyTorch has no such operator.
+    """
     namespace, _, operator = name.partition(".")
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
         return [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
-    except (AttributeError, RuntimeError):  # either, by version
+    except (AttributeError, RuntimeError):  # which one depends on PyTorch's version
         return []

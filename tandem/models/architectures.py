@@ -1,5 +1,8 @@
-"""Which architectures can be trained: those that transformers has for the task, and whose attention gives way
-to one over packed sequences."""
+"""Checks of a model's architecture: which architectures Tandem can train.
+
+It can train those that transformers has for the task, if their attention can be replaced by attention over
+packed sequences.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,27 @@ from transformers import (
 from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
-_OWN_CODE = "auto_map"  # in a config.json: the classes that the folder brings along
+_OWN_CODE = "auto_map"  # key of config.json: the folder brings its own model classes
 
 
 def require_known(folder: Path, *, trust_remote_code: bool) -> None:
-    """Refuses a folder of a kind that transformers does not have; not one whose config.json is unreadable.
+    """Check that transformers knows the `model_type` of a folder.
+
+    A folder whose config.json is unreadable passes this check.
+
+    Args:
+        folder: the model's folder.
+        trust_remote_code: whether the folder's own code may run; if so, it defines the architecture.
 
     Raises:
-        ModelError: it is of such a kind.
+        ModelError: If transformers does not know the type.
     """
     stored = stored_config(folder)
     kind, own = stored.get("model_type"), _OWN_CODE in stored
     if not stored or kind in CONFIG_MAPPING or (own and trust_remote_code):
         return
     raise _unsupported(
-        f"transformers {transformers.__version__} has no such architecture",
+        f"transformers {transformers.__version__} does not know this architecture",
         folder,
         stored,
         "set model.trust_remote_code=true to run the code that the folder brings along" if own else None,
@@ -45,17 +54,19 @@ def require_known(folder: Path, *, trust_remote_code: bool) -> None:
 def require_task(
     folder: str | Path, config: PreTrainedConfig, *, scorer: bool = False, trust_remote_code: bool = False
 ) -> Any:
-    """The class of the model that the folder holds, for the task.
+    """Return the model class of a folder for the task.
 
     Args:
-        config: what `load_config` gives of the folder.
-        scorer: whether a classifier is asked for, and not a causal language model.
+        folder: the model's folder.
+        config: the folder's config, from `load_config`.
+        scorer: whether the task needs a classifier instead of a causal language model.
+        trust_remote_code: whether the folder's own code may run.
 
     Returns:
-        a class of transformers; None where the folder's own code says it.
+        A class of transformers; None if the folder's own code defines the class.
 
     Raises:
-        ModelError: transformers has no such model of this architecture.
+        ModelError: If transformers has no model of this architecture for the task.
     """
     if trust_remote_code and hasattr(config, _OWN_CODE):
         return None
@@ -69,14 +80,19 @@ def require_task(
 def require_packable(
     folder: str | Path, config: PreTrainedConfig, *, scorer: bool = False, trust_remote_code: bool = False
 ) -> None:
-    """Refuses an architecture that has no training on packed sequences: its attention is its own, or it hands
-    a state from token to token beside it. Of the folder's own code only trying tells.
+    """Check that the architecture can be trained on packed sequences.
+
+    It cannot if its attention cannot be replaced, or if it passes a state from token to token outside
+    attention. For a folder with its own code, only a trial can tell, so the code passes this check.
 
     Args:
-        config, scorer: see `require_task`.
+        folder: the model's folder.
+        config: the folder's config, from `load_config`.
+        scorer: see `require_task`.
+        trust_remote_code: see `require_task`.
 
     Raises:
-        ModelError: see `require_task`; also an architecture of that kind.
+        ModelError: If the architecture cannot be trained this way; also see `require_task`.
     """
     model = require_task(folder, config, scorer=scorer, trust_remote_code=trust_remote_code)
     if model is not None and not model.is_backend_compatible():
@@ -86,22 +102,22 @@ def require_packable(
 
 
 def auto_class(config: PreTrainedConfig, *, scorer: bool) -> Any:
-    """What loads a model for the task; see `require_task`."""
+    """Return the auto class of transformers that loads a model for the task; see `require_task`."""
     return _task_of(config, scorer=scorer)[2]
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The first architecture that a folder's config names."""
+    """Return the first architecture that a folder's config names."""
     return str((getattr(config, "architectures", None) or ["none named"])[0])
 
 
 def judges_tokens(config: PreTrainedConfig) -> bool:
-    """Whether a folder's config is that of a token classifier."""
+    """Return whether a folder's config is that of a token classifier."""
     return architecture_of(config).endswith("ForTokenClassification")
 
 
 def _task_of(config: PreTrainedConfig, *, scorer: bool) -> tuple[str, Any, Any]:
-    """Return the task in words, transformers' classes for it by config, and what loads a model for it."""
+    """Return the task's name, transformers' model classes for it by config, and its auto class."""
     if not scorer:
         return "a causal language model", MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     if judges_tokens(config):
@@ -118,7 +134,7 @@ def _unsupported(
         problem,
         field="model.path",
         got=f"{folder}: architecture {architecture}, model_type {stored.get('model_type')}",
-        expected="a model of transformers whose attention its AttentionInterface can exchange, such as "
+        expected="a model of transformers that uses its AttentionInterface, such as "
         + ", ".join(PLAIN_DECODERS),
-        remedy=remedy or "train another model: every rollout engine samples the one that is trained",
+        remedy=remedy or "train another model; another rollout engine does not help",
     )

@@ -1,9 +1,11 @@
-"""Causal attention within each of many sequences packed into one row, as an attention function
-of transformers. Models loaded with `attention=PACKED` call it in every layer; the plan reaches it
-through the keyword arguments of the model's forward.
+"""Causal attention over packed sequences, as an attention function of transformers.
 
-Shapes: N packed tokens; H query heads, K key and value heads, D features of a head; a rectangle
-holds B sequences of width T.
+Many sequences lie in one row, and each token attends only to its own sequence. Models loaded with
+`attention=PACKED` call this function in every layer. The packing plan reaches it through the keyword
+arguments of the model's forward.
+
+Shapes: N packed tokens; H query heads, K key and value heads, D features of a head; a rectangle holds B
+sequences of width T.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from tandem.models.packing import Packing
 
 PACKED = "tandem_packed"
 
-# Widest rectangle whose scores are written out. In bf16 on a CPU that is 2 to 7 times as fast as
-# PyTorch's flash kernel, forward and backward, at equal error; its memory grows with the square.
+# The largest width at which attention scores are materialized. In bf16 on a CPU this is 2 to 7 times as fast
+# as PyTorch's flash kernel, forward and backward, at equal error. Memory grows with the square of the width.
 _DENSE_WIDTH = 512
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -42,25 +44,31 @@ def packed_attention(
     kernel: Kernel | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention.
+    """Compute attention in the calling convention of transformers.
 
     Args:
-        query: (1, H, N, D); key, value: (1, K, N, D); where ranks share the tokens, of this rank's.
-        packing: where the sequences lie.
-        scaling: factor of the scores, D^-0.5 if None.
-        kernel: for half precision on a GPU; None: PyTorch's.
+        module: the attention layer that calls.
+        query: (1, H, N, D). If ranks share the tokens, all inputs hold only this rank's tokens.
+        key: (1, K, N, D).
+        value: (1, K, N, D).
+        attention_mask: not used; the packing says where the sequences lie.
+        packing: the layout of the sequences.
+        scaling: factor of the scores; None: D^-0.5.
+        sliding_window: the window of the layer, in tokens; it must not be shorter than any sequence.
+        kernel: for half precision on a GPU; None: PyTorch's kernel.
+        **options: further options of transformers.
 
     Returns:
-        (1, N, H, D), and None for the weights that nobody asks for.
+        (1, N, H, D), and None in place of attention weights.
 
     Raises:
-        ModelError: no plan, or a kind of attention that is not plain causal.
+        ModelError: If the plan is missing, or the attention is not plain causal attention.
     """
     if packing is None:
         raise ModelError(
-            "packed attention was called without its plan",
+            "packed attention was called without a packing plan",
             remedy="call the model through PolicyModel or ValueModel, or set another attention "
-            "implementation before calling it directly",
+            "implementation before you call the model directly",
         )
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if sliding_window is not None and packing.max_length > sliding_window:
@@ -82,8 +90,10 @@ def packed_attention(
 
 
 def rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
-    """Sequences of about one length side by side; causal attention needs no mask over padding on the
-    right, and what padding computes is dropped."""
+    """Compute attention over rectangles of sequences of similar length.
+
+    Causal attention needs no mask for padding on the right. The outputs at padding are dropped.
+    """
     places = packing.places
     if places is not None:
         rows = [x.new_zeros(packing.padded_tokens, *x.shape[1:]).index_copy(0, places, x) for x in rows]
@@ -108,10 +118,11 @@ def _causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Ten
 
 
 def written_scores(packing: Packing, itemsize: int) -> int:
-    """How many scores of one head are written out on a CPU, and kept for the backward pass.
+    """Return how many scores of one head a CPU materializes and keeps for the backward pass.
 
     Args:
-        itemsize: bytes of a number of the queries.
+        packing: the layout of the sequences.
+        itemsize: bytes per number of the queries.
     """
     if itemsize != torch.bfloat16.itemsize:
         return 0
@@ -119,7 +130,10 @@ def written_scores(packing: Packing, itemsize: int) -> int:
 
 
 def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
-    """softmax(q kᵀ scale + mask) v with the query heads of one key head as rows of one matrix."""
+    """Return softmax(q kᵀ scale + mask) v.
+
+    The query heads that share a key head are the rows of one matrix.
+    """
     B, H, T, D = q_BHTD.shape
     K = k_BKTD.shape[1]
     mask = torch.full((T, T), -math.inf, dtype=q_BHTD.dtype).triu_(1).repeat(H // K, 1)
@@ -129,20 +143,22 @@ def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tens
     return out.view(B, H, T, D)
 
 
-def _between(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """`packed_attention` between the parts of a compiled layer. What it returns is no view: of what it would
-    be one differs from micro-batch to micro-batch."""
+def _attend_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Call `packed_attention` between the two compiled parts of a layer.
+
+    The result must not be a view: the base of the view would differ between micro-batches.
+    """
     out_1NHD, weights = packed_attention(*args, **kwargs)
     return no_view(out_1NHD), weights
 
 
 def no_view(tensor: Tensor) -> Tensor:
-    """The tensor itself, but that autograd does not know of what it is a view."""
+    """Return the tensor in a form that autograd does not treat as a view."""
     out: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return out
 
 
-_uncompiled: Any = torch.compiler.disable(_between)  # type: ignore[no-untyped-call]
+_uncompiled: Any = torch.compiler.disable(_attend_uncompiled)  # type: ignore[no-untyped-call]
 
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -153,11 +169,14 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def attention_name(implementation: str, device: torch.device, head_width: int) -> str:
-    """The name by which to load a model whose attention is `packed_attention` with the kernel that is asked
-    for. It does not say "flash", by which transformers knows its own.
+    """Return the name by which to load a model that uses `packed_attention` with a kernel.
+
+    The name avoids the word "flash", by which transformers recognizes its own implementations.
 
     Args:
-        implementation, device, head_width: see `choose_kernel`.
+        implementation: see `choose_kernel`.
+        device: see `choose_kernel`.
+        head_width: see `choose_kernel`.
 
     Raises:
         ConfigError: see `choose_kernel`.

@@ -1,5 +1,6 @@
-"""Kernels for causal attention within packed sequences on a GPU, by the names that transformers gives their
-packages; PyTorch's own is among them.
+"""GPU kernels for causal attention over packed sequences.
+
+The kernels have the names that transformers gives their packages. PyTorch's own kernel is one of them.
 
 Shapes: N packed tokens; H query heads, K key and value heads, D features of a head.
 """
@@ -25,12 +26,15 @@ _VARLEN_OPTIONS = inspect.signature(varlen.varlen_attn).parameters
 
 
 Kernel = Callable[[Sequence[Tensor], Packing, float], Tensor]
-"""Attention of packed sequences, (N, H, D): of query (N, H, D), key and value (N, K, D), in bf16 or fp16; how
-they lie; the factor of the scores."""
+"""A function that returns attention over packed sequences, (N, H, D).
+
+Its arguments are query (N, H, D), key and value (N, K, D), in bf16 or fp16; the packing; and the factor of
+the scores.
+"""
 
 
 def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
-    """PyTorch's own `varlen_attn`, whose kernels are those of FlashAttention 2."""
+    """Call PyTorch's own `varlen_attn`, whose kernels are those of FlashAttention 2."""
     q_NHD, k_NKD, v_NKD = rows
     options: dict[str, Any] = {"scale": scale}
     options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
@@ -44,13 +48,14 @@ def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package of kernels, whose function `flash_attn_varlen_func` takes packed sequences.
+    """A package of kernels whose function `flash_attn_varlen_func` takes packed sequences.
 
     Attributes:
-        module: that has the function.
-        distribution: as it is installed; two of them bring a module `flash_attn`.
-        generations: major compute capabilities of the GPUs that it has kernels for.
-        install: how to get it.
+        module: the Python module that has the function.
+        distribution: the name under which the package is installed. Two distributions have a module
+            `flash_attn`.
+        generations: major compute capabilities of the GPUs that the package supports.
+        install: how to install the package.
     """
 
     module: str
@@ -60,7 +65,7 @@ class Package:
 
     @property
     def installed(self) -> bool:
-        """Whether it is."""
+        """Whether the package is installed."""
         try:
             metadata.distribution(self.distribution)
         except metadata.PackageNotFoundError:
@@ -68,7 +73,7 @@ class Package:
         return True
 
     def kernel(self) -> Kernel:
-        """Its kernel, in a causal call."""
+        """Return the package's kernel, set up for causal attention."""
         attend: Any = import_module(self.module).flash_attn_varlen_func
 
         def call(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
@@ -82,7 +87,9 @@ class Package:
                 causal=True,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
-            found: Tensor = out[0] if isinstance(out, tuple) else out  # 4 gives the normalisers besides
+            found: Tensor = (
+                out[0] if isinstance(out, tuple) else out
+            )  # version 4 also returns the normalisers
             return found
 
         return call
@@ -95,17 +102,25 @@ PACKAGES = {
     ),
     "flash_attention_4": Package("flash_attn.cute", "flash-attn-4", (9, 10), "pip install flash-attn-4"),
 }
-# The better first, by generation of GPUs; PyTorch's own is as good as flash_attention_2. Unmeasured.
+# The preferred kernels by GPU generation, best first. PyTorch's kernel is as good as flash_attention_2. The
+# order is not measured.
 _BETTER = {9: ("flash_attention_3", "flash_attention_4"), 10: ("flash_attention_4",)}
-_WIDTHS = (64, 96, 128)  # of heads, for which all of them have kernels
+_WIDTHS = (64, 96, 128)  # head widths that all packages support
 
 
 def choose_kernel(name: str, device: torch.device, head_width: int) -> str:
-    """The name of the kernel that runs on a device where `name` is asked for: "auto" is the best that is
-    installed for the GPU and the width of the heads, else "torch", PyTorch's own.
+    """Return the name of the attention kernel to run on a device.
+
+    "auto" chooses the best kernel that is installed and supports the GPU and the head width. If there is
+    none, it chooses "torch", PyTorch's own kernel.
+
+    Args:
+        name: the kernel that the config asks for.
+        device: the device on which the model runs.
+        head_width: features of an attention head.
 
     Raises:
-        ConfigError: kernels that do not run there, or whose package is not installed.
+        ConfigError: If the kernel does not run on the device, or its package is not installed.
     """
     if name not in (AUTO, TORCH):
         _check(name, device)
@@ -117,24 +132,27 @@ def choose_kernel(name: str, device: torch.device, head_width: int) -> str:
 
 
 def make_kernel(name: str) -> Kernel:
-    """The kernel of a name that `choose_kernel` gave."""
+    """Return the kernel of a name from `choose_kernel`."""
     return torch_varlen if name == TORCH else PACKAGES[name].kernel()
 
 
 def _check(name: str, device: torch.device) -> None:
     package = PACKAGES[name]
     here = [other for other, another in PACKAGES.items() if another.installed]
-    expected = f"{AUTO}, {TORCH}" + "".join(f", {other}" for other in here) + ", which are here"
+    expected = f"{AUTO}, {TORCH}" + "".join(f", {other}" for other in here) + " (available here)"
     problem, got = "", name
     if device.type != "cuda":
-        problem, got = "these kernels run on CUDA devices alone", f"{name} on {device.type}"
+        problem, got = "these kernels run only on CUDA devices", f"{name} on {device.type}"
         expected = f"{AUTO} or {TORCH}"
     elif not package.installed:
         problem = f"the package {package.distribution} is not installed"
     else:
         major, minor = torch.cuda.get_device_capability(device)
         if major not in package.generations:
-            problem, got = "this GPU is not among those of the kernels", f"{name} on one of {major}.{minor}"
+            problem, got = (
+                "these kernels do not support this GPU",
+                f"{name} on compute capability {major}.{minor}",
+            )
     if problem:
         remedy = f"set {_FIELD}={AUTO}" + ("" if package.installed else f", or {package.install}")
         raise ConfigError(problem, field=_FIELD, got=got, expected=expected, remedy=remedy)

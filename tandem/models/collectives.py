@@ -1,6 +1,7 @@
-"""The cost of a model's collectives: seconds and bytes, counted where they are called.
+"""Cost of a model's collectives: seconds and bytes, measured at each call.
 
-FSDP2 lets its all-gather and reduce-scatter be replaced; ours are its own with a meter around them.
+FSDP2 lets you replace its all-gather and reduce-scatter. Tandem's replacements are FSDP2's own operations
+with a meter around them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-# Pairs of CUDA events kept before those that have passed are read.
+# When more pairs of CUDA events than this are pending, the pairs that have completed are read.
 _MANY_EVENTS = 1000
 
 
 class Meter:
-    """Adds up the seconds and bytes of operations on this rank.
+    """A meter that sums the seconds and bytes of operations on this rank.
 
-    Seconds are those spent in the call; on CUDA those between events around it on its own stream, so that it
-    may run beside computation.
+    On a CPU the seconds are the time spent in the call. On CUDA they are the time between two events around
+    the operation on its own stream, so the operation may overlap with computation.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Meter:
 
     @contextmanager
     def measure(self, device: torch.device, received: int) -> Iterator[None]:
-        """An operation on tensors of `device` in which that many bytes come."""
+        """Measure an operation on tensors of `device` that receives `received` bytes."""
         self._bytes += received
         if device.type != "cuda":
             start = time.perf_counter()
@@ -53,7 +54,10 @@ class Meter:
             self._read(wait=False)
 
     def take(self) -> tuple[float, int]:
-        """Seconds and bytes since the last call; waits for operations still under way on CUDA."""
+        """Return the seconds and bytes since the last call, and reset both.
+
+        On CUDA this waits for operations that are still running.
+        """
         self._read(wait=True)
         taken = self._seconds, self._bytes
         self._seconds, self._bytes = 0.0, 0
@@ -71,19 +75,20 @@ class Meter:
 
 
 class CollectiveMeter(Meter):
-    """Adds up the collectives of one model on this rank.
+    """A meter that sums the collectives of one model on this rank.
 
-    Bytes are those this rank receives from others when every piece travels once, of W ranks: in an
-    all-gather the W - 1 other shards; in a reduce-scatter the W - 1 other contributions to its own
-    shard; an all-reduce is a reduce-scatter and an all-gather, 2 (W - 1) / W of its size. FSDP pads
-    shards to equal size, and the padding counts.
+    Bytes are those that this rank receives from other ranks if every piece travels once. With W ranks, these
+    are: in an all-gather the W - 1 other shards; in a reduce-scatter the W - 1 other contributions to this
+    rank's shard; in an all-reduce, which is a reduce-scatter and an all-gather, 2 (W - 1) / W of the tensor's
+    size. FSDP pads shards to equal size, and the padding counts.
 
-    Seconds are those spent in the call, which for a host tensor waits for the slowest rank; on CUDA
-    those between events around it on its own stream, so that they may run beside computation.
+    Seconds are the time spent in the call. For a host tensor this includes the wait for the slowest rank. On
+    CUDA they are the time between two events around the operation on its own stream, so the operation may
+    overlap with computation.
     """
 
     def count(self, received: int) -> None:
-        """Bytes that came from one other rank; the wait for them is not timed."""
+        """Add bytes that came from another rank. The time of that transfer is not measured."""
         self._bytes += received
 
     def all_reduce(
@@ -92,26 +97,26 @@ class CollectiveMeter(Meter):
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Sums in place over the ranks of `group` or all; does nothing for one."""
+        """Reduce in place over the ranks of `group`, or over all ranks; do nothing for one rank."""
         world = dist.get_world_size(group)
         if world > 1:
             with self.measure(tensor.device, all_reduce_bytes(tensor.nbytes, world)):
                 dist.all_reduce(tensor, op=op, group=group)
 
     def total(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Return the sum of all ranks' x, the same on all, without gradient."""
+        """Return the sum of x over the ranks. All ranks get the same sum, without gradient."""
         total = x.clone(memory_format=torch.contiguous_format)
         self.all_reduce(total, group=group)
         return total
 
     def attach(self, unit: FSDPModule) -> None:
-        """Counts this unit's all-gathers and reduce-scatters from now on."""
+        """Measure this unit's all-gathers and reduce-scatters from now on."""
         unit.set_custom_all_gather(_AllGather(self))
         unit.set_custom_reduce_scatter(_ReduceScatter(self))
 
 
 def exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `there` of x, whose gradient is `back` of the gradient that comes."""
+    """Return `there(x)`. Its gradient is `back` of the incoming gradient."""
     return _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -129,7 +134,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def all_reduce_bytes(size: int, world: int) -> int:
-    """The bytes that a rank of `world` receives in an all-reduce of `size` bytes."""
+    """Return the bytes that one of `world` ranks receives in an all-reduce of `size` bytes."""
     return 2 * size * (world - 1) // world
 
 
@@ -138,7 +143,7 @@ def _event() -> torch.cuda.Event:
 
 
 class _Counted:
-    """A collective of FSDP's, with a meter around it."""
+    """A collective of FSDP with a meter around it."""
 
     def __init__(self, meter: CollectiveMeter) -> None:
         self._meter = meter
@@ -151,8 +156,8 @@ class _Counted:
 
 
 class _AllGather(_Counted, DefaultAllGather):
-    """The other ranks' shards come."""
+    """FSDP's all-gather, measured: this rank receives the shards of the other ranks."""
 
 
 class _ReduceScatter(_Counted, DefaultReduceScatter):
-    """The other ranks' contributions to this one's shard come."""
+    """FSDP's reduce-scatter, measured: this rank receives contributions to its shard."""

@@ -1,12 +1,12 @@
-"""Decoder layers and the head's tiles through torch.compile.
+"""Decoder layers and the head's tiles, compiled by torch.compile.
 
-Of a layer, what stands before attention and what follows it becomes a few kernels each. Attention itself
-runs as it is: its shapes are those of each micro-batch's sequences, and with Ulysses it exchanges tokens.
-Elsewhere the number of tokens is the only size that varies, so that one compilation serves every
-micro-batch, and every layer of one kind.
+In a layer, the operations before attention become a few kernels, and so do the operations after attention.
+Attention itself is not compiled: its shapes depend on the sequences of each micro-batch, and with Ulysses it
+exchanges tokens between ranks. In the other parts only the number of tokens varies. So one compilation serves
+every micro-batch and every layer of the same kind.
 
-A layer that was not called with a packing, as a rollout calls it, runs as it is, and so does one with fewer
-tokens than kernels are worth.
+A layer runs uncompiled if it is called without a packing, as in a rollout, or with so few tokens that kernels
+do not pay off.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from tandem.models.pipeline import own_layers
 from tandem.models.policy import PackedModel, PolicyModel
 
 FIELD = "fsdp_config.use_torch_compile"
-# Below, products take other kernels, and a size of one would be compiled on its own.
+# With fewer tokens, matrix products use other kernels, and a size of one would need its own compilation.
 _MIN_TOKENS = 8
-# Of one layer's code, over all models of the process: with and without gradient, per precision and shape.
+# Most compilations of one layer's code in the process: with and without gradient, per precision and shape.
 _VARIANTS = 64
 
 
 def require_compiler(device: torch.device) -> None:
-    """
+    """Check that the compiler and headers which torch.compile needs are installed.
+
     Raises:
-        ConfigError: what torch.compile needs besides PyTorch is not installed.
+        ConfigError: If something is missing.
     """
     names = ["gcc", "clang"] if device.type == "cuda" else ["clang++" if sys.platform == "darwin" else "g++"]
     chosen = os.environ.get("CC" if device.type == "cuda" else "CXX")
@@ -49,21 +50,23 @@ def require_compiler(device: torch.device) -> None:
     if not any(shutil.which(name) for name in names):
         missing = f"no compiler {' or '.join(names)} on the PATH"
     elif not header.is_file():
-        missing = f"no {header}"
+        missing = f"no file {header}"
     else:
         return
     raise ConfigError(
         "torch.compile needs a compiler and Python's headers",
         field=FIELD,
-        got=f"true with {missing}",
+        got=f"true, with {missing}",
         remedy="install them (g++ and python3-dev), or set use_torch_compile=false",
     )
 
 
 def compile_model(model: PackedModel) -> None:
-    """Makes the layers run compiled when they are called with a packing, and a policy's head if it is
-    PyTorch's. In place; before layers are made to run again in the backward pass, and before they are
-    sharded."""
+    """Compile the layers of a model, and PyTorch's head of a policy, in place.
+
+    A layer runs compiled only if it is called with a packing. Call this before gradient checkpointing is set
+    up and before the layers are sharded.
+    """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
     if isinstance(model, PolicyModel) and model.head is token_log_probs:
@@ -78,5 +81,5 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     if kwargs.get("packing") is None or hidden_1ND.shape[1] < _MIN_TOKENS:
         return plain(*args, **kwargs)
     out = compiled(*args, **kwargs)
-    # FSDP warns of layers that return views: what is done to one in place would lose its hook.
+    # FSDP warns about layers that return views: an in-place change of a view would lose FSDP's hook.
     return no_view(out) if isinstance(out, Tensor) and out._base is not None else out

@@ -1,4 +1,4 @@
-"""The tokens that end a response, wherever a model's folder names them."""
+"""The tokens that end a response, from all files of a model's folder that name them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ _MORE = [*_TURNS, {"role": "user", "content": "2"}]
 
 
 def stop_token_ids(model_path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens at which responses end, sorted: those at which transformers stops with the folder
-    (where there are none, those that config.json names for text), the tokenizer's end of sequence, and, if
-    none of these ends the assistant's turn in the chat template, the token that does.
+    """Return the token ids at which responses end, sorted.
+
+    These are the ids at which transformers stops for this folder (if there are none, the ids that config.json
+    names for text) and the tokenizer's end-of-sequence token. If none of these ends the assistant's turn in
+    the chat template, the token that does is added.
 
     Args:
         model_path: the model's folder.
-        tokenizer: the model's, with the chat template that is used.
+        tokenizer: the model's tokenizer, with the chat template that is used.
 
     Raises:
-        ModelError: an end token that is no token id, or a file that cannot be read.
+        ModelError: If an end token is not a token id, or a file cannot be read.
     """
     ids = {tokenizer.eos_token_id, *(declared_ends(model_path) or _of_config(model_path))}
-    turn = _after_an_answer(tokenizer)
+    turn = _tokens_after_answer(tokenizer)
     if not ids & {*turn}:
         ids |= {*turn[:1]}
     return tuple(sorted(token for token in ids if token is not None))
 
 
 def declared_ends(folder: str | Path) -> tuple[int, ...]:
-    """Return the end tokens by which `generate` of transformers stops: those of generation_config.json, or,
-    without this file, those of config.json.
+    """Return the end tokens at which `generate` of transformers stops.
+
+    They come from generation_config.json or, if that file does not exist, from config.json.
 
     Raises:
         ModelError: see `stop_token_ids`.
@@ -47,7 +50,7 @@ def declared_ends(folder: str | Path) -> tuple[int, ...]:
 
 
 def _of_config(folder: str | Path) -> tuple[int, ...]:
-    """Those that config.json names, or its part for text."""
+    """Return the end tokens that config.json or its `text_config` names."""
     config = _read(Path(folder) / CONFIG)
     return _ends_of(config, folder) or _ends_of(config.get("text_config") or {}, folder)
 
@@ -57,18 +60,20 @@ def _ends_of(stored: dict[str, Any], folder: str | Path) -> tuple[int, ...]:
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ModelError(
-            "an end token is no token id",
+            "an end token is not a token id",
             field="eos_token_id",
             got=f"{declared!r} in {folder}",
-            expected="a whole number, or a list of them",
-            remedy=f"mend it in {GENERATION} or {CONFIG}",
+            expected="a whole number, or a list of whole numbers",
+            remedy=f"fix it in {GENERATION} or {CONFIG}",
         )
     return tuple(ids)
 
 
-def _after_an_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens right after the assistant's last answer, or, where the template writes nothing there, those
-    with which the next turn begins."""
+def _tokens_after_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens right after the assistant's last message.
+
+    If the template writes nothing there, return the tokens that start the next turn.
+    """
     names = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     tokens = sorted(names.keys() - {tokenizer.unk_token, tokenizer.pad_token, ""}, key=len, reverse=True)
     after = next(filter(None, (_rendered(tokenizer, turns) for turns in (_TURNS, _MORE))), "")
@@ -80,12 +85,12 @@ def _after_an_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
-    """What the chat template writes after the answer."""
+    """Return the text that the chat template writes after the assistant's message."""
     if tokenizer.chat_template is None:
         return ""
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # a template may raise anything; where one is needed, its data tell what is wrong
+    except Exception:  # a template may raise anything; code that needs the template reports its faults
         return ""
     return text.rpartition(_ANSWER)[2].lstrip()
 
@@ -97,7 +102,7 @@ def _read(path: Path) -> dict[str, Any]:
         stored = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(stored, dict):
             return stored
-        problem = f"{type(stored).__name__} in place of an object"
+        problem = f"{type(stored).__name__} instead of an object"
     except (OSError, ValueError) as error:
         problem = str(error)
     raise ModelError(

@@ -1,10 +1,12 @@
-"""Norms and gated layers in Triton, for CUDA devices: transformers' modules take some ten short kernels for a
-norm and three for a gate, forward, and more backward, each with its trip through memory; here it is one each
-way, and less is kept between the two. No atomics, so that a run repeats bit for bit.
+"""Fused norms and gated layers in Triton, for CUDA devices.
 
-In place of the modules' own `forward`, before the model is compiled, split or sharded; parameters and names
-stay. Under torch.compile, in double precision, or with weights of another precision than the states, the
-modules run as they are.
+In transformers' modules, the forward pass of a norm takes some ten short kernels and a gate takes three. The
+backward pass takes more, and every kernel makes a trip through memory. Here each direction is one kernel, and
+fewer tensors are kept between the two. The kernels use no atomics, so a run repeats bit for bit.
+
+The kernels replace the `forward` of the modules before the model is compiled, split or sharded. Parameters
+and names stay the same. The original forward runs under torch.compile, in double precision, and if the
+weights have another precision than the hidden states.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from tandem.models.fused_kernels import gate_gradient_kernel, gate_kernel, norm_
 _NORMS = {f"{kind}RMSNorm" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _GATED = {f"{kind}MLP" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = 4096  # elements of a block of a norm
-_TILE = 1024  # of a gate
-# Of a norm's backward pass, each of which sums the weight's gradient over its rows: four for every
-# multiprocessor of an H100. Not by device, which must not change a sum.
+_BLOCK = 4096  # elements per block of a norm
+_TILE = 1024  # elements per block of a gate
+# Programs of a norm's backward pass. Each sums the weight's gradient over its rows. There are four for each
+# multiprocessor of an H100. The number is the same on every device, because it changes how the sum rounds.
 _PROGRAMS = 528
 
 
 def fuse(model: PreTrainedModel) -> int:
-    """Makes the norms and the gated layers that are known compute through `rms_norm` and `gated`. In place.
+    """Make all supported norms and gated layers compute through `rms_norm` and `gated`, in place.
 
     Returns:
-        how many modules.
+        The number of modules that were changed.
     """
     found = 0
     for module in model.modules():
@@ -51,21 +53,25 @@ def fuse(model: PreTrainedModel) -> int:
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """weight · x / sqrt(mean(x²) + eps) over the last dimension, with gradient; in fp32, and rounded to the
-    type of `x` before the weight, as transformers' Llama, Mistral and Qwen do.
+    """Return weight · x / sqrt(mean(x²) + eps) over the last dimension, with gradient.
+
+    The computation is in fp32. As in transformers' Llama, Mistral and Qwen, the result is rounded to the type
+    of `x` before it is multiplied with the weight.
 
     Args:
         x: (..., E); float32, bfloat16 or float16.
-        weight_E: same type.
+        weight_E: the same type as `x`.
+        eps: added to the mean square.
     """
     return _Norm.apply(x, weight_E, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, with gradient; silu is rounded to their type before the product.
+    """Return silu(gate) · up, with gradient. silu is rounded to the inputs' type before the product.
 
     Args:
-        gate, up: same shape; float32, bfloat16 or float16.
+        gate: float32, bfloat16 or float16.
+        up: same shape and type as `gate`.
     """
     return _Gated.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -148,5 +154,5 @@ def _sizes(features: int) -> dict[str, int]:
 
 
 def _warps(sizes: dict[str, int]) -> int:
-    """Sixteen elements of a block per thread."""
+    """Return the number of warps for sixteen elements of a block per thread."""
     return min(16, max(1, sizes["ROWS"] * sizes["E_PAD"] // 512))

@@ -1,8 +1,8 @@
-"""The Triton kernels of `fused`: norms and gates, forward and backward, each one trip through memory.
+"""The Triton kernels of `fused`: norms and gates, forward and backward.
 
-All compute in float32 and round where transformers' modules round in their forward pass. Capital letters are
-compile-time numbers: E features of a row, E_PAD the next power of two, ROWS rows of a block, TILE elements of
-one.
+Each kernel makes one trip through memory. All compute in float32 and round where transformers' modules round
+in their forward pass. Capital letters are compile-time numbers: E features per row, E_PAD the next power of
+two, ROWS rows per block, TILE elements per block.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# A kernel has many parameters: several stand on a line. The number of rows is another in every micro-batch,
-# and no reason to compile anew.
+# Kernels have many parameters, so several are on one line. `rows` differs in every micro-batch, so it must
+# not cause another compilation.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -20,7 +20,7 @@ def norm_kernel(
     out: tl.tensor, factors: tl.tensor, x: tl.tensor, weights: tl.tensor, rows: int, eps: float,
     E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:
-    """RMS norm of a block of rows, and the factor that each is scaled by."""
+    """Compute the RMS norm of a block of rows, and the scale factor of each row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, E_PAD)
     place = row.to(tl.int64)[:, None] * E + column[None, :]
@@ -40,8 +40,10 @@ def norm_gradient_kernel(
     weights: tl.tensor, factors: tl.tensor, rows: int, WEIGHT: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:
-    """The gradient of the rows of some blocks, and if WEIGHT their sum for the weight. For n = x factor and
-    h = gradient weight it is factor (h - n mean(h n))."""
+    """Compute the gradient of the rows of several blocks and, if WEIGHT is set, their sum for the weight.
+
+    With n = x factor and h = gradient weight, the gradient is factor (h - n mean(h n)).
+    """
     column = tl.arange(0, E_PAD)
     kind = x.dtype.element_ty
     weight = tl.load(weights + column, mask=column < E, other=0.0).to(tl.float32)
@@ -68,7 +70,7 @@ def norm_gradient_kernel(
 
 @triton.jit
 def gate_kernel(out: tl.tensor, gates: tl.tensor, ups: tl.tensor, size: int, TILE: tl.constexpr) -> None:
-    """silu(gate) * up; silu is rounded before the product."""
+    """Compute silu(gate) * up. silu is rounded before the product."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     kind = gates.dtype.element_ty
@@ -83,7 +85,7 @@ def gate_gradient_kernel(
     gate_gradient: tl.tensor, up_gradient: tl.tensor, gradient: tl.tensor, gates: tl.tensor, ups: tl.tensor,
     size: int, TILE: tl.constexpr,
 ) -> None:
-    """The gradients of `gate_kernel`: silu'(g) = s (1 + g (1 - s)) for s = sigmoid(g)."""
+    """Compute the gradients of `gate_kernel`: silu'(g) = s (1 + g (1 - s)) for s = sigmoid(g)."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     kind = gates.dtype.element_ty

@@ -1,4 +1,4 @@
-"""The choice of kernels for a model's norms, gated layers and rotary embeddings, and how the user is told."""
+"""Choice of the kernels for a model's norms, gated layers and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FIELD = "model.use_liger"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a model.
+    """The kernels that a model uses; `str` describes them for the user.
 
     Attributes:
-        layers: what `choose_kernels` gave.
-        head: the name of the head, of a policy.
+        layers: the result of `choose_kernels`.
+        head: the name of a policy's head; None for other models.
     """
 
     layers: str = "transformers"
@@ -31,7 +31,7 @@ class Kernels:
 
     @property
     def fused(self) -> bool:
-        """Whether norms and gated layers are one kernel each, and keep no more than its inputs."""
+        """Whether each norm and gated layer is one kernel that keeps only its inputs."""
         return self.layers in ("liger", "triton")
 
     def __str__(self) -> str:
@@ -40,13 +40,18 @@ class Kernels:
 
 
 def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.device, fsdp: FSDPConfig) -> str:
-    """Puts fused kernels into a model that runs on a CUDA device. In place, before anything else changes it.
+    """Choose the kernels of a model and put fused kernels into it, in place.
+
+    Fused kernels need a CUDA device. Call this before anything else changes the model.
 
     Args:
-        asked: True: Liger's; False: none; None: Liger's where it is installed and knows this kind of model,
-            else those of `fused` where they know a layer.
-        device: where the model will run.
-        fsdp: says whether the layers go through torch.compile, and what excludes Liger's kernels.
+        model: the transformers model.
+        asked: True: use Liger's kernels. False: use no fused kernels. None: use Liger's kernels if Liger is
+            installed and knows this kind of model, else the kernels of `fused` if they support a layer of the
+            model.
+        device: the device on which the model will run.
+        fsdp: says whether the layers are compiled by torch.compile, and has the settings that exclude Liger's
+            kernels.
 
     Returns:
         "liger", "triton", "compiled" or "transformers".
@@ -71,16 +76,19 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
 
 
 def use_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Puts Liger's kernels into the model. Rotary embeddings change for every model of its kind in this
-    process; the head stays as it is.
+    """Put Liger's kernels into the model; its head stays as it is.
+
+    Liger's rotary embeddings take effect for every model of this kind in the process.
 
     Args:
-        device: where the model will run.
+        model: the transformers model; it is changed in place.
+        device: the device on which the model will run.
 
     Raises:
-        ConfigError: not a CUDA device, no liger-kernel, or a kind of model that it does not know.
+        ConfigError: If the device is not a CUDA device, liger-kernel is not installed, or it does not know
+            this kind of model.
     """
-    problem, got, remedy = "Liger's kernels run on CUDA devices alone", "true", "set use_liger=false"
+    problem, got, remedy = "Liger's kernels run only on CUDA devices", "true", "set use_liger=false"
     if device.type != "cuda":
         raise ConfigError(problem, field=_FIELD, got=f"{got} on {device.type}", remedy=remedy)
     if find_spec("liger_kernel") is None:
@@ -90,13 +98,13 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def knows(model: PreTrainedModel) -> bool:
-    """Whether Liger, which is installed, has kernels for this kind of model."""
+    """Return whether the installed Liger has kernels for this kind of model."""
     liger: Any = import_module("liger_kernel.transformers.monkey_patch")
     return model.config.model_type in liger.MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def patch(model: PreTrainedModel) -> None:
-    """`use_liger` without its checks of the device and the package."""
+    """Do what `use_liger` does, without its checks of the device and the package."""
     liger: Any = import_module("liger_kernel.transformers.monkey_patch")
     kind = model.config.model_type
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -110,4 +118,4 @@ def patch(model: PreTrainedModel) -> None:
     definitions = vars(import_module(type(model).__module__))
     classes = {name: value for name, value in definitions.items() if isinstance(value, type)}
     liger._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-    definitions.update(classes)  # a model loaded later gets Liger's layers only if it asks for them
+    definitions.update(classes)  # restore: models loaded later get Liger's layers only if asked

@@ -1,11 +1,11 @@
-"""Matrix products of linear layers, through oneDNN where that is the faster library.
+"""Matrix products of linear layers, through oneDNN where oneDNN is faster.
 
-PyTorch sends fp32 products on a CPU to MKL, which takes slow kernels on AMD's processors: measured
-on one core of an EPYC (Zen 5), 101 GFLOP/s against 230 by oneDNN, both IEEE fp32. PyTorch offers the
-latter only as an operator without a gradient; here is the gradient. bf16 goes to oneDNN anyway.
+PyTorch sends fp32 products on a CPU to MKL, which uses slow kernels on AMD processors. On one core of an EPYC
+(Zen 5), MKL reached 101 GFLOP/s and oneDNN 230, both in IEEE fp32. PyTorch offers oneDNN's product only as an
+operator without a gradient; this module adds the gradient. PyTorch already sends bf16 products to oneDNN.
 
-On Intel's processors MKL is the faster one, above all for gradients, whose transposed factors oneDNN copies:
-an update of 3.2M parameters in fp32 took 1.1 times as long with oneDNN on one core of a Xeon (Cascade Lake).
+On Intel processors MKL is faster, mainly for gradients, because oneDNN copies transposed factors. An update
+of 3.2M parameters in fp32 took 1.1 times as long with oneDNN on one core of a Xeon (Cascade Lake).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Below this many rows MKL is faster.
+# With fewer rows MKL is faster.
 _MIN_ROWS = 8
 _PROCESSOR = Path("/proc/cpuinfo")
 _INTEL = (
@@ -31,7 +31,7 @@ _INTEL = (
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """inputs weightᵀ + bias, with gradient.
+    """Return inputs weightᵀ + bias, with gradient.
 
     Args:
         inputs: (..., K).
@@ -39,7 +39,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         bias: (N) or None.
     """
     if not _fast(inputs):
-        # PyTorch multiplies a strided batch otherwise, to other bits, where the weight takes no gradient.
+        # For a weight without gradient, PyTorch multiplies a strided batch by another method, whose result
+        # differs in its bits. A contiguous batch avoids this.
         return F.linear(inputs.contiguous(), weight, bias)
     if not torch.is_grad_enabled():
         return _product(inputs, weight, bias)
@@ -47,13 +48,19 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left rightᵀ, without gradient: (M, K), (N, K) to (M, N). Either may be a transposed view."""
+    """Return left rightᵀ without gradient: (M, K), (N, K) to (M, N).
+
+    Either factor may be a transposed view.
+    """
     return _product(left, right, None) if _fast(left) else left @ right.T
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """`product` in fp32, of fp64 factors in fp64. On a CUDA device sums of half precision's products are not
-    rounded to it on the way; a CPU has no such kernel."""
+    """Return `product` in fp32, or in fp64 for fp64 factors.
+
+    On a CUDA device, sums of half-precision products are not rounded to half precision on the way. A CPU has
+    no kernel for this.
+    """
     out_type = torch.promote_types(left.dtype, torch.float32)
     if left.is_cuda and left.dtype != out_type:
         wide: Tensor = torch.mm(left, right.T, out_dtype=out_type)
@@ -62,7 +69,10 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True for a weight that `pack` takes: float32, and bf16 where the processor multiplies it, on x86."""
+    """Return whether `pack` supports a weight.
+
+    It supports float32 on x86, and bf16 if the processor can multiply it.
+    """
     return (
         _ONEDNN
         and platform.machine() in ("x86_64", "AMD64")
@@ -72,23 +82,26 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A copy of a weight (N, K) in the layout that oneDNN's kernels read, for `packed_linear`.
+    """Return a copy of a weight (N, K) in the layout of oneDNN's kernels, for `packed_linear`.
 
-    Products of few rows otherwise spend most of their time on bringing the weight into that layout: weight
-    (4608, 768) in bf16 on one core of an EPYC (Zen 5), 8 rows in 301 us plain and 170 packed, 64 rows in
-    1,410 and 1,080.
+    Without this, products of few rows spend most of their time on converting the weight to that layout. With
+    a bf16 weight (4608, 768) on one core of an EPYC (Zen 5), 8 rows took 301 us plain and 170 us packed; 64
+    rows took 1,410 us and 1,080 us.
     """
     out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return out
 
 
 def packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` with a weight from `pack`, without gradient; (M, K) to (M, N)."""
+    """Return `linear` with a weight from `pack`, without gradient: (M, K) to (M, N)."""
     return _product(inputs, weight, bias)
 
 
 def speed_up_linears(model: nn.Module) -> None:
-    """Makes every nn.Linear of the model compute through `linear`; parameters and types stay."""
+    """Make every nn.Linear of the model compute through `linear`, in place.
+
+    Parameters and types stay the same.
+    """
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
@@ -128,7 +141,7 @@ def _shape(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
 
 
-# The compiler takes PyTorch's own operator with constant weights alone.
+# torch.compile supports PyTorch's own operator only with constant weights, so this operator wraps it.
 _LIBRARY: Any = torch.library.Library("tandem", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("onednn_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("onednn_linear", _onednn, "CPU")
@@ -154,7 +167,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_MN: Tensor, inputs_MK: Tensor) -> Tensor:
-    """gradᵀ inputs. oneDNN copies a transposed left factor: the narrower of the two goes there."""
+    """Return gradᵀ inputs.
+
+    oneDNN copies a transposed left factor, so the narrower factor is on the left.
+    """
     if grad_MN.shape[1] <= inputs_MK.shape[1]:
         return _product(grad_MN.T, inputs_MK.T, None)
     return _product(inputs_MK.T, grad_MN.T, None).T

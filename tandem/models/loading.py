@@ -1,4 +1,4 @@
-"""Models and tokenizers from local Hugging Face folders."""
+"""Loading of models and tokenizers from local Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.models.architectures import (
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
 
-# Outputs that our head does not compute.
+# Config keys that change the logits in ways that Tandem's heads do not compute.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _unfit = partial(ModelError, field="model.path")
@@ -35,10 +35,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config, with every dropout at zero.
+    """Load the config of a model's folder, with every dropout set to zero.
 
     Raises:
-        ModelError: no such folder, no or an unreadable config.json, an unknown architecture.
+        ModelError: If the folder does not exist, its config.json is missing or unreadable, or transformers
+            does not know the architecture.
     """
     folder = _folder(path)
     try:
@@ -53,7 +54,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
 
 
 def _drop_nothing(config: PreTrainedConfig) -> None:
-    """Sets every dropout to zero, those of configs inside it too: they would make log-probs random."""
+    """Set every dropout to zero, also in nested configs. Dropout would make log-probs random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _drop_nothing(value)
@@ -70,24 +71,24 @@ def load_policy(
     attention: str = PACKED,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The causal language model of a folder, in training mode.
+    """Load the causal language model of a folder, in training mode.
 
     Args:
         path: folder with config.json and safetensors (or pytorch_model.bin) weights.
-        dtype: of the parameters.
-        device: where they go.
+        dtype: the type of the parameters.
+        device: the device for the parameters.
         trust_remote_code: run the model class that the folder brings along.
         attention: name of the attention function.
-        weights: whether to load them; without, the parameters are on the meta device, the buffers on the
-            host, and `device` does not count.
+        weights: whether to load the weights. If not, the parameters are on the meta device and the buffers on
+            the host, and `device` is ignored.
 
     Raises:
-        ModelError: see `load_config`; also no weights, weights that do not fit the architecture, or a model
-            that `require_trainable` refuses.
+        ModelError: see `load_config`; also if there are no weights, if the weights do not fit the
+            architecture, or if `require_trainable` refuses the model.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    model = _made(path, config, options, scorer=False, weights=weights)
+    model = _build(path, config, options, scorer=False, weights=weights)
     policy: PreTrainedModel = (model.to(device) if weights else model).train()
     return policy
 
@@ -101,20 +102,22 @@ def load_scorer(
     new_head: bool = False,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The reward model of a folder: a sequence classifier with one label, or a token classifier with one or
-    two, in evaluation mode.
+    """Load the reward model of a folder, in evaluation mode.
+
+    It is a sequence classifier with one label, or a token classifier with one or two labels.
 
     Args:
         path: folder with config.json and safetensors (or pytorch_model.bin) weights.
-        dtype: of the parameters.
+        dtype: the type of the parameters.
         trust_remote_code: run the model class that the folder brings along.
         attention: name of the attention function.
-        new_head: the folder may be that of a causal language model too; the head is then drawn with
-            PyTorch's seed, as `torch.manual_seed` was last given it.
+        new_head: allow the folder of a causal language model too. Its new head is drawn with the seed that
+            `torch.manual_seed` was last given.
         weights: see `load_policy`.
 
     Raises:
-        ModelError: see `load_policy`; also a folder of another kind of model, or more labels.
+        ModelError: see `load_policy`; also if the folder holds another kind of model, or one with more
+            labels.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     new_head = new_head and lacks_score_head(config)
@@ -124,10 +127,10 @@ def load_scorer(
         require_scorer(path, config)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     absent: Collection[str] = {"score.weight"} if new_head else ()
-    model = _made(path, config, options, scorer=True, weights=weights, absent=absent)
+    model = _build(path, config, options, scorer=True, weights=weights, absent=absent)
     if new_head and weights:
-        # As in Stiennon et al. 2020 (arXiv 2009.01325): the first rewards are of order one. Drawn in fp32
-        # and with a generator of its own, so that it is the same in every precision.
+        # As in Stiennon et al. 2020 (arXiv 2009.01325), so that the first rewards are of order one. The head
+        # is drawn in fp32 with a separate generator, so that it is the same in every precision.
         drawn = torch.empty(model.score.weight.shape, dtype=torch.float32)
         std = (config.get_text_config().hidden_size + 1) ** -0.5
         nn.init.normal_(drawn, std=std, generator=torch.Generator().manual_seed(torch.initial_seed()))
@@ -139,19 +142,22 @@ def load_scorer(
 def require_scorer(
     path: str | Path, config: PreTrainedConfig, field: str = "reward_model.model.path"
 ) -> None:
-    """
+    """Check that a folder holds a reward model.
+
+    That is a sequence classifier with one label, or a token classifier with one or two labels.
+
     Args:
-        path: a model's folder.
-        config: what `load_config` gives of it.
-        field: the config key that names it.
+        path: the model's folder.
+        config: the folder's config, from `load_config`.
+        field: the config key that names the folder.
 
     Raises:
-        ModelError: it is no sequence classifier with one label, nor a token classifier with one or two.
+        ModelError: If the folder holds another kind of model.
     """
     architecture, by_token = architecture_of(config), judges_tokens(config)
     if not (by_token or architecture.endswith("ForSequenceClassification")):
         raise ModelError(
-            "the folder holds no reward model",
+            "the folder does not hold a reward model",
             field=field,
             got=f"{path}: architecture {architecture}",
             expected="a sequence classifier, such as Qwen2ForSequenceClassification",
@@ -159,27 +165,31 @@ def require_scorer(
         )
     if config.num_labels not in ((1, 2) if by_token else (1,)):
         raise ModelError(
-            "a reward model gives one score",
+            "a reward model must return one score",
             field=field,
             got=f"{path}: num_labels {config.num_labels}",
-            expected="num_labels 1, or of a token classifier 2",
-            remedy="use a model that was trained with so many labels",
+            expected="num_labels 1, or 2 for a token classifier",
+            remedy="use a model that was trained with this number of labels",
         )
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The most tokens of a sequence; None where rotary angles are stretched, or the config does not say."""
+    """Return the largest number of tokens in a sequence.
+
+    Returns:
+        The limit; None if the config scales its rotary angles or names no limit.
+    """
     text = config.get_text_config()
     stretched = "factor" in (getattr(text, "rope_parameters", None) or {})
     return None if stretched else getattr(text, "max_position_embeddings", None)
 
 
 def lacks_score_head(config: PreTrainedConfig) -> bool:
-    """True for a checkpoint of a causal language model."""
+    """Return whether the checkpoint is that of a causal language model."""
     return architecture_of(config).endswith("ForCausalLM")
 
 
-def _made(
+def _build(
     path: str | Path,
     config: PreTrainedConfig,
     options: dict[str, Any],
@@ -188,8 +198,16 @@ def _made(
     weights: bool,
     absent: Collection[str] = (),
 ) -> Any:
-    """A model that can be trained for the task, with the folder's weights, but for those of the names
-    `absent`, or without any."""
+    """Return a model that can be trained for the task.
+
+    Args:
+        path: the model's folder.
+        config: the folder's config.
+        options: keyword arguments of the auto class.
+        scorer: whether the task needs a classifier.
+        weights: whether to load the folder's weights.
+        absent: names of weights that the folder may lack.
+    """
     require_task(path, config, scorer=scorer, trust_remote_code=options["trust_remote_code"])
     kind = auto_class(config, scorer=scorer)
     model = _load(kind, path, config, absent, options) if weights else _skeleton(kind, path, config, options)
@@ -201,18 +219,18 @@ def _made(
 def _load(
     kind: Any, path: str | Path, config: PreTrainedConfig, absent: Collection[str], options: dict[str, Any]
 ) -> Any:
-    """A model of the folder with every one of its weights, but for those of the names `absent`."""
+    """Load a model with every weight of the folder. Only the weights named in `absent` may be missing."""
     folder = _folder(path)
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise _unfit(
-            "the model folder holds no weights",
+            "the model folder contains no weights",
             got=folder,
             expected=" or ".join(_WEIGHT_FILES),
             remedy=_COPY_AGAIN,
         )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()
-    # What it would tell of missing weights is looked at below.
+    # Silence warnings about missing weights: these are checked below.
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         model, report = kind.from_pretrained(
@@ -220,7 +238,7 @@ def _load(
             config=config,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below, all of them
+            ignore_mismatched_sizes=True,  # the check below names all of them
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
@@ -228,28 +246,30 @@ def _load(
     finally:
         transformers_logging.set_verbosity(verbosity)
     wrong = [
-        f"{name} is {_shape(held)}, where config.json asks for {_shape(asked)}"
+        f"{name} is {_shape(held)}, but config.json asks for {_shape(asked)}"
         for name, held, asked in sorted(report["mismatched_keys"], key=str)
     ]
     if wrong:
         raise _unfit(
-            "the weights do not have the shapes that config.json gives them",
-            got=f"{folder}: {len(wrong)} of them, such as {wrong[0]}",
-            remedy="put the config.json of these weights beside them",
+            "the shapes of the weights differ from those in config.json",
+            got=f"{folder}: {len(wrong)} weights, such as {wrong[0]}",
+            remedy="put the config.json that belongs to these weights into the folder",
         )
     missing = sorted(set(report["missing_keys"]).difference(absent))
     if missing:
         raise _unfit(
             "weights are missing",
             got=f"{folder}: {len(missing)}, such as {missing[0]}",
-            remedy="export the model again, with all of its weights",
+            remedy="export the model again with all of its weights",
         )
     return model
 
 
 def _skeleton(kind: Any, path: str | Path, config: PreTrainedConfig, options: dict[str, Any]) -> Any:
-    """The same model without its weights: parameters on the meta device, buffers as the architecture makes
-    them."""
+    """Return the model without weights.
+
+    Parameters are on the meta device. Buffers have the values that the architecture gives them.
+    """
     try:
         with torch.device("meta"):
             model = kind.from_config(config, **options)
@@ -262,29 +282,33 @@ def _skeleton(kind: Any, path: str | Path, config: PreTrainedConfig, options: di
         module._is_hf_initialized = False
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
-    model.initialize_weights()  # of what is not marked: the buffers
+    model.initialize_weights()  # only the buffers, which have no mark
     return model
 
 
 def load_tokenizer(
     path: str | Path, *, custom_chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; where it names no padding token, that is its end of sequence.
+    """Load the tokenizer of a folder.
+
+    If it has no padding token, the end-of-sequence token is used for padding.
 
     Args:
-        custom_chat_template: a Jinja template to use instead of the folder's own.
+        path: the tokenizer's folder.
+        custom_chat_template: a Jinja template to use instead of the folder's template.
+        trust_remote_code: run the tokenizer class that the folder brings along.
 
     Raises:
-        ModelError: no tokenizer there, or one without an end-of-sequence token.
+        ModelError: If the folder has no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     folder = Path(path).expanduser()
     if not trust_remote_code and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        # Asked for one that is not there, transformers may make up an empty tokenizer.
+        # Without these files, transformers may create an empty tokenizer.
         raise _incomplete(
-            "the folder holds no tokenizer",
+            "the folder contains no tokenizer",
             got=folder,
             expected=" or ".join(TOKENIZER_FILES),
-            remedy="copy the tokenizer's files there, or name their folder with model.tokenizer_path",
+            remedy="copy the tokenizer's files there, or set model.tokenizer_path to their folder",
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -316,31 +340,31 @@ def _shape(sizes: Iterable[int]) -> str:
 def _folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise _unfit("no such model folder", got=path, remedy="check the path")
+        raise _unfit("the model folder does not exist", got=path, remedy="check the path")
     if not (folder / "config.json").is_file():
         raise _incomplete(
-            "the folder is no Hugging Face model",
+            "the folder is not a Hugging Face model",
             got=folder,
-            expected="a config.json in it",
+            expected="a folder with a config.json",
             remedy="check the path",
         )
     return folder
 
 
 def require_trainable(model: Any, *, scorer: bool = False) -> None:
-    """Refuses a model whose parts are not where training looks for them.
+    """Check that a model's parts are where training looks for them.
 
     Args:
-        model: of transformers.
-        scorer: whether it is a classifier, and not a causal language model.
+        model: a model of transformers.
+        scorer: whether it is a classifier instead of a causal language model.
 
     Raises:
-        ModelError: a head that is not one plain matrix, or no list `layers` in the decoder.
+        ModelError: If the head is not one plain matrix, or the decoder has no list `layers`.
     """
     if scorer:
         if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
             raise ModelError(
-                "the reward model's head is not one linear map over a decoder",
+                "the reward model's head is not one linear layer over a decoder",
                 field="reward_model.model.path",
                 got=f"{model.config.name_or_path}: {type(model).__name__}",
                 expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
@@ -357,7 +381,7 @@ def require_trainable(model: Any, *, scorer: bool = False) -> None:
     decoder = model.model if scorer else model.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise _unfit(
-            "the model's decoder has no list of layers under the name that training looks for",
+            "the model's decoder has no list of layers named `layers`",
             got=f"{type(model).__name__}: {type(decoder).__name__} without `layers`",
             expected="a decoder with `layers`, as in Qwen2, Qwen3 and Llama",
             remedy="train another model",

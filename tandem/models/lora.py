@@ -1,5 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685): an adapted linear map computes
-x (W + s B A)ᵀ with W frozen and s = lora_alpha / lora_rank. The layers are those of the library peft.
+"""Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+An adapted linear layer computes x (W + s B A)ᵀ with frozen W and s = lora_alpha / lora_rank. The layers are
+those of the library peft.
 
 Shapes: A is (rank, inputs), B is (outputs, rank), W is (outputs, inputs).
 """
@@ -29,20 +31,20 @@ _RANK, _TARGETS = "model.lora_rank", "model.target_modules"
 _INSTALL = "pip install 'tandem[lora]'"
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"
-"""peft's name of the only adapter."""
+"""The name of the only adapter in peft."""
 _OF_PEFT = re.compile(rf"\.base_layer(?=\.)|(?<=\.lora_[AB])\.{ADAPTER}(?=\.)")
 _TASKS = {"policy": "CAUSAL_LM", "value": "FEATURE_EXTRACTION", "score": "SEQ_CLS"}
 
 
 def require_peft(model: BackboneConfig) -> None:
-    """Finds out before anything is loaded whether adapters can be had.
+    """Check that peft is installed if the config uses adapters. Call this before anything is loaded.
 
     Raises:
-        ConfigError: peft is not installed.
+        ConfigError: If peft is not installed.
     """
     if model.lora_rank and find_spec("peft") is None:
         raise ConfigError(
-            "the package peft, which adapters need, is not installed",
+            "adapters need the package peft, which is not installed",
             field=_RANK,
             got=model.lora_rank,
             remedy=f"{_INSTALL}, or set {_RANK}=0 to train all weights",
@@ -50,11 +52,12 @@ def require_peft(model: BackboneConfig) -> None:
 
 
 def lora_config(model: BackboneConfig, kind: str, **more: Any) -> Any:
-    """peft's LoraConfig.
+    """Return peft's LoraConfig.
 
     Args:
-        kind: "policy", "value" or "score", as of an engine.
-        more: further arguments of it, which win.
+        model: the config section of the model.
+        kind: the engine's kind: "policy", "value" or "score".
+        **more: further arguments of LoraConfig, which override the others.
     """
     everything = model.target_modules == (ALL_LINEAR,)
     options: dict[str, Any] = {
@@ -68,22 +71,25 @@ def lora_config(model: BackboneConfig, kind: str, **more: Any) -> Any:
 
 
 def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dtype: torch.dtype) -> None:
-    """Puts adapters into a model whose parameters may still be on the meta device, in place. They have no
-    values before `draw_adapters`.
+    """Add adapters to a model in place.
+
+    The model's parameters may still be on the meta device. The adapters have no values until `draw_adapters`.
 
     Args:
+        backbone: the transformers model.
+        model: the config section of the model.
         kind: see `lora_config`.
-        dtype: of the adapters.
+        dtype: the type of the adapters.
 
     Raises:
-        ConfigError: a target that is no linear layer of the model's decoder, or is not there; a folder to
-            start from that holds other adapters.
+        ConfigError: If a target does not exist or is not a linear layer of the model's decoder, or if the
+            folder to start from holds other adapters.
     """
     peft, unmade = import_module("peft"), next(backbone.parameters()).is_meta
     names = [name for name, _ in backbone.named_modules() if name]
     for target in () if model.target_modules == (ALL_LINEAR,) else model.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise _bad_target(model, f"{target} is nowhere in the model", names, target)
+            raise _bad_target(model, f"the model has no module {target}", names, target)
     try:
         with torch.random.fork_rng(devices=[]):
             peft.inject_adapter_in_model(
@@ -96,7 +102,7 @@ def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dt
     plain = peft.tuners.lora.Linear
     for name, layer in adapted_layers(backbone).items():
         if type(layer) is not plain or type(layer.base_layer) is not nn.Linear or layer in heads:
-            raise _bad_target(model, f"{name} is no linear layer of the decoder", names)
+            raise _bad_target(model, f"{name} is not a linear layer of the decoder", names)
         layer.lora_A.to(dtype)
         layer.lora_B.to(dtype)
     if model.lora_adapter_path is not None:
@@ -108,7 +114,7 @@ def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dt
 def _bad_target(model: BackboneConfig, got: str, names: list[str], target: str = "") -> ConfigError:
     leaves = sorted({name.rpartition(".")[2] for name in names})
     return ConfigError(
-        "adapters cannot be put there",
+        "adapters cannot be added to these modules",
         field=_TARGETS,
         got=got,
         expected=f"{ALL_LINEAR}, or names of linear layers of {model.path}",
@@ -117,27 +123,31 @@ def _bad_target(model: BackboneConfig, got: str, names: list[str], target: str =
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """peft's layers by their names in the module; none in a model without adapters."""
+    """Return peft's layers by their names in the module; none if the model has no adapters."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of an adapter's parameter."""
+    """Return whether a parameter name is that of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter without what peft's layers put into it: that of an adapted weight is then the
-    one it has without adapters, and that of an adapter the one it has in peft's files."""
+    """Return the name of a parameter without the parts that peft's layers add.
+
+    The name of an adapted weight becomes the name that it has without adapters. The name of an adapter
+    becomes the name that it has in peft's files.
+    """
     return _OF_PEFT.sub("", name)
 
 
 def train_adapters_alone(module: nn.Module, head: nn.Module | None, base_dtype: torch.dtype) -> None:
-    """Freezes all but the adapters of a model that has them.
+    """Freeze all parameters of a model with adapters, except the adapters and the head.
 
     Args:
-        head: a head of ours, which is trained whole.
-        base_dtype: of what is frozen.
+        module: the model.
+        head: a head that Tandem added, which is trained fully; None if there is none.
+        base_dtype: the type of the frozen parameters.
     """
     ours = set() if head is None else set(head.parameters())
     for name, parameter in module.named_parameters():
@@ -149,12 +159,15 @@ def train_adapters_alone(module: nn.Module, head: nn.Module | None, base_dtype: 
 
 @torch.no_grad()
 def draw_adapters(module: nn.Module, folder: str | None = None) -> None:
-    """Gives the adapters, sharded or not, their first values: B is zero, so that the model computes what it
-    did without them, and A is uniform in ±1/√inputs, as in peft. Each A is drawn whole, in fp32, by a
-    generator of its own, seeded by PyTorch's seed and the name: it is the same at any number of ranks.
+    """Give the adapters, sharded or not, their initial values.
+
+    B is zero, so that the model computes the same as without adapters. A is uniform in ±1/√inputs, as in
+    peft. Each A is drawn whole, in fp32, by its own generator, which is seeded by PyTorch's seed and the
+    name. So A is the same for any number of ranks.
 
     Args:
-        folder: one that `check_adapter_folder` has accepted, to take the values from instead.
+        module: the model.
+        folder: a folder that `check_adapter_folder` accepted, to read the values from instead.
     """
     if folder is not None:
         named: Any = module
@@ -172,10 +185,10 @@ def draw_adapters(module: nn.Module, folder: str | None = None) -> None:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what its base does, bit for bit."""
+    """Inside the context, make the model compute exactly what its base model computes."""
     layers = adapted_layers(module).values()
     for layer in layers:
-        layer._disable_adapters = True  # what enable_adapters sets; that would freeze them too
+        layer._disable_adapters = True  # set as enable_adapters does, but without freezing
     try:
         yield
     finally:
@@ -184,15 +197,18 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W + s B A, or the part of it that belongs to a part of W and the same rows of B and columns of A."""
+    """Return W + s B A.
+
+    For a part of W, pass the matching rows of B and columns of A.
+    """
     return torch.addmm(weight, b, a, alpha=scaling)
 
 
 def scaling_of(layer: Any) -> float:
-    """s, of one of peft's layers."""
+    """Return the factor s of one of peft's layers."""
     return float(layer.scaling[ADAPTER])
 
 
 def factors(layer: Any) -> tuple[Tensor, Tensor]:
-    """A and B of one of peft's layers."""
+    """Return A and B of one of peft's layers."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight

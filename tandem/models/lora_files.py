@@ -1,4 +1,4 @@
-"""Adapters as the folders of the library peft hold them."""
+"""Adapters in the folder format of the library peft."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tandem.texts import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""The beginning of the names of the weights in it."""
+"""The prefix of the names of the weights in the file."""
 _FIELD = "model.lora_adapter_path"
-# What says nothing of the function that an adapter computes, or is seen in the shapes of its weights, or is
-# compared on its own.
+# Config keys that need no comparison: they do not change what an adapter computes, the shapes of its weights
+# show them, or another check compares them.
 _FREE = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size"),
@@ -29,18 +29,21 @@ _FREE = {
     *("rank_pattern", "alpha_pattern", "ensure_weight_tying"),
 }
 _BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""First values under which the model's own weights stay as they are."""
+"""Kinds of initial values that leave the model's own weights unchanged."""
 
 
 def check_adapter_folder(model: BackboneConfig, needed: Mapping[str, Sequence[int]]) -> None:
-    """Refuses a folder `model.lora_adapter_path` that does not hold the adapters of the model, and only them:
-    whatever else peft would apply is named.
+    """Check that `model.lora_adapter_path` holds the adapters of the model and nothing else.
+
+    The error names everything else that peft would apply.
 
     Args:
-        needed: their shapes by name, as `plain_name` gives it.
+        model: the config section of the model.
+        needed: shapes of the adapters by name; names as `plain_name` returns them.
 
     Raises:
-        ConfigError: no such folder, or adapters of another rank, scale, kind or of other layers.
+        ConfigError: If the folder does not exist, or its adapters have another rank, scale or kind, or belong
+            to other layers.
     """
     folder = Path(str(model.lora_adapter_path))
     try:
@@ -50,32 +53,35 @@ def check_adapter_folder(model: BackboneConfig, needed: Mapping[str, Sequence[in
             shapes = {name: tuple(stored.get_slice(full).get_shape()) for name, full in names.items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise _refused(
-            "the folder holds no adapter", f"{folder}: {error}", f"{CONFIG} and {WEIGHTS}"
+            "the folder contains no adapter", f"{folder}: {error}", f"{CONFIG} and {WEIGHTS}"
         ) from error
     for key, value, asked in _differences(config, model):
         raise _refused(
-            "the folder holds another kind of adapter", f"{folder}: {key}={value}", f"{key}={asked}"
+            "the folder contains another kind of adapter", f"{folder}: {key}={value}", f"{key}={asked}"
         )
     others = [name for name in names if ".lora_" not in name]
     if others:
         raise _refused(
-            "the folder holds weights beside its adapters, which would be lost",
+            "the folder contains weights besides its adapters, and these would be lost",
             f"{folder}: {min(others)}",
-            "weights of adapters alone",
+            "only the weights of adapters",
         )
     want = {name: tuple(shape) for name, shape in needed.items()}
     if shapes != want:
         first = min(name for name in shapes.keys() | want.keys() if shapes.get(name) != want.get(name))
         raise _refused(
-            "the folder holds adapters of other layers",
+            "the folder contains adapters of other layers",
             f"{folder}: {first} {shapes.get(first, 'is missing')}",
-            f"{first} {want.get(first, 'without an adapter: see target_modules')}",
+            f"{first} {want.get(first, 'without an adapter; see target_modules')}",
         )
 
 
 def _differences(config: dict[str, Any], model: BackboneConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Keys by which peft would compute something else than W + s B A, with one s for all layers; their
-    values; what they must be."""
+    """Yield config keys with which peft would compute more than W + s B A with one s for all layers.
+
+    Yields:
+        The key, its value, and the value that it must have.
+    """
     plain: dict[str, Any] = import_module("peft").LoraConfig().to_dict()
     asked = plain | {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
     given = plain | config
@@ -93,10 +99,11 @@ def _differences(config: dict[str, Any], model: BackboneConfig) -> Iterator[tupl
 
 @torch.no_grad()
 def read_adapters(named: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Fills adapters, sharded or not, from a folder that `check_adapter_folder` has accepted.
+    """Fill adapters, sharded or not, from a folder that `check_adapter_folder` accepted.
 
     Args:
-        named: by name, as `plain_name` gives it.
+        named: the adapters by name; names as `plain_name` returns them.
+        folder: the folder.
     """
     with safe_open(Path(folder) / WEIGHTS, framework="pt") as stored:
         for name, parameter in named.items():
@@ -105,7 +112,8 @@ def read_adapters(named: Mapping[str, Tensor], folder: str | Path) -> None:
 
 def _refused(problem: str, got: str, expected: str) -> ConfigError:
     remedy = (
-        "set lora_rank, lora_alpha and target_modules as the adapter has them; what is more than adapters of "
-        "one rank and scale, merge into the model with peft's merge_and_unload, or leave this key out"
+        "set lora_rank, lora_alpha and target_modules to the adapter's values. If the adapter has several "
+        "ranks, scales or other extras, merge it into the model with peft's merge_and_unload, or leave this "
+        "key out"
     )
     return ConfigError(problem, field=_FIELD, got=got, expected=expected, remedy=remedy)

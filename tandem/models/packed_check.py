@@ -1,9 +1,12 @@
-"""A check that a model gives sequences packed into one row what it gives each of them alone.
+"""A check that packing does not change a model's outputs.
 
-A model that lets one sequence see another, or counts positions through, would train on wrong log-probs
-without any error. An architecture is tried by a small copy in float64 with weights of its own, so that
-neither the scale of a checkpoint's weights nor rounding hides anything. The weights that a run trains are
-tried once more, on its device and in its precision, where the training engine begins.
+A model must compute for sequences packed into one row what it computes for each sequence alone. If one
+sequence could see another, or positions were counted across sequences, training would use wrong log-probs
+without any error.
+
+An architecture is tried with a small copy in float64 with random weights, so that neither the scale of a
+checkpoint's weights nor rounding hides a fault. The weights that a run trains are tried once more, on the
+run's device and in its precision, when the training engine starts.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from tandem.models.small_copy import LONGEST, angle_limits, small_copy, window_l
 from tandem.protocol import Ragged
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""The error that rounding may make in a log-prob of a run's own weights, nats, on average."""
+"""The largest mean error of a log-prob, in nats, that rounding may cause with a run's own weights."""
 _unfit = partial(ModelError, field="model.path")
 _LENGTHS = (9, 1, 33, 2, 17)
 _OTHERS, _ALONE = 1e-12, 1e-6
@@ -42,18 +45,20 @@ _GAIN, _SPREAD = 1.5, 0.3
 
 @dataclass(frozen=True, slots=True)
 class PackedCheck:
-    """What trying a small copy has shown. Differences are relative to log-probs or scores, where these are
-    above 1.
+    """The results of trying a small copy.
+
+    Differences are relative for log-probs or scores above 1.
 
     Attributes:
         gradient: the largest entry of the gradient of a sequence's log-probs with respect to the embeddings
-            of the others packed beside it.
-        others: the largest change of a sequence's log-probs when the others' tokens change.
-        alone: the largest difference from transformers' own model on each sequence alone, at sequences within
-            every window, chunk and angle limit.
-        beyond: the same, with sequences beyond all of them.
-        failure: why packed sequences beyond the limits cannot be computed at all; None where they can.
-        limit: the tokens beyond which the config's own limits begin; None where it has none.
+            of the other sequences packed next to it.
+        others: the largest change of a sequence's log-probs when the tokens of the other sequences change.
+        alone: the largest difference from transformers' own model run on each sequence alone, for sequences
+            within every window, chunk and angle limit.
+        beyond: the same for sequences beyond all of these limits.
+        failure: why packed sequences beyond the limits cannot be computed at all; None if they can.
+        limit: the number of tokens at which the config's first limit starts to matter; None if it has no
+            limits.
     """
 
     gradient: float
@@ -65,63 +70,65 @@ class PackedCheck:
 
     @property
     def sound_within(self) -> bool:
-        """Whether sequences up to `limit` can be trained packed. Not for NaN."""
+        """Whether sequences of up to `limit` tokens can be trained packed. False for NaN."""
         return self.gradient == 0 and self.others <= _OTHERS and self.alone <= _ALONE
 
     @property
     def sound(self) -> bool:
-        """Whether sequences of any length can."""
+        """Whether sequences of any length can be trained packed."""
         return self.sound_within and self.failure is None and self.beyond <= _ALONE
 
     @property
     def lines(self) -> list[str]:
-        """The findings, as sentences."""
+        """The results as sentences."""
         beyond = self.failure or f"{self.beyond:.3g} (limit {_ALONE:g})"
         return [
-            f"gradient that reaches other sequences: {self.gradient:.3g} (limit 0)",
+            f"gradient with respect to other sequences: {self.gradient:.3g} (limit 0)",
             f"change when other sequences change: {self.others:.3g} (limit {_OTHERS:g})",
-            f"packed against transformers' own model alone: {self.alone:.3g} (limit {_ALONE:g})",
+            f"packed, compared with transformers on each sequence alone: {self.alone:.3g} (limit {_ALONE:g})",
             f"the same, beyond every window, chunk and angle limit: {beyond}",
         ]
 
 
 def check_sequences(vocabulary: int) -> Ragged:
-    """Sequences of different lengths to try a model with."""
+    """Return sequences of different lengths to try a model with."""
     return _drawn(_LENGTHS, vocabulary, seed=0)
 
 
 def check_packed(
     path: str | Path, *, scorer: bool = False, trust_remote_code: bool = False
 ) -> tuple[PackedCheck, Any]:
-    """Tries the architecture of a folder on the CPU, in float64; its weights are not read.
+    """Try the architecture of a folder on the CPU, in float64. The folder's weights are not read.
 
     Args:
         path: folder with a config.json.
-        scorer: whether it is trained as a reward model, and not as a causal language model.
+        scorer: whether it is trained as a reward model instead of a causal language model.
         trust_remote_code: run the model class that the folder brings along.
 
     Returns:
-        what was found, and the small copy: a causal language model of transformers, with its own attention,
-        in evaluation mode.
+        The results, and the small copy: a model of transformers with its own attention, in evaluation mode.
 
     Raises:
-        ModelError: a folder that cannot be used; an architecture that cannot be trained, or of which no small
-            copy can be made.
+        ModelError: If the folder cannot be used, the architecture cannot be trained, or no small copy can be
+            made.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
     with double_precision():
         packed, own = _pair(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
-        return _tried(path, packed, own, window_limits(config)), own
+        return _try_copy(path, packed, own, window_limits(config)), own
 
 
 def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
-    """
+    """Check that packed sequences up to a length are computed correctly.
+
     Args:
-        longest: tokens of the longest sequence that is trained.
+        found: the results of `check_packed`.
+        path: the model's folder, for the message.
+        longest: the number of tokens of the longest sequence that is trained.
 
     Raises:
-        ModelError: packed sequences of up to so many tokens are not computed right.
+        ModelError: If packed sequences of that length are not computed correctly.
     """
     if found.sound or (found.sound_within and found.limit is not None and longest <= found.limit):
         return
@@ -129,42 +136,47 @@ def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
         raise _unfit(
             "the model cannot be trained on packed sequences of this length",
             got=f"{path}: sequences of up to {longest} tokens; {found.lines[-1]}",
-            expected=f"at most {found.limit} tokens, where its windows, chunks or angle limits begin",
-            remedy="lower the longest prompt and response, or train another model",
+            expected=f"at most {found.limit} tokens, the smallest window, chunk or angle limit of the model",
+            remedy="lower the maximum prompt or response length, or train another model",
         )
     raise _unfit(
-        "the model does not give packed sequences what it gives each of them alone",
+        "the model computes packed sequences differently from single sequences",
         got=f"{path}: " + "; ".join(found.lines),
-        remedy="train another model: no rollout engine mends this",
+        remedy="train another model; another rollout engine does not help",
     )
 
 
 def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> None:
-    """
+    """Check that log-probs of packed sequences equal those of single sequences.
+
+    In bf16 a single log-prob may differ by more than the limit, so the mean difference counts.
+
     Raises:
-        ModelError: the two differ by more than the limit on average, where in bf16 a single one may; or they
-            are not finite, which is no matter of packing.
+        ModelError: If the mean difference is above the limit, or if log-probs are not finite, which has
+            nothing to do with packing.
     """
     if not bool(alone.isfinite().all()):
         raise _unfit(
-            "the model's log-probs are not finite, of a sequence alone as of packed ones",
+            "the model's log-probs are not finite, even for a sequence alone",
             got=f"{model}: NaN or infinite for {int((~alone.isfinite()).sum())} of {alone.numel()} tokens",
             expected="finite weights, and a type in which they do not overflow",
-            remedy="look for NaN among the model's weights; train another checkpoint of it",
+            remedy="look for NaN in the model's weights, and train another checkpoint of it",
         )
     difference = float((packed - alone).abs().mean())
     if not difference <= limit:
         raise _unfit(
-            "the model does not give packed sequences what it gives each of them alone",
+            "the model computes packed sequences differently from single sequences",
             got=f"{model}: log-probs differ by {difference:.3g} nats on average",
             expected=f"at most {limit:g}",
-            remedy="`tandem check --model` shows more; train another model",
+            remedy="run `tandem check --model` for details, or train another model",
         )
 
 
 def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool) -> tuple[PackedModel, Any]:
-    """The small copy as it is trained, and as transformers has it, with the same weights, in evaluation
-    mode."""
+    """Return the small copy twice, with the same weights.
+
+    The first is the model as it is trained. The second is the model of transformers, in evaluation mode.
+    """
     kind = auto_class(config, scorer=scorer)
     if scorer:
         config.num_labels, config.pad_token_id = 1, None
@@ -181,7 +193,7 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
         own.load_state_dict(model.state_dict())
     except Exception as error:  # a model's class may raise anything
         raise _unfit(
-            "no small copy of the model can be made to try it on packed sequences",
+            "Tandem cannot make a small copy of the model to try it on packed sequences",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
             remedy="train another model",
         ) from error
@@ -190,7 +202,7 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
     return ScoreModel(model) if scorer else PolicyModel(model), own.eval()
 
 
-def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
+def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
     text = own.config.get_text_config()
     vocabulary = text.vocab_size
     positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
@@ -200,28 +212,32 @@ def _tried(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int
     long = _drawn((most, 1, max(1, most // 4), max(1, most - 3), 2), vocabulary, seed=2)
     try:
         _require_repeatable(path, packed, _drawn([within] * 12, vocabulary, seed=0))
-        gradient, others = _reached(packed, short), _changed(packed, short)
-        alone = _gap(packed, own, short)
+        gradient, others = _leaked(packed, short), _changed(packed, short)
+        alone = _packing_error(packed, own, short)
     except TandemError:
         raise
     except Exception as error:
         raise _unfit(
             "the model's own code fails on packed sequences",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
-            expected="a decoder that takes position_ids, and hands what it does not know to its attention",
+            expected="a decoder that takes position_ids and passes other keyword arguments to attention",
             remedy="train another model",
         ) from error
     beyond, failure = float("nan"), ""
     try:
-        gradient, others = _larger(gradient, _reached(packed, long)), _larger(others, _changed(packed, long))
-        beyond = _gap(packed, own, long)
+        gradient, others = _larger(gradient, _leaked(packed, long)), _larger(others, _changed(packed, long))
+        beyond = _packing_error(packed, own, long)
     except Exception as error:
         failure = _first_line(error)
     return PackedCheck(gradient, others, alone, beyond, failure or None, min(limits, default=None))
 
 
 def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -> None:
-    """A draw may matter seldom, as between experts that are nearly as good: who draws is asked often."""
+    """Check that the model draws no random numbers.
+
+    A draw may rarely matter, for instance between experts that are nearly equal. So a model that draws is run
+    many times.
+    """
     inputs, before = _packed(packed, tokens), torch.get_rng_state()
     with torch.no_grad():
         first = _outcome(packed, inputs)
@@ -229,15 +245,18 @@ def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -
         differences = [_difference(_outcome(packed, inputs), first) for _ in range(_REPEATS * draws)]
     if any(difference > 0 for difference in differences):
         raise _unfit(
-            "the model draws random numbers while it is trained, with every dropout of its config at zero",
+            "the model draws random numbers in training, although every dropout of its config is zero",
             got=f"{path}: outcomes of the same tokens differ by up to {max(differences):.3g}",
-            expected="the same log-probs each time, as the rollout's are compared with them",
+            expected="the same log-probs each time, because they are compared with the rollout's log-probs",
             remedy="train another model",
         )
 
 
-def _reached(packed: PackedModel, tokens: Ragged) -> float:
-    """The gradient of each sequence's outcome at the others' embeddings; NaN where none could be seen."""
+def _leaked(packed: PackedModel, tokens: Ragged) -> float:
+    """Return the largest gradient of a sequence's outcome at the other sequences' embeddings.
+
+    The result is NaN if no embeddings were found.
+    """
     inputs = _packed(packed, tokens)
     rows, places = tokens.row_ids(), inputs.packing.cu_seqlens.tolist()
     embedded: list[Tensor] = []
@@ -267,7 +286,7 @@ def _reached(packed: PackedModel, tokens: Ragged) -> float:
 
 
 def _changed(packed: PackedModel, tokens: Ragged) -> float:
-    """How much a sequence's outcome changes when all others have other tokens."""
+    """Return how much a sequence's outcome changes when all other sequences get other tokens."""
     vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
     rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
     for row in range(len(tokens)):
@@ -278,17 +297,20 @@ def _changed(packed: PackedModel, tokens: Ragged) -> float:
     return worst
 
 
-def _gap(packed: PackedModel, own: Any, tokens: Ragged) -> float:
-    """Packed, as in training, against each sequence alone."""
+def _packing_error(packed: PackedModel, own: Any, tokens: Ragged) -> float:
+    """Return the difference between packed sequences, as in training, and each sequence alone."""
     together = _outcome(packed, _packed(packed, tokens)).detach()
     return _difference(
-        together, torch.cat([_alone(own, row, scores=packed.whole_sequences) for row in tokens])
+        together, torch.cat([_outcome_alone(own, row, scores=packed.whole_sequences) for row in tokens])
     )
 
 
-def _alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
-    """(T): the log-prob of each token given those before it, the first 0; or the score of the sequence, at
-    its last token."""
+def _outcome_alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
+    """Return (T) the outcome of a sequence alone.
+
+    That is the log-prob of each token given the tokens before it, with 0 for the first token. For a reward
+    model it is the score of the sequence, at its last token.
+    """
     with torch.no_grad():
         logits = own(input_ids=row[None, :], use_cache=False).logits[0]
     if scores:
@@ -308,12 +330,12 @@ def _outcome(packed: PackedModel, inputs: PackedInputs) -> Tensor:
 
 
 def _difference(first: Tensor, second: Tensor) -> float:
-    """The largest; NaN where there is one."""
+    """Return the largest difference; NaN if any entry is NaN."""
     return float(((first - second).abs() / second.abs().clamp(min=1)).max())
 
 
 def _larger(first: float, second: float) -> float:
-    """NaN where one is."""
+    """Return the larger number; NaN if one is NaN."""
     return first if math.isnan(first) or second <= first else second
 
 
@@ -323,8 +345,10 @@ def _drawn(lengths: Sequence[int], vocabulary: int, *, seed: int) -> Ragged:
 
 
 def _draw(model: nn.Module) -> None:
-    """Weights under which every layer counts, whatever the architecture would begin with: attention that
-    picks, gates that are open, biases that are not zero."""
+    """Draw weights under which every layer matters, whatever the architecture's initial weights are.
+
+    Attention is selective, gates are open, and biases are not zero.
+    """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     with torch.no_grad():
         for weight in model.parameters():
@@ -344,8 +368,10 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Inside, what a model would compute in a narrower type is computed in float64, and random numbers begin
-    anew; afterwards both are as before."""
+    """Inside the context, compute in float64 what a model would compute in a narrower type.
+
+    Random numbers start over from a fixed seed. Afterwards both settings are as before.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

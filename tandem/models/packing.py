@@ -1,7 +1,9 @@
-"""The layout of a micro-batch's sequences in one row, planned once on the host, before any layer runs.
+"""The layout of a micro-batch's sequences in one row.
 
-Shapes: B sequences; N input tokens of all of them in succession; P entries of the padded buffer in
-which attention kernels that need rectangles find them.
+It is planned once on the host, before any layer runs.
+
+Shapes: B sequences; N input tokens of all sequences together; P entries of the padded buffer for attention
+kernels that need rectangles.
 """
 
 from __future__ import annotations
@@ -17,32 +19,34 @@ from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import Ragged
 from tandem.protocol.ragged import span_indices
 
-# A rectangle takes in sequences shorter than its longest by at most this share or this many tokens:
-# more would compute padding, less would make more kernel calls than they are worth.
+# Sequences in a rectangle are shorter than its longest one by at most this share or this many tokens. A
+# larger slack would compute more padding; a smaller slack would need more kernel calls than it is worth.
 _SLACK_SHARE = 8
 _SLACK_TOKENS = 8
-# What fills a row up lies in sequences of so many tokens: the work of attention grows with the square.
+# The length of filler sequences. It is short because attention's work grows with the square of the length.
 _FILLER_TOKENS = 128
 
 
 class Packing:
-    """The plan that attention follows. A plain class: FSDP copies the fields of dataclasses.
+    """The plan that attention follows. It is a plain class because FSDP copies the fields of dataclasses.
 
     Args:
-        lengths: tokens of each sequence, at least one each, in the order in which they lie.
-        device: where the model runs.
-        split: the ranks that share the tokens, which divide among them; None for one.
+        lengths: tokens of each sequence, at least one, in the order in which the sequences lie.
+        device: the device of the model.
+        split: the ranks that share the tokens; their number must divide the number of tokens. None for one
+            rank.
 
     Attributes:
-        position_ids: (N) int64, the place of each token in its sequence; of this rank's share only.
-        cu_seqlens: (B+1) int32, the sequences' offsets, as variable-length kernels want them.
+        position_ids: (N) int64, the position of each token in its sequence; only for this rank's share of the
+            tokens.
+        cu_seqlens: (B+1) int32, the offsets of the sequences, as variable-length kernels need them.
         tokens: N.
-        max_length: the longest sequence.
-        rectangles: (rows, width) of each rectangle, longest first; they follow each other in the
-            padded buffer.
-        padded_tokens: P, the buffer's entries.
-        places: (N) int64, where in the buffer each token stands; None if that is where it lies
-            anyway, so that no copy is needed.
+        max_length: the length of the longest sequence.
+        rectangles: (rows, width) of each rectangle, longest first; they follow each other in the padded
+            buffer.
+        padded_tokens: P, the number of entries of the buffer.
+        places: (N) int64, the position of each token in the buffer; None if it equals the token's position in
+            the row, so that no copy is needed.
         split: see above.
     """
 
@@ -77,13 +81,16 @@ class Packing:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that lie on the device."""
+        """The tensors on the device."""
         found = (self.position_ids, self.cu_seqlens, self.places)
         return [tensor for tensor in found if tensor is not None]
 
 
 def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """Sequences longest first, and how many of them in succession share a rectangle of which width."""
+    """Return the order of sequences, longest first, and the (rows, width) of the rectangles.
+
+    Each rectangle holds successive sequences of that order.
+    """
     order = torch.argsort(lengths_B, descending=True, stable=True)
     rectangles: list[tuple[int, int]] = []
     rows = width = 0
@@ -99,24 +106,24 @@ def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """A micro-batch as the model takes it, on the model's device.
+    """A micro-batch in the form that the model takes, on the model's device.
 
-    Where a model predicts tokens, the last token of a sequence predicts nothing that is asked for and
-    is left out of the input. Where it judges sequences, those tokens are asked for that are judged.
+    If a model predicts tokens, the last token of a sequence predicts nothing that is needed, so it is left
+    out of the input. If a model scores sequences, the tokens to be scored are asked for.
 
-    Where ranks share the tokens, each has its own inputs, and of K those among them.
+    If ranks share the tokens, each rank has its own inputs, and its K counts only its own tokens.
 
     Attributes:
         input_ids: (N) int64.
-        packing: how they lie.
-        sources: (K) int64, the input positions whose outcome is asked for.
-        targets: (K) int64, the token ids they predict, or the last ones themselves.
-        places: (K) int64, where the targets stand in the micro-batch's flat token column.
-        total: entries of that column.
-        hidden: (1, N, D), what the layers of an earlier stage of a pipeline made of the tokens; None where
-            the model begins with the ids.
-        reference: (K, D), the last hidden states of the reference policy at the sources; None where they are
-            not compared with.
+        packing: the layout of the sequences.
+        sources: (K) int64, the input positions whose outcome is needed.
+        targets: (K) int64, the token ids that these positions predict; for scores, the tokens at these
+            positions.
+        places: (K) int64, the positions of the targets in the micro-batch's flat token column.
+        total: number of entries of that column.
+        hidden: (1, N, D), the output of an earlier pipeline stage; None if the model starts with the ids.
+        reference: (K, D), the last hidden states of the reference policy at the sources; None if there is no
+            comparison with the reference.
     """
 
     input_ids: Tensor
@@ -139,20 +146,21 @@ def pack(
     split: SequenceSplit | None = None,
     fill: int = 0,
 ) -> PackedInputs:
-    """Lays sequences out for the model.
+    """Lay out sequences for the model.
 
     Args:
         tokens: B sequences of token ids, at least one token each, on the host.
-        wanted: (total) bool, the tokens whose outcome is needed; None for all. The first token of
-            a sequence has no outcome and is never among them.
-        device: where the model runs.
-        pad_to_longest: the rectangle of old: every sequence is extended to the longest one. Costs
-            the padding, changes nothing in the result.
-        whole: sequences are judged, not continued: each goes in with its last token, and the outcome is that
-            at the wanted tokens themselves; with None at the last alone.
-        split: the ranks that share the tokens. More sequences, of which nothing is asked, make their number
-            a multiple of the ranks'.
-        fill: such sequences make the number of tokens at least this.
+        wanted: (total) bool, the tokens whose outcome is needed; None for all. The first token of a sequence
+            has no outcome and is never among them.
+        device: the device of the model.
+        pad_to_longest: extend every sequence to the longest one, as in padded batches. This costs the padding
+            and does not change the result.
+        whole: for models that score sequences instead of predicting tokens. The last token of each sequence
+            is part of the input, and outcomes are those at the wanted tokens; with None, at the last token
+            only.
+        split: the ranks that share the tokens. Filler sequences, whose outcome nobody needs, make the number
+            of tokens a multiple of the number of ranks.
+        fill: filler sequences make the number of tokens at least this.
     """
     lengths_B = tokens.lengths
     widths_B = input_lengths(lengths_B, pad_to_longest=pad_to_longest, whole=whole)
@@ -160,7 +168,7 @@ def pack(
     ends_N = (lengths_B - 1).repeat_interleave(widths_B)
     picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
 
-    # Rows differ by how their starts moved; token t is predicted by input t - 1, and judged at t.
+    # The start of each row has moved by `shift`. Token t is predicted by input t - 1 and scored at input t.
     shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
     if whole:
         places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
@@ -188,7 +196,7 @@ def pack(
 
 
 def input_lengths(lengths_B: Tensor, *, pad_to_longest: bool, whole: bool) -> Tensor:
-    """(B): how many tokens of each sequence the model sees; see `pack`."""
+    """Return (B) how many tokens of each sequence the model sees; see `pack`."""
     widths_B = lengths_B if whole else (lengths_B - 1).clamp(min=1)
     return widths_B.max().expand_as(widths_B) if pad_to_longest else widths_B
 

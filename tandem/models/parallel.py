@@ -1,4 +1,4 @@
-"""Process group, device mesh and sharding."""
+"""The process group, the device mesh and FSDP sharding."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Share:
     """The rows of a batch that a rank takes.
 
     Attributes:
-        rank, size: the number of the share, from 0, and of all shares. Ranks that share sequences have the
-            same one.
-        leads: whether its outputs are taken; of those with the same share one does.
+        rank: the number of the share, from 0. Ranks that share sequences have the same number.
+        size: the number of shares.
+        leads: whether the rank's outputs are used. Of the ranks with the same share, one leads.
     """
 
     rank: int
@@ -41,18 +41,19 @@ class Share:
 
 @dataclass(frozen=True)
 class Grid:
-    """The division of a model over ranks. Neighbours by rank share the tokens of a micro-batch; ranks that do
-    not share them take different rows. Weights are sharded over all ranks, or over groups of neighbours that
-    hold one copy each (hybrid sharding). Nearest neighbours may split each layer (tensor parallelism): they
-    take the same tokens, and what is sharded is each one's part of the layer. All of this may be there once
-    for each stage of a pipeline, the first stage on the first ranks: those at the same place of every stage
-    take the same rows.
+    """The division of a model over ranks.
+
+    Neighbouring ranks share the tokens of a micro-batch. Ranks that do not share tokens take different rows.
+    Weights are sharded over all ranks, or over groups of neighbours that hold one copy each (hybrid
+    sharding). The nearest neighbours may split each layer (tensor parallelism): they take the same tokens,
+    and FSDP shards each rank's part of the layer. With pipeline parallelism, all of this exists once per
+    stage, with the first stage on the first ranks. Ranks at the same place of every stage take the same rows.
 
     Attributes:
-        weights: ("pp", "replicate", "shard", "tp"): the stages, of each the copies of its weights, the shards
-            of a copy, and the parts of each layer.
-        work: ("pp", "data", "sequence", "tp"): the stages, of each the ranks with different rows, those that
-            share each row, and those that split the layers.
+        weights: mesh ("pp", "replicate", "shard", "tp"): the stages, the copies of a stage's weights, the
+            shards of a copy, and the parts of each layer.
+        work: mesh ("pp", "data", "sequence", "tp"): the stages, the ranks of a stage with different rows, the
+            ranks that share each row, and the ranks that split the layers.
     """
 
     weights: DeviceMesh
@@ -62,15 +63,17 @@ class Grid:
     def over_all_ranks(
         cls, device: torch.device, *, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1, stages: int = 1
     ) -> Grid:
-        """
+        """Create the grid over all ranks.
+
         Args:
-            fsdp_size: ranks over which each part of a layer is sharded; -1: all.
-            sequence: ranks that share the tokens of each micro-batch.
-            tensor: ranks that split each layer.
-            stages: of the pipeline.
+            device: the kind of device.
+            fsdp_size: number of ranks over which each part of a layer is sharded; -1: all.
+            sequence: number of ranks that share the tokens of each micro-batch.
+            tensor: number of ranks that split each layer.
+            stages: number of pipeline stages.
 
         Raises:
-            ConfigError: a size that does not divide the number of ranks.
+            ConfigError: If a size does not divide the number of ranks.
         """
         world = dist.get_world_size()
         _check_divides("fsdp_config.pipeline_parallel_size", stages, world)
@@ -92,7 +95,7 @@ class Grid:
 
     @property
     def share(self) -> Share:
-        """This rank's share of a batch's rows."""
+        """This rank's share of the rows of a batch."""
         data, sequence, tensor, stage = (self.work[name] for name in ("data", "sequence", "tp", "pp"))
         leads = sequence.get_local_rank() == 0 and tensor.get_local_rank() == 0
         leads = leads and stage.get_local_rank() == stage.size() - 1
@@ -100,7 +103,7 @@ class Grid:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh of `fully_shard`: one dimension unless there are copies."""
+        """The mesh for `fully_shard`. It has one dimension unless there are copies of the weights."""
         copies = self.weights["replicate"].size() > 1
         return self.weights["replicate", "shard"] if copies else self.weights["shard"]
 
@@ -108,7 +111,7 @@ class Grid:
 def _check_divides(field: str, size: int, ranks: int) -> None:
     if ranks % size:
         raise ConfigError(
-            "the ranks of the model cannot be divided so",
+            "the model's ranks cannot be divided evenly",
             field=field,
             got=f"{size} of {ranks} ranks",
             expected=f"a divisor of {ranks}",
@@ -116,13 +119,16 @@ def _check_divides(field: str, size: int, ranks: int) -> None:
 
 
 def require_plain(kind: str, field: str, size: int, problem: str) -> None:
-    """
+    """Check that an architecture consists of an embedding, layers and a norm.
+
     Args:
         kind: a config's model_type.
-        field: the key that divides the model, among `size` ranks.
+        field: the config key that divides the model among `size` ranks.
+        size: the value of that key.
+        problem: the message of the error.
 
     Raises:
-        ModelError: an architecture that is not known to be embedding, layers and norm.
+        ModelError: If the architecture is not known to be of this form.
     """
     if kind not in PLAIN_DECODERS:
         raise ModelError(
@@ -130,18 +136,20 @@ def require_plain(kind: str, field: str, size: int, problem: str) -> None:
             field=field,
             got=f"{size}, model_type {kind}",
             expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
-            remedy=f"leave {field.rpartition('.')[2]} at 1: FSDP shards any model",
+            remedy=f"set {field.rpartition('.')[2]} to 1; FSDP shards any model",
         )
 
 
 def init_distributed(device: torch.device, *, timeout_s: float | None = None) -> None:
-    """Starts the process group if there is none: torchrun's when its environment is set, else a group of
-    this one process, without a network port.
+    """Start the process group unless one exists.
 
-    Host tensors always travel over gloo, so that counting needs no wait for a GPU.
+    With torchrun's environment variables it is torchrun's group, else a group with only this process, without
+    a network port. Host tensors always use gloo, so that counting does not wait for a GPU.
 
     Args:
-        timeout_s: seconds that one collective of a group started here may take; None: PyTorch's own.
+        device: the device of the model.
+        timeout_s: timeout of one collective, in seconds, for a group that is started here; None: PyTorch's
+            default.
     """
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
@@ -155,19 +163,21 @@ def init_distributed(device: torch.device, *, timeout_s: float | None = None) ->
 
 
 def collective_timeout() -> timedelta:
-    """The time that a collective of the process group may take. A group made of some of its ranks would
-    otherwise get PyTorch's own limit."""
+    """Return the timeout of a collective of the process group.
+
+    Groups of some of the ranks need it, because they would otherwise get PyTorch's default.
+    """
     world: Any = dist.distributed_c10d._get_default_group()
     limit: timedelta = world._get_backend(torch.device("cpu")).options._timeout
     return limit
 
 
 def leave_distributed(*, together: bool = False) -> None:
-    """Ends the process group, if there is one; at the process's exit at the latest.
+    """End the process group if there is one. The process's exit calls this too.
 
     Args:
-        together: once all ranks got here. A rank that tears its connections down while another still
-            uses them may be ended by an abort; scripts of several ranks finish with this.
+        together: first wait until all ranks get here. A rank that closes its connections while another rank
+            still uses them may be aborted, so scripts of several ranks set this at their end.
     """
     if dist.is_initialized():
         if together:
@@ -186,23 +196,23 @@ def shard(
     forward_prefetch: bool,
     meter: CollectiveMeter,
 ) -> list[FSDPModule]:
-    """Applies FSDP2 in place. Parameters stay in `master_dtype`; compute sees them in `compute_dtype`;
-    gradients are summed, not averaged, over ranks in `master_dtype`.
+    """Apply FSDP2 in place.
 
-    Args:
-        parts: modules that share a unit, as `tandem.models.wrap.wrapped` gives them; all else is the root's.
-        meter: counts the units' collectives.
+    Parameters stay in `master_dtype`. Computation sees them in `compute_dtype`. Gradients are summed over
+    ranks, not averaged, in `master_dtype`. `parts` are the modules that share a unit, as
+    `tandem.models.wrap.wrapped` returns them; the root unit has all others. `meter` measures the units'
+    collectives.
 
     Returns:
-        The units, each by the first of its modules, root last.
+        The units, each by its first module, with the root last.
 
     Raises:
-        ConfigError: trained parameters of another type than `master_dtype`.
+        ConfigError: If a trained parameter has another type than `master_dtype`.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     wrong = next((name for name, p in trained if p.dtype != master_dtype), None)
     if wrong is not None:
-        raise ConfigError("a parameter is not in the master type", field=wrong, expected=master_dtype)
+        raise ConfigError("a parameter does not have the master type", field=wrong, expected=master_dtype)
     mixed = compute_dtype != master_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype if mixed else None,
@@ -211,22 +221,23 @@ def shard(
     )
     for part in reversed(parts):
         fully_shard(list(part), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_across)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_shard_dimension)
     units: list[FSDPModule] = [
         unit for unit in (*(part[0] for part in parts), model) if isinstance(unit, FSDPModule)
     ]
     for unit in units:
-        if mesh.size() > 1:  # for one rank FSDP would copy the gradient, to divide it by one
+        if mesh.size() > 1:  # with one rank FSDP would copy the gradient to divide it by 1
             unit.set_gradient_divide_factor(1.0)
-        # Gloo has no scaling sum, not even for a factor of one.
+        # Gloo has no sum with a scale factor, not even for a factor of one.
         unit.set_force_sum_reduction_for_comms(True)
         meter.attach(unit)
     if forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
-    # Each unit's backward gathers the layer before it, and nothing else; the first one's the root. FSDP's own
-    # guess goes by the forwards since the last backward, and a rollout runs different numbers of them on
-    # different ranks, which would then wait for each other in different gathers.
+    # The backward pass of each unit prefetches only the layer before it; that of the first unit prefetches
+    # the root. FSDP's own choice depends on the forward passes since the last backward pass. A rollout runs
+    # different numbers of them on different ranks, and the ranks would then wait for each other in different
+    # gathers.
     for earlier, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([earlier])
     if len(units) > 1:
@@ -234,9 +245,11 @@ def shard(
     return units
 
 
-def _across(parameter: nn.Parameter) -> Shard | None:
-    """The dimension that FSDP cuts: rows, or columns if rows are split unevenly already, as no placement of
-    PyTorch's describes such rows cut once more."""
+def _shard_dimension(parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension that FSDP cuts: rows, or columns if tensor parallelism split rows unevenly.
+
+    PyTorch has no placement for uneven rows that are cut once more.
+    """
     if not isinstance(parameter, DTensor):
         return None
     uneven = parameter.placements[0].is_shard(0) and parameter.shape[0] % parameter.device_mesh.size()

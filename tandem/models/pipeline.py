@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the ranks of each stage have some successive layers of the model, and a micro-batch
-goes through the stages one after the other (Huang et al. 2018, "GPipe", https://arxiv.org/abs/1811.06965).
+"""Pipeline parallelism: each stage's ranks hold some successive layers of the model.
 
-The first stage begins with the embedding, the last ends with the norm and the head. Where those two share one
-matrix, both stages hold it.
+A micro-batch goes through the stages one after the other (Huang et al. 2018, "GPipe",
+https://arxiv.org/abs/1811.06965). The first stage starts with the embedding. The last stage ends with the
+norm and the head. If embedding and head share one matrix, both stages hold it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ HIDDEN = "hidden"
 
 
 def check_pipeline(config: Any, stages: int) -> None:
-    """
+    """Check that a model can be divided into pipeline stages.
+
     Args:
         config: a transformers config of a language model.
+        stages: the number of stages.
 
     Raises:
-        ModelError: an architecture that is not known to be embedding, layers and norm.
-        ConfigError: more stages than layers.
+        ModelError: If the architecture is not known to consist of an embedding, layers and a norm.
+        ConfigError: If there are more stages than layers.
     """
     text = config.get_text_config()
-    require_plain(text.model_type, FIELD, stages, "no stages can be made of this architecture")
+    require_plain(text.model_type, FIELD, stages, "pipeline parallelism does not support this architecture")
     if stages > text.num_hidden_layers:
         raise ConfigError(
-            "more stages than the model has layers",
+            "there are more stages than the model has layers",
             field=FIELD,
             got=f"{stages}, num_hidden_layers={text.num_hidden_layers}",
             expected=f"at most {text.num_hidden_layers}",
-            remedy="make fewer stages; FSDP shards over all other ranks",
+            remedy="use fewer stages; FSDP shards over all other ranks",
         )
 
 
@@ -54,10 +56,11 @@ class Pipeline:
     """This rank's place in its pipeline.
 
     Attributes:
-        stage, size: this rank's stage, of how many.
-        group: one rank of each stage, in their order; they take the same rows.
-        ends: of these the first and the last; None on the ranks between them.
-        meter: counts what is exchanged.
+        stage: this rank's stage.
+        size: the number of stages.
+        group: one rank of each stage, in the order of the stages; they take the same rows.
+        ends: the first and the last rank of the group; None on the ranks between them.
+        meter: measures what is exchanged.
     """
 
     stage: int
@@ -68,10 +71,11 @@ class Pipeline:
 
     @classmethod
     def of(cls, ranks: DeviceMesh, meter: CollectiveMeter) -> Pipeline:
-        """Collective over all ranks.
+        """Create this rank's pipeline. All ranks must call this together.
 
         Args:
-            ranks: of all pipelines; its first dimension is that of the stages.
+            ranks: the ranks of all pipelines; the first dimension is that of the stages.
+            meter: measures what is exchanged.
         """
         rank, timeout = dist.get_rank(), collective_timeout()
         found: Any = None
@@ -90,29 +94,40 @@ class Pipeline:
         return self.stage == self.size - 1
 
     def broadcast(self, tensor: Tensor, stage: int) -> Tensor:
-        """Overwrites a contiguous tensor with that stage's. Collective over the pipeline."""
+        """Overwrite a contiguous tensor with that of a stage.
+
+        All ranks of the pipeline must call this together.
+        """
         with self.meter.measure(tensor.device, 0 if self.stage == stage else tensor.nbytes):
             dist.broadcast(tensor, group=self.group, group_src=stage)
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
-        """The last stage's object, anything that can be pickled. Collective over the pipeline."""
+        """Return the last stage's object, which must be picklable.
+
+        All ranks of the pipeline must call this together.
+        """
         held, last = [value], self.size - 1
         dist.broadcast_object_list(held, group=self.group, group_src=last, device=torch.device("cpu"))
         return held[0]
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """The stage of one of the model's layers. Shares differ by one layer at most, and none is smaller
-        than that of the last stage, which has the head too."""
+        """Return the stage of one of the model's layers.
+
+        The stages' numbers of layers differ by at most one. The last stage, which also has the head, never
+        has more layers than another stage.
+        """
         return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
 
     def cut(self, module: PackedModel) -> tuple[dict[str, torch.Size], dict[str, int], bool]:
-        """Leaves of a whole model, in place, what this stage has; before it is sharded. Layers keep their
-        places and names.
+        """Reduce a whole model, in place, to the parts of this stage.
+
+        Call this before the model is sharded. Layers keep their places and names.
 
         Returns:
-            the shapes of all its weights by Hugging Face name, tied ones once; the stage of each; whether
-            embedding and output head are tied, so that beside the first stage the last has their matrix.
+            The shapes of all weights of the model by Hugging Face name, tied weights once; the stage of each
+            weight; and whether embedding and output head are tied, so that the first and the last stage have
+            their matrix.
         """
         decoder: Any = module.decoder
         head = module.output_layer
@@ -122,45 +137,44 @@ class Pipeline:
             stage = self.stage_of(index, len(decoder.layers))
             stages |= dict.fromkeys(layer.parameters(), stage)
             if stage != self.stage:
-                decoder.layers[index] = Elsewhere()
+                decoder.layers[index] = OtherStageLayer()
         tied = head.weight is decoder.embed_tokens.weight
         if self.stage > 0 and not (tied and self.last):
             _empty(decoder.embed_tokens)
         if not self.last:
             decoder.norm = nn.Identity()
             _empty(head)
-            module.forward = partial(_passed_on, module)
+            module.forward = partial(_hidden_outputs, module)
         shapes = {name: parameter.shape for name, parameter in named.items()}
         return shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied
 
 
-class Elsewhere(nn.Module):
-    """Stands where a layer of another stage would, and changes nothing."""
+class OtherStageLayer(nn.Module):
+    """A placeholder for a layer of another stage. It returns its input unchanged."""
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         return hidden_states
 
 
 def own_layers(module: PackedModel) -> list[nn.Module]:
-    """The decoder's layers that are of this rank's stage; all where there is but one."""
+    """Return the decoder layers of this rank's stage; all layers if there is one stage."""
     layers: Any = module.decoder.layers
-    return [layer for layer in layers if not isinstance(layer, Elsewhere)]
+    return [layer for layer in layers if not isinstance(layer, OtherStageLayer)]
 
 
 def present(units: Sequence[Sequence[nn.Module]], module: PackedModel) -> list[list[nn.Module]]:
-    """The units of this rank's stage among those that were chosen in the whole model; all where there is but
-    one."""
+    """Return those of the whole model's units that belong to this rank's stage."""
     left = {part for part in module.modules() if any(True for _ in part.parameters())}
     here = [[part for part in unit if part in left] for unit in units]
     return [unit for unit in here if unit]
 
 
 def _empty(module: nn.Module) -> None:
-    """Takes its weights away, which are another stage's."""
+    """Remove a module's weights, which belong to another stage."""
     for name, _ in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, None)
 
 
-def _passed_on(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-    """The forward of every stage but the last."""
+def _hidden_outputs(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
+    """Run the forward pass of a stage that is not the last."""
     return {HIDDEN: hidden_states(module.decoder, inputs)}

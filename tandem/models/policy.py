@@ -1,4 +1,4 @@
-"""The policy: packed token ids in, log-probabilities and entropies out.
+"""The policy model: packed token ids in, log-probs and entropies out.
 
 Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token column, D hidden features.
 """
@@ -23,14 +23,14 @@ from tandem.models.tensor_group import TensorGroup, local
 
 
 class PackedModel(nn.Module):
-    """A model over packed sequences. Only ids go in: FSDP may cast floating arguments.
+    """A model over packed sequences. Its inputs are ids only, because FSDP may cast floating-point arguments.
 
     Attributes:
         kind: "policy", "value" or "score".
-        outputs: what it can be asked for.
-        whole_sequences: whether it judges sequences, and does not continue them; see `pack`.
-        starts_at_zero: parameters that are no part of a folder.
-        kernels: what computes layers and outputs.
+        outputs: the names of its outputs.
+        whole_sequences: whether the model scores sequences instead of predicting tokens; see `pack`.
+        starts_at_zero: parameters that a model folder does not hold.
+        kernels: the kernels that compute the layers and outputs.
     """
 
     kind: str
@@ -48,21 +48,22 @@ class PackedModel(nn.Module):
     @property
     @abstractmethod
     def output_layer(self) -> Any:
-        """The layer that makes outputs of a hidden state."""
+        """The layer that computes outputs from a hidden state."""
 
     def check_outputs(self, asked: Iterable[str]) -> None:
-        """
+        """Check that the model has the outputs.
+
         Raises:
-            EngineError: an output that this kind of model does not have.
+            EngineError: If this kind of model lacks one of them.
         """
         unknown = sorted(set(asked) - self.outputs)
         if unknown:
             raise EngineError(
-                f"a {self.kind} model has no such output", got=unknown, expected=sorted(self.outputs)
+                f"a {self.kind} model does not have this output", got=unknown, expected=sorted(self.outputs)
             )
 
     def hf_name(self, name: str) -> str:
-        """The Hugging Face name of a parameter of this module."""
+        """Return the Hugging Face name of a parameter of this module."""
         return plain_name(name.removeprefix("model."))
 
 
@@ -71,16 +72,16 @@ class PolicyModel(PackedModel):
 
     Args:
         model: the transformers model, loaded with `attention=PACKED`.
-        temperature: divides the logits of every output; that of the rollout.
-        head: makes the outputs from the hidden states.
+        temperature: divides the logits of every output; use the temperature of the rollout.
+        head: computes the outputs from the hidden states.
 
     Attributes:
-        tensor_group: the ranks that share the layers, and the vocabulary; None: this one has all.
+        tensor_group: the ranks that share the layers and the vocabulary; None: this rank has the whole model.
         reference_head: (V, D), the whole output embedding of the reference policy, in compute dtype, for
-            `ref_kl`; None until it is given.
+            `ref_kl`; None until it is set.
 
     Raises:
-        ConfigError: a temperature of zero or below.
+        ConfigError: If the temperature is not above zero.
     """
 
     kind, outputs = "policy", frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden"})
@@ -93,7 +94,7 @@ class PolicyModel(PackedModel):
         super().__init__()
         if temperature <= 0:
             raise ConfigError(
-                "log-probs for training need a positive temperature", field="temperature", got=temperature
+                "the temperature must be positive in training", field="temperature", got=temperature
             )
         self.model, self.temperature, self.head = model, temperature, head
 
@@ -108,16 +109,19 @@ class PolicyModel(PackedModel):
         return self.model.get_output_embeddings()
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        """The wanted outputs, each (T) in fp32 (fp64 for an fp64 model); zero at tokens that were not asked
-        for.
+        """Return the wanted outputs, each (T) in fp32 (fp64 for an fp64 model).
+
+        Entries are zero at tokens that were not asked for.
 
         Args:
-            outputs: of "log_probs" and "entropy", nats; "sum_pi_squared", without gradient; "ref_kl", nats,
-                KL(policy || reference); all of the distribution the token was drawn from. "hidden": (T, D),
-                the last hidden state that predicts the token, in the compute dtype.
+            inputs: the packed micro-batch.
+            outputs: names among these: "log_probs" and "entropy", in nats; "sum_pi_squared", without
+                gradient; "ref_kl", KL(policy || reference) in nats. All are of the distribution from which
+                the token was drawn. "hidden" is (T, D), the last hidden state that predicts the token, in the
+                compute dtype.
 
         Raises:
-            EngineError: an output that a policy does not have, or that lacks the reference's part.
+            EngineError: If a policy does not have an output, or the reference's data for it is missing.
         """
         self.check_outputs(outputs)
         hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
@@ -133,15 +137,15 @@ class PolicyModel(PackedModel):
             compared = self._reference(hidden_KD, inputs.reference)
             found["ref_kl"] = kl_divergence(hidden_KD, local(weight), *compared, **options)
         asked = {name: value for name, value in found.items() if name in outputs and value is not None}
-        return {name: at_places(value, inputs) for name, value in asked.items()}
+        return {name: at_positions(value, inputs) for name, value in asked.items()}
 
     def _reference(self, hidden_KD: Tensor, reference_KD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The reference's hidden states, and its head, or this rank's part of it."""
+        """Return the reference's hidden states and its head, or this rank's part of the head."""
         if self.reference_head is None or reference_KD is None:
             missing = "output head" if self.reference_head is None else "hidden states"
             raise EngineError(
-                f"the KL to the reference needs its {missing}",
-                expected="the reference's head held here, and its hidden states in the column ref_hidden",
+                f"the KL to the reference needs the reference's {missing}",
+                expected="the reference's head on this rank, and its hidden states in the column ref_hidden",
             )
         other_head, group = self.reference_head, self.tensor_group
         if group is not None:
@@ -151,11 +155,12 @@ class PolicyModel(PackedModel):
 
 @contextmanager
 def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator[None]:
-    """Inside, the model computes without its adapters, or a policy at another temperature.
+    """Inside the context, let the model compute without its adapters or at another temperature.
 
     Args:
-        adapter: whether adapters count.
-        temperature: None: the policy's own.
+        module: the model.
+        adapter: whether the adapters are active.
+        temperature: the temperature of a policy; None: the policy's own.
     """
     own = getattr(module, "temperature", None)
     with nullcontext() if adapter else without_adapters(module):
@@ -170,12 +175,12 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
 
 
 def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
-    """(N, D) last hidden states, normalised, of the packed tokens."""
+    """Return (N, D) the last hidden states of the packed tokens, after the final norm."""
     return hidden_states(decoder, inputs).squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
-    """(1, N, D): what the decoder makes of the tokens, or of the hidden states that stand for them."""
+    """Return (1, N, D) the decoder's output for the tokens, or for the hidden states that replace them."""
     tokens = {"input_ids": inputs.input_ids.unsqueeze(0)}
     out = decoder(
         **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
@@ -187,9 +192,18 @@ def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
     return hidden
 
 
-def at_places(values_K: Tensor, inputs: PackedInputs) -> Tensor:
-    """(T), or (T, D) of (K, D): the values at the tokens they concern, zero elsewhere; on every rank those of
-    all ranks that share the tokens."""
+def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:
+    """Return the values at their positions in the token column, with zero elsewhere.
+
+    If ranks share the tokens, every rank gets the values of all ranks.
+
+    Args:
+        values_K: (K) or (K, D), the values of the predicted tokens.
+        inputs: the packed micro-batch, which has the positions.
+
+    Returns:
+        (T) or (T, D).
+    """
     values_T = values_K.new_zeros(inputs.total, *values_K.shape[1:])
     values_T = values_T.index_copy(0, inputs.places, values_K)
     split = inputs.packing.split

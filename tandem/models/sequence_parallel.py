@@ -1,10 +1,10 @@
-"""Ulysses sequence parallelism: ranks share the tokens of a micro-batch, and in attention its heads.
+"""Ulysses sequence parallelism: ranks share the tokens of a micro-batch and, in attention, its heads.
 
-Jacobs et al. 2023 (https://arxiv.org/abs/2309.14509). Everything but attention works token by token, so each
-of S ranks takes a Sth of the packed tokens. Around attention the ranks exchange what they have: each gives
-away its tokens' other heads and gets all tokens of its own heads.
+See Jacobs et al. 2023 (https://arxiv.org/abs/2309.14509). Everything but attention works token by token, so
+each of S ranks takes one S-th of the packed tokens. Around attention the ranks exchange data: each rank sends
+its tokens' other heads away and receives all tokens of its own heads.
 
-Shapes: S ranks; N packed tokens, n = N / S of them here; H heads, h = H / S of them here; D features of a
+Shapes: S ranks; N packed tokens, n = N / S on this rank; H heads, h = H / S on this rank; D features of a
 head.
 """
 
@@ -25,13 +25,13 @@ from tandem.models.collectives import CollectiveMeter, exchanged
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceSplit:
-    """The ranks that share each micro-batch's tokens.
+    """The ranks that share the tokens of each micro-batch.
 
     Attributes:
-        place: this rank's among them.
-        size: how many, S.
-        group: their process group; None for one.
-        meter: counts what they exchange.
+        place: the number of this rank among them.
+        size: the number of ranks, S.
+        group: their process group; None for one rank.
+        meter: measures what they exchange.
     """
 
     place: int
@@ -41,33 +41,36 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, ranks: DeviceMesh, meter: CollectiveMeter) -> SequenceSplit | None:
-        """This rank's group; None where it shares its tokens with nobody."""
+        """Return this rank's group; None if the rank shares its tokens with no other rank."""
         if ranks.size() == 1:
             return None
         return cls(ranks.get_local_rank(), ranks.size(), ranks.get_group(), meter)
 
     def check(self, config: Any) -> None:
-        """
+        """Check that the attention heads can be divided over the ranks.
+
         Raises:
-            ModelError: attention heads that cannot be divided by S.
+            ModelError: If S does not divide the number of heads.
         """
         heads = config.get_text_config().num_attention_heads
         if heads % self.size:
             raise ModelError(
-                "the model's attention heads cannot be shared out",
+                "the model's attention heads cannot be divided evenly",
                 field="ulysses_sequence_parallel_size",
                 got=f"{self.size} devices, {heads} heads",
                 expected=f"a divisor of {heads}",
             )
 
     def span(self, tokens: int) -> slice:
-        """This rank's slice of so many tokens, a multiple of S."""
+        """Return this rank's slice of `tokens` tokens, a multiple of S."""
         share = tokens // self.size
         return slice(self.place * share, (self.place + 1) * share)
 
     def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values (n, H, D) of these tokens to (N, h, D) of these heads. Where there are
-        fewer key heads than ranks, or no multiple, they are repeated first."""
+        """Turn queries, keys and values (n, H, D) of this rank's tokens into (N, h, D) of its heads.
+
+        If S does not divide the number of key heads, the key and value heads are repeated first.
+        """
         wide = []
         for part_nKD in parts:
             held = part_nKD.shape[1]
@@ -81,17 +84,20 @@ class SequenceSplit:
         return list(torch.split(found.flatten(0, 1), heads, 1))
 
     def to_tokens(self, heads_NhD: Tensor) -> Tensor:
-        """(N, h, D) of these heads to (n, H, D) of these tokens."""
+        """Turn (N, h, D) of this rank's heads into (n, H, D) of its tokens."""
         found_SnhD = exchanged(heads_NhD.reshape(self.size, -1, *heads_NhD.shape[1:]), self.swap, self.swap)
         return found_SnhD.transpose(0, 1).flatten(1, 2)
 
     def gather(self, values_T: Tensor) -> Tensor:
-        """The sum over ranks, of which each has its own entries and zero elsewhere. Every rank goes on to
-        compute the same from it, so that the gradient of its own entries needs no further sum."""
+        """Return the sum over ranks. Each rank has its own entries and zero elsewhere.
+
+        Every rank computes the same from the result, so the gradient of a rank's entries needs no further
+        sum.
+        """
         return exchanged(values_T, lambda x: self.meter.total(x, self.group), lambda gradient: gradient)
 
     def swap(self, rows_Sn: Tensor) -> Tensor:
-        """Row s goes to rank s, and comes from there."""
+        """Send row s to rank s, and receive that rank's row for this rank."""
         rows_Sn = rows_Sn.contiguous()
         found_Sn = torch.empty_like(rows_Sn)
         with self.meter.measure(rows_Sn.device, rows_Sn.nbytes * (self.size - 1) // self.size):

@@ -1,5 +1,8 @@
-"""A small copy of a model's config: the same kinds of layers with few features, and with windows, chunks and
-angle limits that short sequences exceed."""
+"""Small copies of a model's config, for tests of its architecture.
+
+A copy has the same kinds of layers with few features. Its windows, chunks and angle limits are so small that
+short sequences exceed them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedConfig
 
 LONGEST = 40
-"""Tokens of a sequence that exceeds every window, chunk and angle limit of a small copy."""
+"""The length of a sequence, in tokens, that exceeds every window, chunk and angle limit of a small copy."""
 _VOCABULARY = 96
 _WINDOW, _POSITIONS, _STRETCHED = 8, 64, 16
-_WINDOWS = ("window", "chunk", "block_size")  # parts of the names of limits
+_WINDOWS = ("window", "chunk", "block_size")  # parts of config keys that name a limit
 _NO_WINDOWS = ("layer", "pattern", "feed_forward")
 _POSITION_LIMITS = ("position", "n_ctx", "max_seq", "seq_len")
 _ALL_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -24,9 +27,9 @@ _SMALLEST_SIZE = 32
 
 
 def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same architecture that a CPU runs in well under a second.
+    """Return a config of the same architecture that a CPU runs in well under a second.
 
-    Sizes are divided by one number, so that their relations stay. Of each kind of layer at least one stays.
+    All sizes are divided by one number, so that their relations stay. At least one layer of each kind stays.
     """
     copy = deepcopy(config)
     text = copy.get_text_config()
@@ -43,13 +46,15 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
                     smaller = min(value, _STRETCHED)
                 if smaller != value:
                     setattr(part, name, smaller)
-    copy._experts_implementation = "eager"  # others know no float64 on a CPU
+    copy._experts_implementation = "eager"  # others do not support float64 on a CPU
     return copy
 
 
 def window_limits(config: PreTrainedConfig) -> list[int]:
-    """The lengths, in tokens, beyond which sequences may be treated otherwise: windows, chunks, and limits of
-    rotary angles."""
+    """Return the lengths, in tokens, above which a model may treat sequences differently, sorted.
+
+    They come from windows, chunks, and limits of rotary angles.
+    """
     found = []
     for part in _parts(config):
         for name, value in vars(part).items():
@@ -60,7 +65,10 @@ def window_limits(config: PreTrainedConfig) -> list[int]:
 
 
 def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
-    """The lengths beyond which rotary angles change; none where they depend on the position alone."""
+    """Yield the lengths above which rotary angles change.
+
+    There are none if the angles depend only on the position.
+    """
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             named = rope.get("original_max_position_embeddings")
@@ -70,7 +78,7 @@ def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
 
 
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
-    """The one, or those of each kind of layer."""
+    """Yield the rotary parameters, either one set or one per kind of layer."""
     if isinstance(parameters, dict):
         yield parameters
         for value in parameters.values():
@@ -78,7 +86,7 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The config, and those inside it."""
+    """Yield the config and the configs inside it."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
@@ -86,7 +94,10 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _factor(text: Any) -> int:
-    """By what sizes are divided: the largest power of two that leaves heads of `_HEAD` features."""
+    """Return the number that divides all sizes.
+
+    It is the largest power of two that leaves heads of `_HEAD` features.
+    """
     hidden = getattr(text, "hidden_size", None)
     heads = getattr(text, "num_attention_heads", None)
     if not (_is_int(hidden) and _is_int(heads)):
@@ -101,7 +112,7 @@ def _factor(text: Any) -> int:
 
 
 def _smaller(name: str, value: Any, factor: int) -> Any:
-    """The value that the small copy has under that name."""
+    """Return the value of a key in the small copy."""
     if isinstance(value, list) and value and all(_is_int(each) and each >= _SMALLEST_SIZE for each in value):
         return [_smaller(name, each, factor) for each in value]
     if not _is_int(value):
@@ -119,7 +130,10 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
 
 
 def _most(name: str, value: int) -> int | None:
-    """The bound of a vocabulary, an id in it, a window or a number of positions; None for other numbers."""
+    """Return the upper bound for a config key; None if the key has none.
+
+    A vocabulary, a token id, a window and a number of positions have an upper bound.
+    """
     if "token" in name and ("id" in name or "index" in name):
         return _VOCABULARY - 1
     if "vocab" in name:
@@ -132,7 +146,7 @@ def _most(name: str, value: int) -> int | None:
 
 
 def _smaller_rope(parameters: Any, factor: int) -> Any:
-    """With limits that `LONGEST` exceeds, and lists that are as long as heads are wide."""
+    """Return rotary parameters whose limits `LONGEST` exceeds, and whose lists fit the narrow heads."""
     if not isinstance(parameters, dict):
         return parameters
     smaller: dict[str, Any] = {}
@@ -151,7 +165,7 @@ def _smaller_rope(parameters: Any, factor: int) -> Any:
 
 
 def _fewer_layers(config: Any) -> None:
-    """Keeps the first layers, up to the longest period of a pattern, and the first of each further kind."""
+    """Keep the first layers, up to the longest period of a pattern, and the first of each other kind."""
     name = next((name for name in _ALL_LAYERS if _is_int(vars(config).get(name))), None)
     if name is None or vars(config)[name] <= 2:
         return
@@ -184,19 +198,19 @@ def _fewer_layers(config: Any) -> None:
 
 
 def _is_per_layer(name: str, value: Any, depth: int) -> bool:
-    """Whether it says something of each layer: a list, or a pattern of one letter each."""
+    """Return whether a value has one entry per layer: a list, or a pattern of one letter each."""
     written = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
     return written and len(value) == depth and "token" not in name
 
 
 def _names_layers(name: str, value: Any, depth: int) -> bool:
-    """Whether it lists the numbers of some layers."""
+    """Return whether a value lists the numbers of some layers."""
     told = any(word in name for word in ("layer", "idx", "indices")) and isinstance(value, (list, tuple))
     return told and len(value) < depth and all(_is_int(each) and 0 <= each < depth for each in value)
 
 
 def _is_window(name: str, value: int) -> bool:
-    """Whether it says how many of the tokens before it a token sees, or is computed with."""
+    """Return whether a value limits how many earlier tokens a token sees or is computed with."""
     named = any(word in name for word in _WINDOWS) and not any(word in name for word in _NO_WINDOWS)
     return named or ("topk" in name and value >= _SMALLEST_SIZE)
 

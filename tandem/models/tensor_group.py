@@ -1,4 +1,4 @@
-"""The ranks that share every layer of a model among them, and what they exchange."""
+"""The ranks that share every layer of a model, and their collectives."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from tandem.models.collectives import CollectiveMeter, exchanged
 
 
 class TensorGroup:
-    """A tensor-parallel group: its ranks run the same rows, each with its part of the weights.
+    """A tensor-parallel group. Its ranks run the same rows, each with its part of the weights.
 
     Args:
-        mesh: of one dimension.
-        meter: counts what is exchanged.
+        mesh: a mesh of one dimension.
+        meter: measures what is exchanged.
 
     Attributes:
-        rank, size: this rank's place, and how many there are.
+        rank: the number of this rank in the group.
+        size: the number of ranks.
     """
 
     def __init__(self, mesh: DeviceMesh, meter: CollectiveMeter) -> None:
@@ -33,22 +34,30 @@ class TensorGroup:
         self._meter = meter
 
     def entries(self, vocabulary: int) -> slice:
-        """This rank's entries of a vocabulary: as many on all, rounded up; on the last they may be fewer."""
+        """Return this rank's entries of a vocabulary.
+
+        All ranks have the same number, rounded up; the last rank may have fewer.
+        """
         each = -(-vocabulary // self.size)
         return slice(self.rank * each, min(vocabulary, (self.rank + 1) * each))
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduces a contiguous tensor in place, without gradient; the same bits on all ranks."""
+        """Reduce a contiguous tensor in place, without gradient. All ranks get the same bits."""
         self._meter.all_reduce(tensor, op, self._group)
         return tensor
 
     def copied(self, x: Tensor) -> Tensor:
-        """x, the same on all ranks, on its way into what differs between them: the gradients that come back
-        are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053)."""
+        """Return x, which is the same on all ranks, as the input of parts that differ between ranks.
+
+        The gradients of the ranks are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053).
+        """
         return exchanged(x, lambda x: x.view_as(x), self._total)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, the same on all; the gradient goes to each of them ("g" there)."""
+        """Return the sum of x over the ranks, the same on all ranks.
+
+        Each rank gets the whole gradient ("g" in the same paper).
+        """
         return exchanged(x, self._total, lambda gradient: gradient)
 
     def _total(self, x: Tensor) -> Tensor:
@@ -56,12 +65,12 @@ class TensorGroup:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; the same memory."""
+    """Return this rank's part of a tensor; it shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def joined(part: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return the tensor of which this rank has that part, and other ranks theirs."""
+    """Return the DTensor of which this rank has `part` and other ranks have theirs."""
     return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -69,6 +78,7 @@ def take(value: Tensor, whole: Any) -> None:
     """Overwrite this rank's part of a tensor.
 
     Args:
+        value: the tensor.
         whole: the values of the whole tensor, or a slice of a safetensors file.
     """
     part = local(value)
@@ -77,7 +87,7 @@ def take(value: Tensor, whole: Any) -> None:
 
 
 def place(value: Tensor) -> tuple[slice, ...]:
-    """The place of this rank's part in the whole tensor."""
+    """Return the position of this rank's part in the whole tensor."""
     if not isinstance(value, DTensor):
         return tuple(slice(0, size) for size in value.shape)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

@@ -1,10 +1,10 @@
-"""The plan by which a model's layers are split over the ranks of a tensor-parallel group for training, after
-Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Tensor parallelism for training: the plan that splits a model's layers over the ranks of a group.
 
-Each rank has some heads and some columns of the MLP: query, key, value, gate and up projections are cut by
-their outputs, output and down projections by their inputs, and what the latter give is summed. Embedding and
-output head are cut by vocabulary entries. All else is whole on every rank. What runs between the modules are
-plain tensors; parameters are DTensors, so that FSDP can cut them further and checkpoints know what they hold.
+It follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some heads and some
+columns of the MLP. Query, key, value, gate and up projections are cut by their outputs. Output and down
+projections are cut by their inputs, and their results are summed. Embedding and output head are cut by
+vocabulary entries. Everything else is whole on every rank. Plain tensors flow between the modules. Parameters
+are DTensors, so that FSDP can cut them further and checkpoints know which part they hold.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ Plan = dict[str, Callable[[Any], None]]
 
 
 def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: int = 1) -> None:
-    """
+    """Check that a model can be split over `size` ranks.
+
     Args:
         config: a transformers config of a language model.
-        size: ranks that split each layer.
-        sequence: ranks that share the tokens of each micro-batch, and in attention each one's heads.
-        shards: ranks over which FSDP cuts each of their parts.
+        size: number of ranks that split each layer.
+        sequence: number of ranks that share the tokens of each micro-batch and, in attention, each rank's
+            heads.
+        shards: number of ranks over which FSDP cuts each rank's part.
 
     Raises:
-        ModelError: an architecture without a plan.
-        ConfigError: heads, MLP columns or a vocabulary that cannot be shared out.
+        ModelError: If there is no plan for the architecture.
+        ConfigError: If heads, MLP columns or the vocabulary cannot be divided.
     """
     if size == 1:
         return
     text = config.get_text_config()
-    require_plain(text.model_type, FIELD, size, "tensor parallelism has no plan for this architecture")
+    require_plain(text.model_type, FIELD, size, "tensor parallelism does not support this architecture")
     for name in SHARED_OUT:
         count = getattr(text, name)
         if count % size:
@@ -60,29 +62,31 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
             )
     if text.num_attention_heads // size % sequence:
         raise ConfigError(
-            "tensor and sequence parallelism together cannot share out the attention heads",
+            "tensor and sequence parallelism together cannot divide the attention heads evenly",
             field=FIELD,
             got=f"{size} times ulysses_sequence_parallel_size={sequence}, "
             f"num_attention_heads={text.num_attention_heads}",
             expected=f"a product that divides {text.num_attention_heads}",
-            remedy="make one of the two smaller",
+            remedy="use a smaller value for one of the two",
         )
     vocabulary, features = text.vocab_size, text.hidden_size
     if (size - 1) * -(-vocabulary // size) >= vocabulary or (vocabulary % size and features % shards):
         raise ConfigError(
-            "tensor parallelism cannot share out this vocabulary",
+            "tensor parallelism cannot divide this vocabulary evenly",
             field=FIELD,
             got=f"{size}, vocab_size={vocabulary}, hidden_size={features}, {shards} FSDP shards",
-            expected=f"a divisor of {vocabulary}, or of hidden_size for the number of shards",
+            expected=f"a divisor of {vocabulary}, or a number of FSDP shards that divides hidden_size",
             remedy="split each layer among fewer ranks",
         )
 
 
 def parallelize(model: PackedModel, group: TensorGroup) -> None:
-    """Splits a whole model, the same on all ranks of the group, in place; before FSDP shards it.
+    """Split a whole model, which is the same on all ranks of the group, in place.
+
+    Call this before FSDP shards the model.
 
     Raises:
-        ModelError: a layer with weights that the plan does not know.
+        ModelError: If a layer has weights that the plan does not know.
     """
     decoder, split = model.decoder, Split(group)
     tied = model.output_layer.weight is decoder.embed_tokens.weight
@@ -102,21 +106,23 @@ def parallelize(model: PackedModel, group: TensorGroup) -> None:
         raise ModelError(
             "tensor parallelism does not know what to do with these weights",
             field=FIELD,
-            got=f"{len(unknown)}, such as {unknown[0]}",
+            got=f"{len(unknown)} weights, such as {unknown[0]}",
             expected=f"the layers of {', '.join(PLAIN_DECODERS)}",
-            remedy="leave tensor_parallel_size at 1: FSDP shards any model",
+            remedy="set tensor_parallel_size to 1; FSDP shards any model",
         )
 
 
 def _with_adapters(layer: nn.Module, split: Split) -> Plan:
-    """The plan of a layer, of which some maps may have adapters. Where outputs are cut, so are the rows of B,
-    and each rank's gradient of A is a share; where inputs are cut, so are the columns of A, and what it
-    gives, a few numbers a token, is summed."""
+    """Return the plan of a layer in which some linear layers may have adapters.
+
+    If outputs are cut, the rows of B are cut too, and each rank has a share of the gradient of A. If inputs
+    are cut, the columns of A are cut too, and the output of A, a few numbers per token, is summed.
+    """
     plan: Plan = {
         "input_layernorm": split.whole,
         "self_attn": split.copied_input,
-        "self_attn.q_norm": split.seen_apart,
-        "self_attn.k_norm": split.seen_apart,
+        "self_attn.q_norm": split.whole_different_inputs,
+        "self_attn.k_norm": split.whole_different_inputs,
         "post_attention_layernorm": split.whole,
         "mlp": split.copied_input,
     }
@@ -128,13 +134,13 @@ def _with_adapters(layer: nn.Module, split: Split) -> Plan:
             continue
         by_outputs = name in _BY_OUTPUTS
         plan[f"{name}.base_layer"] = cut
-        plan[f"{name}.lora_A.{ADAPTER}"] = split.seen_apart if by_outputs else cut
+        plan[f"{name}.lora_A.{ADAPTER}"] = split.whole_different_inputs if by_outputs else cut
         plan[f"{name}.lora_B.{ADAPTER}"] = cut if by_outputs else split.whole
     return plan
 
 
 def _follow(module: nn.Module, plan: Plan) -> None:
-    """Does what the plan says with the parts that the module has; an architecture may lack some."""
+    """Apply a plan to the parts that a module has. An architecture may lack some parts."""
     parts = dict(module.named_modules())
     for name, change in plan.items():
         if name in parts:
@@ -142,13 +148,13 @@ def _follow(module: nn.Module, plan: Plan) -> None:
 
 
 class Split:
-    """What the ranks of a group do with the parts of a model. Each method changes a module in place."""
+    """The changes that split the parts of a model over a group. Each method changes a module in place."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
 
     def by_outputs(self, module: Any) -> None:
-        """A linear map of which each rank has some outputs."""
+        """Split a linear layer so that each rank has some outputs."""
         self.place(module, weight=Shard(0), bias=Shard(0))
 
         def forward(x: Tensor) -> Tensor:
@@ -158,7 +164,10 @@ class Split:
         module.forward = forward
 
     def by_inputs(self, module: Any) -> None:
-        """A linear map of which each rank has some inputs; outputs are summed, and the bias added once."""
+        """Split a linear layer so that each rank has some inputs.
+
+        The outputs are summed, and the bias is added once.
+        """
         self.place(module, weight=Shard(1))
 
         def forward(x: Tensor) -> Tensor:
@@ -168,17 +177,22 @@ class Split:
         module.forward = forward
 
     def whole(self, module: Any) -> None:
-        """A module whose weights every rank has, and gives the same inputs."""
+        """Keep a module whole on every rank. All ranks give it the same inputs."""
         self._on_parameters(module, local)
 
-    def seen_apart(self, module: Any) -> None:
-        """A module whose weights every rank has, and gives inputs of its own: the gradients of the weights
-        are summed."""
+    def whole_different_inputs(self, module: Any) -> None:
+        """Keep a module whole on every rank, although ranks give it different inputs.
+
+        The gradients of its weights are summed.
+        """
         self._on_parameters(module, lambda parameter: self.group.copied(local(parameter)))
 
     def copied_input(self, module: Any) -> None:
-        """A module whose parts each work on the whole input, given first or as `hidden_states`: the gradients
-        that they send back to it are summed once for all."""
+        """Let each rank's part of a module work on the whole input.
+
+        The input is the first argument or `hidden_states`. The gradients that the parts return for it are
+        summed once.
+        """
         plain: Callable[..., Any] = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +203,10 @@ class Split:
         module.forward = forward
 
     def vocabulary(self, module: Any) -> None:
-        """An embedding of which each rank has some entries: it looks up its own, and the sum is the whole."""
+        """Split an embedding so that each rank has some entries.
+
+        Each rank looks up its own entries, and the sum over ranks is the result.
+        """
         first = self.group.entries(module.num_embeddings).start
         self.place(module, weight=Shard(0))
 
@@ -206,8 +223,10 @@ class Split:
         module.forward = forward
 
     def place(self, module: nn.Module, **cut: Placement) -> None:
-        """Makes the module's own parameters DTensors that hold this rank's part; whole where `cut` is
-        silent."""
+        """Turn the module's own parameters into DTensors that hold this rank's part.
+
+        Parameters without a placement in `cut` stay whole.
+        """
         for name, parameter in list(module.named_parameters(recurse=False)):
             placements = [cut.get(name, Replicate())]
             placed = distribute_tensor(parameter.detach(), self.group.mesh, placements, src_data_rank=None)
@@ -215,7 +234,7 @@ class Split:
             module.register_parameter(name, nn.Parameter(placed, requires_grad=learns))
 
     def _on_parameters(self, module: Any, seen: Callable[[Tensor], Tensor]) -> None:
-        """Runs the module's forward as it is, on a copy of the module whose parameters `seen` makes."""
+        """Run the module's forward on a copy of the module whose parameters `seen` creates."""
         self.place(module)
         plain = module.forward.__func__
 

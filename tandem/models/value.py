@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from tandem.models.lora import plain_name
 from tandem.models.packing import PackedInputs
-from tandem.models.policy import PackedModel, at_places, decode
+from tandem.models.policy import PackedModel, at_positions, decode
 from tandem.models.tensor_group import local
 
 
 class ValueModel(PackedModel):
-    """A language model's decoder under a linear head that starts at zero: the first values are 0,
-    whatever the language model was, and nothing in it is random.
+    """A language model's decoder with a linear head that starts at zero.
+
+    The first values are 0 for any language model, and nothing in the head is random.
 
     Args:
         model: a causal language model, loaded with `attention=PACKED`; its own head is dropped.
@@ -45,27 +46,31 @@ class ValueModel(PackedModel):
 
     @property
     def output_layer(self) -> nn.Linear:
-        """The head."""
+        """The value head."""
         return self.value_head
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        """ "values", (T) in fp32 (fp64 for an fp64 model): entry t is predicted from the tokens
-        before t; zero at tokens that were not asked for.
+        """Return {"values": (T)} in fp32 (fp64 for an fp64 model).
+
+        Entry t is predicted from the tokens before t. Entries are zero at tokens that were not asked for.
 
         Raises:
-            EngineError: an output that a value model does not have.
+            EngineError: If a value model does not have an output.
         """
         self.check_outputs(outputs)
-        return {"values": at_places(one_number(self, inputs), inputs)}
+        return {"values": at_positions(head_outputs(self, inputs), inputs)}
 
     def hf_name(self, name: str) -> str:
-        """The name of a parameter in a folder that `load_policy` reads; the head has one of its own."""
+        """Return the name of a parameter in a folder that `load_policy` reads. The head has its own name."""
         return plain_name(name)
 
 
-def one_number(module: PackedModel, inputs: PackedInputs) -> Tensor:
-    """(K): the head's single output over the last hidden state at each position asked for; of two outputs the
-    second's probability. In the output's precision, at least fp32: bf16 would round it to three digits."""
+def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:
+    """Return (K) the head's output at each position that was asked for.
+
+    With two outputs it is the probability of the second. The precision is at least fp32, because bf16 would
+    round the result to three digits.
+    """
     head = module.output_layer
     hidden_KD = decode(module.decoder, inputs).index_select(0, inputs.sources)
     out_type = torch.promote_types(hidden_KD.dtype, torch.float32)

@@ -1,4 +1,7 @@
-"""Models that read what the policy wrote: by its token ids, or from text where their tokens are others."""
+"""Checks of the vocabulary of models that read the policy's responses.
+
+Such a model reads the policy's token ids, or it reads text if its tokens are different.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,18 @@ def check_vocabulary(
     field: str,
     trust_remote_code: bool = False,
 ) -> None:
-    """Refuses a model that cannot read the policy's token ids.
+    """Check that a model can read the policy's token ids.
 
     Args:
         path: the model's folder.
-        vocabulary: token ids it knows.
-        tokenizer: the policy's.
-        field: the config key that names it.
+        vocabulary: the number of token ids that the model knows.
+        tokenizer: the policy's tokenizer.
+        field: the config key that names the folder.
+        trust_remote_code: run the tokenizer class that the folder brings along.
 
     Raises:
-        ModelError: fewer ids than the tokenizer has, or a tokenizer in the folder that gives tokens
-            other ids.
+        ModelError: If the model knows fewer ids than the tokenizer has, or the folder's tokenizer gives
+            tokens other ids.
     """
     check_size(path, vocabulary, tokenizer, field=field)
     own = _tokenizer_in(path, trust_remote_code=trust_remote_code)
@@ -41,29 +45,29 @@ def check_vocabulary(
             "the model's tokenizer is not the policy's",
             field=field,
             got=f"{path}: {len(other)} tokens with other ids, such as {other[0]!r}",
-            expected="the same ids, for it reads the policy's tokens",
-            remedy="use a model over the policy's own tokenizer",
+            expected="the same ids, because the model reads the policy's tokens",
+            remedy="use a model that has the policy's tokenizer",
         )
 
 
 def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizerBase, *, field: str) -> None:
-    """Refuses a model that knows fewer token ids than the tokenizer gives; see `check_vocabulary`."""
+    """Check that a model knows all token ids of the tokenizer; see `check_vocabulary`."""
     asked = 1 + max(tokenizer.get_vocab().values(), default=-1)
     if vocabulary < asked:
         raise ModelError(
-            "the model's vocabulary is smaller than that of the tokenizer whose ids it reads",
+            "the model's vocabulary is smaller than that of the tokenizer",
             field=field,
             got=f"{path}: {vocabulary} tokens",
             expected=f">= {asked}",
-            remedy="use a model over this tokenizer, put the model's own tokenizer in its folder, or enlarge "
-            f"its embedding with resize_token_embeddings({asked}) of transformers",
+            remedy="use a model that has this tokenizer, put the model's own tokenizer into its folder, or "
+            f"enlarge its embedding with resize_token_embeddings({asked}) of transformers",
         )
 
 
 def check_reader(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, field: str, trust_remote_code: bool = False
 ) -> None:
-    """Refuse the model of a folder that knows fewer token ids than the tokenizer gives; see `check_size`."""
+    """Check that a folder's model knows all token ids of the tokenizer; see `check_size`."""
     text = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
     check_size(path, text.vocab_size, tokenizer, field=field)
 
@@ -71,9 +75,10 @@ def check_reader(
 def tokenizer_of(
     model: ModelConfig | SampledModelConfig | EvalModelConfig, at: str = "model"
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that a config names, whose ids the model can read.
+    """Return the tokenizer that a config names. The model must be able to read its ids.
 
     Args:
+        model: the config section of the model.
         at: the section's key, for messages.
 
     Raises:
@@ -99,14 +104,18 @@ def tokenizer_of_scorer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer with which a reward model reads conversations anew; None where it reads the policy's ids:
-    its tokenizer gives the policy's tokens the same ids, and its chat template, if it has one, is the same.
+    """Return the tokenizer with which a reward model reads conversations from text.
 
     Args:
-        path: the model's folder.
+        path: the reward model's folder.
         policys: the policy's tokenizer.
-        tokenizer_path: another folder of its tokenizer.
-        chat_template: another template than that of the folder.
+        tokenizer_path: another folder that has the reward model's tokenizer.
+        chat_template: a chat template to use instead of the folder's template.
+        trust_remote_code: run the tokenizer class that the folder brings along.
+
+    Returns:
+        The tokenizer; None if the reward model can read the policy's ids. That is so if its tokenizer gives
+        the policy's tokens the same ids and its chat template, if it has one, is the same.
 
     Raises:
         ModelError: see `load_tokenizer`.
@@ -120,7 +129,7 @@ def tokenizer_of_scorer(
 
 
 def other_ids(policys: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> list[str]:
-    """The policy's tokens to which the other tokenizer gives another id, sorted."""
+    """Return the policy's tokens to which the other tokenizer gives another id, sorted."""
     ours, theirs = policys.get_vocab(), own.get_vocab()
     return sorted(token for token, index in ours.items() if theirs.get(token, index) != index)
 

@@ -1,5 +1,7 @@
-"""The safetensors files of a Hugging Face folder, read piece by piece into a sharded module, so that no rank
-ever holds more of the model than its own shards."""
+"""Reading of safetensors files piece by piece into a sharded module.
+
+No rank ever holds more of the model than its own shards.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,14 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class WeightFiles:
-    """The files of a folder and the tensors in each.
+    """The safetensors files of a Hugging Face folder and the tensors in each.
 
     Args:
         files: the folder's safetensors files.
 
     Raises:
-        OSError, SafetensorError: a file that cannot be read.
+        OSError: If a file cannot be read.
+        SafetensorError: If a file is not a valid safetensors file.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -45,8 +48,12 @@ class WeightFiles:
 
     @classmethod
     def find(cls, folder: str | Path) -> WeightFiles | None:
-        """The files that transformers would read; None where there are none, or one of them cannot be
-        read, about which transformers has more to say."""
+        """Find the files that transformers would read.
+
+        Returns:
+            The files; None if there are none or one cannot be read. transformers then gives a better error
+            message.
+        """
         path = Path(folder).expanduser()
         try:
             if (path / WEIGHTS).is_file():
@@ -59,30 +66,39 @@ class WeightFiles:
         return None
 
     def hold(self, module: PackedModel) -> bool:
-        """True where each weight that the module needs is there, under its name and in its shape. A folder
-        of which that is not true may still be one that transformers can convert."""
+        """Return whether the files hold each weight of the module under its name and in its shape.
+
+        If not, transformers may still be able to convert the folder.
+        """
         return self.fit(module.model, {name: value.shape for name, value in _stored(module).items()})
 
     def fit(self, model: nn.Module, needed: Mapping[str, Sequence[int]]) -> bool:
-        """The same of a transformers model, of which shapes are needed by name."""
+        """Return whether the files hold each weight of a transformers model.
+
+        Args:
+            model: the transformers model.
+            needed: the shapes by name.
+        """
         tied = getattr(model, "all_tied_weights_keys", {})
         twice = any(target in self._file and source in self._file for target, source in tied.items())
         return not twice and all(self._shape.get(name) == tuple(shape) for name, shape in needed.items())
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the files, one after the other, in the type they are stored in."""
+        """Yield whole tensors of the files, one after the other, in their stored type."""
         for name in names:
             with _opened(self._file[name]) as stored:
                 yield name, stored.get_tensor(name)
 
     @torch.no_grad()
     def fill(self, module: PackedModel, device: torch.device) -> None:
-        """Gives a sharded module on the meta device its memory, and each of its shards what the files hold
-        there, in the shard's type. What no folder holds starts at zero, but for adapters.
+        """Allocate the memory of a sharded module on the meta device and read each of its shards.
+
+        Values are converted to the type of the shard. Parameters that no folder holds start at zero, except
+        adapters.
 
         Args:
-            module: one that the files `hold`.
-            device: where its parameters go.
+            module: a module that the files `hold`.
+            device: the device for its parameters.
         """
         empty = partial(torch.empty_like, device=device)
         module._apply(lambda value: empty(value) if value.is_meta else value)  # type: ignore[no-untyped-call]
@@ -102,8 +118,10 @@ class WeightFiles:
 
 
 def _stored(module: PackedModel) -> dict[str, Tensor]:
-    """The tensors of a module that a folder holds, by Hugging Face name: parameters, tied ones once, and
-    persistent buffers; no adapters."""
+    """Return the tensors of a module that a folder holds, by Hugging Face name.
+
+    These are parameters, with tied ones once, and persistent buffers, but no adapters.
+    """
     persistent = module.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in module.named_buffers() if name in persistent}
     named = {**dict(module.named_parameters()), **buffers}
@@ -115,7 +133,7 @@ def _stored(module: PackedModel) -> dict[str, Tensor]:
 
 
 def _read(handle: Any, name: str, part: tuple[slice, ...]) -> Tensor:
-    """A part of a stored tensor; nothing else of it is read."""
+    """Return a part of a stored tensor without reading the rest."""
     value: Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
     return value
 

@@ -1,4 +1,4 @@
-"""The modules of a model that become units of FSDP, each gathered and freed as one."""
+"""Choice of the modules that become FSDP units. FSDP gathers and frees each unit as a whole."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from tandem.config.section import nearest_remedy
 from tandem.errors import ConfigError
 
 _FIELD = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 
 
 def wrapped(model: Any, policy: WrapPolicyConfig) -> list[list[nn.Module]]:
-    """The units but for the root, which has all parameters that are in none of these: each the modules that
-    share it, in the order in which they run; a unit comes before those that lie inside it.
+    """Return the FSDP units except the root unit, which gets all other parameters.
 
-    Modules of the classes that the policy names are units, its decoder layers where it names none. Where it
-    asks for a least number of parameters, modules that follow each other share a unit until they have so many
-    together; what is left at the end joins the last unit, or, where there is none, the root's.
+    Each unit is a list of the modules that share it, in the order in which they run. A unit comes before the
+    units inside it.
+
+    The units are modules of the classes that the policy names, or the decoder layers if it names none. If the
+    policy sets a minimum number of parameters, successive modules share a unit until they reach that number
+    together. The rest at the end joins the last unit, or the root if there is no unit.
 
     Args:
-        model: with a `decoder`, before it is sharded.
+        model: a model with a `decoder`, before it is sharded.
+        policy: the config section of the wrap policy.
 
     Raises:
-        ConfigError: a class that no module within the decoder has, or none that can be a unit; classes whose
-            modules lie inside each other, together with a least number of parameters.
+        ConfigError: If no module within the decoder has a named class, if no module of the class can be a
+            unit, or if modules of the classes lie inside each other and there is a minimum number of
+            parameters.
     """
     names = policy.transformer_layer_cls_to_wrap
     modules = _of_classes(model, names) if names else list(model.decoder.layers)
@@ -39,7 +43,7 @@ def wrapped(model: Any, policy: WrapPolicyConfig) -> list[list[nn.Module]]:
         inner = next((part for part in module.modules() if part is not module and part in chosen), None)
         if inner is not None:
             raise ConfigError(
-                "modules that lie inside each other cannot share units by number of parameters",
+                "modules that lie inside each other cannot be grouped by number of parameters",
                 field=_FIELD,
                 got=f"{type(module).__name__}, {type(inner).__name__}",
                 remedy="name one of the two classes, or set wrap_policy.min_num_params=0",
@@ -64,7 +68,7 @@ def _of_classes(model: Any, names: Sequence[str]) -> list[nn.Module]:
     for name in names:
         if name not in classes:
             raise ConfigError(
-                "no module of this class in the model's decoder can be a unit of FSDP",
+                "no module of this class in the model's decoder can be an FSDP unit",
                 field=_FIELD,
                 got=name,
                 expected=", ".join(classes),
@@ -74,11 +78,13 @@ def _of_classes(model: Any, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _can_be_unit(module: nn.Module, outside: set[nn.Parameter]) -> bool:
-    """True for a module whose forward is called and alone touches its parameters: an embedding that is the
-    output head too is touched by both.
+    """Return whether a module's forward is called and no other module uses its parameters.
+
+    An embedding that is also the output head is used by two modules.
 
     Args:
-        outside: parameters that modules outside the decoder have.
+        module: the module.
+        outside: the parameters of modules outside the decoder.
     """
     own = set(module.parameters())
     return bool(own) and own.isdisjoint(outside) and not isinstance(module, _CONTAINERS)

@@ -1,4 +1,4 @@
-"""The config in a run folder, read."""
+"""Reading of the config in a run folder."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _LARGEST = 4 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run's config as nested plain values.
+    """Return a run's config as nested plain values.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: the file is no config.
+        FileNotFoundError: If the file does not exist.
+        DataError: If the file is not a config.
     """
     with opened(path, path.parent) as file:
         text = file.read(_LARGEST + 1)
     if len(text) > _LARGEST:
-        raise DataError("is too large", field=str(path), expected=f"{_LARGEST} bytes at most")
+        raise DataError("the file is too large", field=str(path), expected=f"at most {_LARGEST} bytes")
     try:
         return dict(parse_yaml(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise DataError("is no config", field=str(path), got=str(error)[:200]) from error
+        raise DataError("the file is not a config", field=str(path), got=str(error)[:200]) from error
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a nested config and their values, in its order."""
+    """Yield the dotted keys of a nested config and their values, in the config's order."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")

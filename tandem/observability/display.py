@@ -1,6 +1,9 @@
-"""The picture of a living run at the bottom of a terminal: `python -m tandem.observability.display RUN …`, a
-process beside the run, which reads its folder. What the run and its libraries print comes through a pipe and
-is written above, byte by byte, also while the run computes, and when it dies."""
+"""A live display of a run at the bottom of a terminal.
+
+`python -m tandem.observability.display RUN …` is a separate process that reads the run folder. Everything
+that the run and its libraries print comes through a pipe and is written above the display, byte by byte. This
+works also while the run computes and when the run dies.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,18 @@ from tandem.texts import parse_json
 
 TICK_S = 0.25
 STEPS_SHOWN = 40
-_LAST_BYTES = 1 << 20  # of each file at the first look: a long run's are large
+_LAST_BYTES = 1 << 20  # read from the end of each file at first, because files of a long run are large
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Picture:
-    """What is known of a run now, as a few lines.
+    """The current state of a run as a few lines of text.
 
     Args:
         folder: the run folder.
-        start_step, total_steps: the step it goes on from, and its last.
-        process: of the run, whose memory is shown where no device's is known.
+        start_step: the step after which the run continues.
+        total_steps: the last step of the run.
+        process: the process id of the run. Its memory is shown if no device's memory is known.
     """
 
     def __init__(self, folder: Path, start_step: int, total_steps: int, process: int) -> None:
@@ -49,10 +53,10 @@ class Picture:
         self._warning = ""
         self._tracks: dict[int, str] = {}
         self._open: dict[int, list[tuple[str, float]]] = {}
-        self.step = self._running = start_step  # the last one done, and the one at hand
+        self.step = self._running = start_step  # the last finished step, and the current one
 
     def look(self) -> None:
-        """Reads what the run has written since the last look."""
+        """Read what the run has written since the last call."""
         for row in self._new("metrics.jsonl"):
             self._metrics = {name: value for name, value in row.items() if value is not None}
             for name in self._curves.keys() & self._metrics.keys():
@@ -75,7 +79,7 @@ class Picture:
         kind, track = event["ph"], event["tid"]
         if kind == "M":
             self._tracks[track] = one_line(event["args"]["name"]).partition(" rank ")[0]
-            if self._tracks[track] == "controller":  # the last to begin: what is open was a killed run's
+            if self._tracks[track] == "controller":  # it starts last, so open phases belong to a killed run
                 self._open.clear()
         elif kind == "B":
             self._running = event["args"].get("step", self._running)
@@ -84,7 +88,7 @@ class Picture:
             self._open[track].pop()
 
     def lines(self, width: int) -> list[Text]:
-        """The picture in lines of at most so many columns."""
+        """Return the picture in lines of at most `width` columns."""
         lines = [Text(f"── {one_line(str(self._folder))} ".ljust(width, "─"), "dim")]
         lines += [
             Text.assemble((f"{label:<12} ", "dim"), content) for label, content in self._rows(width - 13)
@@ -123,7 +127,7 @@ class Picture:
         return Text.assemble((counted, "bold"), ("━" * full, "green"), ("━" * (wide - full), "dim"), ahead)
 
     def _phases(self) -> str:
-        """The phases that run, with the group that is in them; the controller's own where no group works."""
+        """Return the running phases with their worker groups; the controller's phase if no group works."""
         running: dict[tuple[str, str], float] = {}
         for track, phases in self._open.items():
             for name, since in phases[-1:]:
@@ -134,19 +138,19 @@ class Picture:
         return ", ".join(f"{name} ({role}) {seconds}" for (role, name), seconds in ago.items())
 
     def _memory(self) -> Text | None:
-        """The phase that comes closest to a device's memory as it was planned, or the host's memory."""
+        """Return the phase that is closest to its planned device memory, or else the host memory."""
         peaks, plan = self._below("perf/memory_peak_bytes/"), self._below("perf/memory_predicted_bytes/")
         if peaks:
             phase = max(peaks, key=lambda name: peaks[name] / plan.get(name, math.inf))
             color = "bold red" if peaks[phase] > plan.get(phase, math.inf) else "bold"
-            planned = f" of {size(plan[phase])} by plan" if phase in plan else ""
+            planned = f" of {size(plan[phase])} planned" if phase in plan else ""
             return Text.assemble((size(peaks[phase]), color), f"{planned}, in {phase}")
         try:
             pages = int(Path(f"/proc/{self._process}/statm").read_text(encoding="utf-8").split()[1])
-        except OSError:  # no Linux, or the run has just ended
+        except OSError:  # not Linux, or the run has just ended
             return None
         phase = max(plan, key=plan.__getitem__, default="")
-        planned = f"; by plan {size(plan[phase])} of tensors, in {phase}" if phase else ""
+        planned = f"; planned {size(plan[phase])} of tensors, in {phase}" if phase else ""
         return Text.assemble((size(pages * os.sysconf("SC_PAGE_SIZE")), "bold"), f" resident{planned}")
 
     def _below(self, prefix: str) -> dict[str, float]:
@@ -155,28 +159,30 @@ class Picture:
 
 
 def sparkline(values: list[float]) -> str:
-    """The values as bars, the least and the greatest as the shortest and the longest."""
+    """Return the values as bars, from the shortest bar for the minimum to the longest for the maximum."""
     low, high = min(values), max(values)
     scale = (len(_BARS) - 1) / ((high - low) or 1.0)
     return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def size(count: float) -> str:
-    """Bytes in GiB, or in MiB below a tenth of one."""
+    """Return a number of bytes in GiB, or in MiB if it is below a tenth of a GiB."""
     return f"{count / 2**30:.2f} GiB" if count > 0.1 * 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def one_line(text: str) -> str:
-    """The text without control characters and line ends."""
+    """Return the text without control characters and line breaks."""
     return " ".join(printable(text).split())
 
 
 class Screen:
-    """A picture below what is printed. The cursor stays visible, on the line after it: a terminal is sane at
-    every moment.
+    """A terminal that shows a picture below the printed output.
+
+    The cursor stays visible, on the line after the picture, so the terminal is usable at every moment.
 
     Attributes:
-        open_line: whether what was printed last has no end yet, as a prompt; no picture is below it.
+        open_line: whether the last output has no line end yet, as a prompt for input. No picture is shown
+            below it.
     """
 
     def __init__(self, terminal: BinaryIO) -> None:
@@ -185,7 +191,7 @@ class Screen:
         self.open_line = False
 
     def show(self, above: bytes, picture: bytes) -> None:
-        """Prints, and renews the picture below."""
+        """Print the bytes `above` and redraw the picture below them."""
         if above:
             self.open_line = not above.endswith(b"\n")
         picture = b"" if self.open_line else picture
@@ -196,13 +202,16 @@ class Screen:
             self._shown = picture
 
 
-def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Event) -> None:
-    """Shows the picture below what comes through a pipe, until it is closed, or has no more when the run
-    has ended.
+def show_until_end(picture: Picture, printed: int, screen: Screen, ended: threading.Event) -> None:
+    """Show the picture below the output that comes through a pipe.
+
+    This ends when the pipe is closed, or when the run has ended and the pipe is empty.
 
     Args:
-        printed: the pipe's file descriptor.
-        ended: set when the run wants the terminal back; the picture is taken away then.
+        picture: the picture.
+        printed: the file descriptor of the pipe.
+        screen: the terminal.
+        ended: set when the run wants the terminal back; the picture is then removed.
     """
     console, parent, due, shown, before = plain_console(), os.getppid(), 0.0, b"", (0, 0)
     while True:
@@ -216,7 +225,7 @@ def keep_up(picture: Picture, printed: int, screen: Screen, ended: threading.Eve
         if time.monotonic() >= due or now != before:
             due, before, step = time.monotonic() + TICK_S, now, picture.step
             picture.look()
-            if screen.open_line and picture.step > step and not above:  # whoever asked has been answered
+            if screen.open_line and picture.step > step and not above:  # the prompt for input was answered
                 above = b"\n"
             with console.capture() as captured:
                 for line in picture.lines(max(columns - 1, 1))[: rows - 1]:
@@ -230,7 +239,7 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     picture = Picture(Path(folder), int(start_step), int(total_steps), os.getppid())
-    keep_up(picture, sys.stdin.fileno(), Screen(sys.stdout.buffer), ended)
+    show_until_end(picture, sys.stdin.fileno(), Screen(sys.stdout.buffer), ended)
 
 
 if __name__ == "__main__":

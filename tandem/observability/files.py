@@ -1,4 +1,4 @@
-"""Files that are readable at every moment, whenever the process that writes them dies."""
+"""Files that stay readable whenever the process that writes them dies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tandem.observability.inside import opened
 from tandem.observability.lock import NO_LOCKS_HERE
 
 _TAIL = 64
-"""Bytes before what is new by which a file is known again."""
+"""The number of bytes before the new part that must be unchanged for the file to count as the same."""
 LARGEST = 1 << 30
-"""Bytes of a file of lines."""
+"""The most bytes that a file of lines may have."""
 LONGEST_LINE = 16 << 20
-"""Bytes of a line."""
+"""The most bytes that a line may have."""
 
 
 class GrowingFile:
-    """The lines of a file that grows, or is written anew, between two looks.
+    """The lines of a file that grows, or is rewritten, between two calls of `look`.
 
     Args:
-        path: the file; it may come later.
-        last: bytes of its end that the first look takes; all, where none are given.
-        folder: within which it must lie; None: anywhere.
+        path: the file; it may not exist yet.
+        last: the first call reads only this many bytes from the end of the file; None: all.
+        folder: the folder in which the file must lie; None: anywhere.
     """
 
     def __init__(self, path: Path, last: int | None = None, folder: Path | None = None) -> None:
@@ -33,11 +33,15 @@ class GrowingFile:
         self._read, self._tail = 0, b""
 
     def look(self) -> tuple[bool, list[bytes]]:
-        """Whether the file was written anew since the last look, or is gone, and its new lines. A last one
-        without its end is left for the next time.
+        """Read the lines that were added since the last call.
+
+        A last line without a line end is left for the next call.
+
+        Returns:
+            Whether the file was rewritten or removed since the last call, and the new lines.
 
         Raises:
-            DataError: the file is no regular one, lies elsewhere, or is too large.
+            DataError: If the file is not a regular file, lies outside the folder, or is too large.
         """
         try:
             file = opened(self._path, self._folder)
@@ -51,25 +55,28 @@ class GrowingFile:
                 torn, self._last = int(self._read > 0), None
             if (size := os.fstat(file.fileno()).st_size) - self._read > LARGEST:
                 raise DataError(
-                    "is too large", field=str(self._path), got=f"{size} bytes", expected=f"{LARGEST} at most"
+                    "the file is too large",
+                    field=str(self._path),
+                    got=f"{size} bytes",
+                    expected=f"<= {LARGEST}",
                 )
             file.seek(self._read - len(self._tail))
-            anew = file.read(len(self._tail)) != self._tail
-            if anew:
+            rewritten = file.read(len(self._tail)) != self._tail
+            if rewritten:
                 self._read, self._tail = file.seek(0), b""
             new = file.read(LARGEST)
         if len(new) - new.rfind(b"\n") > LONGEST_LINE:
             raise DataError(
-                "has a line without an end", field=str(self._path), expected=f"{LONGEST_LINE} bytes at most"
+                "a line is too long", field=str(self._path), expected=f"lines of at most {LONGEST_LINE} bytes"
             )
         new = new[: new.rfind(b"\n") + 1]
         self._read += len(new)
         self._tail = (self._tail + new)[-_TAIL:]
-        return anew, new.splitlines()[torn:]
+        return rewritten, new.splitlines()[torn:]
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """All of the content or, after a crash, all of what was there before."""
+    """Replace a file. After a crash it holds either all of the new content or all of the old content."""
     partial = path.with_name(path.name + ".partial")
     with file_errors(path), partial.open("wb") as file:
         file.write(content)
@@ -79,12 +86,16 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def append_line(path: Path, line: str, *, header: str | None = None, durable: bool = False) -> None:
-    """Appends `line` on a line of its own; a last line that a crash tore is cut off first. Several
-    processes may append to one file: they take turns by a lock on it, which ends with its holder.
+    """Append a line; first cut off a last line that a crash left incomplete.
+
+    Several processes may append to one file. A lock on the file lets one process write at a time. The lock
+    ends with its holder.
 
     Args:
-        header: the line that a file begins with.
-        durable: return only when it is on disk.
+        path: the file.
+        line: the line, without a line end.
+        header: the first line of a new file.
+        durable: return only when the line is on disk.
     """
     with file_errors(path), path.open("a+b") as file:
         _lock(file)
@@ -102,7 +113,10 @@ def append_line(path: Path, line: str, *, header: str | None = None, durable: bo
 
 
 def _lock(file: BinaryIO) -> None:
-    """Until the file is closed. A file system without locks does without; each line is one write."""
+    """Lock the file until it is closed.
+
+    On a file system without locks, do nothing; each line is one write.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
@@ -111,6 +125,6 @@ def _lock(file: BinaryIO) -> None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines that were written to their end."""
+    """Return the lines of a file that have a line end."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return text[: text.rfind("\n") + 1].splitlines()

@@ -1,4 +1,7 @@
-"""Files of a folder that somebody else may have made: what is opened is a regular file within it."""
+"""Safe access to files in a folder that somebody else may have made.
+
+Only regular files inside the folder are opened.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +14,42 @@ from tandem.errors import DataError
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """The file that a path leads to, through links that stay within the folder.
+    """Return the file that a path leads to. Links that stay inside the folder are followed.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: it lies elsewhere, or is a pipe, a device or a folder.
+        FileNotFoundError: If there is no file.
+        DataError: If the file lies outside the folder, or is a pipe, a device or a folder.
     """
     real = _within(path, folder)
     if not stat.S_ISREG(real.stat().st_mode):
-        raise DataError("is no regular file", field=str(path))
+        raise DataError("this is not a regular file", field=str(path))
     return real
 
 
 def opened(path: Path, folder: Path | None = None) -> BinaryIO:
-    """A file, to be read. A pipe in its place, for which one would wait without end, is refused.
+    """Open a file for reading. A pipe is refused, because reading it could block forever.
 
     Args:
-        folder: within which it must lie; None: anywhere.
+        path: the file.
+        folder: the folder in which the file must lie; None: anywhere.
     """
     if folder is not None:
         path = inside(path, folder)
     elif not stat.S_ISREG(path.stat().st_mode):
-        raise DataError("is no regular file", field=str(path))
-    # Between the look and the opening another process may put a link or a pipe there.
+        raise DataError("this is not a regular file", field=str(path))
+    # Another process may replace the file by a link or a pipe after the check, so check again.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if folder is None else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise DataError("is no regular file", field=str(path))
+        raise DataError("this is not a regular file", field=str(path))
     return os.fdopen(file, "rb")
 
 
 def require_inside(below: Path, folder: Path) -> None:
-    """Looks at all that lies below a part of a folder.
+    """Check everything below a part of a folder.
 
     Raises:
-        DataError: a link leads out of the folder, or something is neither a file nor a folder.
+        DataError: If a link leads out of the folder, or something is neither a file nor a folder.
     """
     _within(below, folder)
     for path, folders, names in os.walk(below):
@@ -62,7 +66,7 @@ def _within(path: Path, folder: Path) -> Path:
             "a link leads out of the folder",
             field=str(path),
             got=str(real),
-            expected=f"something within {folder}",
-            remedy="put a copy in its place",
+            expected=f"a path inside {folder}",
+            remedy="replace the link by a copy",
         )
     return real

@@ -1,4 +1,4 @@
-"""Finished pieces of work in a file, from which the same command goes on after it was killed."""
+"""A journal of finished work, from which a command continues after it was killed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from tandem.observability.files import append_line, whole_lines
 from tandem.texts import parse_json
 
 SYNC_S = 1.0
-"""How much work a machine that loses power may lose. A process that is killed loses none of what it
-appended."""
+"""Seconds of work that may be lost if the machine loses power.
+
+If only the process is killed, no appended work is lost."""
 
 
 class Journal:
-    """A file of JSON lines: first the settings that the work depends on, then each finished piece.
+    """A file of JSON lines: first the settings that the work depends on, then each finished piece of work.
 
     Args:
-        path: the file; made by the first append, in a folder that exists.
-        settings: name to plain value. Work done under other ones is not gone on with.
-        overwrite: drop what is there.
+        path: the file. The first append creates it, in a folder that exists.
+        settings: plain values by name. Work that was done with other settings is not continued.
+        overwrite: delete existing work.
 
     Attributes:
-        entries: what was there, in the order it was appended.
+        entries: the existing pieces of work, in the order in which they were appended.
 
     Raises:
-        ConfigError: the file was made with other settings; says which.
-        DataError: the file is no journal.
+        ConfigError: If the file was made with other settings; the error names them.
+        DataError: If the file is not a journal.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -49,24 +50,24 @@ class Journal:
             self.entries = [parse_json(line) for line in lines[1:]]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                "not a file of finished work",
+                "this is not a journal of finished work",
                 field=str(path),
                 got=str(error),
-                remedy="move it away, or start anew with --overwrite",
+                remedy="move the file away, or start over with --overwrite",
             ) from error
         now = parse_json(self._header)["settings"]
         if names := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
             raise ConfigError(
-                f"unfinished work of other settings is there: {len(self.entries)} finished pieces",
+                f"there is unfinished work with other settings (finished parts: {len(self.entries)})",
                 field=str(self.path),
                 got="; ".join(f"{name}={now.get(name)}" for name in names),
                 expected="; ".join(f"{name}={then.get(name)}" for name in names),
-                remedy="go on with those settings, choose another data.output_path, or drop that work with "
-                "--overwrite",
+                remedy="continue with those settings, choose another data.output_path, or delete that work "
+                "with --overwrite",
             )
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Adds pieces of work; once this returns, killing the process does not lose them."""
+        """Add pieces of work. When this returns, they survive the death of the process."""
         lines = [json.dumps(entry) for entry in entries]
         if not lines:
             return
@@ -77,5 +78,5 @@ class Journal:
             self._synced = now
 
     def remove(self) -> None:
-        """Deletes the file, if it is there."""
+        """Delete the file if it exists."""
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The exclusive use of a run folder, or of a file to be written, by one process."""
+"""Locks that give one process exclusive use of a run folder or of an output file."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from tandem.observability.inside import opened
 from tandem.texts import parse_json
 
 NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-"""The errors of a file system that has no locks."""
+"""The error numbers of a file system without locks."""
 
 _TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 class ProcessLock:
-    """A lock that one process holds until it releases it or ends, however it ends. Its file is there while it
-    is held, and names the holder. Linux passes the lock on to the other machines of an NFS mount, unless that
-    is mounted with `nolock` or `local_lock`.
+    """A lock that one process holds until it releases the lock or ends in any way.
+
+    The lock's file exists while the lock is held, and names the holder. On an NFS mount, the lock also
+    applies to the other machines, unless the mount has the option `nolock` or `local_lock`.
 
     Args:
         path: the lock's file.
         field: the config key or argument that names what is locked, for the error.
         say: prints a sentence to the user.
-        folder_mode: of the folder of the lock's file, where that is made here; the umask takes away from it.
+        folder_mode: permissions of the folder of the lock's file, if it is created here; the umask applies.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class ProcessLock:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lock; does nothing where this object holds it.
+        """Take the lock; do nothing if this object already holds it.
 
         Raises:
-            ConfigError: another process holds it, says which; the folder cannot be made or written.
+            ConfigError: If another process holds the lock (the error names it), or the folder cannot be
+                created or written.
         """
         if self._file is not None:
             return
@@ -70,24 +72,24 @@ class ProcessLock:
             if self._is_there(file):
                 self._file = file
                 _HELD.add(self)
-            else:  # its last holder removed it between the opening and the lock
+            else:  # the last holder removed the file before it was locked here
                 file.close()
-        self._tell_left(_holder(self._file))
+        self._report_leftover(_holder(self._file))
         self._file.truncate(0)
         now, pid = datetime.now().isoformat(timespec="seconds"), os.getpid()
-        content = {"host": socket.gethostname(), "pid": pid, "since": now, "began": process_began(pid)}
+        content = {"host": socket.gethostname(), "pid": pid, "since": now, "began": process_start(pid)}
         with file_errors(self.path):
             self._file.write(json.dumps(content).encode())
             self._file.flush()
 
     def release(self) -> None:
-        """Gives the lock back, if this object holds it, and removes its file."""
+        """Release the lock if this object holds it, and remove its file."""
         if self._file is not None:
             self.path.unlink(missing_ok=True)
             self.forget()
 
     def forget(self) -> None:
-        """Closes the lock's file. In a fork of the holder the lock stays with the holder."""
+        """Close the lock's file. After a fork, the original holder keeps the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -98,11 +100,11 @@ class ProcessLock:
             return self.path.open("a+b")
         except OSError as error:
             raise ConfigError(
-                "this folder cannot be written",
+                "this folder is not writable",
                 field=self._field,
                 got=f"{error.filename}: {error.strerror}",
-                expected="a folder, there or to be made, in which this user may write",
-                remedy=f"choose another {self._field}, or mend its permissions",
+                expected="an existing or new folder in which this user may write",
+                remedy=f"choose another {self._field}, or fix its permissions",
             ) from error
 
     def _lock(self, file: BinaryIO) -> None:
@@ -114,27 +116,30 @@ class ProcessLock:
                 elsewhere = holder.get("host") != socket.gethostname()
                 end = f"kill {holder.get('pid')}" + (f" on {holder.get('host')}" if elsewhere else "")
                 raise ConfigError(
-                    "another process writes there",
+                    "another process is writing here",
                     field=self._field,
                     got=f"{self.path.parent}: {_named(holder)}",
                     expected="one process at a time",
-                    remedy=f"wait for its end, end it ({end}), or choose another {self._field}",
+                    remedy=f"wait until it ends, stop it ({end}), or choose another {self._field}",
                 ) from None
             if error.errno not in NO_LOCKS_HERE:
                 raise
             self._say(
-                f"{self.path.parent}: this file system has no locks; a second process would not be noticed"
+                f"{self.path.parent}: this file system has no locks, so a second process is not detected"
             )
 
-    def _tell_left(self, holder: dict[str, str]) -> None:
-        """A lock that a process of this machine left is nobody's, and the process had no last word. One of
-        another machine may be held there, on a file system that does not pass locks on."""
+    def _report_leftover(self, holder: dict[str, str]) -> None:
+        """Tell the user about a lock that an earlier process left behind.
+
+        If that process was on this machine, it has ended without cleaning up. If it was on another machine,
+        it may still hold the lock, on a file system that does not share locks between machines.
+        """
         if holder.get("host") == socket.gethostname():
-            self._say(f"{self.path.parent}: {_named(holder)} was killed, or ended without a word")
+            self._say(f"{self.path.parent}: {_named(holder)} was killed or crashed")
         elif holder:
             self._say(
-                f"{self.path.parent} was locked by {_named(holder)}, and is no more. If that process lives, "
-                "this file system does not pass locks between machines: end one of the two."
+                f"{self.path.parent} was locked by {_named(holder)} and is not locked now. If that process "
+                "still runs, this file system does not share locks between machines: stop one of the two."
             )
 
     def _is_there(self, file: BinaryIO) -> bool:
@@ -145,11 +150,14 @@ class ProcessLock:
 
 
 def is_held(path: Path, folder: Path | None = None) -> bool:
-    """Whether the process that the lock's file names lives. The lock itself is not touched, so that nobody
-    who takes it meanwhile is refused. A holder on another machine is taken at its word.
+    """Return whether the process that the lock's file names is alive.
+
+    The lock itself is not touched, so this does not get in the way of a process that takes it. A holder on
+    another machine is assumed to be alive.
 
     Args:
-        folder: within which the file must lie; None: anywhere.
+        path: the lock's file.
+        folder: the folder in which the file must lie; None: anywhere.
     """
     try:
         with opened(path, folder) as file:
@@ -158,13 +166,16 @@ def is_held(path: Path, folder: Path | None = None) -> bool:
         return False
     if holder.get("host") != socket.gethostname():
         return True
-    began = process_began(int(holder["pid"]))
+    began = process_start(int(holder["pid"]))
     return began is not None and holder.get("began", began) == began
 
 
-def process_began(pid: int) -> str | None:
-    """When a living process of this machine began, in Linux's clock ticks; tells it from a later one of the
-    same number."""
+def process_start(pid: int) -> str | None:
+    """Return when a living process of this machine started, in Linux's clock ticks.
+
+    This tells the process from a later one with the same number. The result is None for a process that has
+    ended.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -174,7 +185,7 @@ def process_began(pid: int) -> str | None:
 
 
 def _holder(file: BinaryIO) -> dict[str, str]:
-    """What the holder wrote; nothing before it did."""
+    """Return what the holder wrote into the file; empty if it has not written yet."""
     file.seek(0)
     try:
         return {str(name): str(value) for name, value in parse_json(file.read(1 << 16)).items()}
@@ -184,7 +195,7 @@ def _holder(file: BinaryIO) -> dict[str, str]:
 
 def _named(holder: dict[str, str]) -> str:
     if not holder:
-        return "a process that has just begun"
+        return "a process that has just started"
     return f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
 
 

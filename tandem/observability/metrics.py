@@ -1,7 +1,7 @@
 """Metrics that know how they are reduced over micro-batches and ranks.
 
-A value may be a tensor on any device; nothing is copied to the host before `to_floats`, which
-fetches everything at once.
+A value may be a tensor on any device. Nothing is copied to the host before `to_floats`, which fetches all
+values at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Reduction = Literal["sum", "mean", "max", "min"] | Spread
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One value and how it combines with others of its name.
+    """A value and the way it combines with other values of the same name.
 
     Attributes:
         value: a scalar; for "mean" and spreads the weighted sum of the observations, not their mean.
         weight: for "mean" and spreads the sum of the weights; unused otherwise.
-        reduction: how two of them combine.
+        reduction: how two values combine.
         squares: for spreads the weighted sum of the squared observations; unused otherwise.
     """
 
@@ -48,13 +48,19 @@ class Metric:
 
 
 class Metrics(dict[str, Metric]):
-    """Named metrics of one phase; see the module's docstring."""
+    """The named metrics of one phase; see the module's docstring."""
 
     def add_sum(self, name: str, value: Number) -> None:
         self._add(name, Metric(_detached(value), 1.0, "sum"))
 
     def add_mean(self, name: str, total: Number, weight: Number) -> None:
-        """`total` is the weighted sum of the observations, `weight` the sum of their weights."""
+        """Add to a mean.
+
+        Args:
+            name: the metric's name.
+            total: the weighted sum of the observations.
+            weight: the sum of their weights.
+        """
         self._add(name, Metric(_detached(total), _detached(weight), "mean"))
 
     def add_max(self, name: str, value: Number) -> None:
@@ -64,12 +70,14 @@ class Metrics(dict[str, Metric]):
         self._add(name, Metric(_detached(value), 1.0, "min"))
 
     def add_spread(self, name: str, reduction: Spread, total: Number, squares: Number, count: Number) -> None:
-        """How observations differ, of all parts together.
+        """Add to a measure of how observations differ, over all parts together.
 
         Args:
+            name: the metric's name.
             reduction: "std", over the number of observations n; "sample_std", over n - 1, zero for one
                 observation; "ess", the effective sample size as a share, mean² / mean of squares (Kong 1992).
-            total, squares: sums of the observations and of their squares; fp64, lest they cancel.
+            total: the sum of the observations. Use fp64, so that digits do not cancel.
+            squares: the sum of their squares, in fp64.
             count: n.
         """
         self._add(name, Metric(_detached(total), _detached(count), reduction, _detached(squares)))
@@ -79,7 +87,7 @@ class Metrics(dict[str, Metric]):
 
     @classmethod
     def merged(cls, parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-        """All observations of `parts` together."""
+        """Return the metrics over all observations of `parts` together."""
         out = cls()
         for part in parts:
             for name, metric in part.items():
@@ -87,7 +95,7 @@ class Metrics(dict[str, Metric]):
         return out
 
     def all_reduced(self, group: dist.ProcessGroup | None, device: torch.device) -> Metrics:
-        """The same names reduced over the ranks of `group`; every rank must hold the same names."""
+        """Return the metrics reduced over the ranks of `group`. Every rank must have the same names."""
         out = Metrics()
         for reduction, op in _REDUCE_OPS.items():
             names = sorted(name for name, m in self.items() if m.reduction == reduction)
@@ -103,11 +111,14 @@ class Metrics(dict[str, Metric]):
 
     @property
     def reduced_bytes(self) -> int:
-        """What `all_reduced` exchanges: two numbers in fp64 of each, three of a spread."""
+        """The bytes that `all_reduced` exchanges: two fp64 numbers per metric, three per spread."""
         return sum(24 if metric.reduction in _SPREADS else 16 for metric in self.values())
 
     def to_floats(self) -> dict[str, float]:
-        """Plain numbers, in one transfer per device. A mean or spread of no observations is left out."""
+        """Return plain numbers, with one transfer per device.
+
+        A mean or spread without observations is left out.
+        """
         by_device: dict[torch.device, list[Tensor]] = {}
         for metric in self.values():
             for part in (metric.value, metric.weight, metric.squares):
@@ -134,7 +145,10 @@ _SUMMED: tuple[Reduction, ...] = ("sum", "mean", *_SPREADS)
 
 
 def _spread(reduction: Reduction, total: float, squares: float, count: float) -> float:
-    """See `Metrics.add_spread`. Observations that are all zero have no effective sample."""
+    """Return the spread; see `Metrics.add_spread`.
+
+    If all observations are zero, the effective sample size is zero.
+    """
     if math.isnan(total + squares):
         return math.nan
     if reduction == "ess":
@@ -159,7 +173,10 @@ def _scalar(value: Number) -> Tensor:
 
 
 def _table(rows: Sequence[tuple[Number, ...]], device: torch.device) -> Tensor:
-    """fp64 (rows, columns) on the device. What the host knows goes there in one copy."""
+    """Return the rows as an fp64 tensor (rows, columns) on the device.
+
+    Numbers on the host are copied to the device in one copy.
+    """
     parts = [part for row in rows for part in row]
     far = [isinstance(part, Tensor) and part.device.type != "cpu" for part in parts]
     known = [0.0 if away else float(part) for part, away in zip(parts, far, strict=True)]

@@ -18,12 +18,13 @@ def plot(
     size: tuple[int, int] = (72, 16),
     limits: tuple[float, float] | None = None,
 ) -> str:
-    """The curves in one frame, without colours; several are told apart by their marks and a legend.
+    """Return the curves in one frame, without colors. Several curves have different marks and a legend.
 
     Args:
-        curves: by name, points of finite numbers by step.
+        curves: points (step, finite value) by the curve's name.
+        title: the title of the frame.
         size: columns and lines.
-        limits: of the vertical axis; what the values span, where none are given.
+        limits: of the vertical axis; None: the range of the values.
     """
     plotext.clear_figure()
     plotext.theme("clear")

@@ -1,5 +1,8 @@
-"""Profiles of single steps: torch's profiler in every process, and one Chrome trace of all of them with the
-phases of the timeline. Profiling looks on; it changes no number of a run."""
+"""Profiles of single steps.
+
+PyTorch's profiler runs in every process. Its traces and the phases of the timeline are merged into one Chrome
+trace. Profiling changes no number of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from tandem.texts import parse_json
 
 _MEMORY_EVENTS = 100_000
 _running: dict[int, tuple[str, profile]] = {}
-"""Of this process, by its id: a process has one profiler, whatever roles it plays."""
+"""The name and profiler of this process, by process id. A process has one profiler for all of its roles."""
 
 
 def begin(name: str, *, memory: bool) -> None:
-    """Begins to profile this process, unless it is being profiled.
+    """Start to profile this process, unless it is already profiled.
 
     Args:
-        name: of its files.
-        memory: record allocations too; on CUDA with their history.
+        name: the name of the process's files.
+        memory: also record allocations; on CUDA with their history.
     """
     if os.getpid() in _running:
         return
@@ -42,8 +45,11 @@ def begin(name: str, *, memory: bool) -> None:
 
 
 def end(folder: Path, *, memory: bool) -> None:
-    """Ends what `begin` began in this process, if it did, and writes it: `NAME.trace.json`, and on CUDA with
-    memory `NAME.memory.pickle`, for pytorch.org/memory_viz."""
+    """Stop the profiler that `begin` started in this process, if any, and write its result.
+
+    The files are `NAME.trace.json` and, on CUDA with `memory`, `NAME.memory.pickle` for
+    pytorch.org/memory_viz.
+    """
     name, profiler = _running.pop(os.getpid(), (None, None))
     if profiler is None:
         return
@@ -56,13 +62,16 @@ def end(folder: Path, *, memory: bool) -> None:
 
 
 def merge(folder: Path, timeline: Path, path: Path) -> int:
-    """Puts the traces of a folder, which are deleted, and the timeline's events of that time into one.
+    """Merge the traces of a folder and the timeline's events of the same time. The traces are deleted.
 
     Args:
-        path: of the trace, gzipped JSON for Perfetto or chrome://tracing; times in µs since its beginning.
+        folder: the folder of the traces.
+        timeline: the file of the timeline.
+        path: the file to write, gzipped JSON for Perfetto or chrome://tracing. Times are in µs since its
+            start.
 
     Returns:
-        the number of processes.
+        The number of processes.
     """
     parts = sorted(folder.glob("*.trace.json"))
     events: list[dict[str, Any]] = []
@@ -91,10 +100,10 @@ def _shifted(event: dict[str, Any], since: float) -> dict[str, Any]:
 
 
 def breakdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The seconds of each part of a step, as a table.
+    """Return the seconds of each part of a step as a table.
 
     Args:
-        rows: of metrics.jsonl; a part's value is the mean of the rows that have it.
+        rows: rows of metrics.jsonl. The value of a part is the mean over the rows that have it.
     """
     rows = list(rows)
     lines = [f"{'Metric':<18} {'Value':<12} Unit"]

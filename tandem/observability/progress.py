@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, a line every ten seconds elsewhere."""
+"""The progress of a long task: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts finished samples, and how fast the work goes; shows it also while none is finished.
+    """A counter of finished samples that shows the progress and the rate, also while no sample is finished.
 
     Args:
-        what: the work, such as "generate".
-        total: samples there will be.
-        done: samples that were there before; they do not count for the rate.
-        unit: what `advance` counts beside samples, for the rate.
-        console: where it is shown; standard error by default.
+        what: the task, such as "generate".
+        total: the number of samples.
+        done: samples that were finished before; they do not count for the rate.
+        unit: what `advance` counts besides samples, for the rate.
+        console: where to show the progress; default: standard error.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
-"""A run folder as those see it who only read: alive or ended, resumed, half-written. Nothing here imports
-torch, and nothing is changed in the folder."""
+"""Reading of run folders that may be running, ended, resumed or half-written.
+
+Nothing here imports torch or changes the folder.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,22 @@ from tandem.texts import parse_json
 State = Literal["running", "finished", "interrupted", "failed", "empty"]
 STEP = "step"
 FORMAT = 1
-"""Of the run folder. It grows when folders hold what an earlier Tandem would misread."""
+"""The version of the run folder's format. It increases when an older Tandem would misread new folders."""
 LOCK = "run.lock"
 METRICS: Mapping[str, Literal["max", "min"]] = {
     "reward/mean": "max",
     "rm/accuracy": "max",
     "sft/loss": "min",
 }
-"""What a kind of run is judged by, and which way is better."""
+"""The main metric of each kind of run, and whether larger or smaller is better."""
 SHOWN = (*METRICS, "val/accuracy", "val/loss")
-"""What people are told of a run first."""
+"""The metrics that are shown first."""
 PHASES = {
     **dict.fromkeys(("generate_sequences", "reshard", "gen", "reward", "old_log_prob", "ref"), "seconds"),
     **dict.fromkeys(("values", "adv", "update_critic", "update_actor", "step"), "seconds"),
     **{"response_length": "tokens", "save_checkpoint": "seconds"},
 }
-"""The rows of the users' tables of a step, and a critic's, with their units."""
+"""The rows of the tables that show a step, including a critic's rows, with their units."""
 _TIMED = ("timing/step", "timing/testing", "timing/save_checkpoint")
 _SAMPLES = re.compile(r"step_(\d+)(_val\d*)?\.parquet")
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
@@ -48,9 +50,9 @@ class Best:
     """The best step of a run.
 
     Attributes:
-        step: its number; the first of equals.
-        metric: what was compared.
-        value: of the metric at that step.
+        step: the step; the first one if several are equal.
+        metric: the metric that was compared.
+        value: the metric's value at that step.
     """
 
     step: int
@@ -59,8 +61,9 @@ class Best:
 
 
 class Run:
-    """A run, read from its folder. Each property looks at the folder anew, so that a living run may be
-    watched through one object; metrics are read on from where the last look ended.
+    """A run, read from its folder.
+
+    Each property reads the folder again, so you can watch a running run through one object.
 
     Args:
         folder: the run folder.
@@ -69,7 +72,7 @@ class Run:
         path: the run folder.
 
     Raises:
-        DataError: no such folder, or no run has begun in it.
+        DataError: If the folder does not exist, or no run has started in it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -77,10 +80,10 @@ class Run:
         if not is_run(self.path):
             inside = [str(run.path) for run in find_runs(self.path)]
             raise DataError(
-                "no run has begun in this folder" if self.path.is_dir() else "no such folder",
+                "no run has started in this folder" if self.path.is_dir() else "the folder does not exist",
                 field=str(folder),
                 expected="a run folder" + (f", such as {', '.join(inside[:5])}" if inside else ""),
-                remedy="`tandem runs FOLDER` lists the runs under a folder",
+                remedy="run `tandem runs FOLDER` to list the runs under a folder",
             )
         self._metrics = GrowingLines(self.path / "metrics.jsonl", STEP, int, self.path)
         self._events = GrowingLines(self.path / "events.jsonl", "event", str, self.path)
@@ -104,18 +107,18 @@ class Run:
         return self._config
 
     def setting(self, key: str) -> Any:
-        """The value of a dotted config key; None where the config has no such key.
+        """Return the value of a dotted config key; None if the config has no such key.
 
         Raises:
-            ConfigError: the key refers to a variable of the environment that is not set.
+            ConfigError: If the key refers to an environment variable that is not set.
         """
         found = self.written(key)
-        if "${" in repr(found):  # what resolves it takes long to import
+        if "${" in repr(found):  # imported late: the import takes long
             found = import_module("tandem.config.written").resolved(self.config, key)
         return found
 
     def written(self, key: str) -> Any:
-        """The same as the file has it: what came from the environment is a reference."""
+        """Return the value of a key as it is in the file, with references to environment variables."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -123,12 +126,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each step in their order: `step` and floats by the metric's name, NaN where a value was
-        not finite. Of a step that was done again after a resume, the last row. A row of step 0 holds the
-        validation before training.
+        """One row per step, in order: `step`, and floats by metric name; NaN if a value was not finite.
+
+        If a step was repeated after a resume, its last row counts. Step 0 is the validation before training.
 
         Raises:
-            DataError: a whole line of metrics.jsonl is no row of metrics.
+            DataError: If a complete line of metrics.jsonl is not a row of metrics.
         """
         return [
             {name: math.nan if value is None else value for name, value in row.items()}
@@ -136,7 +139,7 @@ class Run:
         ]
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Steps and finite values of one metric, in the order of the steps."""
+        """Return the steps and finite values of a metric, in the order of the steps."""
         return [(row[STEP], row[metric]) for row in self._rows() if row.get(metric) is not None]
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -144,17 +147,19 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Starts, ends and warnings in the order in which they came: `event`, `time` (ISO 8601), and with a
-        start `step`, `total_steps` and `format`, with an end `how`, with a warning `name`, `step` and `text`.
+        """Starts, ends and warnings in their order, each with `event` and `time` (ISO 8601).
+
+        A start also has `step`, `total_steps` and `format`; an end has `how`; a warning has `name`, `step`
+        and `text`.
 
         Raises:
-            DataError: a line is no event; a later Tandem wrote the folder.
+            DataError: If a line is not an event, or a later Tandem wrote the folder.
         """
         events = self._events.look()
         for event in events:
             if event.get("format", FORMAT) != FORMAT:
                 raise DataError(
-                    "the run folder is of another version, which the Tandem that wrote it reads",
+                    "another version of Tandem wrote the run folder; read it with that version",
                     field=str(self.path),
                     got=f"format {event['format']}",
                     expected=f"format {FORMAT}",
@@ -163,20 +168,22 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Training steps done."""
+        """The number of finished training steps."""
         return max((row[STEP] for row in self._metrics.look()), default=0)
 
     @property
     def total_steps(self) -> int | None:
-        """Training steps of the whole run; None where nobody has said."""
+        """The number of training steps of the whole run; None if it is unknown."""
         starts = [event["total_steps"] for event in self.events if event["event"] == "start"]
         total: int | None = starts[-1] if starts else self.setting("trainer.total_training_steps")
         return total
 
     @property
     def state(self) -> State:
-        """Whether the run is alive, and else how it ended. A run that was killed counts as interrupted; one
-        that left neither a metric nor a checkpoint is empty, unless it failed."""
+        """Whether the run is running, or else how it ended. A run that was killed counts as interrupted.
+
+        A run without metrics and checkpoints is empty, unless it failed.
+        """
         if is_held(self.path / LOCK, self.path):
             return "running"
         last = next((e for e in reversed(self.events) if e["event"] in ("start", "end")), None)
@@ -193,14 +200,13 @@ class Run:
 
     @property
     def metric(self) -> str | None:
-        """The metric that a run of this kind is judged by, a key of `METRICS`; None before the first step."""
+        """The main metric of this kind of run, a key of `METRICS`; None before the first step."""
         rows = self._metrics.look()
         return next((name for name in METRICS if any(name in row for row in rows)), None)
 
     @property
     def best(self) -> Best | None:
-        """The best step, by `trainer.keep_best` where the config names it, else by `metric`; None where no
-        step has a finite value of it."""
+        """The best step by `trainer.keep_best`, else by `metric`; None if there are no finite values."""
         name = self.setting("trainer.keep_best") or self.metric
         if name is None:
             return None
@@ -211,14 +217,14 @@ class Run:
         return Best(step, name, value) if curve else None
 
     def lower_is_better(self, metric: str) -> bool:
-        """Whether the least of a metric is the best: by what the config says of it, else by `METRICS`."""
+        """Return whether smaller values of a metric are better, by `trainer.keep_best_mode` or `METRICS`."""
         if metric == self.setting("trainer.keep_best"):
             return bool(self.setting("trainer.keep_best_mode") == "min")
         return METRICS.get(metric) == "min"
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The folders of whole checkpoints by step, in their order."""
+        """The folders of complete checkpoints by step, in order."""
         folder = self.path / "checkpoints"
         found = {
             int(match[1]): path
@@ -228,35 +234,39 @@ class Run:
         return dict(sorted(found.items()))
 
     def sample_steps(self, *, val: bool = False) -> list[int]:
-        """The steps whose samples are in the folder, in their order.
+        """Return the steps whose samples are in the folder, in order.
 
         Args:
-            val: of validations.
+            val: samples of validations instead of training.
         """
         return sorted({step for step, _ in self._sample_files(val)})
 
     def samples(
         self, step: int | None = None, *, val: bool = False, tokens: bool = False
     ) -> list[dict[str, Any]]:
-        """What the policy wrote at a step, one dict a sample: `step`, `uid` (of the prompt), `sample` (its
-        number among the prompt's), `prompt` and `response` (texts), `score`, `extra` (further numbers of the
-        reward, by name), `why` (what the score is for; "" where the reward does not say), `ground_truth`,
-        `data_source`, `finish_reason`, `prompt_tokens`, `response_tokens` (counts).
+        """Return the samples of a step, one dict per sample.
+
+        A dict has `step`, `uid` (of the prompt), `sample` (its number among the prompt's samples), `prompt`
+        and `response` (texts), `score`, `extra` (further numbers of the reward, by name), `why` (the reason
+        for the score; "" if the reward gives none), `ground_truth`, `data_source`, `finish_reason`,
+        `prompt_tokens` and `response_tokens` (counts).
 
         Args:
-            step: the last one written, where none is given.
-            val: of the validation after that step, 0 for the one before training.
-            tokens: add the other columns of the file as they are, those by token as lists.
+            step: the step; None: the last step with samples.
+            val: samples of the validation after that step; step 0 is the validation before training.
+            tokens: add the other columns of the file unchanged; columns per token are lists.
 
         Raises:
-            DataError: the run wrote none, or none of that step.
+            DataError: If the run wrote no samples, or none of that step.
         """
         files = self._sample_files(val)
         steps = sorted({number for number, _ in files})
         if not steps or (step is not None and step not in steps):
             raise self._no_samples(step, steps, val)
         wanted = steps[-1] if step is None else step
-        read = import_module("tandem.observability.sample_files").read  # it imports pyarrow, which takes long
+        read = import_module(
+            "tandem.observability.sample_files"
+        ).read  # slow to import, as it imports pyarrow
         return [
             {STEP: wanted, **row}
             for number, path in files
@@ -276,13 +286,13 @@ class Run:
         what = "validation samples" if val else "samples"
         field, expected = str(self.path), listed(steps)
         if steps:
-            return DataError(f"no {what} of this step", field=field, got=step, expected=expected)
+            return DataError(f"there are no {what} of this step", field=field, got=step, expected=expected)
         freq = self.setting("trainer.samples_freq")
-        if freq is None and self.config:  # supervised runs have no such key
-            return DataError(f"this run writes no {what}", field=field)
+        if freq is None and self.config:  # supervised runs do not have this key
+            return DataError(f"this kind of run writes no {what}", field=field)
         got = f"trainer.samples_freq={freq}, {self.steps} steps done"
         more = "data.val_files, trainer.test_freq and " if val else ""
-        remedy = f"with {more}trainer.samples_freq=1 a run writes them"
+        remedy = f"set {more}trainer.samples_freq=1 to write them"
         return DataError(f"the run has written no {what}", field=field, got=got, remedy=remedy)
 
     @property
@@ -292,17 +302,18 @@ class Run:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files in the folder."""
+        """The size of all files in the folder, in bytes."""
         return bytes_below(self.path)
 
 
 class GrowingLines:
-    """The JSON objects of a file of lines that grows, or is written anew, between two looks.
+    """The JSON objects of a file of lines that grows, or is rewritten, between two calls of `look`.
 
     Args:
-        path: the file; it may come later.
-        key, kind: what every object has, and of which type that is.
-        folder: within which the file must lie; None: anywhere.
+        path: the file; it may not exist yet.
+        key: a key that every object has.
+        kind: the type of that key's value.
+        folder: the folder in which the file must lie; None: anywhere.
     """
 
     def __init__(self, path: Path, key: str, kind: type, folder: Path | None = None) -> None:
@@ -314,20 +325,19 @@ class GrowingLines:
         self._found: list[dict[str, Any]] = []
 
     def look(self) -> list[dict[str, Any]]:
-        """The objects of all whole lines up to now, in their order; only what is new is read. A last line
-        without its end is left for the next time.
+        """Return the objects of all complete lines so far, in order. Only new lines are read.
 
         Raises:
-            DataError: a whole line is not such an object.
+            DataError: If a complete line is not such an object.
         """
-        anew, lines = self._file.look()
-        if anew:  # a resumed run wrote it anew
+        rewritten, lines = self._file.look()
+        if rewritten:  # a resumed run rewrote the file
             self._found = []
         first = len(self._found) + 1
         try:
             self._found += [self._parsed(line, number) for number, line in enumerate(lines, first)]
         except DataError:
-            self._begin()  # to be found at the next look too
+            self._begin()  # so that the next call finds the error too
             raise
         return list(self._found)
 
@@ -338,7 +348,7 @@ class GrowingLines:
                 raise TypeError(f"{self._key} is not of type {self._kind.__name__}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(
-                f"line {number} is not what this file holds",
+                f"line {number} does not belong in this file",
                 field=str(self._path),
                 got=line[:80].decode(errors="replace"),
                 expected=f'{{"{self._key}": …, …}}',
@@ -348,21 +358,20 @@ class GrowingLines:
 
 
 def by_step(lines: GrowingLines) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in the order of their steps; of a step's rows the last wins."""
+    """Return the rows of a metrics.jsonl in the order of their steps. The last row of a step counts."""
     rows = {row[STEP]: row for row in lines.look()}
     return [rows[step] for step in sorted(rows)]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in the folder."""
+    """Return whether a run has started in the folder."""
     return (folder / "metrics.jsonl").is_file() or all(
         (folder / part).is_dir() for part in ("samples", "log")
     )
 
 
 def find_runs(folder: str | Path) -> list[Run]:
-    """The runs under a folder, itself included, by path. Links are not followed, and no run is sought within
-    another."""
+    """Return the runs under a folder, sorted by path; links and folders inside a run are not searched."""
     found: list[Run] = []
     for path, below, _ in os.walk(folder):
         if is_run(Path(path)):
@@ -373,7 +382,7 @@ def find_runs(folder: str | Path) -> list[Run]:
 
 
 def bytes_below(folder: Path) -> int:
-    """Bytes of all files below; a file that goes meanwhile does not count."""
+    """Return the size of all files below a folder, in bytes. Files that vanish meanwhile do not count."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -385,6 +394,6 @@ def bytes_below(folder: Path) -> int:
 
 
 def listed(steps: list[int]) -> str:
-    """Steps as people write them: 1, 2, 3 … 50."""
+    """Return steps as a short text: 1, 2, 3, 4 … 49, 50."""
     texts = [str(step) for step in steps]
     return ", ".join(texts) if len(texts) <= 8 else f"{', '.join(texts[:4])} … {', '.join(texts[-2:])}"

@@ -1,12 +1,12 @@
-"""The run folder: what a run leaves on disk, readable while it is alive and after a crash.
+"""The run folder: everything that a run writes to disk. It is readable during the run and after a crash.
 
-config.yaml                 the resolved config; values from the environment are references to it
+config.yaml                 the resolved config; values from the environment are references to variables
 metrics.jsonl               one JSON object per step; append-only
 events.jsonl                one JSON object per start, end and warning of the run; append-only
-samples/step_NNNNNN.parquet what the policy wrote at that step, token by token
+samples/step_NNNNNN.parquet the policy's responses at that step, token by token
 timeline.json               phases as a Chrome trace
 checkpoints/                written by the checkpoint manager
-log/run.log                 what the run said
+log/run.log                 the messages of the run
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from tandem.texts import parse_json
 from tandem.trusted import sign
 
 KIND = b"kind"
-"""In the metadata of a samples file's columns: whether it has numbers by token (ragged) or by sample
-(dense), or any value of Python for each sample, as it is (plain) or as JSON (json)."""
+"""The metadata key of a column of a samples file that names the kind of its values.
+
+The kinds are: numbers per token (ragged), numbers per sample (dense), or any Python value per sample, stored
+unchanged (plain) or as JSON (json)."""
 SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
 
 _CONTENTS = (
@@ -53,13 +55,20 @@ _CONTENTS = (
 
 
 class RunFolder:
-    """Makes the folder if it is not there; opening one changes nothing in it.
+    """A run's folder. It is created if it does not exist. Opening an existing folder changes nothing in it.
 
     Args:
         path: the run's folder.
 
     Attributes:
-        path, config_file, metrics_file, events_file, timeline_file, samples, checkpoints, logs: see above.
+        path: the run's folder.
+        config_file: config.yaml.
+        metrics_file: metrics.jsonl.
+        events_file: events.jsonl.
+        timeline_file: timeline.json.
+        samples: the folder of samples.
+        checkpoints: the folder of checkpoints.
+        logs: the folder of logs.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -75,37 +84,44 @@ class RunFolder:
         self.logs.mkdir(exist_ok=True)
 
     def write_config(self, yaml: str) -> None:
-        """Write the config, and its signature: code that it names may run when this user reads the folder."""
+        """Write the config and its signature.
+
+        The signature lets Tandem run code that the config names when this user reads the folder later.
+        """
         replace_file(self.config_file, yaml.encode())
         sign(self.config_file)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line, on disk when this returns. NaN and infinities become null, which JSON has."""
+        """Append one line of metrics. It is on disk when this returns.
+
+        NaN and infinities become null, because JSON has no numbers for them.
+        """
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         append_line(self.metrics_file, json.dumps({"step": step} | finite, allow_nan=False), durable=True)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Appends one line about the run itself, with the time.
+        """Append one line about the run itself, with the time.
 
         Args:
             kind: "start", "end" or "warning".
-            fields: JSON values.
+            **fields: JSON values.
         """
         now = datetime.now().isoformat(timespec="seconds")
         line = json.dumps({"event": kind, "time": now, **fields})
         append_line(self.events_file, masked(line), durable=True)
 
     def write_samples(self, step: int, table: Mapping[str, SampleColumn], *, part: str = "") -> Path:
-        """One row per sample; a file that is there already is replaced whole.
+        """Write one row per sample. An existing file is replaced.
 
         Args:
-            part: tells several files of one step apart.
-            table: per column B entries: numbers, texts or bools; a `Ragged` or a list of rows for
-                per-token columns. Dicts, and values of mixed types, are stored as JSON text.
+            step: the step.
+            table: B entries per column: numbers, texts or bools; a `Ragged` or a list of rows for columns per
+                token. Dicts, and values of mixed types, are stored as JSON text.
+            part: distinguishes several files of one step.
 
         Raises:
-            DataError: columns of different lengths.
+            DataError: If columns have different lengths.
         """
         lengths = {name: len(column) for name, column in table.items()}
         if len(set(lengths.values())) > 1:
@@ -123,7 +139,7 @@ class RunFolder:
         return path
 
     def generations(self, step: int, count: int) -> list[Generation]:
-        """The first responses of the validation after a step, as it wrote them here; at most `count`."""
+        """Return at most `count` first responses of the validation after a step, read from this folder."""
         found: list[Generation] = []
         for path in sorted(self.samples.glob(f"step_{step:06d}_val*.parquet")):
             if len(found) < count:
@@ -136,13 +152,15 @@ class RunFolder:
         return found
 
     def log(self, message: str) -> None:
-        """Appends what the run says, with the time, to log/run.log."""
+        """Append a message of the run, with the time, to log/run.log."""
         now = datetime.now().isoformat(timespec="seconds")
         append_line(self.logs / "run.log", f"{now} {masked(message)}")
 
     def trim_after(self, step: int) -> None:
-        """Forgets all that came after a checkpoint's step, and a last line that a crash tore; with
-        step -1, everything. Without this a resumed run would repeat steps."""
+        """Delete everything after a checkpoint's step, and a last line that a crash left incomplete.
+
+        With step -1, delete everything. Without this, a resumed run would repeat steps.
+        """
         if self.metrics_file.exists():
             kept = [row for row in read_metrics(self.metrics_file) if row["step"] <= step]
             replace_file(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept).encode())
@@ -151,7 +169,7 @@ class RunFolder:
                 path.unlink()
 
     def move_to_earlier(self, paths: Iterable[Path]) -> Path:
-        """Moves what must not be overwritten into a new folder `earlier/NNN`, and returns that."""
+        """Move files that must not be overwritten into a new folder `earlier/NNN`, and return that folder."""
         earlier = self.path / "earlier"
         earlier.mkdir(exist_ok=True)
         numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
@@ -162,10 +180,10 @@ class RunFolder:
         return target
 
     def set_aside(self) -> Path | None:
-        """Moves what an earlier run left here to a folder below, `earlier/NNN`; other files stay.
+        """Move the files of an earlier run into a new folder `earlier/NNN`. Other files stay.
 
         Returns:
-            that folder; None where there was no earlier run.
+            That folder; None if there was no earlier run.
         """
         if not (self.metrics_file.exists() or any(self.samples.iterdir()) or _has_entries(self.checkpoints)):
             return None
@@ -176,7 +194,7 @@ class RunFolder:
         return target
 
     def remove_if_unused(self) -> None:
-        """Removes the folder again if nothing was done in it but to begin its timeline."""
+        """Remove the folder if the run did nothing except start its timeline."""
         folders = (self.samples, self.logs, self.checkpoints)
         if not (self.config_file.exists() or any(map(_has_entries, folders))):
             self.timeline_file.unlink(missing_ok=True)
@@ -186,38 +204,40 @@ class RunFolder:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """See `by_step`. A last line without its end (a write in progress, or a crash) is left out.
+    """Return the rows of a metrics file; see `by_step`.
+
+    A last line without a line end (from a write in progress, or a crash) is ignored.
 
     Raises:
-        DataError: a line, other than such a last one, that is not a JSON object with a step.
+        DataError: If another line is not a JSON object with a step.
     """
     return by_step(GrowingLines(Path(path), STEP, int))
 
 
 def read_samples(path: str | Path) -> dict[str, list[Any]]:
-    """The columns of one samples file, as Python values."""
+    """Return the columns of one samples file as Python values."""
     columns: dict[str, list[Any]] = pq.read_table(path).to_pydict()
     return columns
 
 
 def read_batch(path: str | Path) -> DataProto:
-    """A samples file as the batch that it was written from, bit for bit.
+    """Return the batch from which a samples file was written, bit for bit.
 
     Raises:
-        DataError: the file is damaged, or of an earlier version, and does not say how its columns were kept.
+        DataError: If the file is damaged, or an earlier version wrote it without the kinds of its columns.
     """
     try:
         table = pq.read_table(path).combine_chunks()
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            "is no readable file of samples", field=str(path), got=str(error).splitlines()[0]
+            "this samples file cannot be read", field=str(path), got=str(error).splitlines()[0]
         ) from error
     tensors: dict[str, Ragged | Tensor] = {}
     arrays: dict[str, list[Any]] = {}
     for field, column in zip(table.schema, table.columns, strict=True):
         kind = (field.metadata or {}).get(KIND)
         if kind is None:
-            message = "samples of an earlier version, which cannot be learnt from again"
+            message = "these samples are from an earlier version, so a run cannot train on them again"
             raise DataError(message, field=str(path), got=field.name)
         array = column.chunk(0)
         if kind == b"ragged":
@@ -239,7 +259,7 @@ def _has_entries(folder: Path) -> bool:
 
 
 def _arrow(column: SampleColumn) -> tuple[str, pa.Array]:
-    """How the column is kept, and the column."""
+    """Return the kind of the column, and the column."""
     if isinstance(column, Ragged):
         values = pa.array(column.values.detach().cpu().numpy())
         return "ragged", pa.LargeListArray.from_arrays(column.offsets.numpy(), values)

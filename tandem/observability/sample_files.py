@@ -1,4 +1,4 @@
-"""Files of samples, read: a dict for each sample, with texts, scores and lengths."""
+"""Reading of samples files: one dict per sample, with texts, scores and lengths."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from tandem.errors import DataError
 from tandem.texts import parse_json
 
 NEEDED = ("scores", "response_text", "response_mask")
-"""Columns that every file of samples has."""
+"""Columns that every samples file has."""
 _AS_THEY_ARE = ("uid", "sample", "data_source", "ground_truth", "finish_reason")
 _RENAMED = ("response_text", "scores", "reward_extra", "reward_why")
 _MASK = "response_mask"
 
 
 def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
-    """The samples of one file; see `Run.samples`.
+    """Yield the samples of one file; see `Run.samples`.
 
     Args:
-        tokens: add the other columns as they are.
+        path: the file.
+        tokens: add the other columns unchanged.
 
     Raises:
-        DataError: it is no parquet file, or lacks a column of `NEEDED`.
+        DataError: If it is not a parquet file, or lacks a column of `NEEDED`.
     """
     wanted = (*_AS_THEY_ARE, *_RENAMED, "messages", _MASK)
     try:
@@ -35,15 +36,15 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
         names = file.schema_arrow.names
         missing = [name for name in NEEDED if name not in names]
         if missing:
-            raise pa.ArrowInvalid(f"it has no {', '.join(missing)}")
+            raise pa.ArrowInvalid(f"it has no column {', '.join(missing)}")
         table = file.read(columns=[name for name in names if tokens or name in wanted])
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            "no readable file of samples",
+            "this samples file cannot be read",
             field=str(path),
             got=str(error).splitlines()[0],
             expected="a parquet file that a run of Tandem wrote",
-            remedy="move it out of the run's folder",
+            remedy="move the file out of the run's folder",
         ) from error
     mask = table[_MASK].combine_chunks()
     lengths = pc.list_value_length(mask).to_pylist()
@@ -67,10 +68,10 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]] | str | None) -> str:
-    """The messages as text, each after its role; a prompt that is a text has none.
+    """Return messages as text, each after its role. A prompt that is plain text has no role.
 
     Args:
-        messages: as files of samples hold them: JSON where they differ in type, None where there are none.
+        messages: as in samples files: JSON if they differ in type, None if there are none.
     """
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     return "\n".join(

@@ -1,5 +1,7 @@
-"""The controller's Python stack, for somebody outside: it is written when asked for by a signal, also
-while the interpreter is stuck in native code."""
+"""Python stacks of the controller, for a person or program outside of it.
+
+The controller writes its stacks when it gets a signal, even if the interpreter hangs in native code.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,21 @@ from typing import TextIO
 
 from tandem.errors import DataError
 from tandem.observability.files import replace_file
-from tandem.observability.lock import process_began
+from tandem.observability.lock import process_start
 from tandem.texts import parse_json
 
 _PROCESS = "controller.json"
 _STACKS = "controller.stacks"
 _OPEN: dict[str, TextIO] = {}
-"""The file that the handler writes to, which must stay open."""
+"""The file to which the signal handler writes. It must stay open."""
 _WAIT_S = 2.0
-"""How long the signalled process has to write."""
+"""Seconds that the process has to write its stacks after the signal."""
 
 
 def offer_stacks(log_dir: Path) -> None:
-    """From here on this process writes the stacks of all its threads there when `ask_stacks` asks."""
+    """Make this process write the stacks of all its threads to `log_dir` when `ask_stacks` asks."""
     pid = os.getpid()
-    process = {"pid": pid, "started": process_began(pid), "node": socket.gethostname()}
+    process = {"pid": pid, "started": process_start(pid), "node": socket.gethostname()}
     replace_file(log_dir / _PROCESS, json.dumps(process).encode())
     before = _OPEN.pop("stacks", None)
     _OPEN["stacks"] = (log_dir / _STACKS).open("w", encoding="utf-8")
@@ -38,7 +40,7 @@ def offer_stacks(log_dir: Path) -> None:
 
 
 def withdraw_stacks(log_dir: Path) -> None:
-    """Takes that back, as if it had not been offered."""
+    """Undo `offer_stacks`."""
     faulthandler.unregister(signal.SIGUSR1)
     _OPEN.pop("stacks").close()
     for name in (_PROCESS, _STACKS):
@@ -46,22 +48,22 @@ def withdraw_stacks(log_dir: Path) -> None:
 
 
 def ask_stacks(log_dir: Path) -> tuple[str, str]:
-    """Who the controller is, and its stacks.
+    """Return the controller's name and its stacks.
 
     Raises:
-        DataError: the run has no controller on this machine that could answer.
+        DataError: If the run has no controller, or its process file is damaged.
     """
     try:
         process = parse_json((log_dir / _PROCESS).read_text(encoding="utf-8"))
         name = f"controller (node {process['node']}, pid {process['pid']})"
         began = process["started"]
     except FileNotFoundError as error:
-        raise DataError("no run has begun in this folder", field=str(log_dir.parent)) from error
+        raise DataError("no run has started in this folder", field=str(log_dir.parent)) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError("does not name a process", field=str(log_dir / _PROCESS), got=error) from error
+        raise DataError("the file names no process", field=str(log_dir / _PROCESS), got=error) from error
     if process["node"] != socket.gethostname():
-        return name, "runs on another machine; ask there"
-    if process_began(process["pid"]) != began:
+        return name, "runs on another machine; run this command there"
+    if process_start(process["pid"]) != began:
         return name, "has ended"
     stacks = log_dir / _STACKS
     before = stacks.stat().st_size
@@ -72,5 +74,5 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
     time.sleep(0.05)  # the rest of the lines
     text = stacks.read_text(encoding="utf-8")[before:]
     if text.endswith("\n...\n"):
-        text += "Python writes 100 threads at most, the newest first. The main thread is not among them.\n"
+        text += "Python writes at most 100 threads, the newest first. The main thread is not among them.\n"
     return name, text or f"no answer within {_WAIT_S:g} s"

@@ -1,5 +1,8 @@
-"""What a terminal is shown. Data, prompts, responses and rewards may hold control sequences, marks that turn
-the direction of writing, and rich's markup: here, and here alone, they become harmless."""
+"""Safe output on a terminal.
+
+Data, prompts, responses and rewards may contain control sequences, marks that change the writing direction,
+and rich's markup. This module, and no other, makes them harmless.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,33 @@ _UNSAFE = chain(
     (code for code in range(0x20) if chr(code) not in "\n\t"),  # C0
     range(0x7F, 0xA0),  # DEL, C1
     (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)),  # lines, directions
-    range(0xD800, 0xE000),  # halves of characters, which no encoding has
+    range(0xD800, 0xE000),  # surrogates, which cannot be encoded
 )
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in _UNSAFE}
 
 
 def printable(text: str) -> str:
-    """The text with its control characters written out, as in \\x1b; line ends and tabs stay. Hidden values
-    give way to their marks."""
+    r"""Return the text with its control characters written out, as in \x1b. Line ends and tabs stay.
+
+    Secret values are replaced by their placeholders.
+    """
     return masked(text).translate(_ESCAPES)
 
 
 def say(sentence: str, *, file: TextIO | None = None, end: str = "\n") -> None:
-    """Prints to the user at once; to standard output unless told."""
+    """Print to the user at once; by default to standard output."""
     print(printable(sentence), file=file or sys.stdout, end=end, flush=True)
 
 
 def warn(sentence: str) -> None:
-    """Prints to standard error at once."""
+    """Print to standard error at once."""
     say(sentence, file=sys.stderr)
 
 
 def plain_console(**options: Any) -> Console:
-    """A console that takes texts as they are: no markup, no emoji codes, no colours by content.
+    """Return a console that prints texts unchanged: no markup, no emoji codes, no colors by content.
 
     Args:
-        options: rich's other ones.
+        **options: further options of rich.
     """
     return Console(markup=False, emoji=False, highlight=False, **options)

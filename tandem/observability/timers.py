@@ -1,8 +1,8 @@
-"""Where the time goes: seconds per phase for the metrics, and a Chrome trace of every phase.
+"""Where time is spent: seconds per phase for the metrics, and a Chrome trace of all phases.
 
-The trace is the JSON array form of the Trace Event Format, whose closing bracket is optional; so it
-is one event per line, appended as it happens, and chrome://tracing and Perfetto open it while the run
-is alive and after it was killed. A phase that was interrupted shows as begun and not ended.
+The trace is the JSON array form of the Trace Event Format, in which the closing bracket is optional. Each
+event is one line, appended when it happens. So chrome://tracing and Perfetto can open the file during the run
+and after the run was killed. An interrupted phase has a start and no end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _numbers = itertools.count()
 
 
 class Timeline:
-    """Phases of one worker, possibly nested; not shared between threads. Several timelines, of one
-    process or of many, may write to one file.
+    """The phases of one worker, possibly nested. Threads must not share a timeline.
+
+    Several timelines, of one or many processes, may write to one file.
 
     Args:
-        path: the trace to append to; None keeps only the seconds.
-        process: what the trace calls this worker's track, such as "controller" or "actor rank 3".
-        synchronize: called before each reading of the clock, such as `torch.cuda.synchronize`
-            where a phase's work would else be charged to a later one.
+        path: the trace to append to; None: only the seconds are kept.
+        process: the name of the worker's track in the trace, such as "controller" or "actor rank 3".
+        synchronize: called before each reading of the clock. Use for instance `torch.cuda.synchronize` if the
+            work of a phase would otherwise be counted in a later phase.
         ranges: makes a range that a device's own profiler shows, as `torch.cuda.nvtx.range` does.
     """
 
@@ -46,19 +47,20 @@ class Timeline:
         self._synchronize = synchronize
         self._range = ranges or nullcontext
         self._seconds: dict[str, float] = {}
-        # Wall-clock microseconds that advance with the monotonic clock: a resumed run follows the first.
+        # Wall-clock time that advances with the monotonic clock, so that a resumed run follows the first run.
         self._epoch = time.time() - time.perf_counter()
-        # A track of its own: a phase that an earlier process left open, or one of another worker in
-        # this process, would swallow ours.
+        # Every timeline has its own track. On a shared track, an open phase of an earlier process, or of
+        # another worker in this process, would swallow this timeline's phases.
         self._track = (round(time.time() * 1000) + next(_numbers)) % 2**31
         self._write({"name": "thread_name", "ph": "M", "args": {"name": process}})
 
     @contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
-        """Times the block. A phase that occurs several times adds up.
+        """Measure the time of the block. The times of a phase that occurs several times are added.
 
         Args:
-            details: JSON values shown with the phase in the trace.
+            name: the phase.
+            **details: JSON values that the trace shows with the phase.
         """
         start = self.now()
         self._event("B", name, start, details)
@@ -71,13 +73,13 @@ class Timeline:
             self._event("E", name, end, {})
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call, as `timing/NAME`."""
+        """Return the seconds per phase since the last call, as `timing/NAME`."""
         taken = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
 
     def now(self) -> float:
-        """Seconds of the clock that phases are timed by."""
+        """Return the seconds of the clock that measures phases."""
         if self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()
@@ -92,5 +94,5 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a trace, finished or not; a last line that a crash tore is left out."""
+    """Return the events of a trace, finished or not. A last line that a crash left incomplete is ignored."""
     return [parse_json(line.rstrip(",")) for line in whole_lines(Path(path))[1:]]

@@ -1,4 +1,4 @@
-"""`tandem data convert`: rows as they are published, as rows that training reads."""
+"""`tandem data convert`: turn published datasets into rows that training reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.data.files import CHUNK_ROWS, DataFiles, read_files
 from tandem.data.forms import PromptForm
 from tandem.data.validate import RowProblems, conversation_problem, kind
 from tandem.errors import ConfigError, DataError
-from tandem.offline.faults import UNREWARDED, odd_roles, unscored
+from tandem.offline.faults import UNREWARDED, conversation_faults, reward_faults
 from tandem.rewards.boxes import last_boxed
 
 Row = Mapping[str, Any]
@@ -26,17 +26,17 @@ _CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None, texts=False)
 
 
 class Unfit(ValueError):
-    """A row that cannot be converted; its text says why."""
+    """A row that cannot be converted. The text says why."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's wishes.
+    """The options of the user.
 
     Attributes:
-        columns: a format's name of a column, and the file's.
-        source: the data source of all rows; None: the rows' own, or the format's.
-        instruction: put after each question; None: the format's.
+        columns: the file's name of a column, by the format's name.
+        source: the data source of all rows; None: the source in the row, or the format's source.
+        instruction: a text to add after each question; None: the format's text.
         skip: leave out rows that cannot be converted.
     """
 
@@ -51,9 +51,9 @@ class Format:
     """A published format.
 
     Attributes:
-        columns: those that tell it, and are needed.
-        convert: a row and the settings to a row of training, or what one with a reward is made of; raises
-            Unfit.
+        columns: the columns that identify the format and that it needs.
+        convert: turns a row and the settings into a row of training, or into the parts of a row with a
+            reward. It raises Unfit if it cannot.
         reader: the command that reads the result.
     """
 
@@ -63,10 +63,18 @@ class Format:
 
 
 def convert(files: Sequence[str], form: str, settings: Settings) -> tuple[pa.Table, int]:
-    """The rows of files of a format as a table that training reads, and how many were left out.
+    """Convert files of a format to a table that training reads.
+
+    Args:
+        files: the files.
+        form: the format, a key of `FORMATS`.
+        settings: the options of the user.
+
+    Returns:
+        The table, and the number of rows that were left out.
 
     Raises:
-        DataError: columns are missing; rows cannot be converted, by number.
+        DataError: If columns are missing, or rows cannot be converted; the error names the rows.
     """
     chosen = FORMATS[form]
     needs = [settings.columns.get(name, name) for name in chosen.columns]
@@ -81,19 +89,25 @@ def convert(files: Sequence[str], form: str, settings: Settings) -> tuple[pa.Tab
             f"that cannot be converted from {form}",
             field=rows.names,
             expected=", ".join(chosen.columns),
-            remedy="mend them, or leave them out with --skip; rows are counted from 0",
+            remedy="fix these rows, or leave them out with --skip; rows are counted from 0",
         )
     try:
         return pa.concat_tables(tables, promote_options="permissive"), problems.count
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise DataError("rows hold different types in one column", field=rows.names, got=error) from error
+        raise DataError(
+            "a column has different types in different rows", field=rows.names, got=error
+        ) from error
 
 
 def detect(files: Sequence[str], columns: Mapping[str, str]) -> str:
-    """The format of files, by their columns.
+    """Return the format of files, by their columns.
+
+    Args:
+        files: the files.
+        columns: the file's name of a column, by the format's name.
 
     Raises:
-        ConfigError: they are of none.
+        ConfigError: If no format fits.
     """
     rows = read_files(files, (), optional=None)
     there = {*rows.columns, *columns}
@@ -104,11 +118,11 @@ def detect(files: Sequence[str], columns: Mapping[str, str]) -> str:
             return name
     wanted = "; ".join(f"{name}: {', '.join(form.columns)}" for name, form in FORMATS.items())
     raise ConfigError(
-        "of no known format by its columns",
+        "the columns match no known format",
         field=rows.names,
         got=", ".join(rows.columns),
         expected=wanted,
-        remedy="name the format with --from, and its columns with --columns prompt=YOURS,answer=YOURS",
+        remedy="set the format with --from, and its columns with --columns prompt=YOURS,answer=YOURS",
     )
 
 
@@ -125,8 +139,11 @@ def _converted(
 
 
 class Scored(NamedTuple):
-    """What a row of `tandem train` is made of: a question, a text or messages; the truth; the data source of
-    the format, if it has one; what is put after each question; the columns that are kept beside."""
+    """The parts of a row for `tandem train`.
+
+    `question` is a text or messages, and `truth` the ground truth. `source` is the data source of the format,
+    if it has one. `hint` is the text to add after each question. `keep` names further columns to keep.
+    """
 
     question: Any
     truth: Any
@@ -136,16 +153,16 @@ class Scored(NamedTuple):
 
 
 def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str, Any]:
-    """A row of `tandem train`."""
+    """Return a row for `tandem train`."""
     question, truth = made.question, made.truth
     hint = made.hint if settings.instruction is None else settings.instruction
     name = settings.source or row.get("data_source") or made.source
     prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
     if not name:
-        raise Unfit("no data_source, which chooses the reward; name one with --source")
+        raise Unfit("no data_source, which selects the reward; set one with --source")
     if problem := conversation_problem(prompt):
         raise Unfit(f"prompt: {problem}")
-    _refuse(odd_roles("prompt", prompt))
+    _refuse(conversation_faults("prompt", prompt))
     if truth is None:
         raise Unfit("no answer")
     if hint:
@@ -159,12 +176,12 @@ def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str
         "reward_model": {"style": "rule", "ground_truth": truth if isinstance(truth, list) else str(truth)},
         "extra_info": {"index": number, **kept, **(own if isinstance(own, Mapping) else {})},
     }
-    _refuse(unscored(scored, PromptForm()))
+    _refuse(reward_faults(scored, PromptForm()))
     return scored
 
 
 def _refuse(found: Iterable[tuple[str, str]]) -> None:
-    """What validation would say, but of a reward: the user may have one."""
+    """Raise Unfit for what validation would report, except a missing reward, which the user may supply."""
     for fault, problem in found:
         if fault != UNREWARDED:
             raise Unfit(problem)
@@ -202,7 +219,7 @@ def _table(row: Row, settings: Settings) -> Scored:
 def _sharegpt(row: Row, settings: Settings) -> dict[str, Any]:
     turns = row["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise Unfit(f"conversations: not a list of turns but {kind(turns)}")
+        raise Unfit(f"conversations: must be a list of turns, not {kind(turns)}")
     said = [
         (turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content")) for turn in turns
     ]
@@ -223,7 +240,7 @@ def _conversation(row: Row, messages: list[dict[str, Any]]) -> dict[str, Any]:
         messages = [{"role": "system", "content": row["system"]}, *messages]
     if problem := turns_problem(messages):
         raise Unfit(problem)
-    _refuse(odd_roles("messages", messages, ended=True))
+    _refuse(conversation_faults("messages", messages, ended=True))
     return {"messages": messages}
 
 
@@ -233,7 +250,7 @@ def _preference(row: Row, settings: Settings) -> dict[str, Any]:
     made: dict[str, Any] = {name: _answered(before, row[name]) for name in ("chosen", "rejected")}
     if problem := _CONVERSATIONS(made):
         raise Unfit(problem)
-    _refuse(fault for name in made for fault in odd_roles(name, made[name], ended=True))
+    _refuse(fault for name in made for fault in conversation_faults(name, made[name], ended=True))
     if made["chosen"] == made["rejected"]:
         raise Unfit("chosen and rejected are the same")
     margin = row.get("margin")
@@ -241,8 +258,11 @@ def _preference(row: Row, settings: Settings) -> dict[str, Any]:
 
 
 def _answered(before: list[Row], answer: Any) -> Any:
-    """The conversation that ends with an answer: a text, the last turns, a whole conversation, or a dialogue
-    written as text, with "Human:" and "Assistant:" before the turns."""
+    """Return the conversation that ends with an answer.
+
+    The answer is a text, the last turns, a whole conversation, or a dialogue as text with "Human:" and
+    "Assistant:" before the turns.
+    """
     if isinstance(answer, str) and before:
         return [*before, {"role": "assistant", "content": answer}]
     if isinstance(answer, str):
@@ -266,4 +286,4 @@ FORMATS: Mapping[str, Format] = {
     "math": Format(("problem", "solution"), _math),
     "table": Format(("prompt", "answer"), _table),
 }
-"""In the order in which they are looked for."""
+"""The formats, in the order in which `detect` tries them."""

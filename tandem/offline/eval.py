@@ -1,7 +1,7 @@
-"""`tandem eval`: how well a model answers, or how good the responses in a file are.
+"""`tandem eval`: measure how well a model answers, or how good the responses in a file are.
 
-Responses are scored as they finish; both go to journals beside the report, so that a run that was killed goes
-on from there. What is measured is averaged over problems, each of which counts the same.
+Responses are scored as they finish. Responses and scores go to journals next to the report, so a run that was
+killed continues from there. Measures are averaged over problems, and each problem counts the same.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ SCORE_COLUMNS = {
     "answers": ("answer", _TEXTS),
     "reward_why": ("why", _TEXTS),
 }
-"""The columns added to each row, lists with an entry per response: the field of its verdict, and the type."""
+"""The columns that are added to each row: the field of the verdict, and the type.
+
+Each is a list with one entry per response."""
 
 _SCORED_AT_ONCE = 16
 
 
 class Response(NamedTuple):
-    """A response to a row; `sample` tells a row's responses apart."""
+    """A response to a row. `sample` distinguishes the responses to a row."""
 
     row: int
     sample: int
@@ -58,12 +60,12 @@ class Responses:
 
     Attributes:
         table: the rows, with all columns.
-        where: a row's number to its name in messages.
-        counts: (P) responses to each row.
-        settings: what the responses depend on.
-        parts: all responses, as they come.
-        columns: makes the columns to write beside the rows' own, after the last part.
-        journal: what is kept of responses that a model writes, to go on from.
+        where: returns the name of a row, by its number, for messages.
+        counts: (P) the number of responses to each row.
+        settings: the settings that the responses depend on.
+        parts: yields all responses, in parts.
+        columns: returns the columns to write besides the rows' own, after the last part.
+        journal: the stored responses of a model, from which to continue.
     """
 
     table: pa.Table
@@ -78,7 +80,7 @@ class Responses:
 def _generated(
     config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None], needs: Sequence[str]
 ) -> Responses:
-    """Responses that a model writes now."""
+    """Return responses that a model generates now."""
     offline = Offline(config, say, needs)
     rows, settings, samples = offline.rows, offline.settings(), list[Sample]()
     journal = Journal(beside(output, "responses"), settings, overwrite=overwrite)
@@ -94,8 +96,8 @@ def _generated(
     )
 
 
-def _given(config: EvalConfig, needs: Sequence[str]) -> Responses:
-    """Responses that a column of the data holds: a text, or a list of texts, in each row."""
+def _from_column(config: EvalConfig, needs: Sequence[str]) -> Responses:
+    """Return responses from a column of the data, which has a text or a list of texts in each row."""
     data, name = config.data, config.data.response_key
     named = "data.reward_fn_key" if "reward_model" in needs else PARAMETERS
     keys, columns = ("data.response_key", named), (name, *needs)
@@ -111,7 +113,7 @@ def _given(config: EvalConfig, needs: Sequence[str]) -> Responses:
         "without responses",
         field=", ".join(data.path),
         expected=f"{name}: a text, or a list of texts as `tandem generate` writes them",
-        remedy="mend these rows, or name another column with data.response_key",
+        remedy="fix these rows, or set data.response_key to another column",
     )
 
     def parts() -> Iterator[list[Response]]:
@@ -127,20 +129,23 @@ def _given(config: EvalConfig, needs: Sequence[str]) -> Responses:
 
 
 def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], None]) -> dict[str, Source]:
-    """Writes the report to `config.data.output_path`, and beside it the rows with their scored responses.
+    """Write the report to `config.data.output_path`, and the rows with scored responses next to it.
 
     Args:
-        overwrite: replace these files, and drop what an earlier run left unfinished.
+        config: the config of the command.
+        overwrite: replace these files, and delete the unfinished work of an earlier run.
         say: prints a sentence to the user.
 
     Returns:
-        what was measured, by data source and under "overall".
+        The measures by data source and under "overall".
 
     Raises:
-        ConfigError: unfinished work of other settings is there; a k above the number of responses; another
-            process writes the report.
-        DataError, ModelError, EngineError, RewardError: the data, the model, the engine or the reward
-            cannot be used; one of the files is there already.
+        ConfigError: If there is unfinished work with other settings, a k is above the number of responses, or
+            another process writes the report.
+        DataError: If the data cannot be used, or one of the files already exists.
+        ModelError: If the model cannot be used.
+        EngineError: If the engine cannot be used.
+        RewardError: If the reward cannot be used.
     """
     output = Path(config.data.output_path)
     with alone(output, "data.output_path", say):
@@ -152,7 +157,9 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
         renamed = {"data_source": config.data.reward_fn_key}
         needs = [renamed.get(name, name) for name in reads.needs if name != "prompt"]
         generates = bool(config.model.path)
-        responses = _generated(config, output, overwrite, say, needs) if generates else _given(config, needs)
+        responses = (
+            _generated(config, output, overwrite, say, needs) if generates else _from_column(config, needs)
+        )
         check_new_columns(responses.table, list(SCORE_COLUMNS))
         problems = _problems(responses, config.data, reward)
         names = [problem.data_source for problem in problems]
@@ -161,11 +168,11 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
         settings = responses.settings | _reward_settings(config, problems)
         journal = Journal(journals[0], settings, overwrite=overwrite)
         if journal.entries:
-            say(f"{len(journal.entries)} responses are scored already; going on with the others")
+            say(f"{len(journal.entries)} responses are already scored; continuing with the others")
         with closing(Pool(reward, config.reward, output.with_suffix(".rewards.log"), say)) as pool:
             verdicts = _verdicts(responses, problems, pool, journal)
         if failed := pool.counts["failed"]:
-            say(f"{failed} scores failed, and count as 0 (reward.on_error)")
+            say(f"{failed} scores failed and count as 0 (reward.on_error)")
         sources = measure(verdicts, names, ks, config.eval, seed=config.trainer.seed)
         write_rows(samples, responses.table, responses.columns() | _columns(verdicts))
         measured = {name: asdict(source) for name, source in sources.items()}
@@ -173,15 +180,17 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
         replace_file(output, (json.dumps(report, indent=2, ensure_ascii=False) + "\n").encode())
         journal.remove()
         if responses.journal is not None:
-            responses.journal.remove()  # last: they took the most work
+            responses.journal.remove()  # last, because generation took the most work
         return sources
 
 
 def _verdicts(
     responses: Responses, problems: Sequence[Item], pool: Pool, journal: Journal
 ) -> dict[int, list[Verdict]]:
-    """The verdicts on the responses to each problem, in their order; those that the journal holds are not
-    given again."""
+    """Return the verdicts on the responses to each problem, in order.
+
+    Responses whose verdicts are in the journal are not scored again.
+    """
     found = {verdict[:2]: verdict for verdict in (Verdict(**entry) for entry in journal.entries)}
     waiting: list[Response] = []
 
@@ -207,11 +216,11 @@ def _verdicts(
 
 
 def _problems(responses: Responses, data: EvalDataConfig, reward: Scorer | None) -> list[Item]:
-    """The problem of each row as its reward sees it, still without a response.
+    """Return the problem of each row as its reward sees it, without a response.
 
     Raises:
-        DataError: rows of the wrong shape.
-        RewardError: a data source without a reward.
+        DataError: If rows have the wrong form.
+        RewardError: If a data source has no reward.
     """
     wrong = RowProblems(responses.where)
     items = []
@@ -228,38 +237,38 @@ def _problems(responses: Responses, data: EvalDataConfig, reward: Scorer | None)
         extra, source = record.get("extra_info") or {}, record.get(source_key, UNNAMED)
         items.append(Item(source, "", truth, extra, row, columns, str(row)))
     wrong.raise_if_any(
-        "of the wrong shape",
+        "with the wrong form",
         field="data.path",
         expected=f"{source_key}: a name; reward_model: {{style, ground_truth}}; "
-        "extra_info: a mapping, if any",
-        remedy="mend or remove these rows; rows are counted from 0",
+        "extra_info: a mapping, if present",
+        remedy="fix or remove these rows; rows are counted from 0",
     )
     return items
 
 
 def _ks(asked: Sequence[int], responses: int) -> list[int]:
-    """The ks to report, in rising order.
+    """Return the ks to report, in ascending order.
 
     Raises:
-        ConfigError: one below 1 or above the number of responses.
+        ConfigError: If a k is below 1 or above the number of responses.
     """
     wrong = [k for k in asked if not 1 <= k <= responses]
     if wrong:
         raise ConfigError(
-            "out of range",
+            "k is out of range",
             field="eval.k",
             got=wrong[0],
-            expected=f"1 to {responses}, the responses to a problem",
-            remedy="raise rollout.n, or ask for a smaller k",
+            expected=f"1 to {responses}, the number of responses to a problem",
+            remedy="increase rollout.n, or use a smaller k",
         )
     if asked:
         return sorted(set(asked))
     doubled = [1 << power for power in range(1, responses.bit_length())]
-    return sorted({*doubled, responses} - {1})  # pass@1 is the accuracy
+    return sorted({*doubled, responses} - {1})  # pass@1 equals the accuracy
 
 
 def _reward_settings(config: EvalConfig, problems: Sequence[Item]) -> dict[str, Any]:
-    """The settings that the scores depend on, besides the responses."""
+    """Return the settings that the scores depend on, besides the responses."""
     custom = config.custom_reward_function
     files = [Path(path) for path in (custom.path, *(term.path for term in custom.terms)) if path]
     content = [path.read_bytes().hex() for path in files if path.is_file()]
@@ -277,7 +286,7 @@ def _hash(value: Any) -> str:
 
 
 def _columns(verdicts: Mapping[int, Sequence[Verdict]]) -> dict[str, pa.Array]:
-    """The columns `SCORE_COLUMNS` of all rows."""
+    """Return the columns `SCORE_COLUMNS` of all rows."""
     problems = [verdicts[row] for row in range(len(verdicts))]
     return {
         column: pa.array([[getattr(verdict, field) for verdict in problem] for problem in problems], kind)

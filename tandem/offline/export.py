@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a Hugging Face model folder."""
+"""Export of a run's checkpoint to a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -42,29 +42,31 @@ def export_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     say: Callable[[str], None] = terminal.say,
 ) -> Path:
-    """Write what a checkpoint has learnt as a folder that `transformers` loads: a policy as a causal language
-    model, a reward model as a classifier with one label, either with its adapters merged. The weights are
-    read and written one after the other; the model is never built.
+    """Write a checkpoint's model as a folder that `transformers` loads.
+
+    A policy becomes a causal language model, a reward model a classifier with one label. Adapters are merged.
+    Weights are read and written one after the other, and the model is never built.
 
     Args:
-        checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest whole checkpoint.
-        out: the folder to write; must not exist or be empty.
-        dtype: of the written weights.
-        best: of RUN, the best checkpoint by its `trainer.keep_best` instead of the newest.
-        adapter: write the adapters alone, as a folder that peft loads.
-        max_shard_bytes: size of one weights file at most, and about what is held in memory.
+        checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest complete checkpoint.
+        out: the folder to write; it must not exist or be empty.
+        dtype: the type of the written weights.
+        best: if `checkpoint` is RUN, use its best checkpoint by `trainer.keep_best` instead of the newest.
+        adapter: write only the adapters, as a folder that peft loads.
+        max_shard_bytes: the most bytes of one weights file, and about the memory that is used.
         say: prints a sentence to the user.
 
+    Returns:
+        The folder.
+
     Raises:
-        CheckpointError: nothing to export there, or a damaged checkpoint.
-        ConfigError: another process writes the folder; no run of this user wrote the config, and it has code
-            of the model folder run.
+        CheckpointError: If there is nothing to export, or the checkpoint is damaged.
+        ConfigError: If another process writes the folder, or if the config was not written by a run of this
+            user and would run code of the model folder.
     """
     with alone(out, "OUT", say):
         if out.exists() and any(out.iterdir()):
-            raise CheckpointError(
-                "the folder to write is not empty", field=str(out), remedy="name a new folder"
-            )
+            raise CheckpointError("the output folder is not empty", field=str(out), remedy="use a new folder")
         run = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
         found = _found(run, checkpoint, best=best)
         model = _model_of(run)
@@ -91,9 +93,9 @@ def export_checkpoint(
 
 
 def _model_of(run: Path) -> ModelConfig:
-    """The model of a run, by its config."""
+    """Return the model section of a run's config."""
     tree = read_config(run / "config.yaml")
-    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"  # by the trainer that wrote it
+    at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"  # depends on the trainer
     model = ModelConfig.model_validate({name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)})
     require_own(run / "config.yaml", model.model_dump())
     return model
@@ -102,12 +104,13 @@ def _model_of(run: Path) -> ModelConfig:
 def _model_config(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, scores: bool
 ) -> PreTrainedConfig:
-    """The config.json of what is written."""
+    """Return the config.json to write."""
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
-        # By it transformers finds the last token of each sequence. One that also ends sequences would miss
-        # their scores: then there is none, and only single sequences can be scored, not wrong ones.
+        # With the padding token, transformers finds the last token of each sequence. If that token also ends
+        # sequences, transformers would read scores at wrong places. So it is left out, and transformers then
+        # scores only single sequences.
         padding = tokenizer.pad_token_id
         config.pad_token_id = None if padding == tokenizer.eos_token_id else padding
     return config
@@ -124,25 +127,25 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
         found = open_checkpoint(given) if (given / "manifest.json").is_file() else None
     if found is None or not (run / "config.yaml").is_file():
         raise CheckpointError(
-            "no checkpoint of a run",
+            "this is not a checkpoint of a run",
             field=str(given),
-            expected="RUN/checkpoints/step_NNNNNN, or RUN, with RUN/config.yaml",
+            expected="RUN/checkpoints/step_NNNNNN or RUN, and a file RUN/config.yaml",
         )
     return found
 
 
 def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
-    """The best checkpoint of a run.
+    """Return the best checkpoint of a run.
 
     Raises:
-        CheckpointError: the run has none, or a single checkpoint was named.
+        CheckpointError: If the run has none, or `given` is a single checkpoint.
     """
     if run != given:
         raise CheckpointError(
-            "one checkpoint was named, and the best one asked for",
+            "--best needs a run, but this is a single checkpoint",
             field=str(given),
             expected="the run's folder",
-            remedy=f"name {run}, or leave --best out",
+            remedy=f"use {run}, or leave out --best",
         )
     config = read_config(run / "config.yaml")
     metric = resolved(config, "trainer.keep_best")
@@ -154,6 +157,6 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
             field=str(run),
             got=f"trainer.keep_best: {metric}",
             expected="a run that was saved with trainer.keep_best=METRIC at steps that have this metric",
-            remedy="export its newest checkpoint, or name one",
+            remedy="export its newest checkpoint, or name a checkpoint",
         )
     return found

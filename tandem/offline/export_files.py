@@ -1,4 +1,4 @@
-"""What lies in a model's folder beside its weights, and goes into an export as it stands there."""
+"""Files next to the weights in a model's folder, which an export copies unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.texts import parse_json
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-# Weights in any format, their indexes, what a trainer saves of itself, adapters beside a model, and locks.
+# Not copied: weights in any format, their indexes, a trainer's own files, adapters of a model, and locks.
 _LEFT = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*"),
     *("*.index.json", "*.tflite", "*.npz", "*.pkl", "adapter_*", "*.lock"),
@@ -26,7 +26,8 @@ _TOKENIZER = (
     *("tokenizer*", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json", "vocab*"),
     *("merges.txt", "*.model", "*.tiktoken", "*.bpe", "chat_template*", f"{_TEMPLATES}/*"),
 )
-# Of a folder within the model's, which may as well be a run's: it goes along if it holds such files alone.
+# A folder inside the model's folder is copied only if all of its files are of these kinds. It may be a run's
+# folder.
 _SMALL = ("*.jinja", "*.json", "*.py", "*.txt", "*.md", "*.model")
 _LEARNT = ("architectures", "dtype")
 _NO_MORE = ("torch_dtype", "quantization_config")
@@ -34,13 +35,14 @@ _OF_A_SCORER = ("num_labels", "id2label", "label2id", "pad_token_id")
 
 
 def copy_files(model: ModelConfig, out: Path, *, scores: bool = False) -> None:
-    """Fill a folder, to which the model's config.json has been written, with all that stands in the model's
-    and in the tokenizer's folder beside weights, byte for byte. Of config.json what the run has changed
-    stays, and every other field becomes that of the model's folder, whether transformers knows it or not.
+    """Copy all files except weights from the model's and the tokenizer's folder, byte for byte.
+
+    The folder already has the model's config.json. In it, the fields that the run has changed stay. Every
+    other field is taken from the model's folder, even if transformers does not know the field.
 
     Args:
-        model: of the run.
-        out: the folder.
+        model: the model section of the run's config.
+        out: the folder to fill.
         scores: whether a reward model is exported.
     """
     written = parse_json((out / _CONFIG).read_text(encoding="utf-8"))
@@ -50,7 +52,7 @@ def copy_files(model: ModelConfig, out: Path, *, scores: bool = False) -> None:
             _copy(source, name, out)
     copy_tokenizer(model, out)
     whole = parse_json((source / _CONFIG).read_text(encoding="utf-8"))
-    # Of a model with several parts transformers loads the one for text alone.
+    # If a model has several parts, transformers loads only the text part.
     parts = (whole, whole.get("text_config") or {})
     stored = next((part for part in parts if part.get("model_type") == written["model_type"]), {})
     changed = _LEARNT + (_OF_A_SCORER if scores else ())
@@ -60,8 +62,10 @@ def copy_files(model: ModelConfig, out: Path, *, scores: bool = False) -> None:
 
 
 def declare_ends(out: Path, ends: Sequence[int]) -> None:
-    """Add to generation_config.json the end tokens of the run's responses at which transformers would run on.
-    Where none is lacking, nothing changes."""
+    """Add the run's missing end tokens to generation_config.json, so that transformers stops at them.
+
+    If no end token is missing, nothing changes.
+    """
     declared = declared_ends(out)
     if not set(ends) - {*declared}:
         return
@@ -69,7 +73,7 @@ def declare_ends(out: Path, ends: Sequence[int]) -> None:
     kinds = GenerationConfig().to_dict()  # type: ignore[no-untyped-call]
     if settings.is_file():
         stored = parse_json(settings.read_text(encoding="utf-8"))
-    else:  # what transformers takes from config.json in its place
+    else:  # take what transformers would take from config.json
         config = parse_json((out / _CONFIG).read_text(encoding="utf-8"))
         given = (config.get("text_config") or {}) | config
         stored = {name: value for name, value in given.items() if name in kinds and value is not None}
@@ -78,7 +82,7 @@ def declare_ends(out: Path, ends: Sequence[int]) -> None:
 
 
 def copy_tokenizer(model: ModelConfig, out: Path) -> None:
-    """Copy the files of a run's tokenizer, with its chat templates, or the template of the config instead."""
+    """Copy a run's tokenizer files with its chat templates, or with the config's template instead."""
     source = Path(model.tokenizer_path)
     for name in _names(source, out):
         if _fits(name, _TOKENIZER):
@@ -97,7 +101,7 @@ def copy_tokenizer(model: ModelConfig, out: Path) -> None:
 
 
 def _names(folder: Path, out: Path) -> Iterator[str]:
-    """The files to copy, by their names in the folder."""
+    """Yield the files to copy, relative to the folder."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith((".", "__pycache__")) or path in (out, *out.parents):
             continue

@@ -1,4 +1,4 @@
-"""Export of adapters: merged with the weights they were trained beside, or alone as peft keeps them."""
+"""Export of adapters: merged into the base model's weights, or alone in peft's format."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters that computes the same, one after the other, in the type the
-    adapters were trained in. All adapters are held, and of the model one weight.
+    """Yield the weights of an equivalent model without adapters, one after the other.
+
+    They have the type in which the adapters were trained. All adapters and one weight of the model are in
+    memory at a time.
 
     Args:
-        path: what an engine saved.
-        model: of the run.
+        path: the folder that an engine saved.
+        model: the model section of the run's config.
         scores: whether it is a reward model.
 
     Raises:
-        CheckpointError: the model's folder no longer holds the weights that the adapters were trained beside.
+        CheckpointError: If the model's folder no longer has the weights with which the adapters were trained.
     """
     trained = dict(read_weights(path))
     adapters = {name: trained.pop(name) for name in list(trained) if is_adapter(name)}
@@ -45,11 +47,11 @@ def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[
     for name, weight in _base_weights(model, scores=scores, without=trained):
         if int(checksum(weight.to(BASE_TYPE))) != int(digests.get(name, 0)):
             raise CheckpointError(
-                "the adapters were trained beside other weights than the model's folder holds now",
+                "the model's folder does not have the weights with which the adapters were trained",
                 field=name,
                 got=model.path,
-                expected="the folder as it was when the run began",
-                remedy="bring it back; the adapters alone can be exported without it: --adapter",
+                expected="the folder as it was when the run started",
+                remedy="restore the folder, or export only the adapters with --adapter",
             )
         stem = name.removesuffix(".weight")
         if stem + _A in adapters:
@@ -66,21 +68,27 @@ def export_adapter(
     *,
     scores: bool,
 ) -> Path:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads beside the base model: the adapters, a
-    reward model's head, the tokenizer.
+    """Write a folder that `peft.PeftModel.from_pretrained` loads on top of the base model.
+
+    It holds the adapters, a reward model's head, and the tokenizer.
 
     Args:
-        path, model, scores: see `merged_weights`.
-        out: must not exist, or be empty.
-        dtype: of the written tensors.
+        path: see `merged_weights`.
+        model: see `merged_weights`.
+        out: the folder to write; it must not exist or be empty.
+        dtype: the type of the written tensors.
+        scores: see `merged_weights`.
+
+    Returns:
+        The folder.
 
     Raises:
-        CheckpointError: the run has trained all weights.
-        ConfigError: peft is not installed.
+        CheckpointError: If the run trained all weights.
+        ConfigError: If peft is not installed.
     """
     if not model.lora_rank:
         raise CheckpointError(
-            "the run has trained all weights and has no adapters", got=path, remedy="leave --adapter out"
+            "the run trained all weights and has no adapters", got=path, remedy="leave out --adapter"
         )
     require_peft(model)
     tensors = {name: value.to(dtype) for name, value in read_weights(path)}
@@ -103,7 +111,7 @@ def export_adapter(
 
 
 def _targets(skeleton: PreTrainedModel, adapted: set[str]) -> list[str]:
-    """The ends of the adapted layers' names, or the whole names where other layers have these ends too."""
+    """Return the last parts of the adapted layers' names, or the full names if these parts are ambiguous."""
     ends = {name.rpartition(".")[2] for name in adapted}
     alike = {name for name, _ in skeleton.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if alike == adapted else adapted)
@@ -119,8 +127,10 @@ def _model(model: ModelConfig, *, scores: bool, weights: bool) -> PreTrainedMode
 def _base_weights(
     model: ModelConfig, *, scores: bool, without: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The folder's weights but for some. Where its files are not those of the model, weight by weight, the
-    whole model is loaded."""
+    """Yield the folder's weights except those named in `without`.
+
+    If the files do not match the model weight by weight, the whole model is loaded.
+    """
     skeleton = _model(model, scores=scores, weights=False)
     shapes = {name: p.shape for name, p in skeleton.named_parameters() if name not in without}
     files = WeightFiles.find(model.path)

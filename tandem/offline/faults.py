@@ -1,4 +1,4 @@
-"""What is wrong with rows that training can read, and would go wrong later."""
+"""Faults of rows that training can read but that cause problems later."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from tandem.rewards.items import Item
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE, UNREWARDED = "role", "no reward function"
-Found = Iterator[tuple[str, str]]
-"""Kinds of problems, and the problems."""
+Faults = Iterator[tuple[str, str]]
+"""Pairs of a kind of problem and the problem."""
 
 
-def odd_roles(key: str, prompt: Any, *, ended: bool = False) -> Found:
-    """Roles that models are not taught; the assistant's last word, unless it is to be `ended`; no text."""
+def conversation_faults(key: str, prompt: Any, *, ended: bool = False) -> Faults:
+    """Yield unusual roles, a last turn of the assistant (unless `ended`), and conversations without text."""
     if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
         if isinstance(prompt, str) and not prompt.strip():
             yield "blank text", f"{key}: nothing but white space"
         return
     for place, message in enumerate(prompt):
         if message["role"] not in ROLES:
-            yield ROLE, f"{key}: message {place}: {message['role']!r} is none of {', '.join(ROLES)}"
+            yield ROLE, f"{key}: message {place}: {message['role']!r} is not one of {', '.join(ROLES)}"
     if not ended and prompt[-1]["role"] == "assistant":
-        yield ROLE, f"{key}: the assistant has the last word, and nothing is left to answer"
+        yield ROLE, f"{key}: the last message is the assistant's, so there is nothing to answer"
     if not any((message.get("content") or "").strip() for message in prompt):
         yield "blank text", f"{key}: nothing but white space"
 
 
-def unscored(row: Mapping[str, Any], form: PromptForm) -> Found:
-    """What the data source's reward will lack: there is none, or it cannot use the ground truth."""
+def reward_faults(row: Mapping[str, Any], form: PromptForm) -> Faults:
+    """Yield why the reward of the row's data source cannot score it.
+
+    There may be no reward, or the reward cannot use the ground truth.
+    """
     source, truth = form.source(row), form.truth(row)
     if truth == [] or (isinstance(truth, str) and not truth.strip()):
         yield "no answer", f"{form.answer_key or 'reward_model.ground_truth'}: empty"
         return
     try:
         reward = reward_for(source)
-        if reward.bounded:  # it soon says what it thinks of this ground truth, whatever the response
+        if reward.bounded:  # fast, and any response shows whether it can use the ground truth
             scores_of([reward], {0: Item(source, "", truth, row.get("extra_info") or {})})
     except RewardError as error:
         missing = error.field == f"data_source '{source}'"

@@ -1,8 +1,8 @@
-"""`tandem generate`: a file of prompts to a file of responses, with no training around it.
+"""`tandem generate`: turn a file of prompts into a file of responses, without training.
 
-Each finished response goes to a journal beside the output. A run that was killed goes on from there, by the
-same command, with the responses that are missing; the random numbers of a response depend on the seed, its
-row and its number alone, so that they are the ones it would have got.
+Each finished response goes to a journal next to the output. If a run was killed, the same command continues
+with the missing responses. The random numbers of a response depend only on the seed, its row and its number,
+so a continued run produces the same responses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tandem.protocol import Request, Sample
 from tandem.trainer.sampling_params import sampling_params
 
 COLUMNS = ("responses", "response_ids", "response_log_probs", "finish_reasons")
-"""The columns added to each row: lists, whose place i is the prompt's sample i."""
+"""The columns that are added to each row: lists in which entry i belongs to the prompt's sample i."""
 
 _TYPES = pa.types
 _IN_JSON: tuple[Callable[[pa.DataType], bool], ...] = (
@@ -50,16 +50,21 @@ _IN_JSON: tuple[Callable[[pa.DataType], bool], ...] = (
 
 
 def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str], None]) -> Path:
-    """Writes the responses to the prompts of a file to `config.data.output_path`.
+    """Write the responses to the prompts of a file to `config.data.output_path`.
 
     Args:
-        overwrite: replace that file, and drop what an earlier run left unfinished.
+        config: the config of the command.
+        overwrite: replace that file, and delete the unfinished work of an earlier run.
         say: prints a sentence to the user.
 
+    Returns:
+        The file.
+
     Raises:
-        ConfigError: unfinished work of other settings is there; another process writes it.
-        DataError, ModelError, EngineError: the data, the model or the engine cannot be used; the output is
-            there.
+        ConfigError: If there is unfinished work with other settings, or another process writes the file.
+        DataError: If the data cannot be used, or the output already exists.
+        ModelError: If the model cannot be used.
+        EngineError: If the engine cannot be used.
     """
     output = Path(config.data.output_path)
     with alone(output, "data.output_path", say):
@@ -68,7 +73,7 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
         offline = Offline(config, say)
         journal = Journal(work, offline.settings(), overwrite=overwrite)
         if journal.entries:
-            say(f"{len(journal.entries)} responses are there already; going on with the others")
+            say(f"{len(journal.entries)} responses already exist; continuing with the others")
         samples = [sample for part in offline.samples(journal) for sample in part]
         write_rows(output, offline.rows.table, offline.columns(samples))
         journal.remove()
@@ -76,52 +81,57 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
 
 
 def alone(output: Path, field: str, say: Callable[[str], None]) -> ProcessLock:
-    """The lock of what one process writes, beside it; taking it makes the folder.
+    """Return the lock of an output that only one process may write. Taking the lock creates the folder.
 
     Args:
+        output: the file or folder; the lock's file is next to it.
         field: the config key or argument that names the output.
+        say: prints a sentence to the user.
     """
     return ProcessLock(output.with_name(f"{output.name}.lock"), field, say)
 
 
 def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwrite: bool) -> None:
-    """
+    """Check that no output exists, unless it may be replaced.
+
+    If a journal exists, an output may exist too: a run that was killed at its very end is continued.
+
     Args:
-        outputs: the files to be written.
-        journals: of their unfinished work. Where one is there, so may be an output: a run that was killed
-            right at its end is gone on with.
+        outputs: the files to write.
+        journals: the journals of their unfinished work.
+        overwrite: whether the files may be replaced.
 
     Raises:
-        DataError: one is there, and is not to be replaced.
+        DataError: If an output exists and must not be replaced.
     """
     there = [] if overwrite or any(map(Path.exists, journals)) else list(filter(Path.exists, outputs))
     if there:
         raise DataError(
-            "the output is there already",
+            "the output already exists",
             field="data.output_path",
             got=there[0],
-            remedy="choose another name, or replace it with --overwrite",
+            remedy="choose another name, or replace the output with --overwrite",
         )
 
 
 def beside(output: Path, what: str) -> Path:
-    """The path of a journal."""
+    """Return the path of a journal of the output."""
     return output.with_name(f"{output.name}.{what}.jsonl")
 
 
 class Offline:
-    """One model's responses to the prompts of some rows, n to each.
+    """The responses of one model to the prompts of some rows, n per prompt.
 
     Args:
-        config: of the command.
+        config: the config of the command.
         say: prints a sentence to the user.
-        needs: further columns that must be there.
+        needs: further columns that must exist.
 
     Attributes:
-        rows: what to answer.
+        rows: the rows with the prompts.
 
     Raises:
-        DataError: the rows cannot be read, or have a column of a name that the output needs.
+        DataError: If the rows cannot be read, or have a column with a name that the output needs.
     """
 
     def __init__(
@@ -146,7 +156,7 @@ class Offline:
             cache_dir=data.cache_dir,
         )
         if self.rows.dropped:
-            say(f"{self.rows.dropped} prompts are over the length limit and left out")
+            say(f"{self.rows.dropped} prompts are longer than the limit and are left out")
         check_new_columns(self.rows.table, COLUMNS)
         if data.output_path.endswith(".jsonl"):
             _check_json(self.rows.table)
@@ -166,13 +176,15 @@ class Offline:
         ]
 
     def settings(self) -> dict[str, Any]:
-        """The settings that the responses depend on, plain values by the name of the key. A key that only
-        decides how fast they come may change between a run and its continuation."""
+        """Return the settings that the responses depend on, as plain values by key.
+
+        Keys that change only the speed are not among them, so they may change when a run is continued.
+        """
         rollout, prompts = self._config.rollout, hashlib.blake2b(digest_size=8)
         for request in self.requests[:: rollout.n]:
             prompts.update(len(request.prompt_ids).to_bytes(8, "little") + request.prompt_ids.tobytes())
         folder = sorted(path for path in Path(self._folder).iterdir() if path.is_file())
-        # a model that was trained on is another
+        # the sizes and times of the files show whether the model was trained further
         files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in folder]
         return {
             "data.path (prompts)": prompts.hexdigest(),
@@ -185,11 +197,13 @@ class Offline:
         }
 
     def samples(self, journal: Journal) -> Iterator[list[Sample]]:
-        """All samples: at once those that the journal holds, then the others as they finish, each of
-        them in the journal before it is given.
+        """Yield all samples: first those in the journal, then the others as they finish.
+
+        Each new sample is in the journal before it is yielded.
 
         Raises:
-            ModelError, EngineError: the model or the engine cannot be used.
+            ModelError: If the model cannot be used.
+            EngineError: If the engine cannot be used.
         """
         kept = {sample.id: sample for sample in map(_from_entry, journal.entries)}
         left = [request for request in self.requests if request.id not in kept]
@@ -197,7 +211,7 @@ class Offline:
             yield list(kept.values())
         if not left:
             return
-        self._say(f"{len(left)} responses to write; loading the model")
+        self._say(f"{len(left)} responses to generate; loading the model")
         rollout, device = self._config.rollout, choose_device(self._config.trainer.device)
         made = make_rollout_engine(
             rollout.name,
@@ -223,10 +237,10 @@ class Offline:
                     yield part
 
     def _give_weights(self, engine: RolloutEngine, device: torch.device) -> None:
-        """Hands the model's weights to an engine that takes some.
+        """Send the model's weights to the engine if it takes weights.
 
         Raises:
-            WeightSyncError: it holds others than it was given.
+            WeightSyncError: If the engine then has other weights than were sent.
         """
         if not engine.takes:
             return
@@ -243,14 +257,14 @@ class Offline:
         check_arrival(sent, engine.update_weights(source, 0), engine=self._config.rollout.name)
 
     def text(self, sample: Sample) -> str:
-        """What a response says."""
+        """Return the text of a response."""
         return str(self._tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True))
 
     def columns(self, samples: Sequence[Sample]) -> dict[str, pa.Array]:
-        """`COLUMNS`, one list per row.
+        """Return the columns `COLUMNS`, one list per row.
 
         Args:
-            samples: all, in any order.
+            samples: all samples, in any order.
         """
         n = self._config.rollout.n
         ordered = sorted(samples, key=lambda sample: (int(sample.uid), sample.sample))
@@ -290,10 +304,10 @@ def _from_entry(entry: dict[str, Any]) -> Sample:
 
 
 def _check_json(table: pa.Table) -> None:
-    """Refuses a table that does not fit into JSON lines.
+    """Check that a table can be written as JSON lines.
 
     Raises:
-        DataError: a column that JSON cannot hold.
+        DataError: If JSON cannot hold a column.
     """
     for column in table.schema:
         if (unfit := _unfit_for_json(column.type)) is not None:
@@ -301,12 +315,12 @@ def _check_json(table: pa.Table) -> None:
                 f"{unfit} cannot be written as JSON",
                 field=column.name,
                 got=column.type,
-                remedy="name a .parquet file as data.output_path",
+                remedy="set data.output_path to a .parquet file",
             )
 
 
 def _unfit_for_json(kind: pa.DataType) -> pa.DataType | None:
-    """The type, or the part of it, that JSON cannot hold, if there is one."""
+    """Return the type, or the part of it, that JSON cannot hold; None if there is none."""
     if pa.types.is_dictionary(kind):
         return _unfit_for_json(kind.value_type)
     if kind.num_fields:

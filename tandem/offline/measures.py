@@ -1,4 +1,4 @@
-"""Measures of a model from the verdicts of the reward on its responses, with intervals."""
+"""Measures of a model, with confidence intervals, from the reward's verdicts on its responses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from tandem.algorithms.evaluation import Estimate, Floats, estimate, majority_at
 from tandem.config.generate import MeasuresConfig
 
 OVERALL = "overall"
-"""Stands beside the data sources for all of them together."""
+"""The name of all data sources together."""
 
 
 class Verdict(NamedTuple):
-    """The verdict of the reward on a response; `answer` is the answer that the response gives, if any,
-    `reads_answers` whether the reward looks for one, and `why` what it says of the score."""
+    """The reward's verdict on a response.
+
+    `answer` is the answer in the response, if any. `reads_answers` says whether the reward looks for an
+    answer. `why` is the reward's reason for the score.
+    """
 
     row: int
     sample: int
@@ -30,11 +33,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The measures on the problems of one data source, or on all.
+    """The measures of one data source, or of all together.
 
     Attributes:
-        problems, responses: how many there are.
-        measures: by name, such as "pass@4".
+        problems: the number of problems.
+        responses: the number of responses.
+        measures: estimates by name, such as "pass@4".
     """
 
     problems: int
@@ -50,15 +54,17 @@ def measure(
     *,
     seed: int,
 ) -> dict[str, Source]:
-    """Measures the score (its mean), accuracy (the share of right responses), pass@k, and maj@k where the
-    reward reads answers; for each data source and overall.
+    """Estimate score, accuracy, pass@k and maj@k for each data source and overall.
+
+    The score is the mean score. The accuracy is the share of right responses. maj@k is estimated if the
+    reward reads answers.
 
     Args:
-        verdicts: of the responses to each problem, by its number from 0.
+        verdicts: the verdicts on the responses to each problem, by the problem's number from 0.
         names: (P) the data source of each problem.
-        ks: none above the number of responses to any problem.
+        ks: the ks; none may be above the number of responses to any problem.
         how: confidence and bootstrap of the intervals.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
     """
     problems = [verdicts[row] for row in range(len(names))]
     values = _values(problems, ks)
@@ -84,7 +90,7 @@ def measure(
 
 
 def _values(problems: Sequence[Sequence[Verdict]], ks: Sequence[int]) -> dict[str, Floats]:
-    """The value of each measure for each problem, (P)."""
+    """Return the value of each measure for each problem, (P)."""
     samples = np.array(list(map(len, problems)))
     right = np.array([sum(verdict.right for verdict in problem) for problem in problems])
     values = {

@@ -1,4 +1,4 @@
-"""`tandem data split` and `dedupe`: which rows have the same prompt, or nearly."""
+"""`tandem data split` and `dedupe`: find rows whose prompts are equal or nearly equal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from tandem.errors import DataError
 
 ROW_COLUMNS = ("prompt", "messages", "response", "chosen", "rejected")
 SKETCH = 8
-"""The least n-gram hashes of a text by which others like it are found: two that share 0.7 of their n-grams
-have none of these in common once in (1 - 0.7)^-8, 15,000, times."""
+"""How many of a text's smallest n-gram hashes are used to find similar texts.
+
+Two texts that share 0.7 of their n-grams have none of these in common once in (1 - 0.7)^-8 = 15,000 cases."""
 CROWD = 16
-"""Texts with one n-gram in common that are all compared; of more, neighbours only."""
+"""If at most this many texts share an n-gram, all pairs are compared, otherwise only neighbours."""
 
 
 def text_of(value: Any, *, prompt: bool) -> str:
-    """A text, or what is said in a conversation, in lower case and with single blanks.
+    """Return a text, or the text of a conversation, in lower case and with single spaces.
 
     Args:
-        prompt: of a conversation only what comes before the assistant's first turn.
+        value: a text or a conversation.
+        prompt: use only the part of a conversation before the assistant's first turn.
     """
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         roles = [message["role"] for message in value]
@@ -37,18 +39,18 @@ def text_of(value: Any, *, prompt: bool) -> str:
 
 
 class Texts:
-    """The texts of rows, made when they are asked for.
+    """The texts of rows, created on demand.
 
     Args:
-        rows: of one file or several.
-        prompt: the prompts; else all of a row that a model learns from.
+        rows: the rows of one or several files.
+        prompt: whether to use only the prompts; else everything in a row that a model learns from.
     """
 
     def __init__(self, rows: DataFiles, *, prompt: bool) -> None:
         there = [name for name in ROW_COLUMNS if name in rows.columns]
         if not there:
             got, expected = ", ".join(rows.columns), " or ".join(ROW_COLUMNS)
-            raise DataError("no such column", field=rows.names, got=got, expected=expected)
+            raise DataError("a text column is missing", field=rows.names, got=got, expected=expected)
         self.rows, self._columns = rows, there[:1] if prompt else there
         self._prompt = prompt and there[0] != "prompt"
 
@@ -66,7 +68,11 @@ class Texts:
 
 
 def split(rows: DataFiles, share: float, seed: int) -> np.ndarray:
-    """(B) bool: a share of the rows of each data source, in which rows of one prompt are all or none."""
+    """Choose a share of the rows of each data source. Rows with the same prompt stay together.
+
+    Returns:
+        (B) bool, whether each of the B rows is chosen.
+    """
     hashes = np.fromiter(map(number_of, Texts(rows, prompt=True)), np.uint64, len(rows))
     _, first, group, sizes = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     named = "data_source" in rows.columns
@@ -82,15 +88,19 @@ def split(rows: DataFiles, share: float, seed: int) -> np.ndarray:
 
 
 def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[int, int, float]]:
-    """Pairs of texts (a row, a later one, the share of their n-grams that both have), those that are the same
-    first; the later row counts on through all of `texts`.
+    """Yield pairs of equal or similar texts, with equal texts first.
 
-    Near ones share at least `overlap` of their n-grams of words and have the same numbers, in the same order.
-    They are found by the least hashes of their n-grams: Broder, "On the resemblance and containment of
+    Similar texts share at least `overlap` of their word n-grams and have the same numbers in the same order.
+    They are found by the smallest hashes of their n-grams: Broder, "On the resemblance and containment of
     documents", 1997.
 
     Args:
-        ngram: words; 0: only texts that are the same.
+        texts: the texts; rows are counted through all of them.
+        ngram: words per n-gram; 0: yield only equal texts.
+        overlap: the least share of common n-grams.
+
+    Yields:
+        A row, a later row, and the share of their n-grams that both have.
     """
     exact, hashes, rows = array("Q"), array("L"), array("q")
     for row, text in enumerate(text for each in texts for text in each):
@@ -102,7 +112,7 @@ def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[
     for group in _groups(same, np.arange(len(same))):
         yield from ((int(group[0]), int(row), 1.0) for row in group[1:])
     found: set[tuple[int, int]] = set()
-    new = np.isin(rows, np.unique(same, return_index=True)[1])  # each text once
+    new = np.isin(rows, np.unique(same, return_index=True)[1])  # use each text once
     for group in _groups(np.array(hashes)[new], np.array(rows)[new]):
         found.update(combinations(group.tolist(), 2) if len(group) <= CROWD else pairwise(group.tolist()))
     for one, other in sorted(found, key=lambda pair: (pair[1], pair[0])):
@@ -112,7 +122,7 @@ def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[
 
 
 def _groups(keys: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows of each key that has several, in their order."""
+    """Yield the rows of each key that has several rows, in order."""
     order = np.argsort(keys, kind="stable")
     for group in np.split(rows[order], np.flatnonzero(np.diff(keys[order])) + 1):
         if len(group) > 1:

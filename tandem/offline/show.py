@@ -1,4 +1,4 @@
-"""`tandem data show`: what is in data files."""
+"""`tandem data show`: the contents of data files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.offline.parts import ROW_COLUMNS
 
 PERCENTILES = (0, 5, 50, 95, 99, 100)
 PIECES = 400
-"""Tokens that are shown one by one."""
+"""The most tokens that are shown one by one."""
 
 
 def summary(rows: DataFiles, source_key: str) -> Iterator[str]:
-    """The numbers of rows, the columns with their types, the data sources."""
+    """Yield lines with the number of rows, the columns with their types, and the data sources."""
     yield f"{rows.names}: {len(rows):,} rows"
     for name in rows.columns:
         column = rows.table[name]
@@ -33,10 +33,12 @@ def summary(rows: DataFiles, source_key: str) -> Iterator[str]:
 
 
 def lengths(rows: DataFiles, prompt_key: str, count: Any = None) -> Iterator[str]:
-    """Percentiles of the lengths of texts, a line for each column of them.
+    """Yield a line with percentiles of the text lengths for each column of texts.
 
     Args:
-        count: texts to numbers of tokens; None: characters are counted.
+        rows: the rows.
+        prompt_key: the column of prompts.
+        count: returns the numbers of tokens of texts; None: count characters.
     """
     for name in dict.fromkeys((prompt_key, *ROW_COLUMNS)):
         if name not in rows.columns:
@@ -51,14 +53,14 @@ def lengths(rows: DataFiles, prompt_key: str, count: Any = None) -> Iterator[str
 
 
 def plain(value: Any) -> str:
-    """A row's entry as a text to read; conversations turn by turn."""
+    """Return a row's entry as readable text; conversations turn by turn."""
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in value)
     return value if isinstance(value, str) else repr(value)
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
-    """Tokens with their ids, eight to a line."""
+    """Yield lines of tokens with their ids, eight per line."""
     tokens = tokenizer.convert_ids_to_tokens(list(ids[:PIECES]))
     shown = [f"{number} {token!r}" for number, token in zip(ids, tokens, strict=False)]
     for at in range(0, len(shown), 8):

@@ -1,4 +1,4 @@
-"""`tandem data validate`: looks at every row of data files as training does, and says all that is wrong."""
+"""`tandem data validate`: check every row of data files as training does, and report all problems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tandem.data.prompts import holds_ids
 from tandem.data.sft import Columns, are_text
 from tandem.data.tokens import Piece, encoded
 from tandem.errors import DataError
-from tandem.offline.faults import ROLE, Found, odd_roles, unscored
+from tandem.offline.faults import ROLE, Faults, conversation_faults, reward_faults
 from tandem.rewards import own_reward
 from tandem.rewards.signatures import VERLS
 from tandem.trainer.supervised import rm_task, sft_task
@@ -42,38 +42,41 @@ from tandem.workers.data import prompt_form
 
 DUPLICATE = "duplicate"
 ALLOWED = (DUPLICATE, ROLE)
-"""Problems that training takes, so that a user may too."""
+"""Kinds of problems that training accepts, so a user may allow them."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a command reads its rows.
+    """The way in which a command reads its rows.
 
     Attributes:
-        columns: sets of columns, of which one must be there; the prompt is first.
+        columns: sets of columns, of which one must exist; the prompt comes first.
         optional: further columns.
-        form: what is in the rows of some files.
-        further: what a row has beside, that only shows later.
+        form: returns the form of the rows of some files.
+        further: yields problems of a row that would show only later.
     """
 
     columns: Sequence[tuple[str, ...]]
     optional: tuple[str, ...] | None
     form: Callable[[DataFiles], Form]
-    further: Callable[[Mapping[str, Any]], Found]
+    further: Callable[[Mapping[str, Any]], Faults]
 
 
 def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
-    """What `tandem train` reads; the data sources with a weight that are met are added to `sources`."""
+    """Return how `tandem train` reads rows.
+
+    Data sources that the rows name are added to `sources`.
+    """
     data, own = config.data, own_reward(config.custom_reward_function, config.reward.timeout)
     reads = VERLS if own is None else own.reads
     form = prompt_form(data, reads)
     scored = own is None and config.calls_functions
 
-    def further(row: Mapping[str, Any]) -> Found:
-        yield from odd_roles(data.prompt_key, row[data.prompt_key])
+    def further(row: Mapping[str, Any]) -> Faults:
+        yield from conversation_faults(data.prompt_key, row[data.prompt_key])
         source = form.source(row)
         if scored:
-            yield from unscored(row, form)
+            yield from reward_faults(row, form)
         if data.mixture and source not in data.mixture:
             yield "no weight", f"{data.reward_fn_key} {source!r} has no weight in data.mixture"
         sources.add(source)
@@ -87,20 +90,20 @@ def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
 
 
 def sft_shape(config: SFTConfig) -> Shape:
-    """What `tandem sft` reads."""
+    """Return how `tandem sft` reads rows."""
     data = config.data
     columns = Columns(data.messages_key, data.prompt_key, data.response_key, data.text_key, data.tools_key)
 
-    def further(row: Mapping[str, Any]) -> Found:
+    def further(row: Mapping[str, Any]) -> Faults:
         for key in (data.messages_key, data.prompt_key, *columns.responses):
             if key in row:
-                yield from odd_roles(key, row[key], ended=True)
+                yield from conversation_faults(key, row[key], ended=True)
 
     return Shape(columns.alternatives, columns.optional, columns.form, further)
 
 
 def rm_shape(config: RMConfig) -> Shape:
-    """What `tandem rm` reads."""
+    """Return how `tandem rm` reads rows."""
     data = config.data
     answers = (data.chosen_key, data.rejected_key)
     needs = (*answers, *([] if data.margin_key is None else [data.margin_key]))
@@ -109,9 +112,9 @@ def rm_shape(config: RMConfig) -> Shape:
         prompt = prompt_of(files, data.prompt_key, needs)
         return PreferenceForm(answers, prompt, data.margin_key, are_text(files, answers))
 
-    def further(row: Mapping[str, Any]) -> Found:
+    def further(row: Mapping[str, Any]) -> Faults:
         for key in answers:
-            yield from odd_roles(key, row[key], ended=True)
+            yield from conversation_faults(key, row[key], ended=True)
         if row[answers[0]] == row[answers[1]]:
             yield "equal answers", f"{answers[0]} and {answers[1]} are the same"
 
@@ -119,16 +122,18 @@ def rm_shape(config: RMConfig) -> Shape:
 
 
 class Report:
-    """Says problems as they are found, those of neighbouring rows that are the same together; counts them.
+    """A report that prints and counts problems as they are found.
+
+    Equal problems of neighbouring rows become one line.
 
     Args:
-        say: shows a line.
-        named: rows are named with their files.
-        allowed: kinds that are none.
+        say: prints a line.
+        named: whether rows are named together with their file.
+        allowed: kinds of problems to ignore.
 
     Attributes:
-        kinds: how many there are of each kind.
-        rows: seen so far, of all files.
+        kinds: the number of problems of each kind.
+        rows: the number of rows so far, of all files.
     """
 
     def __init__(self, say: Callable[[str], None], named: bool, allowed: Sequence[str] = ()) -> None:
@@ -140,16 +145,16 @@ class Report:
         self.rows = 0
 
     def begin(self, file: str) -> None:
-        """The rows that follow are this file's."""
+        """Start a file. The rows that follow belong to it."""
         self._files.append((self.rows, Path(file)))
 
     def number(self, row: int) -> int:
-        """The number in all files of a row of the last one."""
+        """Return the number, over all files, of a row of the current file."""
         self.rows = max(self.rows, self._files[-1][0] + row + 1)
         return self._files[-1][0] + row
 
     def row(self, row: int, problem: str, kind: str | None = None) -> None:
-        """A problem of one row; its kind is its text without numbers unless it is told."""
+        """Report a problem of one row. The default kind is the problem's text without numbers."""
         kind = re.sub(r"(?<![-\w])\d+", "N", problem)[:80] if kind is None else kind
         if kind in self._allowed:
             return
@@ -161,42 +166,42 @@ class Report:
             self._held = (row, row, problem)
 
     def file(self, error: DataError) -> None:
-        """What is wrong with a file as a whole."""
+        """Report a problem of a whole file."""
         self.flush()
         self.kinds[error.message] += 1
         self._say(str(error))
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """What is refused in here is a problem of the files."""
+        """Report a DataError that is raised inside the context."""
         try:
             yield
         except DataError as error:
             self.file(error)
 
     def flush(self) -> None:
-        """Says what is held back."""
+        """Print the problem that is held back to be merged with those of the next rows."""
         if self._held:
             first, last, problem = self._held
             self._say(f"{self.place(first)}{f' to {self.place(last)}' if last > first else ''}: {problem}")
         self._held = None
 
     def place(self, row: int) -> str:
-        """A row's number in its file, from 0 as training counts them, and its line, if it has one."""
+        """Return a row's number in its file, from 0 as in training, and its line, if it has one."""
         start, file = self._files[bisect_right(self._files, row, key=itemgetter(0)) - 1]
         if file not in self._lines:
-            self._lines = {file: line_numbers(file)}  # one file's at a time
+            self._lines = {file: line_numbers(file)}  # keep those of one file only
         number, lines = row - start, self._lines[file]
         line = f" (line {lines[number]})" if number < len(lines) else ""
         return f"{f'{file.name} ' if self._named else ''}row {number}{line}"
 
 
 class Prompts:
-    """Counts the tokens of prompts, some rows at a time.
+    """A check of the prompts' numbers of tokens, some rows at a time.
 
     Args:
-        config: has the template's options and the limit.
-        tokenizer: of the model.
+        config: the config of the run; it has the template's options and the limit.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -206,17 +211,17 @@ class Prompts:
         self._longer = self._kept = 0
 
     def look(self, rows: Sequence[tuple[int, Any]], form: Form, report: Report) -> None:
-        """Reports the prompts that the template refuses, that have no tokens, or too many.
+        """Report prompts that the chat template refuses, and prompts with zero or too many tokens.
 
         Raises:
-            DataError: the tokenizer has no template.
+            DataError: If the tokenizer has no template.
         """
         made: dict[int, list[Piece]] = {}
         for row, record in rows:
             try:
                 (made[row],) = form.pieces(record, self._template)
             except TemplateError as error:
-                report.row(row, f"the chat template refuses it: {error}")
+                report.row(row, f"the chat template refuses the prompt: {error}")
         ids = zip(made, encoded(self._tokenizer, list(made.values())), strict=True)
         limit, refuses = self._data.max_prompt_length, self._data.truncation == "error"
         for row, tokens in ((row, sum(map(len, parts))) for row, parts in ids):
@@ -225,25 +230,27 @@ class Prompts:
             if not tokens:
                 report.row(row, "the prompt has no tokens")
             if tokens > limit and refuses and not self._data.filter_overlong_prompts:
-                report.row(row, f"{tokens} tokens, over data.max_prompt_length={limit}", "over the limit")
+                report.row(row, f"{tokens} tokens, above data.max_prompt_length={limit}", "over the limit")
 
     def require_any(self, files: Sequence[str]) -> None:
-        """
+        """Check that at least one prompt is left after filtering.
+
         Raises:
-            DataError: all prompts are filtered out.
+            DataError: If all prompts are filtered out.
         """
         if self._data.filter_overlong_prompts and self._longer and not self._kept:
-            raise DataError("all prompts are over data.max_prompt_length", field=", ".join(files))
+            raise DataError("all prompts are longer than data.max_prompt_length", field=", ".join(files))
 
 
 def validate(
     config: TrainConfig | SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase | None, report: Report
 ) -> None:
-    """Looks at all rows of a config's training files.
+    """Check all rows of a config's training files.
 
     Args:
-        tokenizer: of the model, whose tokens are counted; None: none are.
-        report: is told what is wrong.
+        config: the config.
+        tokenizer: the model's tokenizer, to count tokens; None: do not count.
+        report: receives the problems.
     """
     files = config.data.train_files
     if isinstance(config, TrainConfig):
@@ -251,7 +258,9 @@ def validate(
         prompts = None if tokenizer is None else Prompts(config, tokenizer)
         _look(config.data, prompts_shape(config, met), report, prompts)
         if missing := [source for source in config.data.mixture if source not in met]:
-            report.file(DataError("no row has this source", field="data.mixture", got=", ".join(missing)))
+            report.file(
+                DataError("no row has this data source", field="data.mixture", got=", ".join(missing))
+            )
         return
     task = sft_task(config) if isinstance(config, SFTConfig) else rm_task(config)
     _look(config.data, sft_shape(config) if isinstance(config, SFTConfig) else rm_shape(config), report, None)
@@ -270,7 +279,9 @@ def _look(
         report.begin(file)
         records = _records(file, shape, report, data.cache_dir)
         while chunk := list(islice(records, CHUNK_ROWS)):
-            good = [(row, record) for row, record, form in chunk if _sound(row, form.problem(record), report)]
+            good = [
+                (row, record) for row, record, form in chunk if _has_form(row, form.problem(record), report)
+            ]
             for row, record in good:
                 for kind, problem in shape.further(record):
                     report.row(row, problem, kind)
@@ -289,11 +300,11 @@ def _look(
         report.row(numbers[place], f"the same as {before}", DUPLICATE)
     report.flush()
     if len(files) > 1 and not report.kinds.keys() - {DUPLICATE}:
-        with report.catching():  # as training
+        with report.catching():  # read all files together, as training does
             read_files(files, *shape.columns, optional=shape.optional, cache_dir=data.cache_dir)
 
 
-def _sound(row: int, problem: str | None, report: Report) -> bool:
+def _has_form(row: int, problem: str | None, report: Report) -> bool:
     if problem:
         report.row(row, problem)
     return not problem
@@ -302,7 +313,10 @@ def _sound(row: int, problem: str | None, report: Report) -> bool:
 def _records(
     file: str, shape: Shape, report: Report, cache_dir: str
 ) -> Iterator[tuple[int, dict[str, Any], Form]]:
-    """The rows of a file with their form; of one that cannot be read, those that can, line by line."""
+    """Yield the rows of a file with their form.
+
+    If the file cannot be read as a whole, yield the rows that can be read line by line.
+    """
     try:
         table = read_files(file, *shape.columns, optional=shape.optional, cache_dir=cache_dir)
         form = shape.form(table)
@@ -316,7 +330,7 @@ def _records(
 def _rescued(
     error: DataError, file: str, shape: Shape, report: Report
 ) -> Iterator[tuple[int, dict[str, Any], Form]]:
-    """What there is of a file that training refuses with `error`: its good rows; the others are reported."""
+    """Yield the good rows of a file that training refuses with `error`, and report the others."""
     path, broken, form = Path(file), False, None
     for number, record, problem in scan(path) if error.message.startswith("not a readable") else ():
         row = report.number(number)

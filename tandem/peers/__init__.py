@@ -1,1 +1,1 @@
-"""What settings of other systems are here: one kind of table, one row in it for each verdict, a file each."""
+"""Tables of other systems' settings and what they correspond to here: a YAML file for each system."""

@@ -1,5 +1,7 @@
-"""Tables of other systems' settings, in YAML files beside this one. A row says of settings what they are
-here; the head of each file explains the fields that it has."""
+"""Tables of other systems' settings, in YAML files in this folder.
+
+A row says what a setting corresponds to here. The comment at the top of each file explains its fields.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from typing import Any, Literal
 import yaml
 
 REFUSED = object()
-"""Stands in a rule's values for one that is not offered."""
+"""Stands for a value that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is said of settings, under the names that the tables have for it."""
+    """What a table says about settings. The fields have the names that the tables use."""
 
     keys: str
     now: tuple[str, ...] = ()
     values: Mapping[Any, Any] = field(default_factory=dict)
     default: Any = None
     why: str = ""
-    reckoned: str | None = None
+    computed: str | None = None
     shared: str | None = None
     acts: str | None = None
     nothing: str | None = None
@@ -38,23 +40,23 @@ class Rule:
 
     @property
     def verdict(self) -> str:
-        """Where keys of this rule stand in a table: renamed, nothing to act on, or not offered."""
+        """What happens to keys with this rule: renamed, ignored, or not supported."""
         if self.now or self.values:
             return "renamed"
-        return "not offered" if self.refused else "nothing to act on"
+        return "not supported" if self.refused else "ignored"
 
     @property
     def is_one_key(self) -> bool:
-        """Whether the setting's value is that of one key here."""
-        return (self.reckoned, self.nothing, self.refused) == (None, None, None)
+        """Whether the setting corresponds to exactly one key here."""
+        return (self.computed, self.nothing, self.refused) == (None, None, None)
 
     @property
     def reason(self) -> str:
-        """Why it is so, or how values are converted."""
-        return self.reckoned or self.acts or self.nothing or self.refused or self.why
+        """Why the rule is so, or how values are converted."""
+        return self.computed or self.acts or self.nothing or self.refused or self.why
 
     def value(self, given: Any) -> Any:
-        """Return what a value is called here."""
+        """Return the name of a value here."""
         return self.values.get(given, given) if isinstance(given, str | int | float | bool | None) else given
 
     def __str__(self) -> str:
@@ -66,18 +68,22 @@ class Rule:
 
 
 Verdict = Literal["refused", "renamed", "acts", "ignored"]
-"""What becomes of a setting: it would change the run, and cannot; it is another key here; it acts under its
-own name; nothing here depends on it."""
+"""What becomes of a setting.
+
+"refused": it would change the run, but is not supported. "renamed": it is another key here. "acts": it works
+under its own name. "ignored": nothing here depends on it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One given setting of another system, and what became of it.
+    """A given setting of another system, and what became of it.
 
     Attributes:
-        name: as it was given: a key, an option, an environment variable.
-        value: what was given.
-        sentence: the other key and value, or the reason.
+        name: its name as given: a key, an option, or an environment variable.
+        value: the given value.
+        verdict: what became of it.
+        sentence: the key and value here, or the reason.
     """
 
     name: str
@@ -87,19 +93,19 @@ class Reading:
 
 
 def read_table(name: str) -> Any:
-    """Return what a YAML file of this package holds."""
+    """Return the content of a YAML file in this package."""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, Rule]:
-    """Return the rule of each setting that the rows spell out."""
+    """Return the rule of each setting that the rows list."""
     return {name: rule for rule in map(_rule, rows) for name in _spelt_out(rule.keys)}
 
 
 @cache
 def rule_of(name: str) -> Rule | None:
-    """Return the rule of a key of verl's, with the names in it filled in; None where the table has none."""
+    """Return the rule of a key of verl, with the parts of its name filled in; None if there is no rule."""
     for pattern, rule in _verls():
         if (match := pattern.fullmatch(name)) is not None:
             return _filled(rule, match)
@@ -107,7 +113,7 @@ def rule_of(name: str) -> Rule | None:
 
 
 def former_names(name: str) -> list[str]:
-    """Return the names that were once a key's, of those that verl's table spells out."""
+    """Return the former names of a key, as far as verl's table lists them without wildcards."""
     return [
         old
         for _, rule in _verls()
@@ -134,7 +140,10 @@ _TOKENS = re.compile(r"(\{[^}]*\}|\*\*|\*)")
 
 
 def _expression(keys: str) -> str:
-    """Return the regular expression of a row's keys; every {}, * and ** outside of braces is a group."""
+    """Return the regular expression for the keys of a row.
+
+    Every {}, * and ** outside of braces is a group.
+    """
 
     def part(text: str) -> str:
         if text.startswith("{"):

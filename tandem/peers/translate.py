@@ -1,4 +1,4 @@
-"""What keys of other command lines are here: other names, nothing to act on, or a refusal."""
+"""Translates keys of other programs' command lines: renamed, ignored, or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Translation:
 
     @property
     def notices(self) -> list[str]:
-        """One sentence for each key that is another here, and for each reason why keys count for nothing."""
+        """One sentence for each renamed key, and one for each reason why keys are ignored."""
         reasons: dict[str, list[str]] = {}
         renamed = []
         for reading in self.readings:
@@ -36,25 +36,23 @@ class Translation:
                 renamed.append(f"{reading.name} is {reading.sentence} here.")
             else:
                 reasons.setdefault(reading.sentence, []).append(reading.name)
-        return renamed + [
-            f"{', '.join(names)}: nothing to act on here: {why}." for why, names in reasons.items()
-        ]
+        return renamed + [f"{', '.join(names)}: ignored: {why}." for why, names in reasons.items()]
 
 
 Rules = Callable[[str], Rule | None]
-"""The rule of a key; None where there is none."""
+"""Returns the rule of a key; None if there is none."""
 
 
 def translate(
     given: Mapping[str, Any], known: Collection[str], rules: Rules, devices_of: Callable[[str], int]
 ) -> Translation:
-    """Return values under the keys that they have here.
+    """Return the values under the keys that they have here.
 
     Args:
-        given: values by dotted path, of keys that are known here or have a rule.
-        known: the keys of here.
-        rules: of other keys, and of values of known ones.
-        devices_of: the data-parallel size of a role.
+        given: values by dotted path, for keys that exist here or have a rule.
+        known: the keys that exist here.
+        rules: the rules of other keys, and of values of existing keys.
+        devices_of: returns the data-parallel size of a role.
     """
     into = _Translator(given, known, rules, devices_of)
     for name in sorted(given, key=lambda name: name not in known):
@@ -71,23 +69,23 @@ class _Translator:
     found: Translation = field(default_factory=Translation)
 
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
-        """Follow `name`, which stands for the given `origin`, to where it counts."""
+        """Follow `name`, which stands for the given key `origin`, and record what becomes of it."""
         rule = self.rules(name)
         if name in self.known and not (rule and _in(value, rule.only or ())):
             self._set(origin, name, rule.value(value) if rule else value, shared)
         elif rule is None:
-            self._fail(origin, value, f"stands for {name}, which is no key here")
+            self._fail(origin, value, f"this is another name of {name}, which is not a key here")
         elif value is None:
             return
         elif rule.gate is not None and self._closed(rule, name):
-            self._ignore(origin, value, f"{rule.gate} is not on")
+            self._ignore(origin, value, f"{rule.gate} is off")
         elif rule.idle and all(self.given.get(key) in (None, *those) for key, those in rule.idle.items()):
             words = " and ".join(f"{key} is {those[0]}" for key, those in rule.idle.items())
-            self._ignore(origin, value, f"it counts for nothing while {words}")
+            self._ignore(origin, value, f"it has no effect while {words}")
         elif rule.nothing is not None:
             self._nothing(origin, value, rule)
         elif _in(value, rule.neutral) or value in ("", [], {}):
-            self._ignore(origin, value, f"{rule.refused or 'off, it asks for nothing'}")
+            self._ignore(origin, value, f"{rule.refused or 'this value turns it off'}")
         elif rule.now:
             self._rename(origin, value, rule)
         else:
@@ -97,7 +95,7 @@ class _Translator:
         known = self.found.given
         before = self.found.origins.get(name)
         if before is not None and known[name] != value:
-            self._fail(origin, value, f"given together with {before}")
+            self._fail(origin, value, f"this contradicts {before}")
             return
         known[name], self.found.origins[name] = value, origin
         if origin != name or value != self.given[origin]:
@@ -109,7 +107,10 @@ class _Translator:
         self.found.readings.append(Reading(origin, value, "ignored", why))
 
     def _closed(self, rule: Rule, name: str) -> bool:
-        """Whether the key belongs to a feature that is off; one that is on is refused once, at its switch."""
+        """Return whether the key belongs to a feature that is off.
+
+        If the feature is on and refused, only its switch is reported as an error.
+        """
         if name == rule.gate:
             return False
         return rule.refused is not None or not self.given.get(str(rule.gate))
@@ -126,7 +127,7 @@ class _Translator:
             devices = self.devices_of(rule.shared)
             if type(value) is not int or value < 1 or value % devices:
                 wanted = "integer >= 1" if devices == 1 else f"a multiple of the {devices} devices"
-                self._fail(origin, value, "cannot be shared out", wanted, f"use {rule.now[0]}")
+                self._fail(origin, value, "this cannot be divided evenly", wanted, f"use {rule.now[0]}")
                 return
             shared = f" ({value} over {devices} data-parallel device{'s' * (devices > 1)})"
             value //= devices
@@ -149,10 +150,10 @@ class _Translator:
 
 
 def _in(value: Any, values: tuple[Any, ...]) -> bool:
-    """True and 1, and False and 0, are different answers."""
+    """Return whether the value is in `values`, where True and 1 differ, and False and 0 differ."""
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in values)
 
 
 def _interpolated(value: Any) -> bool:
-    """Whether it stands for another key's value, as whole files of verl's have it."""
+    """Return whether the value refers to another key's value, as in complete config files of verl."""
     return isinstance(value, str) and value.startswith("${")

@@ -1,4 +1,4 @@
-"""DataProto: a table of samples that every worker method takes and returns."""
+"""DataProto: a table of samples, which every worker method takes and returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.balance import even
 from tandem.errors import DataError
 from tandem.protocol.gather import Gather, Picks
-from tandem.protocol.merging import merge, together
+from tandem.protocol.merging import merge, merged_meta_info
 from tandem.protocol.ragged import Ragged, RowIndex, cut_offsets, picks, row_index
 from tandem.protocol.shipping import Shipped, unwrap
 from tandem.unpickling import load_plain
@@ -23,16 +23,18 @@ Kind = TypeVar("Kind", Tensor, Ragged)
 
 
 class DataProto:
-    """B samples. Operations return new tables that share storage where they can; only `pop`
-    changes the table it is called on.
+    """A table of B samples (rows) with named columns.
+
+    Operations return new tables, which share memory with the old one where possible. Only `pop` changes the
+    table that it is called on.
 
     Args:
-        batch: name to tensor (B, …) or Ragged of B rows.
-        non_tensor_batch: name to object array (B); lists are converted.
-        meta_info: facts about the whole table; small.
+        batch: maps a name to a tensor (B, …) or to a Ragged with B rows.
+        non_tensor_batch: maps a name to an object array (B); lists are converted.
+        meta_info: small facts about the whole table.
 
     Raises:
-        DataError: columns that disagree on B; the message names both.
+        DataError: two columns have different numbers of rows; the message names both.
     """
 
     __slots__ = ("batch", "meta_info", "non_tensor_batch")
@@ -53,7 +55,7 @@ class DataProto:
             first = first or (name, len(column))
             if len(column) != first[1]:
                 raise DataError(
-                    "columns disagree on the number of samples",
+                    "columns have different numbers of rows",
                     field=name,
                     got=f"{len(column)} rows",
                     expected=f"{first[1]} rows, as in '{first[0]}'",
@@ -66,7 +68,7 @@ class DataProto:
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The constructor under verl's names."""
+        """Build a table; this is the constructor with verl's parameter names."""
         return cls(tensors, non_tensors, meta_info)
 
     @classmethod
@@ -75,7 +77,10 @@ class DataProto:
         data: Mapping[str, Column | np.ndarray | Sequence[Any]],
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A table of named columns of any kind: tensors go to `batch`, all else to `non_tensor_batch`."""
+        """Build a table from columns of any kind.
+
+        Tensors and Ragged columns go to `batch`, all other columns to `non_tensor_batch`.
+        """
         tensors = {name: column for name, column in data.items() if isinstance(column, (Tensor, Ragged))}
         others = {n: column for n, column in data.items() if not isinstance(column, (Tensor, Ragged))}
         return cls(tensors, others, meta_info)
@@ -97,18 +102,18 @@ class DataProto:
         return (*self.batch, *self.non_tensor_batch)
 
     def ragged(self, name: str) -> Ragged:
-        """The ragged column of that name.
+        """Return the ragged column of this name.
 
         Raises:
-            DataError: no such column, or a dense one.
+            DataError: there is no such column, or it is dense.
         """
         return self._column(name, Ragged, "ragged")
 
     def dense(self, name: str) -> Tensor:
-        """The dense column of that name.
+        """Return the dense column of this name.
 
         Raises:
-            DataError: no such column, or a ragged one.
+            DataError: there is no such column, or it is ragged.
         """
         return self._column(name, Tensor, "dense")
 
@@ -116,11 +121,14 @@ class DataProto:
         column = self.batch.get(name)
         if not isinstance(column, kind):
             got = type(column).__name__
-            raise DataError(f"no such {called} column", field=name, got=got, expected=self.columns)
+            raise DataError(f"unknown {called} column", field=name, got=got, expected=self.columns)
         return column
 
     def __getitem__(self, rows: int | RowIndex) -> DataProto:
-        """The named rows in the given order; a boolean mask filters; one integer gives a table of one."""
+        """Return the given rows in the given order.
+
+        A boolean mask filters the rows. One integer gives a table with one row.
+        """
         if isinstance(rows, int):
             rows = [rows]
         taken = DataProto.gather([self], picks(rows, len(self)))
@@ -133,15 +141,15 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Only the named columns; None keeps all of that kind.
+        """Return a table with only the named columns; None keeps all columns of that kind.
 
         Raises:
-            DataError: a name that is not there.
+            DataError: a name is unknown.
         """
         return DataProto(
-            _picked(self.batch, batch_keys),
-            _picked(self.non_tensor_batch, non_tensor_batch_keys),
-            _picked(self.meta_info, meta_info_keys),
+            _selected(self.batch, batch_keys),
+            _selected(self.non_tensor_batch, non_tensor_batch_keys),
+            _selected(self.meta_info, meta_info_keys),
         )
 
     def pop(
@@ -150,7 +158,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] = (),
         meta_info_keys: Iterable[str] = (),
     ) -> DataProto:
-        """Removes the named columns and returns them as a table of their own."""
+        """Remove the named columns and return them as a separate table."""
         out = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         for attribute in DataProto.__slots__:
             for name in getattr(out, attribute):
@@ -159,7 +167,7 @@ class DataProto:
 
     def rename(self, old: str, new: str) -> DataProto:
         if old not in self:
-            raise DataError("no such column to rename", field=old, expected=self.columns)
+            raise DataError("unknown column", field=old, expected=self.columns)
         return DataProto(
             {new if name == old else name: value for name, value in self.batch.items()},
             {new if name == old else name: value for name, value in self.non_tensor_batch.items()},
@@ -167,10 +175,10 @@ class DataProto:
         )
 
     def union(self, *others: DataProto) -> DataProto:
-        """The columns of all tables side by side.
+        """Return a table with the columns of all tables side by side.
 
         Raises:
-            DataError: a column that stands in two of them with different values; row counts that differ.
+            DataError: two tables have different values under the same name, or different numbers of rows.
         """
         batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
         for other in others:
@@ -182,19 +190,22 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts below each other; meta_info of all, see `together`.
+        """Concatenate the rows of all tables; `merged_meta_info` says what happens to meta_info.
 
         Raises:
-            DataError: parts with different columns, or meta_info that does not go together.
+            DataError: the tables have different columns, or their meta_info cannot be merged.
         """
         return DataProto.gather(parts, range(sum(map(len, parts))))
 
     @staticmethod
     def gather(parts: Sequence[DataProto], rows: Picks) -> DataProto:
-        """`concat(parts)[rows]` with one copy of each value, or none: successive rows of one part are views.
+        """Return `concat(parts)[rows]`, but copy each value at most once.
+
+        Consecutive rows of one part are returned as views.
 
         Raises:
-            DataError: no parts, or parts with different columns, or meta_info that does not go together.
+            DataError: there are no parts, or they have different columns, or their meta_info cannot be
+                merged.
         """
         if not parts:
             raise DataError("nothing to concatenate", expected="at least one table")
@@ -213,22 +224,25 @@ class DataProto:
             name: plan.array([part.non_tensor_batch[name] for part in parts])
             for name in first.non_tensor_batch
         }
-        return DataProto._trusted(batch, arrays, together([part.meta_info for part in parts]))
+        return DataProto._trusted(batch, arrays, merged_meta_info([part.meta_info for part in parts]))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` tables whose sizes differ by one at most; some are empty if rows are few."""
+        """Split the rows into `chunks` tables whose sizes differ by at most one.
+
+        If there are fewer rows than chunks, some tables are empty.
+        """
         if chunks < 1:
-            raise DataError("chunks below one", field="chunks", got=chunks, expected=">= 1")
+            raise DataError("out of range", field="chunks", got=chunks, expected=">= 1")
         return self._cut(even(len(self), chunks))
 
     def split(self, size: int) -> list[DataProto]:
-        """Tables of `size` rows; the last may be smaller."""
+        """Split the rows into tables of `size` rows; the last table may be smaller."""
         if size < 1:
-            raise DataError("split size below one", field="size", got=size, expected=">= 1")
+            raise DataError("out of range", field="size", got=size, expected=">= 1")
         return self._cut([slice(i, min(i + size, len(self))) for i in range(0, len(self), size)])
 
     def _cut(self, spans: Sequence[slice]) -> list[DataProto]:
-        """Successive slices of all rows, as views; each column is cut in one go."""
+        """Return consecutive slices of all rows as views; each column is split in one call."""
         tables = [DataProto._trusted({}, {}, self.meta_info) for _ in spans]
         sizes = [span.stop - span.start for span in spans]
         families: dict[int, tuple[list[int], list[Tensor]]] = {}
@@ -251,7 +265,10 @@ class DataProto:
     def _trusted(
         cls, batch: dict[str, Column], arrays: dict[str, np.ndarray], meta_info: dict[str, Any]
     ) -> DataProto:
-        """Without a check, for columns that are known to agree; takes the first two dicts as its own."""
+        """Build a table without checks, from columns that are known to have equal numbers of rows.
+
+        The table keeps the given dicts `batch` and `arrays` and does not copy them.
+        """
         table = cls.__new__(cls)
         table.batch = batch
         table.non_tensor_batch = arrays
@@ -259,16 +276,21 @@ class DataProto:
         return table
 
     def repeat(self, repeat_times: int | Sequence[int] | Tensor, interleave: bool = True) -> DataProto:
-        """Each row `repeat_times` times, or as often as its own entry there says: in succession, or, with one
-        number for all, the whole table again and again."""
+        """Repeat the rows.
+
+        Args:
+            repeat_times: one number for all rows, or one number per row.
+            interleave: whether the copies of a row follow each other; otherwise the whole table is repeated,
+                which needs one number for all rows.
+        """
         rows, times = torch.arange(len(self)), torch.as_tensor(repeat_times)
         return self[rows.repeat_interleave(times) if interleave else rows.repeat(int(times))]
 
     def reorder(self, indices: Tensor | Sequence[int]) -> DataProto:
-        """Row i of the result is row indices[i].
+        """Return a table whose row i is row indices[i] of this table.
 
         Raises:
-            DataError: indices that are no permutation.
+            DataError: the indices are not a permutation of the rows.
         """
         index = row_index(indices, len(self))
         if not torch.equal(index.sort().values, torch.arange(len(self))):
@@ -276,7 +298,7 @@ class DataProto:
         return self[index]
 
     def filter(self, mask: Tensor | np.ndarray | Sequence[bool]) -> DataProto:
-        """The rows where `mask` is true."""
+        """Return the rows at which `mask` is true."""
         return self[torch.as_tensor(np.asarray(mask), dtype=torch.bool)]
 
     def to(self, device: torch.device | str) -> DataProto:
@@ -284,15 +306,15 @@ class DataProto:
         return DataProto(moved, self.non_tensor_batch, self.meta_info)
 
     def clone(self) -> DataProto:
-        """Copies the table to memory of its own (the objects in its arrays are shared)."""
-        copies: dict[int, Tensor] = {}  # columns of one offset tensor keep one
+        """Copy the columns to new memory; the objects in object arrays are shared."""
+        copies: dict[int, Tensor] = {}  # columns that share an offsets tensor also share its copy
 
-        def own(tensor: Tensor) -> Tensor:
+        def cloned(tensor: Tensor) -> Tensor:
             return copies.setdefault(id(tensor), tensor.clone())
 
         return DataProto(
             {
-                name: Ragged(c.values.clone(), own(c.offsets)) if isinstance(c, Ragged) else c.clone()
+                name: Ragged(c.values.clone(), cloned(c.offsets)) if isinstance(c, Ragged) else c.clone()
                 for name, c in self.batch.items()
             },
             {name: array.copy() for name, array in self.non_tensor_batch.items()},
@@ -300,7 +322,7 @@ class DataProto:
         )
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
-        """Each tensor object once, however many columns hold it."""
+        """Return the state to pickle, in which each tensor object occurs once even if columns share it."""
         shipped: dict[int, Shipped] = {}
 
         def ship(tensor: Tensor) -> Shipped:
@@ -319,8 +341,11 @@ class DataProto:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the table to one file, which `load` reads back where its arrays and `meta_info` hold tensors,
-        arrays and plain values."""
+        """Write the table to one file.
+
+        `load` can read the file back if the arrays and `meta_info` hold only tensors, arrays and plain
+        values.
+        """
         batch = {
             name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c
             for name, c in self.batch.items()
@@ -329,10 +354,12 @@ class DataProto:
 
     @classmethod
     def load(cls, path: str | Path) -> DataProto:
-        """Read what `save` wrote. Nothing in the file is run, whoever wrote it.
+        """Read a file that `save` wrote.
+
+        Code in the file is never run, so files from unknown sources are safe to load.
 
         Raises:
-            DataError: it holds other objects, or is no such file.
+            DataError: the file does not exist, or holds other kinds of objects.
         """
         state = load_plain(Path(path), refused=DataError, field=str(path))
         batch = {
@@ -343,7 +370,7 @@ class DataProto:
 
 
 def object_array(column: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """(B) object array; never two-dimensional, whatever the elements are."""
+    """Convert a column to an object array (B), which stays one-dimensional whatever the elements are."""
     if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
         return column
     out = np.empty(len(column), dtype=object)
@@ -351,11 +378,11 @@ def object_array(column: np.ndarray | Sequence[Any]) -> np.ndarray:
     return out
 
 
-def _picked(table: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+def _selected(table: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
     if names is None:
         return dict(table)
     names = list(names)
     for name in names:
         if name not in table:
-            raise DataError("no such column", field=name, expected=tuple(table))
+            raise DataError("unknown column", field=name, expected=tuple(table))
     return {name: table[name] for name in names}

@@ -1,4 +1,4 @@
-"""Equality of columns, and of the objects and facts that they hold, in which NaN equals NaN."""
+"""Equality of columns and of the objects in them, where NaN equals NaN."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from tandem.protocol.ragged import Ragged, same_tensor
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tells whether two columns, elements or facts are equal in type and content, however deep arrays lie in
-    them; NaN equals NaN. Objects whose own comparison gives no single answer are not the same."""
+    """Return whether two columns, elements or facts are equal in type and content.
+
+    Arrays are compared at any nesting depth, and NaN equals NaN. If comparing two objects with == gives no
+    single bool, they count as different.
+    """
     if a is b:
         return True
     if isinstance(a, Ragged):
@@ -33,11 +36,11 @@ def same(a: Any, b: Any) -> bool:
         return all(same(getattr(a, entry.name), getattr(b, entry.name)) for entry in fields(a))
     try:
         return bool(a == b) or bool(a != a and b != b)
-    except (ValueError, TypeError, RuntimeError):  # an answer for each element, or none
+    except (ValueError, TypeError, RuntimeError):  # == gave an array instead of a bool, or failed
         return False
 
 
-_PLAIN = {str, bytes, int, float, bool, type(None)}  # lists of these compare as their elements do
+_PLAIN = {str, bytes, int, float, bool, type(None)}  # lists of these types can be compared with ==
 
 
 def _same_array(a: np.ndarray, b: np.ndarray) -> bool:

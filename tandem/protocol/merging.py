@@ -1,4 +1,4 @@
-"""Merging of what several tables hold under one name."""
+"""Merging of the values that several tables hold under the same name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tandem.errors import DataError
 from tandem.protocol.equality import same
 
 METRICS = "metrics"
-"""The name in meta_info under which tables that are put together may hold different values."""
+"""The only name in meta_info for which concatenated tables may hold different values."""
 
 
 def merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> None:
-    """Adds what `target` lacks.
+    """Add the entries of `source` that `target` lacks.
 
     Raises:
-        DataError: a name that stands in both with different values.
+        DataError: both have a name with different values.
     """
     for name, value in source.items():
         if name in target and not same(target[name], value):
             raise DataError(
-                "two tables hold different values under one name",
+                "two tables have different values under one name",
                 field=name,
                 got=f"{value!r:.80}",
                 expected=f"{target[name]!r:.80}",
@@ -30,23 +30,25 @@ def merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> Non
         target.setdefault(name, value)
 
 
-def together(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The meta_info of tables that are put below each other: equal facts, and under `metrics` a list of each
-    metric's values, in the order of the tables. A table has one dict of metrics, or a list of them; a value
-    that is a list is several.
+def merged_meta_info(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the meta_info of tables that are concatenated.
+
+    All facts must be equal. `metrics` becomes a dict that maps each metric's name to the list of its values,
+    in the order of the tables. A table may have one dict of metrics or a list of such dicts. If a metric's
+    value is a list, its elements are added one by one.
 
     Raises:
-        DataError: another name with different values, or metrics that are no dict.
+        DataError: another name has different values, or metrics are not a dict.
     """
     facts: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}
     for meta in metas:
         own = {name: fact for name, fact in meta.items() if name != METRICS}
-        merge(facts, own, "select or change meta_info before the tables are put together")
+        merge(facts, own, "select or change meta_info before you concatenate the tables")
         found = meta.get(METRICS) or {}
         for each in found if isinstance(found, list) else [found]:
             if not isinstance(each, Mapping):
-                raise DataError("no metrics", field=METRICS, got=repr(each), expected="{name: value, …}")
+                raise DataError("must be a dict", field=METRICS, got=repr(each), expected="{name: value, …}")
             for name, value in each.items():
                 metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
     return facts | ({METRICS: metrics} if metrics else {})

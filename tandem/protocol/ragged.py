@@ -1,8 +1,10 @@
-"""Ragged: a batch of sequences of unequal length as values and offsets. Nothing here pads unless
-asked to, and nothing loops over the sequences in Python except the conversions from and to lists.
+"""Ragged: a batch of sequences of different lengths, stored as values and offsets.
 
-PyTorch's jagged nested tensors cannot be indexed, sliced, concatenated or repeated along the batch
-(2.13), hence this type; `to_nested` and `from_nested` convert.
+Nothing here pads unless you ask for it. No function loops over sequences in Python, except the conversions
+from and to lists.
+
+PyTorch's jagged nested tensors (2.13) cannot be indexed, sliced, concatenated or repeated along the batch, so
+Tandem has its own type. `to_nested` and `from_nested` convert.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ class Ragged:
 
     Args:
         values: (sum of T_i, …), any dtype and device.
-        offsets: (B+1) int64 from 0 to len(values), non-decreasing. Kept on the host, so that
-            lengths are known without waiting for a device.
+        offsets: (B+1) int64, non-decreasing, from 0 to len(values). Always kept on the CPU, so that lengths
+            can be read without a device synchronisation.
 
     Raises:
-        DataError: offsets that do not describe `values`.
+        DataError: the offsets do not match the values.
     """
 
     __slots__ = ("offsets", "values")
@@ -41,9 +43,9 @@ class Ragged:
         on_host = offsets.numpy()
         if offsets.ndim != 1 or len(on_host) < 1 or on_host[0] != 0 or on_host[-1] != len(values):
             raise DataError(
-                "offsets do not describe the values",
+                "offsets do not match the values",
                 got=f"offsets {offsets.tolist()[:4]}… for {len(values)} values",
-                expected=f"a non-decreasing row from 0 to {len(values)}",
+                expected=f"one dimension, from 0 to {len(values)}, non-decreasing",
             )
         if (on_host[1:] < on_host[:-1]).any():
             raise DataError("offsets decrease", got=offsets.tolist()[:8], expected="non-decreasing")
@@ -52,7 +54,7 @@ class Ragged:
 
     @classmethod
     def trusted(cls, values: Tensor, offsets: Tensor) -> Ragged:
-        """Without a check: offsets are int64 on the host and known to describe the values."""
+        """Build a Ragged without checks; the offsets must be int64, on the CPU, and match the values."""
         ragged = cls.__new__(cls)
         ragged.values = values
         ragged.offsets = offsets
@@ -64,17 +66,17 @@ class Ragged:
 
     @classmethod
     def from_list(cls, rows: Sequence[Tensor | Sequence[Any]], dtype: torch.dtype | None = None) -> Ragged:
-        """One row per sequence. An empty list of rows needs a dtype."""
+        """Build a Ragged with one row per sequence; an empty list of rows needs a dtype."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
         return cls.from_lengths(values, [len(t) for t in tensors])
 
     @classmethod
     def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
-        """The entries of `padded` (B, T, …) where `mask` (B, T) is true, row by row."""
+        """Take the entries of `padded` (B, T, …) at which `mask` (B, T) is true, row by row."""
         if padded.shape[:2] != mask.shape:
             raise DataError(
-                "mask does not fit the rectangle", got=tuple(mask.shape), expected=tuple(padded.shape[:2])
+                "the mask has the wrong shape", got=tuple(mask.shape), expected=tuple(padded.shape[:2])
             )
         mask = mask.bool()
         return cls.from_lengths(padded[mask], mask.sum(1))
@@ -85,18 +87,18 @@ class Ragged:
 
     @classmethod
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """All rows of all parts, in order."""
+        """Concatenate the rows of all parts, in order."""
         sizes = [len(part) for part in parts]
         return cls.gather(parts, Gather(sizes, range(sum(sizes))))
 
     @classmethod
     def gather(cls, parts: Sequence[Ragged], plan: Gather) -> Ragged:
-        """The rows of the parts that a plan picks."""
+        """Return the rows of the parts that the plan selects."""
         return cls.trusted(*plan.ragged([part.values for part in parts], [part.offsets for part in parts]))
 
     @property
     def lengths(self) -> Tensor:
-        """(B) int64 on the host."""
+        """(B) int64, on the CPU."""
         return self.offsets.diff()
 
     @property
@@ -117,45 +119,48 @@ class Ragged:
         return iter(self.unbind())
 
     def unbind(self) -> tuple[Tensor, ...]:
-        """One view per row."""
+        """Return one view per row."""
         return torch.split(self.values, self.lengths.tolist())
 
     def row(self, index: int) -> Tensor:
-        """A view of one row."""
+        """Return a view of one row."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+            raise IndexError(f"row {index} is out of range for {len(self)} rows")
         index %= len(self)
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def __getitem__(self, rows: RowIndex) -> Ragged:
-        """The named rows in the given order; a boolean tensor filters. Contiguous slices are views."""
+        """Return the given rows in the given order.
+
+        A boolean tensor filters the rows. Contiguous slices are views.
+        """
         return Ragged.gather([self], Gather([len(self)], picks(rows, len(self))))
 
     def repeat_interleave(self, repeats: int) -> Ragged:
-        """Each row `repeats` times in succession."""
+        """Repeat each row `repeats` times; the copies of a row follow each other."""
         return self[torch.arange(len(self)).repeat_interleave(repeats)]
 
     def with_values(self, values: Tensor) -> Ragged:
-        """Other values of the same lengths."""
+        """Return a Ragged with other values and the same lengths."""
         return Ragged(values, self.offsets)
 
     def to(self, device: torch.device | str | torch.dtype) -> Ragged:
         return Ragged(self.values.to(device), self.offsets)
 
     def row_ids(self) -> Tensor:
-        """(total) int64: the row each value belongs to; on the values' device."""
+        """Return the row that each value belongs to, (total) int64, on the device of the values."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(self.device)
 
     def positions(self) -> Tensor:
-        """(total) int64: the place of each value in its row; on the values' device."""
+        """Return the position of each value in its row, (total) int64, on the device of the values."""
         return span_indices(torch.zeros(len(self), dtype=torch.int64), self.lengths).to(self.device)
 
     def to_padded(self, padding: float = 0, length: int | None = None) -> Tensor:
-        """(B, longest or `length`, …), padded on the right."""
+        """Return the rows padded on the right, (B, longest row or `length`, …)."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length
         if width < longest:
-            raise DataError("padded length below the longest row", got=width, expected=f">= {longest}")
+            raise DataError("padded length is below the longest row", got=width, expected=f">= {longest}")
         out = self.values.new_full((len(self), width, *self.values.shape[1:]), padding)
         out[self.row_ids(), self.positions()] = self.values
         return out
@@ -164,7 +169,7 @@ class Ragged:
         return torch.nested.nested_tensor_from_jagged(self.values, self.offsets.to(self.device))
 
     def equal(self, other: Ragged) -> bool:
-        """Same dtype, lengths and values."""
+        """Return whether dtype, lengths and values are equal."""
         return (
             self.dtype == other.dtype
             and same_tensor(self.offsets, other.offsets)
@@ -179,8 +184,10 @@ class Ragged:
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Tells whether two tensors are equal, NaN to NaN too; those that lie on the same memory are, and are not
-    read."""
+    """Return whether two tensors are equal, where NaN equals NaN.
+
+    Tensors that share the same memory are equal and are not read.
+    """
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
     same_place = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
@@ -190,34 +197,34 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def cut_offsets(offsets: Tensor, spans: Sequence[slice]) -> tuple[list[int], list[Tensor]]:
-    """Successive slices of rows: how many values each has, and its offsets."""
+    """Return the number of values and the new offsets of each slice in a series of consecutive row slices."""
     on_host = offsets.numpy()
     parts = [on_host[span.start : span.stop + 1] for span in spans]
     return [int(part[-1] - part[0]) for part in parts], [torch.from_numpy(part - part[0]) for part in parts]
 
 
 def row_index(rows: RowIndex, count: int) -> Tensor:
-    """Any way of naming rows as (n) int64 indices on the host.
+    """Convert any kind of row selection to indices, (n) int64 on the CPU.
 
     Raises:
-        IndexError: a row that is not there.
+        IndexError: a row is out of range.
     """
     if isinstance(rows, slice):
         return torch.tensor(range(count)[rows], dtype=torch.int64)
-    # torch takes no array that runs backwards
+    # PyTorch does not accept NumPy arrays with negative strides, so copy the array
     index = torch.as_tensor(rows.copy() if isinstance(rows, np.ndarray) else rows, device="cpu")
     if index.dtype == torch.bool:
         if len(index) != count:
-            raise IndexError(f"a mask of {len(index)} for {count} rows")
+            raise IndexError(f"a mask of {len(index)} entries does not match {count} rows")
         return index.nonzero().flatten()
     index = index.to(torch.int64)
     if len(index) and not (-count <= int(index.min()) and int(index.max()) < count):
-        raise IndexError(f"rows {index.tolist()[:8]} of {count}")
+        raise IndexError(f"rows {index.tolist()[:8]} are out of range for {count} rows")
     return torch.where(index < 0, index + count, index)
 
 
 def picks(rows: RowIndex, count: int) -> Picks:
-    """Turns any way of naming rows into numbers, as `row_index` does, with successive rows as a range."""
+    """Convert any kind of row selection to row numbers, like `row_index`, but consecutive rows to a range."""
     if isinstance(rows, slice) and rows.step in (None, 1):
         return range(count)[rows]
     return row_index(rows, count).numpy()

@@ -1,4 +1,4 @@
-"""Requests, sampling parameters and samples: what a rollout engine takes and gives back."""
+"""The inputs and outputs of a rollout engine: requests, sampling parameters and samples."""
 
 from __future__ import annotations
 
@@ -12,39 +12,46 @@ import numpy as np
 from tandem.errors import ConfigError
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"]
-"""What an engine gives as `Sample.log_probs`: a log-prob in nats or the token's logit; processed, after all
-that `SamplingParams` asks for, or raw, the model's own before any of it, the temperature included."""
+"""What an engine returns as `Sample.log_probs`.
+
+"logprobs" are log-probs in nats, "logits" are the logits of the tokens. "processed" values include everything
+that `SamplingParams` changes. "raw" values come from the model before any change, even before the
+temperature.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters of sampling; names and meaning are vLLM's.
+    """Sampling parameters, with vLLM's names and meanings.
 
-    In this order: a token that `min_tokens` bars gets -inf; `logit_bias` is added; `repetition_penalty`,
-    `frequency_penalty` and `presence_penalty` change the logits of tokens that were there; the
-    temperature divides; `min_p`, then `top_k`, then `top_p` cut tokens off what the one before left.
-    A greedy token is the likeliest before the temperature.
+    The parameters are applied in this order: `min_tokens` sets the logits of forbidden tokens to -inf;
+    `logit_bias` is added; `repetition_penalty`, `frequency_penalty` and `presence_penalty` change the logits
+    of tokens that already occurred; the logits are divided by the temperature; `min_p`, then `top_k`, then
+    `top_p` each remove tokens from those that are left. Greedy sampling takes the most likely token before
+    the temperature is applied.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy.
-        top_k: keep the k likeliest tokens; -1 or 0 keeps all, and so does a k above the vocabulary.
-            Tokens as likely as the k-th are kept too.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches p. Tokens as likely as
-            the last of them are kept too.
-        max_tokens: new tokens at most, the stop token included.
-        stop_token_ids: a sampled token of these ends the sequence and is kept as its last token.
-        stop: a string of these in the decoded response ends it; the tokens that spelt it are kept.
+        temperature: divides the logits; 0 means greedy.
+        top_k: keep the k most likely tokens, and tokens as likely as the k-th. -1, 0 and a k above the
+            vocabulary size keep all tokens.
+        top_p: keep the smallest set of most likely tokens whose probability reaches p, and tokens as likely
+            as the last of them.
+        max_tokens: maximum number of new tokens, including the stop token.
+        stop_token_ids: if one of these tokens is sampled, the sequence ends, and the token is kept as its
+            last.
+        stop: if one of these strings appears in the decoded response, the sequence ends; the tokens of the
+            string are kept.
         seed: first part of the key of the random numbers (seed, uid, sample, position).
-        min_p: keep the tokens at least this share as likely as the likeliest; 0 keeps all.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens in the prompt or
-            the response; 1 changes nothing.
-        presence_penalty: taken off the logits of tokens in the response.
-        frequency_penalty: taken off the logits of tokens in the response, as often as they are there.
-        min_tokens: neither a stop token nor the end of a stop string is among the first so many.
-        logit_bias: (token id, what is added to its logit), each token once.
+        min_p: keep tokens whose probability is at least this share of the highest probability; 0 keeps all.
+        repetition_penalty: divides positive logits and multiplies negative logits of tokens that occur in the
+            prompt or the response; 1 changes nothing.
+        presence_penalty: subtracted from the logits of tokens that occur in the response.
+        frequency_penalty: subtracted from the logits of tokens in the response, once per occurrence.
+        min_tokens: the sequence cannot end within this many tokens, by a stop token or a stop string.
+        logit_bias: pairs (token id, number added to its logit); each token at most once.
 
     Raises:
-        ConfigError: a value out of range or not finite.
+        ConfigError: a value is out of range or not finite.
     """
 
     temperature: float = 1.0
@@ -68,7 +75,7 @@ class SamplingParams:
             ("top_k", self.top_k >= -1, ">= -1 (-1 and 0: no limit)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("stop", all(self.stop), "no empty string"),
+            ("stop", all(self.stop), "non-empty strings"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and > 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
@@ -86,32 +93,34 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Tells whether tokens are cut from the distribution."""
+        """Whether tokens are removed from the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalised(self) -> bool:
-        """Tells whether logits depend on the tokens that were there."""
+        """Whether logits depend on the tokens that already occurred."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def reshapes(self) -> bool:
-        """Tells whether the distribution sampled from may differ from softmax(logits / temperature), which
-        training computes again."""
+        """Whether the sampling distribution may differ from softmax(logits / temperature).
+
+        Training recomputes log-probs from softmax(logits / temperature).
+        """
         return self.truncated or self.penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to write.
+    """A request for one response.
 
     Attributes:
-        uid: names the prompt; requests of one uid share their prompt (and its prefill).
-        sample: which of the prompt's n responses.
+        uid: identifies the prompt; requests with the same uid share the prompt (and its prefill).
+        sample: index among the n responses to the prompt.
         prompt_ids: (T) int64, at least one token.
-        params: how to sample.
-        first_position: the sequence position of the first sampled token; len(prompt_ids) unless the
-            prompt already holds sampled tokens of a response that is continued.
+        params: the sampling parameters.
+        first_position: position in the sequence of the first sampled token. It is len(prompt_ids), unless the
+            prompt already contains sampled tokens of a response that is continued.
     """
 
     uid: str
@@ -127,20 +136,21 @@ class Request:
 
 @dataclass(slots=True)
 class Sample:
-    """A finished (or aborted) response.
+    """A finished or aborted response.
 
     Attributes:
-        uid, sample: those of the request.
+        uid: uid of the request.
+        sample: sample of the request.
         token_ids: (R) int64, the sampled tokens.
-        log_probs: (R) float32, nats, under the distribution sampled from, after everything in
-            `SamplingParams`; a greedy token's is under the untempered, untruncated distribution. Where the
-            engine was made with another `logprobs_mode` than "processed_logprobs", what that says.
-        untruncated_log_probs: (R) float32, nats, under softmax(logits / temperature) of the model's own
-            logits, with nothing barred, biased, penalised or cut; temperature 1 for greedy. This is what a
-            trainer computes again from the weights. None where the engine does not give them; equal to
-            log_probs unless the parameters reshape the distribution.
-        versions: (R) int32, the weights' version that wrote each token.
+        log_probs: (R) float32, nats, under the sampling distribution, after everything in `SamplingParams`.
+            For greedy sampling, under the distribution without temperature and truncation. If the engine's
+            `logprobs_mode` is not "processed_logprobs", the values of that mode.
+        versions: (R) int32, version of the weights that wrote each token.
         finish_reason: "stop", "length" or "abort".
+        untruncated_log_probs: (R) float32, nats, under softmax(logits / temperature) of the model's own
+            logits, without min_tokens, bias, penalties or truncation; with temperature 1 for greedy sampling.
+            A trainer recomputes these values from the weights. None if the engine does not provide them.
+            Equal to log_probs unless the parameters reshape the distribution.
     """
 
     uid: str
@@ -157,5 +167,5 @@ class Sample:
 
 
 def stable_hash(text: str) -> int:
-    """A 63-bit hash that is the same in every process, for keys of random numbers."""
+    """Return a 63-bit hash that is the same in every process, for keys of random numbers."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,5 +1,8 @@
-"""Tensors as pickles: only the bytes of the view, out of band where the pickle's reader and writer can
-(protocol 5, PEP 574), so that an object store takes and maps them without a copy."""
+"""Pickling of tensors as raw bytes, without copies where possible.
+
+Only the bytes of the view are pickled. With pickle protocol 5 (PEP 574), they are passed out of band, so that
+an object store can take and map them without a copy.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from torch import Tensor
 
 
 class Shipped:
-    """A tensor that pickles as its own bytes and is unpickled as the tensor itself, on the host. A tensor
-    read from an out-of-band buffer lies in that buffer, even where Python may only read it.
+    """A wrapper that pickles a tensor as raw bytes and is unpickled as a CPU tensor.
 
-    Copies (the copy module) share or copy the tensor where it is.
+    A tensor that was read from an out-of-band buffer uses the memory of the buffer, even if Python treats the
+    buffer as read-only. Copies made by the copy module share or copy the tensor on its own device.
     """
 
     __slots__ = ("tensor",)
@@ -29,7 +32,7 @@ class Shipped:
         return Shipped(copy.deepcopy(self.tensor, memo))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # An empty tensor that came from NumPy has a stride of 0, which view refuses
+        # An empty tensor from NumPy has a stride of 0, for which view() raises an error
         flat = self.tensor.detach().cpu().contiguous().view(-1) if self.tensor.numel() else torch.empty(0)
         data: Any = flat.view(torch.uint8).numpy()
         buffer = pickle.PickleBuffer(data) if protocol >= 5 else bytearray(data)
@@ -37,20 +40,26 @@ class Shipped:
 
 
 def unwrap(value: Any) -> Any:
-    """The tensor in a state: after a trip the state holds it itself, after a mere copy still Shipped."""
+    """Return the tensor of a state.
+
+    After pickling, the state holds the tensor itself. After a copy, it still holds a Shipped.
+    """
     return value.tensor if isinstance(value, Shipped) else value
 
 
 def tensor_on(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that lies in `buffer`."""
+    """Return a tensor that uses the memory of `buffer`."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(np.asarray(_Memory(buffer))).view(dtype).view(shape)
 
 
 class _Memory:
-    """The bytes of a buffer as NumPy's array interface has them, always writable: torch has no read-only
-    tensors and warns of read-only arrays. Who hands such a tensor on says that it is borrowed."""
+    """The bytes of a buffer as a NumPy array interface that is always writable.
+
+    PyTorch has no read-only tensors and warns about read-only arrays. Callers that pass such a tensor on must
+    say that its memory is borrowed.
+    """
 
     def __init__(self, buffer: Any) -> None:
         self.owner = np.frombuffer(buffer, dtype=np.uint8)

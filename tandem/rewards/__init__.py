@@ -1,6 +1,7 @@
-"""Scores for responses: a registry by data source, scorers, and a user's own function.
+"""Rewards for responses: built-in reward functions by data source, and the user's own functions.
 
-Importing this package registers the scorers."""
+Importing this package registers the built-in reward functions.
+"""
 
 from tandem.rewards import arithmetic, dapo, generated, geometry3k, gsm8k, math, programs, rules, search_qa
 from tandem.rewards.base import (

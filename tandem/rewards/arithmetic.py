@@ -1,8 +1,8 @@
-"""Arithmetic problems: right if the answer is exactly the number.
+"""A reward for arithmetic problems: correct if the answer is exactly the right number.
 
-The answer is the number after the last "####"; without that the number after the last "="; without that the
-last number of the response. A marker without a number after it is a wrong answer. Numbers are read as
-tandem.rewards.numbers does, and compared by value, exactly.
+The answer is the number after the last "####". If there is no "####", it is the number after the last "=". If
+there is no "=" either, it is the last number of the response. If a marker has no number after it, the answer
+is wrong. Numbers are read as in tandem.rewards.numbers, and compared exactly, by value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.rewards.numbers import ANYWHERE, Quantity, last_quantity, quantity, 
 
 
 def answer(solution_str: str) -> Quantity | None:
-    """The number a response answers with, if any."""
+    """Return the number that a response gives as its answer; None if there is none."""
     text = readable(solution_str)
     for marker in ("####", "="):
         before, found, _ = text.rpartition(marker)
@@ -29,10 +29,10 @@ def answer(solution_str: str) -> Quantity | None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """1 for the right number, else 0.
+    """Return 1 for the right number, else 0.
 
     Raises:
-        ValueError: the ground truth is no number.
+        ValueError: The ground truth is not a number.
     """
     truth, found = Quantity(to_number(ground_truth)), answer(solution_str)
     return float(found is not None and found.near(truth))

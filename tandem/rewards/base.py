@@ -1,13 +1,13 @@
-"""What a reward is, which one a data source gets, and how its answers are checked.
+"""Reward functions: how they are called, which one a data source uses, and how their results are checked.
 
-A reward is a function, here as verl calls it (`tandem.rewards.signatures` has the other ways)
+A reward function has this form, which is verl's (`tandem.rewards.signatures` lists the other forms):
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
 
-A dict has the key "score"; its other numbers become metrics, among them "acc", whether the response is
-right; "pred" is the answer that the function read in it, "why" a text that says what the score is for; other
-entries are for the function's own use. A function with the attribute `batched = True` scores many responses
-in one call:
+A dict must have the key "score". Its other numbers become metrics; "acc" says whether the response is
+correct. "pred" is the answer that the function found in the response, and "why" is a text that explains the
+score. Other entries are ignored. A function with the attribute `batched = True` scores many responses in one
+call:
 
     compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list of the same
 """
@@ -27,13 +27,20 @@ from typing import Any, TypeVar
 
 from tandem.errors import RewardError
 from tandem.observability.terminal import printable
-from tandem.rewards.calling import AGAIN, awaited, end_copy, exits_raised, of_network, told
+from tandem.rewards.calling import (
+    RETRY_REMEDY,
+    describe_error,
+    end_forked_copy,
+    exits_raised,
+    is_network_error,
+    run_coroutine,
+)
 from tandem.rewards.items import ANSWER_CHARACTERS, Item, Scored, as_number, reason, shown
 from tandem.rewards.signatures import VERLS, Reads, Style, arguments, loggers, with_logged
 
-HEAD_CHARACTERS = 200  # how much of a response a message shows
-MOST_ENTRIES = 1000  # entries of a dict that a function may return
-NAME_CHARACTERS = 200  # the longest name of a number in it
+HEAD_CHARACTERS = 200  # how many characters of a response a message shows
+MOST_ENTRIES = 1000  # the most entries in a dict that a function returns
+NAME_CHARACTERS = 200  # the longest name of an entry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,16 +50,17 @@ class Reward:
     """A reward function with its fixed arguments.
 
     Attributes:
-        name: for messages.
-        function: see the module's docstring.
-        kwargs: further arguments of every call.
-        answer: reads the answer in a response, with `kwargs`, where the function does not give it as "pred".
-        bounded: whether it ends soon whatever the response is, and needs no limit.
-        check: takes the further arguments before any call, refuses those with which all would fail, and
-            returns the columns that it needs then.
-        style: how it is called.
-        reads: the columns of the data that it reads.
-        takes: the arguments that a call may give it; None: all.
+        name: The name in messages.
+        function: The function; see the module's docstring.
+        kwargs: Further arguments of every call.
+        answer: Finds the answer in a response, given also `kwargs`; for a function that does not return
+            "pred".
+        bounded: Whether the function always returns soon, so that it needs no time limit.
+        check: Checks the further arguments before any call and returns the columns that they require. It
+            raises if every call would fail with them.
+        style: How the function is called.
+        reads: The columns of the data that the function reads.
+        takes: The names of arguments that a call may pass; None: all.
     """
 
     name: str
@@ -67,24 +75,23 @@ class Reward:
 
     @property
     def batched(self) -> bool:
-        """Whether a call takes several responses."""
+        """Whether one call takes several responses."""
         if self.style == "verl":
             return bool(getattr(self.function, "batched", False))
         return self.style != "one"
 
     @property
     def parts(self) -> tuple[Reward, ...]:
-        """See `WeightedSum`."""
+        """The reward itself; see `WeightedSum`."""
         return (self,)
 
     @property
     def asynchronous(self) -> bool:
-        """Whether it is called for one response, and waits beside other calls."""
+        """Whether the function is a coroutine for one response, so that several calls can wait together."""
         return not self.batched and inspect.iscoroutinefunction(self.function)
 
     def arguments(self, items: Sequence[Item], **more: Any) -> dict[str, Any]:
-        """Return the arguments of a call for some items, beside the fixed ones: what it takes of theirs and
-        of `more`."""
+        """Return the arguments of a call for some items, besides the fixed ones, that the function takes."""
         given = arguments(self.style, items, several=self.batched) | more
         return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
 
@@ -93,18 +100,18 @@ class Reward:
             return checked(self, value, place, item)
         except (RewardError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # to read it runs code of the user's, such as __float__
+        except BaseException as error:  # reading the value runs code of the user's, such as __float__
             raise self.error(
-                f"returned what cannot be read: reading it {told(error)}", place, item
+                f"returned a value that cannot be read: reading it {describe_error(error)}", place, item
             ) from error
 
-    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
-        """See `WeightedSum`."""
+    def combine_parts(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+        """Return the score of a response, or raise if the function returned None; see `WeightedSum`."""
         (scored,) = parts
         return checked(self, None, place, item) if scored is None else scored
 
     def _call(self, items: Mapping[int, Item]) -> list[Any]:
-        """Return what the function says of each item, unchecked."""
+        """Call the function for each item and return the results unchecked."""
         if self.batched:
             return self._call_batched(items)
         found = []
@@ -114,17 +121,16 @@ class Reward:
         return found
 
     async def _call_all(self, items: Mapping[int, Item]) -> list[Any]:
-        """The calls of an asynchronous function, which wait side by side."""
-
+        """Call an asynchronous function for all items at the same time."""
         pid = os.getpid()
 
         async def call(place: int, item: Item) -> Any:
             try:
                 return await self.function(**self.arguments([item]), **self.kwargs)
-            except BaseException as error:  # the keys of a terminal reach the main thread alone, not this one
+            except BaseException as error:  # not Ctrl-C: only the main thread gets it, and this is another
                 raise self._raised(error, place, item) from error
             finally:
-                end_copy(pid)
+                end_forked_copy(pid)
 
         return await _side_by_side([call(*pair) for pair in items.items()])
 
@@ -132,14 +138,14 @@ class Reward:
         first = next(iter(items.items()))
         logged: dict[str, list[Any]] = {}
         more = loggers(logged, len(items)) if self.style == "trl" else {}
-        with self._blamed(*first, also=" (it is batched: shown is the first sample)"):
+        with self._blamed(*first, also=" (it is a batched function; this is the first sample)"):
             values = self.function(**self.arguments(list(items.values()), **more), **self.kwargs)
-            values = awaited(values) if inspect.iscoroutine(values) else values
+            values = run_coroutine(values) if inspect.iscoroutine(values) else values
             values = with_logged(values, logged) if self.style == "trl" else values
             plain = isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__")
             listed = [] if plain or len(values) != len(items) else list(values)
         if plain:
-            raise self.error("is batched and returned no list", *first, got=shown(values))
+            raise self.error("is batched but did not return a list", *first, got=shown(values))
         if len(listed) != len(items):
             got = f"{len(values)} scores for {len(items)} responses"
             raise self.error("returned a list of the wrong length", *first, got=got)
@@ -147,7 +153,7 @@ class Reward:
 
     @contextmanager
     def _blamed(self, place: int, item: Item, also: str = "") -> Iterator[None]:
-        """Let what the function raises be its error for a sample."""
+        """Turn an exception of the function into an error that names the sample."""
         try:
             with exits_raised():
                 yield
@@ -157,14 +163,13 @@ class Reward:
             raise self._raised(error, place, item, also) from error
 
     def _raised(self, raised: BaseException, place: int, item: Item, also: str = "") -> RewardError:
-        """The error for what the function raised."""
-        error = self.error(told(raised) + also, place, item)
-        if of_network(raised):
-            error.remedy = AGAIN
+        error = self.error(describe_error(raised) + also, place, item)
+        if is_network_error(raised):
+            error.remedy = RETRY_REMEDY
         return error
 
     def error(self, problem: str, place: int, item: Item, *, got: str | None = None) -> RewardError:
-        """The error for one sample: which one, of which source, and how its response begins."""
+        """Return the error for one sample, with its data source and the first characters of its response."""
         row = "" if item.index is None else f", row {item.index} of the data"
         response = f"the response {item.solution_str[:HEAD_CHARACTERS]!r}"
         return RewardError(
@@ -172,32 +177,40 @@ class Reward:
             field=f"sample {place}{row}, data_source '{item.data_source}'",
             got=response if got is None else f"{got}, for {response}",
             expected="a finite number, or a dict with one under 'score'",
-            remedy="mend the reward function; it must cope with any text a model may write",
+            remedy="fix the reward function; it must accept any text that a model can write",
         )
 
 
 def scores_of(rewards: Sequence[Reward], items: Mapping[int, Item]) -> list[dict[int, Scored | None]]:
-    """Return the scores of items by each reward, by their place in the batch, which messages name; None where
-    the function returned None. Several rewards are asynchronous, and wait side by side.
+    """Return the scores of items by each reward.
+
+    If there are several rewards, all are asynchronous, and their calls run at the same time.
+
+    Args:
+        rewards: The rewards.
+        items: The items by their place in the batch, which messages name.
+
+    Returns:
+        For each reward, the scores by place; None where the function returned None.
 
     Raises:
-        RewardError: one raised, or returned anything else but a finite number or a dict of one.
+        RewardError: A function raised, or returned something else than a finite number or a dict with one.
     """
     if rewards[0].asynchronous:
-        said = awaited(_side_by_side([reward._call_all(items) for reward in rewards]))
+        results = run_coroutine(_side_by_side([reward._call_all(items) for reward in rewards]))
     else:
-        said = [reward._call(items) for reward in rewards]
+        results = [reward._call(items) for reward in rewards]
     return [
         {
             place: None if value is None else reward._check(value, place, items[place])
             for place, value in zip(items, values, strict=True)
         }
-        for reward, values in zip(rewards, said, strict=True)
+        for reward, values in zip(rewards, results, strict=True)
     ]
 
 
 async def _side_by_side(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of calls once all have ended, of which the first failure is raised."""
+    """Wait until all calls have ended and return their results, or raise the first failure."""
     found = await asyncio.gather(*calls, return_exceptions=True)
     for failed in filter(lambda each: isinstance(each, BaseException), found):
         raise failed
@@ -206,14 +219,16 @@ async def _side_by_side(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedSum:
-    """The weighted sum of several functions' scores; each function's own becomes a metric of its name. Where
-    one returns None, it has nothing to say of that response, and the others count.
+    """The weighted sum of the scores of several functions.
+
+    Each function's own score becomes a metric with its name. A function that returns None for a response is
+    left out of the sum for that response.
 
     Attributes:
-        terms: (name, reward, weight) of each.
+        terms: The name, reward and weight of each function.
 
     Raises:
-        RewardError: no term, or two of one name.
+        RewardError: There are no terms, or two have the same name.
     """
 
     terms: tuple[tuple[str, Reward, float], ...]
@@ -222,61 +237,66 @@ class WeightedSum:
         names = [name for name, _, _ in self.terms]
         if len(set(names)) < len(names) or not names:
             raise RewardError(
-                "each needs a name of its own" if names else "names no function",
+                "each function needs its own name" if names else "no function is named",
                 field="custom_reward_function.terms",
                 got=names,
-                remedy="give one of them a label, which is the name of its metric",
+                remedy="give one of them a label, which becomes the name of its metric",
             )
 
     @property
     def parts(self) -> tuple[Reward, ...]:
-        """The functions."""
+        """The rewards of all terms."""
         return tuple(reward for _, reward, _ in self.terms)
 
     @property
     def batched(self) -> bool:
-        """Whether one of them takes several responses at once."""
+        """Whether one of the functions takes several responses in one call."""
         return any(reward.batched for reward in self.parts)
 
     @property
     def reads(self) -> Reads:
-        """The columns of the data that they read."""
+        """The columns of the data that the functions read."""
         return reduce(add, (reward.reads for reward in self.parts))
 
-    def joined(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
-        """Return the score of a response, of what each function says; None: it has nothing to say.
+    def combine_parts(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
+        """Return the score of a response.
+
+        Args:
+            place: The place of the response in the batch.
+            item: The response.
+            parts: The scores of the functions; None for a function that does not score this response.
 
         Raises:
-            RewardError: none of them has.
+            RewardError: All parts are None.
         """
-        said = [
+        scored = [
             (name, weight, part) for (name, _, weight), part in zip(self.terms, parts, strict=True) if part
         ]
-        if not said:
-            raise self.parts[0].error("and all others returned None", place, item, got="None")
+        if not scored:
+            raise self.parts[0].error("returned None, and so did all others", place, item, got="None")
         extra: dict[str, float] = {}
-        for name, _, part in said:
+        for name, _, part in scored:
             extra |= {(f"{name}/{key}" if key in extra else key): value for key, value in part.extra.items()}
-        extra |= {name: part.score for name, _, part in said}
-        answered = next((part for _, _, part in said if part.reads_answers), said[0][2])
-        total = sum(weight * part.score for _, weight, part in said)
-        why = reason("; ".join(f"{name}: {part.why}" for name, _, part in said if part.why))
+        extra |= {name: part.score for name, _, part in scored}
+        answered = next((part for _, _, part in scored if part.reads_answers), scored[0][2])
+        total = sum(weight * part.score for _, weight, part in scored)
+        why = reason("; ".join(f"{name}: {part.why}" for name, _, part in scored if part.why))
         return Scored(total, extra, answered.answer, answered.reads_answers, why=why)
 
 
 Scorer = Reward | WeightedSum
-"""A user's own reward: one function, or several together."""
+"""The user's own reward: one function, or a weighted sum of several."""
 
 
 def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
-    """The score that a reward function returned for an item.
+    """Check the value that a reward function returned for an item, and return it as a score.
 
     Raises:
-        RewardError: it is not a finite number, nor a dict of one.
+        RewardError: The value is not a finite number, nor a dict with one.
     """
     entries = dict(value) if isinstance(value, Mapping) else {"score": value}
     if len(entries) > MOST_ENTRIES:
-        got = f"{len(entries)} entries, at most {MOST_ENTRIES} are kept"
+        got = f"{len(entries)} entries; at most {MOST_ENTRIES} are allowed"
         raise reward.error("returned a dict with too many entries", place, item, got=got)
     if "score" not in entries:
         raise reward.error("returned a dict without 'score'", place, item, got=shown(value))
@@ -287,7 +307,7 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     extra = {name: number for name, number in numbers.items() if number is not None}
     if odd := [name for name in extra if len(name) > NAME_CHARACTERS or printable(name) != name]:
         got = printable(f"{odd[0]!r:.80}")
-        raise reward.error("returned a number whose name is too long, or not printable", place, item, got=got)
+        raise reward.error("returned an entry whose name is too long or not printable", place, item, got=got)
     if not all(map(math.isfinite, (main, *extra.values()))):
         raise reward.error("returned a number that is not finite", place, item, got=shown(value))
     answer = entries.get("pred")
@@ -297,12 +317,12 @@ def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     why = entries.get("why")
     if not isinstance(why, str):
         why = _compared(answer, item.ground_truth) if reads else ""
-    said = None if answer is None else str(answer)[:ANSWER_CHARACTERS]
-    return Scored(main, extra, said, reads, why=reason(why))
+    text = None if answer is None else str(answer)[:ANSWER_CHARACTERS]
+    return Scored(main, extra, text, reads, why=reason(why))
 
 
 def _compared(answer: Any, truth: Any) -> str:
-    """Why, of a reward that compares an answer and says no more."""
+    """Return an explanation for a reward that only compares an answer."""
     if answer is None:
         return "no answer found"
     return f"answer {answer!s:.200}" + ("" if truth is None else f", expected {truth!s:.200}")
@@ -318,14 +338,13 @@ def register_reward(
     bounded: bool = False,
     check: Callable[..., Sequence[str]] | None = None,
 ) -> Callable[[Function], Function]:
-    """Decorator: the reward function of these data sources; "name*" stands for all that begin with name. With
-    none the function is one that users name.
+    """Register a function as the reward of data sources; use as a decorator.
 
-    Args:
-        answer, bounded, check: see `Reward`.
+    "name*" stands for all data sources that start with "name". Without data sources, the function is used
+    only where the user names it. The other arguments are attributes of `Reward`.
 
     Raises:
-        RewardError: one of them has a reward already.
+        RewardError: One of the data sources already has a reward.
     """
 
     def register(function: Function) -> Function:
@@ -334,7 +353,7 @@ def register_reward(
         for data_source in data_sources:
             if data_source in _REWARDS:
                 raise RewardError(
-                    "the data source has a reward already",
+                    "the data source already has a reward",
                     field=data_source,
                     got=reward.name,
                     expected=_REWARDS[data_source].name,
@@ -347,21 +366,21 @@ def register_reward(
 
 
 def shipped(function: Callable[..., Any]) -> Reward:
-    """A function, or a partial call of it, as it was registered; one of a user's own as it is."""
+    """Return the registered reward of a function or of a partial of it; an unregistered function as it is."""
     whole = getattr(function, "func", function)
     return next((reward for reward in _SHIPPED if reward.function is whole), Reward("", function))
 
 
 def known_data_sources() -> tuple[str, ...]:
-    """Registered names, sorted; a trailing * stands for any ending."""
+    """Return the registered data sources, sorted; a trailing * stands for any ending."""
     return tuple(sorted(_REWARDS))
 
 
 def reward_for(data_source: str) -> Reward:
-    """The reward registered for exactly this name, else for its longest registered beginning.
+    """Return the reward of a data source: of the exact name, else of the longest "name*" that fits.
 
     Raises:
-        RewardError: there is none.
+        RewardError: There is none.
     """
     if data_source in _REWARDS:
         return _REWARDS[data_source]
@@ -372,6 +391,6 @@ def reward_for(data_source: str) -> Reward:
         "no reward function for this data source",
         field=f"data_source '{data_source}'",
         expected=f"one of {', '.join(known_data_sources())}",
-        remedy="name your own function with custom_reward_function.path and custom_reward_function.name, "
-        "or write one of these names into the data",
+        remedy="set custom_reward_function.path and custom_reward_function.name to your own function, "
+        "or use one of these names in the data",
     )

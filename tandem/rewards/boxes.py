@@ -1,21 +1,21 @@
-r"""The answer that a response boxes: \boxed{…} or \fbox{…}, and TeX's form without braces, \boxed 42."""
+r"""Find the boxed answer of a response: \boxed{…}, \fbox{…}, or without braces as in \boxed 42."""
 
 from __future__ import annotations
 
 import re
 
-MAX_ANSWER_CHARACTERS = 1000  # a longer box counts as none
-MAX_TAIL_CHARACTERS = 10_000  # how much of a response's end is searched for a box
+MAX_ANSWER_CHARACTERS = 1000  # a box with more characters is ignored
+MAX_TAIL_CHARACTERS = 10_000  # how many characters at the end of a response are searched for a box
 MAX_BOXES = 50
-"""How many of the last boxes are tried; only text that is meant to take time leaves more of them open."""
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which is not one
+"""How many of the last boxes are tried. Only text that was made to waste time leaves more of them open."""
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which does not count
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 WITHOUT_BRACES = re.compile(r"[^$\n]*")
-"""What a box without braces holds: the rest of the formula, or of the line."""
+"""The content of a box without braces: the rest of the formula or of the line."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete box of a text, nested braces included; None if there is none."""
+    r"""Return the content of the last complete box of a text, with nested braces; None if there is none."""
     text = text[-MAX_TAIL_CHARACTERS:]
     for box in reversed(list(BOX.finditer(text))[-MAX_BOXES:]):
         content = _braced(text, box.end()) if text.startswith("{", box.end()) else _bare(text, box.end())

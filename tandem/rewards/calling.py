@@ -1,4 +1,4 @@
-"""Calls of a user's function, which may neither end the process without a word nor need an event loop."""
+"""Call a user's functions so that they cannot end the process and need no event loop of their own."""
 
 from __future__ import annotations
 
@@ -21,40 +21,47 @@ from typing import Any, NoReturn
 
 from tandem.observability.terminal import printable, warn
 
-LOAD_SECONDS = 30.0  # the least time that a user's file may take to load
-SLOW_SECONDS = 30.0  # after how long without an answer the user hears of it
-MESSAGE_CHARACTERS = 2000  # how much of what an exception says is told
-AGAIN = "reward.retries=2 calls again where a service fails; reward.on_error=zero, or drop, goes on without"
+LOAD_SECONDS = 30.0  # a user's file may always take at least this long to load
+SLOW_SECONDS = 30.0  # a message tells the user if there is no result after this time
+MESSAGE_CHARACTERS = 2000  # how many characters of an exception's text are shown
+RETRY_REMEDY = (
+    "set reward.retries=2 to retry if a service fails; set reward.on_error=zero or drop to continue without"
+)
 _NETWORK = (ConnectionError, TimeoutError, ssl.SSLError, urllib.error.URLError, http.client.HTTPException)
 _CLIENTS = {"httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp", "openai", "anthropic", "grpc"}
 _CLIENTS |= {"websockets", "botocore", "litellm", "socket"}
 _OURS = str(Path(__file__).parents[1])
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 _NOT_OWN = ("<", *(f"{sysconfig.get_path(name)}/" for name in _PATHS))
-"""How the names of files begin that are not the user's."""
+"""The first characters of file names that are not the user's code."""
 
 
 def load_seconds(timeout: float) -> float:
-    """Return how long a user's file may take to load, where a call may take `timeout`."""
+    """Return how many seconds a user's file may take to load, if a call may take `timeout` seconds."""
     return max(LOAD_SECONDS, timeout)
 
 
 class _TooLong(BaseException):
-    """Not an Exception, which the user's code might catch."""
+    """Raised at the time limit. It is not an Exception, because the user's code might catch that."""
 
 
 @contextmanager
 def limited(seconds: float, what: str) -> Iterator[None]:
-    """End what takes longer, and say after a while that it takes long. Other threads than the main one have
-    no limit: Python has no means to end what they do.
+    """Stop the block after a time limit, and tell the user before that if it takes long.
+
+    Outside the main thread there is no limit, because Python cannot interrupt other threads.
+
+    Args:
+        seconds: The time limit.
+        what: What the block loads, for the message.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: The block took longer.
     """
     if seconds == math.inf or threading.current_thread() is not threading.main_thread():
         yield
         return
-    until, unsaid = time.monotonic() + seconds, [f"{what} still loads; it may take {seconds:g} s"]
+    until, unsaid = time.monotonic() + seconds, [f"{what} is still loading; the limit is {seconds:g} s"]
 
     def ring(*_: object) -> None:
         if time.monotonic() >= until:
@@ -75,9 +82,12 @@ def limited(seconds: float, what: str) -> Iterator[None]:
 
 @contextmanager
 def exits_raised() -> Iterator[None]:
-    """Make `os._exit` in this thread raise SystemExit, as `sys.exit` does: a user's function may not end the
-    process without a word. Other threads exit as ever, and so do forks: one that comes back from the function
-    ends here, for this process goes on once."""
+    """Make `os._exit` in this thread raise SystemExit, as `sys.exit` does.
+
+    A user's function must not end the process without a message. Other threads and forked processes can exit
+    as usual. If the function forks and the fork returns from the function, the fork is ended here, because
+    only the original process may continue.
+    """
     exit_at_once, owner = os._exit, (os.getpid(), threading.get_ident())
 
     def refuse(status: int) -> NoReturn:
@@ -90,30 +100,30 @@ def exits_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = exit_at_once
-        end_copy(owner[0])
+        end_forked_copy(owner[0])
 
 
-def end_copy(pid: int) -> None:
-    """End this process if it is a copy of another, made by `os.fork` in a user's function."""
+def end_forked_copy(pid: int) -> None:
+    """End this process if it is a copy that a user's function made with `os.fork`."""
     if os.getpid() != pid:
         with suppress(OSError):
-            os.write(2, b"a copy that a reward function made of its process came back; it is ended\n")
+            os.write(2, b"a reward function forked its process, and the copy returned; the copy is ended\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def told(error: BaseException) -> str:
-    """Return what a function did, in words, and where: its own last line, not that of a library it called."""
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of a function, with the last line of the user's own code (not of a library)."""
     if isinstance(error, SystemExit):
-        return f"wanted to end the process: exit with status {said_by(error.code)}"
-    return f"raised {type(error).__name__}: {said_by(error)}{_place(error)}"
+        return f"tried to end the process with exit status {as_text(error.code)}"
+    return f"raised {type(error).__name__}: {as_text(error)}{_place(error)}"
 
 
-def said_by(value: object) -> str:
-    """Return a value as text that a terminal may show, or its type where it has no such text."""
+def as_text(value: object) -> str:
+    """Return a value as text that can be printed on a terminal, or its type if it cannot be converted."""
     try:
         return printable(str(value)[:MESSAGE_CHARACTERS])
-    except BaseException:  # its __str__ is the user's
-        return f"({type(value).__name__} without a text)"
+    except BaseException:  # __str__ is the user's code
+        return f"({type(value).__name__} that cannot be shown as text)"
 
 
 def _place(error: BaseException) -> str:
@@ -125,8 +135,8 @@ def _place(error: BaseException) -> str:
     return f" ({printable(Path(own[-1].filename).name)}, line {own[-1].lineno})" if own else ""
 
 
-def of_network(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that it came of, tells of a network or a server."""
+def is_network_error(error: BaseException | None) -> bool:
+    """Return whether an exception, or one of its causes, comes from a network or a server."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -137,19 +147,21 @@ def of_network(error: BaseException | None) -> bool:
     return False
 
 
-def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return a coroutine's result. All of a process run in one event loop, in a thread of its own, which
-    stays: what a function keeps from call to call (a client, a lock) belongs to its loop.
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine and return its result.
+
+    All coroutines of a process run in the same event loop, in a thread that stays. So a function can keep
+    objects that belong to a loop (a client, a lock) from call to call.
 
     Raises:
-        BaseException: what the coroutine raised.
+        BaseException: The exception that the coroutine raised.
     """
 
     async def outcome() -> tuple[Any, BaseException | None]:
         try:
             with exits_raised():
                 return await coroutine, None
-        except BaseException as error:  # an exit would end the loop
+        except BaseException as error:  # SystemExit would end the loop
             return None, error
 
     value, error = asyncio.run_coroutine_threadsafe(outcome(), _event_loop()).result()
@@ -166,7 +178,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop, also after a task of the user's has raised SystemExit or KeyboardInterrupt."""
+    """Run a loop, and continue after a user's task has raised SystemExit or KeyboardInterrupt."""
     while not loop.is_closed():
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()

@@ -1,5 +1,8 @@
-"""The scores of reward models and reward functions as one reward: their weighted sum, or what a function
-makes of them; and the running statistics by which a model's scores are normalised."""
+"""Combine the scores of reward models and reward functions into one reward.
+
+The reward is the weighted sum, or the result of a user's function. Running statistics normalize the scores of
+models.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tandem.config.rewards import FUNCTIONS
 from tandem.config.root import TrainConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.loading import load_function
-from tandem.rewards.calling import exits_raised, limited, load_seconds, told
+from tandem.rewards.calling import describe_error, exits_raised, limited, load_seconds
 from tandem.rewards.items import as_number
 
 
@@ -21,9 +24,9 @@ class Running(NamedTuple):
     """The statistics of all scores so far (Welford 1962, in the form of Chan et al. 1983 for batches).
 
     Attributes:
-        scores: how many.
-        mean: of them.
-        squares: the sum of their squared distances from it.
+        scores: The number of scores.
+        mean: The mean of the scores.
+        squares: The sum of squared differences from the mean.
     """
 
     scores: int = 0
@@ -31,7 +34,7 @@ class Running(NamedTuple):
     squares: float = 0.0
 
     def after(self, scores: Sequence[float]) -> Running:
-        """The statistics with further scores."""
+        """Return the statistics after adding scores."""
         if not scores:
             return self
         new = math.fsum(scores) / len(scores)
@@ -42,23 +45,23 @@ class Running(NamedTuple):
 
     @property
     def deviation(self) -> float:
-        """The standard deviation; 1 where there is no spread."""
+        """The standard deviation; 1 if all scores are equal."""
         return math.sqrt(self.squares / max(self.scores, 1)) or 1.0
 
     def normalised(self, score: float) -> float:
-        """(score - mean) / standard deviation; before the first score as it is."""
+        """Return (score - mean) / standard deviation; before the first score, the score itself."""
         return (score - self.mean) / self.deviation
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the parts of a reward.
+    """One part of a reward: the reward functions, or one reward model.
 
     Attributes:
-        name: of its metric.
-        weight: in the sum.
-        normalize: whether its scores are normalised.
-        functions: of reward functions, the names under which several tell their scores; None: of a model.
+        name: The name of its metric.
+        weight: Its weight in the sum.
+        normalize: Whether its scores are normalized.
+        functions: For reward functions: the names of the functions if there are several. None for a model.
     """
 
     name: str
@@ -69,13 +72,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How the parts of a reward become one.
+    """How the parts of a reward are combined into one score.
 
     Attributes:
-        parts: reward functions first, if any are called, then the reward models.
-        function: a user's own, `file.py:function`, of the scores by name; None: the weighted sum.
-        on_error: what becomes of a failed score; see `reward.on_error`.
-        tells: whether the parts' scores are told apart.
+        parts: The reward functions first, if there are any, then the reward models.
+        function: The user's function `file.py:function`, which gets the scores by name; None: the weighted
+            sum.
+        on_error: What to do with a failed score; see `reward.on_error`.
+        tells: Whether the score of each part is reported separately.
     """
 
     parts: tuple[Part, ...]
@@ -93,25 +97,29 @@ class Combination:
         return any(part.normalize for part in self.parts)
 
     def made(self, scores: Mapping[str, float], sample: str) -> float:
-        """What the user's function makes of a sample's scores.
+        """Return the result of the user's function for the scores of a sample.
+
+        Args:
+            scores: The scores of the parts, by name.
+            sample: The sample, for the message.
 
         Raises:
-            RewardError: it raises, or returns no finite number.
+            RewardError: The function raised, or did not return a finite number.
         """
         assert self.function is not None
         function = _loaded(self.function)
-        expected = "a finite number for a mapping of the parts' scores by name"
+        expected = "a finite number, for a mapping of the parts' scores by name"
         told_scores = ", ".join(f"{name} {score:.4g}" for name, score in scores.items())
         where = {"field": f"reward.combine={self.function}, {sample}", "expected": expected}
         try:
             with exits_raised():
                 found = function(dict(scores))
         except (Exception, SystemExit) as error:
-            raise RewardError(f"the function {told(error)}", got=told_scores, **where) from error
+            raise RewardError(f"the function {describe_error(error)}", got=told_scores, **where) from error
         number = as_number(found)
         if number is None or not math.isfinite(number):
             got = f"{found!r:.80} for {told_scores}"
-            raise RewardError("the function returned no finite number", got=got, **where)
+            raise RewardError("the function did not return a finite number", got=got, **where)
         return number
 
 
@@ -119,10 +127,14 @@ _loaded = functools.cache(load_function)
 
 
 def load_combine(reference: str, timeout: float) -> None:
-    """Try to load the function of `reward.combine`, within the time that a reward's file may take.
+    """Try to load the function of `reward.combine`, within the time limit for a reward's file.
+
+    Args:
+        reference: The function, `file.py:function`.
+        timeout: The time limit of a call, `reward.timeout`, in seconds.
 
     Raises:
-        ConfigError: it cannot be loaded, or takes too long.
+        ConfigError: The function cannot be loaded, or loading takes too long.
     """
     try:
         with exits_raised(), limited(load_seconds(timeout), reference):
@@ -131,16 +143,16 @@ def load_combine(reference: str, timeout: float) -> None:
         raise ConfigError(
             f"the file takes too long to load: {error}",
             field=reference,
-            expected="a file that loads in reward.timeout, or in 30 s where that is less",
+            expected="a file that loads within reward.timeout, or within 30 s if that is longer",
             remedy="raise reward.timeout, or let the file load what it needs at the first call",
         ) from error
 
 
 def combination_of(config: TrainConfig) -> Combination | None:
-    """How a run's rewards are combined; None where reward functions alone say them.
+    """Return how a run's rewards are combined; None if only reward functions give the reward.
 
     Raises:
-        ConfigError: the user's function cannot be loaded.
+        ConfigError: The user's function cannot be loaded.
     """
     own, models, combine = config.custom_reward_function, config.reward_model.scorers, config.reward.combine
     if combine is not None:

@@ -1,8 +1,8 @@
-"""The process that compares mathematical expressions.
+"""Compare mathematical expressions in a separate process.
 
-A model may write an expression that no computer finishes, such as 9^{9^{9^9}}, and neither a Python
+A model may write an expression that no computer can evaluate, such as 9^{9^{9^9}}, and neither a Python
 signal handler nor a thread can stop arithmetic on one huge number. Expressions are therefore compared in a
-process of their own (comparer_program.py), which the operating system ends when a comparison takes too long.
+separate process (comparer_program.py), which the operating system ends when a comparison takes too long.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pathlib import Path
 
 from tandem.errors import RewardError
 
-TIME_LIMIT_S = 5.0  # the processor's time for one comparison; one that takes longer counts as wrong
+TIME_LIMIT_S = 5.0  # CPU time for one comparison; if it takes longer, the answer counts as wrong
 
 
 class Comparer:
-    """A process that compares expressions; starts with the first comparison, and anew after it was ended.
+    """A process that compares expressions.
 
-    Safe to use from several threads: they take turns.
+    It starts with the first comparison, and again after it was ended. Several threads may use it; they take
+    turns.
 
     Args:
-        time_limit_s: seconds of the processor's time for one comparison.
+        time_limit_s: The limit of CPU time for one comparison, in seconds.
     """
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
@@ -33,10 +34,14 @@ class Comparer:
         self._process: subprocess.Popen[str] | None = None
 
     def equal(self, gold: str, answer: str) -> bool:
-        """Whether two LaTeX expressions are equal; false if that takes too long to find out.
+        """Return whether two LaTeX expressions are equal; False if it takes too long to find out.
+
+        Args:
+            gold: The right answer.
+            answer: The answer to compare with it.
 
         Raises:
-            RewardError: the process cannot be started.
+            RewardError: The process cannot be started.
         """
         with self._lock:
             process = self._process or self._start()
@@ -47,20 +52,20 @@ class Comparer:
                 reply = process.stdout.readline().strip()
             except BrokenPipeError:
                 reply = ""
-            if not reply:  # ended by the time limit, or by an expression that took all memory
+            if not reply:  # the process was ended by the time limit, or used up all memory
                 self.close()
             return reply == "true"
 
     def _start(self) -> subprocess.Popen[str]:
         program = Path(__file__).with_name("comparer_program.py")
         self._process = subprocess.Popen(
-            # -P keeps this folder, whose modules have names of the standard library, off the path.
+            # -P removes this folder from the path: its modules have names of standard library modules.
             [sys.executable, "-P", str(program), str(self._time_limit_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            start_new_session=True,  # Ctrl-C at the terminal is the trainer's to handle
+            start_new_session=True,  # Ctrl-C in the terminal must reach only the trainer
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
@@ -68,13 +73,13 @@ class Comparer:
             raise RewardError(
                 "the process that compares mathematical answers did not start",
                 field="reward of mathematical data",
-                got="its last words stand above",
+                got="its error messages are above",
                 remedy="pip install 'math-verify[antlr4_13_2]'",
             )
         return self._process
 
     def close(self) -> None:
-        """Ends the process, if there is one."""
+        """End the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -1,13 +1,14 @@
-"""The program behind `Comparer`: reads a JSON pair of LaTeX expressions per line, writes true or false.
+"""The program behind `Comparer`: read a JSON pair of LaTeX expressions per line, write true or false.
 
     python -P comparer_program.py SECONDS
 
-The library math-verify reads the expressions. Their values are compared here, exactly: decimals as the
-fractions that they are, everything else by proof (SymPy's simplification, minimal polynomials); never by a
-tolerance, and what cannot be proven equal is not.
+The library math-verify parses the expressions. This program compares their values exactly: decimals become
+fractions, and everything else is compared by proof (SymPy's simplification, minimal polynomials). No
+tolerance is used. If equality cannot be proven, the answers are not equal.
 
-The operating system's alarms, left without handlers, end the process when one pair takes more than SECONDS of
-the processor's time, so that no score depends on what else the machine does, or WAIT times that on the clock.
+The operating system's alarms, which have no handlers, end the process when one pair takes more than SECONDS
+of CPU time, or WAIT times as long on the clock. CPU time is used so that no score depends on what else runs
+on the machine.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from sympy import And, Basic, Eq, FiniteSet, Float, Interval, MatrixBase, Mul, R
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-WAIT = 10  # how much longer a comparison may take on the clock of a busy machine
+WAIT = 10  # how many times longer a comparison may take on the clock of a busy machine
 PERCENT = sympy.UnevaluatedExpr(Rational(1, 100))
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether the two expressions are equal; the library's own time limits are off, this program has one."""
+    """Return whether two expressions are equal; this program's time limit replaces those of the library."""
     golds, answers = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
     return any(_same(_exact(one), _exact(two)) for one in golds for two in answers)
 
 
 def _exact(value: Any) -> Any:
-    """An expression with fractions in the place of decimals."""
+    """Return an expression with its decimals replaced by fractions."""
     if isinstance(value, MatrixBase):
         return value.applyfunc(_exact)
     if isinstance(value, Basic):
@@ -63,7 +64,7 @@ def _same(gold: Any, answer: Any) -> bool:
 
 
 def _unwrapped(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """The right sides of assignments, where only one of the two has a left one."""
+    """Replace an assignment by its right side, if only one of the two values is an assignment."""
     gold, answer = _shortened(gold), _shortened(answer)
     if isinstance(answer, Eq) and not _is_relation(gold):
         return gold, answer.rhs
@@ -73,7 +74,7 @@ def _unwrapped(gold: Any, answer: Any) -> tuple[Any, Any]:
 
 
 def _shortened(value: Any) -> Any:
-    """The first and the last side of a chain of equations."""
+    """Reduce a chain of equations to its first and last side."""
     if isinstance(value, And) and all(isinstance(part, Eq) for part in value.args):
         parts = value._unsorted_args
         return Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)
@@ -93,7 +94,7 @@ def _is_relation(value: Any) -> bool:
 
 
 def _as_set(value: Any) -> Any:
-    """The numbers for which inequalities in one letter hold; what is something else as it is."""
+    """Return the set of numbers that satisfy inequalities in one variable; return other values unchanged."""
     if _is_relation(value) and not isinstance(value, Eq) and len(value.free_symbols) == 1:
         return value.as_set()
     return value
@@ -135,7 +136,7 @@ def _same_set(gold: Any, answer: Any) -> bool:
 
 
 def _matched(golds: Sequence[Any], answers: Sequence[Any]) -> bool:
-    """Whether the parts are the same in some order."""
+    """Return whether the parts are equal in some order."""
     rest = list(answers)
     for gold in golds:
         found = next((at for at, answer in enumerate(rest) if _same(gold, answer)), None)
@@ -150,7 +151,7 @@ def _same_number(gold: Any, answer: Any) -> bool:
     shares = [part.subs(PERCENT, Rational(1, 100)).doit() for part in (gold, answer)]
     if percents[0] != percents[1]:
         bare = [part.subs(PERCENT, 1).doit() for part in (gold, answer)]
-        if (abs(bare[0]) >= 1) == True and bare[0] == bare[1]:  # noqa: E712 - an undecided comparison is no truth
+        if (abs(bare[0]) >= 1) == True and bare[0] == bare[1]:  # noqa: E712 - an undecided comparison is not True
             return True
     one, two = shares
     if one == two:
@@ -166,7 +167,7 @@ def _same_number(gold: Any, answer: Any) -> bool:
 
 
 def _is_word(one: Any, two: Any) -> bool:
-    """Whether a name is another's letters, read as a product."""
+    """Return whether a name consists of the letters that another value multiplies."""
     letters = Symbol, type(sympy.E)
     if not isinstance(one, Symbol) or not isinstance(two, Mul | Symbol | type(sympy.E)):
         return False
@@ -179,28 +180,28 @@ def _is_word(one: Any, two: Any) -> bool:
 
 
 def _apart(difference: Any) -> bool:
-    """Whether a number is surely not 0: it is larger than the error of its first fifteen digits."""
+    """Return whether a number is surely not 0: larger than the error of its first fifteen digits."""
     value = sympy.N(difference, 15)
     return bool(value.is_comparable and abs(value) > Rational(1, 10**6))
 
 
 def alarms(limit_s: float) -> None:
-    """Sets the alarms of the processor's time and of the clock; 0 takes them back."""
+    """Set the alarms for CPU time and for the clock; 0 removes them."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     signal.setitimer(signal.ITIMER_REAL, WAIT * limit_s)
 
 
 def main() -> None:
-    logging.disable(logging.CRITICAL)  # the library warns that its time limits are off
+    logging.disable(logging.CRITICAL)  # the library would warn that its time limits are off
     limit_s = float(sys.argv[1])
-    answers, sys.stdout = sys.stdout, sys.stderr  # nothing a library prints may pass for an answer
-    equal("1", "1")  # loads the library's grammar, which is no part of a comparison's time
+    answers, sys.stdout = sys.stdout, sys.stderr  # output of a library must not look like an answer
+    equal("1", "1")  # loads the library's grammar, so that no comparison is charged for it
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         alarms(limit_s)
         try:
             verdict = equal(*json.loads(line))
-        except Exception:  # whatever a library makes of what a model wrote
+        except Exception:  # a library may fail in any way on text that a model wrote
             verdict = False
         alarms(0)
         print("true" if verdict else "false", file=answers, flush=True)

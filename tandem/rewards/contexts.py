@@ -1,7 +1,8 @@
-r"""What before or after a number says that it is no number by itself: it is part of a date, a time, a range,
-a comparison, an expression, a name, or one of several.
+r"""Patterns around a number that show that it is not a number by itself.
 
-Only the number's line is looked at. Marks of a page (bold, code, formulas, brackets) are passed over.
+It may be part of a date, a time, a range, a comparison, an expression or a name, or one of several numbers.
+
+Only the number's own line is searched. Markup (bold, code, formulas, brackets) is skipped.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from tandem.rewards.measures import FUNCTIONS, UNITS
 
 B = "[ \t\u00a0\u2009\u202f]*+"
 MARK = r"[*_`$£€¥₹({]|\\[$(\[{]|\\(?:boxed|fbox|text|textbf|mathbf|mathrm)\{"
-OPENING = rf"(?:{MARK}|[ \t\u00a0])*+"  # marks of a page before a number
+OPENING = rf"(?:{MARK}|[ \t\u00a0])*+"  # markup before a number
 CLOSING = rf"(?:[*_`$)}}\] \t\u00a0]|\\[)\]}},!;: ]|\\(?:text|textbf|mathrm|mbox)\{{)*+{B}"
-"""Marks of a page after a number."""
+"""Markup after a number."""
 NEXT = rf"{OPENING}[-+]?{OPENING}\.?[0-9]"  # another number
 
 
@@ -27,7 +28,7 @@ COUNTED = _one_of(
 )
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand")
 ATTACHED = _one_of(*UNITS, "kw", "kwh", "mw", "gb", "mb", "kb", "hp", "hz", "ha", "cc")
-"""Units of one or two letters, or more, that may stand right after a number."""
+"""Units of one or more letters that may follow a number without a space."""
 PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?|hundredths?)"
 MORE = rf"(?!{NEXT}[0-9.,]*+{B}(?:more|left))"
 GOES_ON = re.compile(
@@ -55,10 +56,10 @@ GOES_ON = re.compile(
     """,
     re.VERBOSE,
 )
-"""What makes the number before it a part of something else."""
-NO_END = re.compile(rf"{CLOSING}(?:\.\.|…|\\[lc]?dots)")  # after decimals: they go on
+"""Text after a number that makes the number a part of something else."""
+NO_END = re.compile(rf"{CLOSING}(?:\.\.|…|\\[lc]?dots)")  # after decimals: dots that continue them
 
-BEFORE = re.compile(rf"(?:{MARK}|[ \t\u00a0])+$")  # marks of a page at the end of what stands before a number
+BEFORE = re.compile(rf"(?:{MARK}|[ \t\u00a0])+$")  # markup directly before a number
 LEADS_IN = re.compile(
     rf"""(?:
     [0-9] | [A-Za-z)\]}}][-/] | [)\]}}]{B}[-+/^×÷·] | (?<![A-Za-z])[A-Za-z]{B}[+/^×÷·]
@@ -81,8 +82,10 @@ LEADS_IN = re.compile(
     )$""",
     re.VERBOSE,
 )
-"""What makes the number after it a part of something else."""
+"""Text before a number that makes the number a part of something else."""
 CALLED = re.compile(r"[A-Za-z]\($")  # a function of the number
 AFTER_SPACED_SIGN = re.compile(r"(?:[:=(#*>]|\b(?:is|are|was)|^)$")
-"""After what a minus with a blank behind it is a sign."""
-BEFORE_OPERATOR = re.compile(r"(?:[0-9)\]}]|(?<![A-Za-z])[b-zB-HJ-Z])$")  # after what a sign is an operator
+"""Text after which a minus with a space behind it is a sign."""
+BEFORE_OPERATOR = re.compile(
+    r"(?:[0-9)\]}]|(?<![A-Za-z])[b-zB-HJ-Z])$"
+)  # text after which a sign is an operator

@@ -1,4 +1,4 @@
-"""A user's own reward function, loaded from a file and tried for its arguments before training."""
+"""Load a user's own reward function from a file, and check its arguments before training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.config.rewards import CustomRewardConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.loading import CODE_FILES, execute_file, import_named
 from tandem.rewards.base import Reward, Scorer, WeightedSum, shipped
-from tandem.rewards.calling import exits_raised, limited, load_seconds, told
+from tandem.rewards.calling import describe_error, exits_raised, limited, load_seconds
 from tandem.rewards.signatures import (
     GIVEN,
     VERL_GIVES,
@@ -30,11 +30,13 @@ from tandem.rewards.signatures import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CustomReward(Reward):
-    """A user's own reward function. In another process it is loaded anew, for what its module made on
-    import (clients, locks, models) need not be able to travel.
+    """A user's own reward function.
+
+    Another process loads it again from its source, because objects that its module made on import (clients,
+    locks, models) may not be picklable.
 
     Attributes:
-        source: the arguments of `load_custom`.
+        source: The arguments of `load_custom`.
     """
 
     source: tuple[str, str, dict[str, Any]] = ("", "", {})
@@ -44,13 +46,14 @@ class CustomReward(Reward):
 
 
 def own_reward(config: CustomRewardConfig, timeout: float = math.inf) -> Scorer | None:
-    """Return the user's own reward; None where the data sources' own ones score.
+    """Return the user's own reward; None if the data sources' own rewards are used.
 
     Args:
-        timeout: see `load_custom`.
+        config: The section `custom_reward_function`.
+        timeout: See `load_custom`.
 
     Raises:
-        RewardError: see `load_custom` and `WeightedSum`.
+        RewardError: See `load_custom` and `WeightedSum`.
     """
     if not config.terms:
         if config.path is None:
@@ -69,17 +72,17 @@ def load_custom(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = math.inf,
 ) -> Reward:
-    """A user's own reward function.
+    """Load a user's own reward function.
 
     Args:
-        path: a Python file, or the dotted name of an importable module.
-        name: the function in it.
-        kwargs: further arguments of every call.
-        timeout: seconds of a call; `load_seconds` tells how long the file may take to load then.
+        path: A Python file, or the dotted name of a module that can be imported.
+        name: The name of the function in it.
+        kwargs: Further arguments of every call.
+        timeout: The time limit of a call, in seconds. `load_seconds` derives the limit for loading from it.
 
     Raises:
-        RewardError: no such file, module or function; the file raised, or takes too long; the function cannot
-            be called in one of the ways that `tandem.rewards.signatures` names.
+        RewardError: The file, module or function does not exist; the file raises or takes too long to load;
+            or the function cannot be called in any of the ways that `tandem.rewards.signatures` lists.
     """
     module = _module(path, timeout)
     function = getattr(module, name, None)
@@ -134,7 +137,7 @@ def _module(path: str, timeout: float) -> ModuleType:
         raise
     except BaseException as error:
         raise RewardError(
-            f"loading it {told(error)}",
+            f"loading it {describe_error(error)}",
             field="custom_reward_function.path",
             got=path,
             expected="a Python file, or the dotted name of a module, that can be imported",
@@ -155,19 +158,19 @@ def _check_signature(reward: Reward) -> None:
             field=f"custom_reward_function {reward.name}",
             got=str(signature),
             expected=f"({', '.join([*names, *reward.kwargs])})",
-            remedy="take these arguments by these names, or any with **kwargs; the entries of "
-            "custom_reward_function.reward_kwargs are among them",
+            remedy="give the function parameters with these names, or **kwargs; they include the entries of "
+            "custom_reward_function.reward_kwargs",
         ) from error
 
 
 def _check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuses arguments that a function has no parameter for, or that each call gives it anyway."""
+    """Raise an error for arguments that the function does not take, or that each call passes anyway."""
     free = [name for name in named_parameters(function) if name not in GIVEN]
     for name in given:
         if name in GIVEN or not (name in free or takes_all(function)):
             close = difflib.get_close_matches(name, free, n=1)
             raise RewardError(
-                "is given by each call" if name in GIVEN else "the function has no such parameter",
+                "each call passes this argument" if name in GIVEN else "the function has no such parameter",
                 field=f"custom_reward_function.reward_kwargs.{name}",
                 expected=f"one of {', '.join(free) or '(it has no other parameters)'}",
                 remedy=f"did you mean {close[0]}?" if close else None,
@@ -175,7 +178,7 @@ def _check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None
 
 
 def _check_choices(reward: Reward) -> None:
-    """Refuses a value that is none of those which the function's signature names with Literal."""
+    """Raise an error for a value that is not among those of the parameter's Literal annotation."""
     try:
         parameters = inspect.signature(reward.function, eval_str=True).parameters
     except NameError:  # an annotation that only a type checker can read
@@ -184,7 +187,7 @@ def _check_choices(reward: Reward) -> None:
         annotation = parameters[name].annotation if name in parameters else None
         if get_origin(annotation) is Literal and value not in get_args(annotation):
             raise RewardError(
-                "no such choice",
+                "this value is not one of the choices",
                 field=f"custom_reward_function.reward_kwargs.{name}",
                 got=value,
                 expected=f"one of {', '.join(map(str, get_args(annotation)))}",

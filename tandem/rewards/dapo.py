@@ -1,5 +1,6 @@
-r"""Mathematics whose last line is "Answer: …", in the style of DAPO's data: 1 for the right answer, else
--1.
+r"""A reward for mathematics whose last line is "Answer: …", in the style of DAPO's data.
+
+The score is 1 for the right answer, else -1.
 
 Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476.
 """
@@ -16,13 +17,15 @@ from tandem.rewards.expressions import same_as_any
 from tandem.rewards.truths import truths
 
 END_CHARACTERS = 300
-"""How much of a response's end is searched: the prompt asks for the answer in the last line."""
+"""How many characters at the end of a response are searched: the answer should be in the last line."""
 LINE = re.compile(r"answer[ \t]*[*_]*[ \t]*:\s*([^\n]+)", re.IGNORECASE)
 
 
 def answer(solution_str: str) -> str | None:
-    """What the last "Answer:" of a response's end names, else what its last box holds; None if neither is
-    there."""
+    """Return the answer of a response, searching only its end; None if there is none.
+
+    This is the text after the last "Answer:", or else the content of the last box.
+    """
     end = solution_str[-END_CHARACTERS:]
     lines: list[str] = LINE.findall(end)
     if not lines:
@@ -34,11 +37,13 @@ def answer(solution_str: str) -> str | None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The score 1 for an answer equal to the ground truth, else -1; "acc" is 1 or 0, "pred" the answer.
+    """Return the score 1 for an answer equal to the ground truth, else -1.
+
+    "acc" is 1 or 0; "pred" is the answer.
 
     Raises:
-        RewardError: the process that compares expressions cannot be started.
-        ValueError: there is no ground truth.
+        RewardError: The process that compares expressions cannot be started.
+        ValueError: There is no ground truth.
     """
     golds = [last_boxed(text) or text for text in truths(ground_truth)]
     pred = answer(solution_str)

@@ -1,10 +1,10 @@
-r"""Whether two mathematical answers are the same, however they are written.
+r"""Decide whether two mathematical answers are the same, however they are written.
 
-The library math-verify reads expressions, whose values are compared exactly, in a process of its own
-(comparer_program.py). It drops words and units, adds
-up numbers that blanks part, reads letters without their case, and takes an equation's right side whatever the
-left side is; so numbers are first written in one way, what stands beside the value is compared apart
-(measures.py), and a few answers are never values.
+The library math-verify parses expressions, and a separate process (comparer_program.py) compares their values
+exactly. The library drops words and units, adds up numbers that are separated by spaces, ignores the case of
+letters, and takes the right side of an equation whatever the left side is. Therefore numbers are first
+written in one form, everything except the value is compared separately (measures.py), and a few kinds of
+answers are never compared as values.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ atexit.register(_COMPARER.close)
 
 BLANKS = re.compile("[\u00a0\u2000-\u200a\u202f\u3000\\s]+")
 THOUSANDS = re.compile(r"(?<![\d.,_])\d{1,3}(?:(?:[ ~]|\\[,;: ]|\{,\}|,\\!|\\!)\d{3})+(?![\d/])")
-"""A number whose groups of three digits are set apart by blanks or TeX's commas."""
+"""A number whose groups of three digits are separated by spaces or by TeX's commas."""
 MIXED = re.compile(r"(\d)\s+(\d+)\s*/\s*(\d+)")
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?![\w.])")
 ROW_OF_NUMBERS = re.compile(r"\d\s+[\d.]")
 SPACED_ARGUMENTS = re.compile(r"\\[A-Za-z]+\s*_?\d\s+\d")
-"""TeX's arguments without braces, as in \\frac 1 2 and \\log_2 8."""
+"""TeX arguments without braces, as in \\frac 1 2 and \\log_2 8."""
 SENTENCE = re.compile(r"\\text\{[^{}]*\b(?:is|are)[\s:]*\}")
-"""The beginning of a sentence that the value ends."""
-WHOLE = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")  # an answer that is nothing but text
+"""The beginning of a sentence that ends with the value."""
+WHOLE = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")  # an answer that consists of text only
 PAIR = re.compile(r"(?:\\left\s*)?[(\[].*,.*(?:\\right\s*)?[)\]]", re.DOTALL)
 BRACES = re.compile(r"(?:\\left\s*)?\\\{.*\\\}", re.DOTALL)
 SET = re.compile(r"[,<>]|\\(?:le|ge|lt|gt|ne|in|cup|cap|infty|text|emptyset|mathbb|pm)")
-"""What shows that an answer is more than one number."""
+"""Signs that an answer is more than one number."""
 SPELLINGS = (
     (re.compile("−"), "-"),
     (re.compile("…"), r"\\ldots "),
@@ -43,9 +43,9 @@ SPELLINGS = (
     (re.compile(r"≥|⩾|\\geqslant"), r"\\ge "),
     (re.compile(r"°|\\degree(?![A-Za-z])"), r"^\\circ"),
 )
-"""One way of writing for each sign."""
+"""Different spellings of a sign, and the one that is used instead."""
 REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
-"""A decimal whose last digits come again and again."""
+"""A decimal whose last digits repeat."""
 DEGREES_OF = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc))\s*(?:\\left)?([({]?)\s*(-?[\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\right)?[)}]?"
 )
@@ -56,15 +56,19 @@ LEFT, RIGHT = " \t\n*_`$", " \t\n*_`$.,:;?"
 
 
 def same_as_any(golds: Sequence[str], answer: str | None) -> bool:
-    """Whether there is an answer and it is one of the right ones; see `same`."""
+    """Return whether there is an answer and it equals one of the right answers; see `same`."""
     return bool(answer) and any(same(gold, str(answer)) for gold in golds)
 
 
 def same(gold: str, answer: str) -> bool:
-    """Whether an answer is the right one, both LaTeX or plain text; false if that takes too long to find out.
+    """Return whether an answer equals the right one; False if it takes too long to find out.
+
+    Args:
+        gold: The right answer, in LaTeX or plain text.
+        answer: The answer, in LaTeX or plain text.
 
     Raises:
-        RewardError: the process that compares values cannot be started.
+        RewardError: The process that compares values cannot be started.
     """
     one, two = plain(gold), plain(answer)
     if one == two or (len(one) > 2 and one.isalpha() and one.lower() == two.lower()):
@@ -74,7 +78,7 @@ def same(gold: str, answer: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """An answer without the marks of a page around it, its numbers written in one way."""
+    """Return an answer without the markup around it, with its numbers written in one form."""
     text = BLANKS.sub(" ", text)
     for written, meant in SPELLINGS:
         text = written.sub(meant, text)
@@ -90,7 +94,7 @@ def plain(text: str) -> str:
 
 
 def _fraction(repeating: re.Match[str]) -> str:
-    """A repeating decimal as a fraction, as 1/3 for 0.333…"""
+    """Convert a repeating decimal to a fraction, such as 0.333… to 1/3."""
     whole, start, again = repeating.group(1), repeating.group(2), repeating.group(3) or repeating.group(4)
     nines = (10 ** len(again) - 1) * 10 ** len(start)
     return rf"\frac{{{int(whole + start + again) - int((whole + start) or 0)}}}{{{nines}}}"
@@ -103,21 +107,21 @@ def _same_value(truth: Measured, given: Measured) -> bool:
     if PAIR.fullmatch(answer) and not SET.search(gold):
         return False  # an interval from 5 to 5 is not the number 5
     if bool(DOTS.search(gold)) != bool(DOTS.search(answer)):
-        return False  # the library passes dots over
+        return False  # the library ignores dots
     if any(BRACES.fullmatch(one) and PAIR.fullmatch(two) for one, two in ((gold, answer), (answer, gold))):
-        return False  # a set is no pair
+        return False  # a set is not a pair
     if PAIR.fullmatch(gold) and PAIR.fullmatch(answer) and ("\\{" in gold) != ("\\{" in answer):
-        return False  # nor is a set in a pair a number
+        return False  # a pair with a set in it is not a pair of numbers
     return gold == answer or (_holds(answer) and _COMPARER.equal(gold, answer))
 
 
 def _is_row(text: str) -> bool:
-    """Whether numbers stand side by side with nothing between them."""
+    """Return whether numbers stand side by side with nothing between them."""
     return bool(ROW_OF_NUMBERS.search(SPACED_ARGUMENTS.sub("", text)))
 
 
 def _case_differs(gold: str, answer: str) -> bool:
-    """Whether a letter of the answer is in the truth in the other case alone. Words have no case."""
+    """Return whether a letter of the answer occurs in the truth only in the other case; words are ignored."""
     one, two = (
         {letter for run in WORD.findall(COMMAND.sub(" ", text)) if len(run) < 3 for letter in run}
         for text in (gold, answer)
@@ -126,7 +130,7 @@ def _case_differs(gold: str, answer: str) -> bool:
 
 
 def _holds(answer: str) -> bool:
-    """Whether the numbers in an equation are equal, as in 2 + 3 = 5 or x = 5, not in 4 = 5."""
+    """Return whether all numbers in an equation are equal, as in 2 + 3 = 5 or x = 5, but not in 4 = 5."""
     *others, last = answer.split("=")
     if len(others) >= MAX_EQUATION_SIDES:
         return False

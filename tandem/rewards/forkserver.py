@@ -1,9 +1,10 @@
-"""The server that forks the processes of reward functions, and the keeper of each such process.
+"""The server that forks scoring processes, and the keeper of each scoring process.
 
-The server imports what they need and forks a keeper for each. The keeper forks the process that calls
-functions, and writes what this prints into the log. When that process ends, or is no longer wanted, the
-keeper ends all that it has started, daemons too. Server and keeper run no code of the user's, and have one
-thread: a process that is forked beside other threads may inherit their locks and half-changed memory.
+A scoring process calls reward functions. The server imports what these processes need, and forks a keeper for
+each. The keeper forks the scoring process and writes its output to the log. When the scoring process ends or
+is no longer needed, the keeper ends everything that it started, including daemons. Server and keeper run no
+code of the user's and have only one thread, because a process that forks while other threads run may inherit
+their locks and half-changed memory.
 """
 
 from __future__ import annotations
@@ -37,24 +38,25 @@ from tandem.lifetime import (
 )
 from tandem.rewards.serving import serve
 
-CALL_BYTES = 64 * 2**10  # how much of what one call prints is kept
-LOG_BYTES = 64 * 2**20  # the size at which a log takes no more
-START_SECONDS = 120.0  # the longest that a server may take until it answers
+CALL_BYTES = 64 * 2**10  # how many bytes of one call's output are kept
+LOG_BYTES = 64 * 2**20  # the largest size of a log
+START_SECONDS = 120.0  # the longest time until the server answers
 END_SECONDS = 5.0  # how long a keeper tries to end what its process started
 NO_MAIN = "import sys; sys.path[:] = {path!r}; from tandem.rewards.forkserver import run; run({end})"
 
 _lock = threading.Lock()
-_servers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # by the process that has it
+_servers: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # by the process that started it
 
 
 def fork(ends: Sequence[int]) -> None:
-    """Have a keeper and its process forked.
+    """Ask the server to fork a keeper and its scoring process.
 
     Args:
-        ends: descriptors of the line to the process, of the keeper's own, and of the log.
+        ends: The file descriptors of the socket to the scoring process, of the socket to the keeper, and of
+            the log.
 
     Raises:
-        RewardError: the server does not start.
+        RewardError: The server does not start.
     """
     own = os.getpid()
     with _lock:
@@ -66,12 +68,12 @@ def fork(ends: Sequence[int]) -> None:
                 socket.send_fds(line, [b"f"], ends)
                 if line.recv(1):
                     return
-            except OSError:  # it is ending, or does not answer
+            except OSError:  # the server is ending or does not answer
                 pass
             line.close()
             process.kill()
             process.wait(END_SECONDS)
-    raise RewardError("the server of scoring processes does not start", got="its last words stand above")
+    raise RewardError("the server of scoring processes does not start", got="its error messages are above")
 
 
 def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -96,14 +98,14 @@ def _kill(pids: Sequence[int]) -> None:
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
-    """Yield the processes below this one that have ended, with their exit codes."""
+    """Yield the child processes that have ended, with their exit codes."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def _end_below(seconds: float) -> dict[int, int]:
-    """End all processes below this one, which their orphans come to as well; return their exit codes."""
+    """End all processes below this one, including adopted orphans, and return their exit codes."""
     until, codes = time.monotonic() + seconds, dict[int, int]()
     while time.monotonic() < until:
         codes.update(_reaped())
@@ -117,7 +119,7 @@ def _end_below(seconds: float) -> dict[int, int]:
 
 
 def _waker() -> socket.socket:
-    """Return what can be read once a process below this one has ended."""
+    """Return a socket that becomes readable when a child process has ended."""
     reads, wakes = socket.socketpair()
     for end in (reads, wakes):
         end.setblocking(False)
@@ -127,7 +129,7 @@ def _waker() -> socket.socket:
 
 
 def _child(run: Callable[[], None]) -> NoReturn:
-    """Run what a process that was just forked is for, and end it; nothing of its parent's goes on in it."""
+    """Run the function of a process that was just forked, then end the process."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -144,7 +146,7 @@ def _child(run: Callable[[], None]) -> NoReturn:
 
 
 def run(end: int) -> NoReturn:
-    """Serve until the other end of a socket closes."""
+    """Serve requests until the other end of the socket closes."""
     line = socket.socket(fileno=end)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
@@ -155,17 +157,17 @@ def run(end: int) -> NoReturn:
         if woken in ready:
             woken.recv(4096)
             keepers.difference_update([pid for pid, _ in _reaped()])
-            # What is left belonged to a keeper that was killed.
+            # The rest belonged to a keeper that was killed.
             _kill([pid for pid in children_of(os.getpid()) if pid not in keepers])
         if line in ready:
             try:
                 message, ends, _, _ = socket.recv_fds(line, 1, 3)
-            except ConnectionResetError:  # who asked ended before the answer was read
+            except ConnectionResetError:  # the other process ended before it read the reply
                 break
             if not message:
                 break
-            with suppress(OSError):  # who asked has ended
-                line.send(b"f")  # taken: a server that is killed before this is replaced, and asked again
+            with suppress(OSError):  # the other process has ended
+                line.send(b"f")  # before the fork: if the server dies earlier, the request is repeated
             keeper = fork_alone()
             if not keeper:
                 line.close()
@@ -183,11 +185,11 @@ def run(end: int) -> NoReturn:
 
 
 class Printed:
-    """What a process prints, on its way into the log: of each call so much, of all so much.
+    """Writes what a process prints to the log, up to a limit per call and a limit for the log.
 
     Args:
-        log: its descriptor.
-        calls: memory shared with the process, which tells its calls apart.
+        log: The file descriptor of the log.
+        calls: Memory shared with the process; its content changes with each call.
     """
 
     def __init__(self, log: int, calls: mmap.mmap) -> None:
@@ -195,7 +197,7 @@ class Printed:
         self._call, self._left, self._dropped = b"", CALL_BYTES, 0
 
     def take(self, text: bytes) -> None:
-        """Write a part of it, or count it."""
+        """Write as much of the text as the limits allow, and count the rest."""
         call = self._calls[:]
         if call != self._call:
             self.tell()
@@ -205,25 +207,25 @@ class Printed:
         self._dropped += len(text) - self._write(text[:room])
 
     def tell(self) -> None:
-        """Say how much was left out since this was last said; a log that is full ends with that sentence."""
+        """Report how many bytes were dropped since the last report, unless the log is full already."""
         if self._dropped and os.fstat(self._log).st_size <= LOG_BYTES:
             full = os.fstat(self._log).st_size == LOG_BYTES
             limit = (
                 f"the log holds {LOG_BYTES >> 20} MiB"
                 if full
-                else f"of a call {CALL_BYTES >> 10} KiB are kept"
+                else f"only {CALL_BYTES >> 10} KiB of a call are kept"
             )
-            self._write(f"\n[{self._dropped} further bytes were printed and left out: {limit}]\n".encode())
+            self._write(f"\n[{self._dropped} more bytes were printed and dropped: {limit}]\n".encode())
         self._dropped = 0
 
     def _write(self, text: bytes) -> int:
-        with suppress(OSError):  # a full disk, which ends no run
+        with suppress(OSError):  # a full disk must not end the run
             return os.write(self._log, text) if text else 0
         return 0
 
 
 def _keep(line: int, control: int, log: int) -> None:
-    """Keep a process that calls functions, until it ends or the other end of `control` closes."""
+    """Keep a scoring process until it ends or the other end of `control` closes."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -242,7 +244,7 @@ def _keep(line: int, control: int, log: int) -> None:
             sources.remove(reads)
         if control in ready:
             break
-        codes.update(_reaped())  # it may have ended before there was a waker
+        codes.update(_reaped())  # the process may have ended before the waker existed
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
     codes = _end_below(END_SECONDS) | codes
@@ -256,7 +258,7 @@ def _keep(line: int, control: int, log: int) -> None:
 
 
 def _pass_on(reads: int, printed: Printed) -> bool:
-    """Take a part of what a process has printed; tell whether there was any."""
+    """Pass a part of a process's output on; return False at its end."""
     text = os.read(reads, 1 << 16)
     if text:
         printed.take(text)
@@ -264,9 +266,9 @@ def _pass_on(reads: int, printed: Printed) -> bool:
 
 
 def _begin(line: int, writes: int, calls: mmap.mmap) -> None:
-    """Make this process one that calls functions, and has no descriptor beside its line and its streams."""
+    """Turn this process into a scoring process that has only its socket and its standard streams open."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Let this process be the first to go where memory runs out.
+    # If memory runs out, the system ends this process first.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Answers to the problems of `tandem.tasks`, as reasoning-gym scores them."""
+"""A reward for the problems of `tandem.tasks`, scored by reasoning-gym."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.tasks import PREFIX, parse
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What reasoning-gym says of a response, from 0 to 1; 0 where it gives no answer."""
+    """Return reasoning-gym's score of a response, from 0 to 1; 0 if the response has no answer."""
     task = parse(str(extra_info["task"]))
     answer = task.answer(solution_str)
     score = 0.0 if answer is None else task.score(answer, int(extra_info["index"]))

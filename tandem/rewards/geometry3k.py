@@ -1,5 +1,6 @@
-r"""Geometry problems whose answers are boxed after a <think> section: nine tenths of the score are for the
-right answer, one tenth for the form.
+r"""A reward for geometry problems whose answers are boxed after a <think> section.
+
+Nine tenths of the score are for the right answer, one tenth is for the format.
 
 Lu et al., "Inter-GPS: Interpretable Geometry Problem Solving", arXiv 2105.04165. Only text is scored here.
 """
@@ -16,11 +17,11 @@ from tandem.rewards.truths import truths
 
 FORM_WEIGHT = 0.1
 FORM = ("<think>", "</think>", "\\boxed{", "}")
-"""What a well-formed response has in this order; it begins with the first."""
+"""The parts of a well-formed response, in this order; the response starts with the first."""
 
 
 def well_formed(solution_str: str) -> bool:
-    """Whether a response thinks first, and boxes an answer afterwards."""
+    """Return whether a response starts with a think section and boxes an answer after it."""
     if not solution_str.startswith(FORM[0]):
         return False
     place = 0
@@ -36,12 +37,13 @@ def well_formed(solution_str: str) -> bool:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The score 0.9 for the right answer plus 0.1 for the form; "acc" and "format" are 1 or 0, "pred" is the
-    answer.
+    """Return the score: 0.9 for the right answer plus 0.1 for the format.
+
+    "acc" and "format" are 1 or 0; "pred" is the answer.
 
     Raises:
-        RewardError: the process that compares expressions cannot be started.
-        ValueError: there is no ground truth.
+        RewardError: The process that compares expressions cannot be started.
+        ValueError: There is no ground truth.
     """
     golds = truths(ground_truth)
     pred = last_boxed(solution_str)

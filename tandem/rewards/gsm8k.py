@@ -1,4 +1,4 @@
-"""Grade-school word problems in the style of GSM8K, whose answers follow "####".
+"""A reward for grade-school word problems in the style of GSM8K, whose answers follow "####".
 
 Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv 2110.14168.
 """
@@ -14,29 +14,33 @@ from tandem.rewards.numbers import SIGN, VALUE, Quantity, last_quantity, quantit
 from tandem.rewards.truths import truths
 
 MAX_TAIL_CHARACTERS = 10_000
-"""How much of a response's end "flexible" searches."""
+"""How many characters at the end of a response "flexible" searches."""
 METHODS = ("strict", "flexible")
 WRAPPING = r"(?:\s|[*_`{(:=$£€¥₹]|\\[$(]|\\(?:boxed|fbox|text|textbf|mathbf)\{)*+"
-"""Marks of a page, boxes and currencies before a number."""
+"""Markup, boxes and currency signs before a number."""
 ANNOUNCED = (
     r"(?:[ \t*_`$]*+(?i:(?:so|thus|hence|therefore),?[ ]+)?"
     r"(?:(?i:(?:the[ ]+)?(?:(?:final|correct|right|total)[ ]+)?"
     r"(?:answer|result|total|solution|sum|number)|it)[ *_]*(?:is|equals|=|:)|[A-Za-z][ $*]*=))?"
 )
-"""What may announce the answer: "The answer is", "x ="."""
+"""Words that may announce the answer, such as "The answer is" or "x ="."""
 AFTER_MARKER = re.compile(rf"{ANNOUNCED}{WRAPPING}{SIGN}(?:{WRAPPING}){VALUE}")
 MARKER = re.compile("####")
 
 
 def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> Quantity | None:
-    """The number a response answers with, if any: "strict" takes that right after the last "####" that has
-    one, "flexible" the last of the response's end.
+    """Return the number that a response gives as its answer; None if there is none.
+
+    Args:
+        solution_str: The response.
+        method: "strict" takes the number right after the last "####" that has one; "flexible" takes the last
+            number at the end of the response.
 
     Raises:
-        ValueError: the method is neither.
+        ValueError: The method is neither.
     """
     if method not in METHODS:
-        raise ValueError(f"the method {method!r} is none of {', '.join(METHODS)}")
+        raise ValueError(f"the method {method!r} is not one of {', '.join(METHODS)}")
     if method == "flexible":
         return last_quantity(readable(solution_str[-MAX_TAIL_CHARACTERS:]))
     text, last = readable(solution_str), None
@@ -46,7 +50,7 @@ def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") 
 
 
 def answer_text(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The text of the number a response answers with, if any."""
+    """Return the answer's number as text; None if there is none."""
     found = answer(solution_str, method)
     return None if found is None else str(found)
 
@@ -60,11 +64,13 @@ def compute_score(
     *,
     method: Literal["strict", "flexible"] = "strict",
 ) -> float:
-    """1 for the right number, else 0. The ground truth is a number, a solution with "####" before it, or a
-    list of those of which any will do.
+    """Return 1 for the right number, else 0.
+
+    The ground truth is a number, a solution with "####" before the number, or a list of these, any of which
+    is right.
 
     Raises:
-        ValueError: the ground truth is none of these.
+        ValueError: The ground truth is none of these.
     """
     golds = [Quantity(to_number(text.rpartition("####")[2])) for text in truths(ground_truth)]
     found = answer(solution_str, method)

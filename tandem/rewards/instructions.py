@@ -1,8 +1,8 @@
-"""Instructions whose following a program can check, by the names that the rows of IFEval have.
+"""Instructions that a program can check, under the names that IFEval's rows use.
 
 Zhou et al., "Instruction-Following Evaluation for Large Language Models", arXiv 2311.07911. Words are runs of
-letters and digits, and a sentence ends in a full stop, question or exclamation mark before a blank, so that
-counts differ a little from those of NLTK, which the paper's own program asks.
+letters and digits. A sentence ends with a full stop, question mark or exclamation mark before a space. So
+counts differ a little from those of NLTK, which the paper's own program uses.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 def instructions(
     response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any] = (), partial: bool = False
 ) -> dict[str, Any]:
-    """1 for a response that follows all instructions of its row, else 0; with `partial` the share that it
-    follows.
+    """Return 1 for a response that follows all instructions of its row, else 0.
 
     Args:
-        instruction_id_list: names such as "keywords:existence".
-        kwargs: the arguments of each: mappings, or their JSON text; an argument that is None is none.
+        response: The response.
+        instruction_id_list: The names of the instructions, such as "keywords:existence".
+        kwargs: The arguments of each instruction, as mappings or JSON text. Arguments that are None are
+            ignored.
+        partial: Whether to return the share of instructions that the response follows instead.
 
     Raises:
-        RewardError: an instruction that is not known here.
-        TypeError: an argument that it does not take, or lacks.
+        RewardError: An instruction is not known here.
+        TypeError: An instruction lacks an argument, or does not take one.
     """
     failed = []
     for place, name in enumerate(instruction_id_list):
         if name not in CHECKS:
             raise RewardError(
-                "no check of this instruction",
+                "there is no check for this instruction",
                 field="instruction_id_list",
                 got=name,
                 expected=f"one of {', '.join(sorted(CHECKS))}",
-                remedy="leave such rows out of the data",
+                remedy="remove such rows from the data",
             )
         given = kwargs[place] if place < len(kwargs) else {}
         named = parse_json(given) if isinstance(given, str) else given or {}
@@ -74,7 +76,7 @@ def _sentences(text: str) -> int:
 
 
 def _parts(text: str, between: str) -> list[str]:
-    """What stands between marks; nothing before the first mark, or after the last, is no part."""
+    """Return the texts between separators; empty text before the first or after the last does not count."""
     parts = [part.strip() for part in text.split(between)]
     return parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
 
@@ -168,4 +170,4 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda text: "," not in text,
 }
-"""Whether a text follows an instruction, called with the arguments that the rows give."""
+"""Checks of instructions: each returns whether a text follows the instruction, given the rows' arguments."""

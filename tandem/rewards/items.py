@@ -1,4 +1,4 @@
-"""A response to score, its score, and the reading of values that a user's function made."""
+"""A response to score, its score, and functions that read values of a user's function."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numbers import Real
 from typing import Any
 
 from tandem.observability.terminal import printable
-from tandem.rewards.calling import told
+from tandem.rewards.calling import describe_error
 
-SHOWN_CHARACTERS = 80  # how much of a value a message shows
-WHY_CHARACTERS = 500  # how much of a reward's reason is kept
-ANSWER_CHARACTERS = 10_000  # how much of an answer is kept
+SHOWN_CHARACTERS = 80  # how many characters of a value a message shows
+WHY_CHARACTERS = 500  # how many characters of a score's explanation are kept
+ANSWER_CHARACTERS = 10_000  # how many characters of an answer are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,14 @@ class Item:
     """A response to score.
 
     Attributes:
-        data_source: where its prompt comes from.
-        solution_str: the response's text.
-        ground_truth: what the data file gives as such.
-        extra_info: further facts of the data file's row.
-        index: the row's number in the data files, for messages.
-        columns: the row's columns that the reward reads, by name; "prompt" is as the data hold it.
-        uid: the same for all responses to one prompt.
-        token_ids: the response's tokens.
+        data_source: The data source of its prompt.
+        solution_str: The text of the response.
+        ground_truth: The ground truth in the data.
+        extra_info: Further information in the row of the data.
+        index: The row number in the data, for messages.
+        columns: The columns of the row that the reward reads, by name; "prompt" is in the data's form.
+        uid: An id that all responses to the same prompt share.
+        token_ids: The tokens of the response.
     """
 
     data_source: str
@@ -46,12 +46,13 @@ class Scored:
     """A checked score.
 
     Attributes:
-        score: finite.
-        extra: the other finite numbers that came with it.
-        answer: the answer that the response gives, as text; None if it gives none, or the reward reads none.
-        reads_answers: whether the reward looks for one.
-        failed: whether the reward failed, and the score stands for none.
-        why: what the score is for, as `reason` keeps it; "" where the reward does not say.
+        score: The score, a finite number.
+        extra: The other finite numbers that the function returned.
+        answer: The answer in the response, as text; None if there is none, or if the reward does not read
+            any.
+        reads_answers: Whether the reward looks for an answer.
+        failed: Whether the reward failed, so that the score is only a placeholder.
+        why: An explanation of the score, cut by `reason`; "" if the reward gives none.
     """
 
     score: float
@@ -63,30 +64,30 @@ class Scored:
 
     @property
     def right(self) -> bool:
-        """Whether the reward says so (`acc`), else whether the score is at least 1."""
+        """Whether the response is correct: `acc` if the reward returns it, else a score of at least 1."""
         return self.extra.get("acc", self.score) >= 1
 
 
-def reason(said: str) -> str:
-    """Return what is kept of a reward's reason: its beginning, without halves of surrogate pairs."""
-    return said[:WHY_CHARACTERS].encode(errors="replace").decode()
+def reason(text: str) -> str:
+    """Return the part of an explanation that is kept: its beginning, without halves of surrogate pairs."""
+    return text[:WHY_CHARACTERS].encode(errors="replace").decode()
 
 
 def as_number(value: Any) -> float | None:
-    """A plain number, a bool, or a zero-dimensional array or tensor as a float; None for anything else."""
+    """Convert a number, a bool, or a zero-dimensional array or tensor to a float; None for anything else."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     try:
         return float(value) if isinstance(value, Real) else None
-    except OverflowError:  # an integer beyond floats
+    except OverflowError:  # an integer too large for a float
         return math.inf
 
 
 def shown(value: Any) -> str:
-    """Return a value of the user's as a short text that a terminal may show."""
+    """Return a value of the user's as short text that can be printed on a terminal."""
     try:
         part = value[:SHOWN_CHARACTERS] if isinstance(value, str | bytes | list | tuple) else value
         text = printable(repr(part)[:SHOWN_CHARACTERS])
-    except BaseException as error:  # its __repr__ is the user's, or it is a number too long to write
-        text = f"(its repr {told(error)})"
+    except BaseException as error:  # __repr__ is the user's code, or the number is too long to print
+        text = f"(its repr {describe_error(error)})"
     return f"{type(value).__name__} {text}"

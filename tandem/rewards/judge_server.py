@@ -1,7 +1,7 @@
-"""Questions to a server that speaks OpenAI's chat completions, within its limits, each paid for once.
+"""Ask a server with OpenAI's chat completions API, within limits, and pay for each answer only once.
 
-The limits hold for all processes of a machine that ask the same address: they share locks on files beside the
-answers, which the system frees when a process dies.
+The limits hold for all processes of a machine that ask the same address. The processes share locks on files
+next to the cached answers; the system releases a lock when its process dies.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from tandem.texts import parse_json
 
 PAUSE_SECONDS = 0.5  # before the second try; each further pause is twice as long, up to `LONGEST_PAUSE`
 LONGEST_PAUSE = 30.0
-LONGEST_WAIT = 120.0  # a server that says to come back later than that is not waited for
+LONGEST_WAIT = 120.0  # if the server asks to wait longer than this, the request fails
 POLL_SECONDS = 0.02
 LARGEST_ANSWER = 4 * 2**20
-PASSING = (408, 409, 425, 429)  # refusals that may pass, beside all from 500 on
+PASSING = (408, 409, 425, 429)  # status codes that may be temporary, besides 500 and above
 
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class JudgeServer:
-    """Where a judge is, and how it may be asked.
+    """The server of a judge, and the limits for requests to it.
 
     Attributes:
-        url: the address before `/chat/completions`, such as http://127.0.0.1:8000/v1.
-        model: its name there.
-        api_key_env: the environment variable that holds the key; None: it needs none.
-        concurrent: requests at a time, of all processes of this machine.
-        per_minute: requests a minute, evenly spaced, of the same; None: any number.
-        timeout: seconds for one try.
-        tries: of a request that the server refuses for now, or does not answer.
-        options: further entries of the request, such as temperature or max_tokens.
-        cache: the folder with the answers, and the locks; None: the user's cache.
+        url: The address before `/chat/completions`, such as http://127.0.0.1:8000/v1.
+        model: The name of the model on the server.
+        api_key_env: The environment variable with the API key; None: the server needs no key.
+        concurrent: The most requests at a time, of all processes of this machine.
+        per_minute: The most requests per minute, evenly spaced, of all these processes; None: no limit.
+        timeout: The time limit of one try, in seconds.
+        tries: The most tries of a request that fails for a temporary reason.
+        options: Further entries of the request, such as temperature or max_tokens.
+        cache: The folder for answers and locks; None: the user's cache folder.
     """
 
     url: Annotated[str, Field(pattern="^https?://")]
@@ -64,10 +64,10 @@ class JudgeServer:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> JudgeServer:
-        """Return the server of a mapping of these names.
+        """Return the server that a mapping of these names describes.
 
         Raises:
-            RewardError: a name is missing or none of these, or a value is out of its range.
+            RewardError: A name is missing or unknown, or a value is out of range.
         """
         try:
             return cls(**given)
@@ -75,7 +75,7 @@ class JudgeServer:
             known = [each.name for each in fields(cls)]
             name = error.errors()[0]["loc"][0]
             raise RewardError(
-                "no such entry, or no such value",
+                "the entry is unknown, missing or has a wrong value",
                 field=f"the judge's server.{name}",
                 got=given.get(str(name), "nothing") if name in known else None,
                 expected=f"url (http://… or https://…) and model, and any of {', '.join(known[2:])}",
@@ -83,38 +83,38 @@ class JudgeServer:
 
     @property
     def answers(self) -> Path:
-        """The folder with this address's answers."""
+        """The folder with the cached answers of this address."""
         users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "judge"
         return Path(self.cache or users).expanduser() / hashlib.sha256(self.url.encode()).hexdigest()[:16]
 
     @property
     def key(self) -> str:
-        """The key, which nothing that is written may hold; "" where none is needed.
+        """The API key, which must not appear in anything that is written; "" if none is needed.
 
         Raises:
-            RewardError: the variable is not set, or holds what no header may.
+            RewardError: The variable is not set, or has characters that a header must not have.
         """
         key = os.environ.get(self.api_key_env, "").strip() if self.api_key_env else ""
         if self.api_key_env and not (key and key.isascii() and key.isprintable()):
             raise RewardError(
-                "holds other characters than a key has" if key else "is not set",
+                "has characters that are not allowed in a key" if key else "is not set",
                 field=f"the environment variable {self.api_key_env}",
-                remedy="export it before Tandem starts; server.api_key_env names it",
+                remedy="export it before you start Tandem; server.api_key_env names it",
             )
         return key
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a judge wrote.
+    """The answer of a judge.
 
     Attributes:
-        text: its words.
-        kept: the file that keeps them, once `keep` was called.
-        tokens: read and written, as the server counts; 0 where the answer was there already.
-        seconds: from the first try to the answer, without the wait for a turn.
-        retries: tries that failed.
-        cached: whether the answer was there already.
+        text: The text of the answer.
+        kept: The cache file of the answer, which exists after a call of `keep`.
+        tokens: The tokens read and written, as the server counts them; 0 for a cached answer.
+        seconds: The time from the first try to the answer, without waiting because of the limits.
+        retries: The number of failed tries.
+        cached: Whether the answer came from the cache.
     """
 
     text: str
@@ -125,7 +125,7 @@ class Reply:
     cached: bool = False
 
     def keep(self) -> None:
-        """Keep the answer, so that it is paid for once."""
+        """Write the answer to the cache, so that it is paid for only once."""
         self.kept.parent.mkdir(parents=True, exist_ok=True)
         new = self.kept.with_suffix(f".{os.getpid()}-{random.getrandbits(48):x}")
         new.write_text(json.dumps({"text": self.text, "tokens": self.tokens}), encoding="utf-8")
@@ -136,8 +136,8 @@ class _Refused(Exception):
     """A try that failed.
 
     Attributes:
-        after: seconds that the server says to wait; None where it does not.
-        final: whether another try would fail too.
+        after: The seconds that the server asks to wait; None if it does not say.
+        final: Whether another try would fail too.
     """
 
     def __init__(self, problem: str, after: float | None = None, final: bool = False) -> None:
@@ -146,20 +146,20 @@ class _Refused(Exception):
 
 
 async def ask(server: JudgeServer, messages: list[dict[str, str]]) -> Reply:
-    """Return the judge's answer to a chat: as kept, else of the server.
+    """Return the judge's answer to a chat, from the cache or else from the server.
 
     Raises:
-        RewardError: there is none after all tries; the key is missing.
+        RewardError: All tries failed, or the API key is missing.
     """
     body = {**server.options, "model": server.model, "messages": messages}
     content = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     kept = server.answers / content[:2] / f"{content}.json"
     try:
         return Reply(parse_json(kept.read_text(encoding="utf-8"))["text"], kept, cached=True)
-    except (OSError, ValueError, KeyError, TypeError):  # none, or half of one: it is asked for again
+    except (OSError, ValueError, KeyError, TypeError):  # not in the cache, or only a part of it: ask again
         pass
     key, seconds, tried = server.key, 0.0, 0
-    client = _client()  # takes a while once, which is not to eat up the requests' distance
+    client = _client()  # slow the first time, so it must not count as spacing between requests
     while True:
         try:
             async with _turn(server):
@@ -175,21 +175,21 @@ async def ask(server: JudgeServer, messages: list[dict[str, str]]) -> Reply:
 
 
 def _pause(server: JudgeServer, refused: _Refused, tried: int) -> float:
-    """Return the seconds to the next try.
+    """Return the seconds to wait before the next try.
 
     Raises:
-        RewardError: there is none.
+        RewardError: There is no next try.
     """
     doubled = min(LONGEST_PAUSE, PAUSE_SECONDS * 2 ** (tried - 1)) * random.uniform(0.75, 1.25)
     pause = doubled if refused.after is None else refused.after
     if refused.final or tried >= server.tries or pause > LONGEST_WAIT:
-        later = f", and says to wait {pause:.0f} s" if pause > LONGEST_WAIT else ""
+        later = f", and asks to wait {pause:.0f} s" if pause > LONGEST_WAIT else ""
         raise RewardError(
-            "the judge gives no answer",
+            "no answer from the judge",
             field=f"the judge {server.model} at {server.url}",
             got=f"{refused}{later} (try {tried} of {server.tries})",
-            remedy="look whether the server runs and what it allows: server.concurrent, per_minute, "
-            "timeout, tries, api_key_env; reward.on_error=zero or drop goes on without",
+            remedy="check that the server runs, and its limits: server.concurrent, per_minute, "
+            "timeout, tries, api_key_env; or set reward.on_error=zero or drop to continue without its scores",
         ) from None
     return pause
 
@@ -197,7 +197,7 @@ def _pause(server: JudgeServer, refused: _Refused, tried: int) -> float:
 async def _try(
     server: JudgeServer, body: dict[str, Any], client: httpx2.AsyncClient, key: str
 ) -> tuple[str, int]:
-    """Ask once; return the words and the tokens."""
+    """Send the request once; return the text of the answer and the number of tokens."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     address = f"{server.url.rstrip('/')}/chat/completions"
     raw = bytearray()
@@ -209,7 +209,7 @@ async def _try(
             async for part in response.aiter_bytes():
                 raw += part
                 if len(raw) > LARGEST_ANSWER:
-                    raise _Refused("an answer without end", final=True)
+                    raise _Refused(f"the answer is larger than {LARGEST_ANSWER >> 20} MiB", final=True)
     except (httpx2.HTTPError, TimeoutError) as error:
         problem = str(error) or f"no answer in {server.timeout:g} s"
         raise _Refused(f"{type(error).__name__}: {problem}") from None
@@ -223,7 +223,7 @@ async def _try(
 
 
 def _read(text: str) -> tuple[str, int]:
-    """The words and the tokens of a chat completion."""
+    """Return the text and the number of tokens of a chat completion."""
     try:
         answer = parse_json(text)
         words = answer["choices"][0]["message"]["content"]
@@ -232,11 +232,11 @@ def _read(text: str) -> tuple[str, int]:
             return words, tokens if isinstance(tokens, int) else 0
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         pass
-    raise _Refused(f"no chat completion: {text[:200]!r}")
+    raise _Refused(f"the reply is not a chat completion: {text[:200]!r}")
 
 
 def _seconds(after: str | None) -> float | None:
-    """The seconds that a header Retry-After says, as a number or a date; None where it says none."""
+    """Return the seconds in a Retry-After header, which has a number or a date; None if it has neither."""
     try:
         wait = float(after or "nan")
     except ValueError:
@@ -259,7 +259,7 @@ def _client() -> httpx2.AsyncClient:
 
 @asynccontextmanager
 async def _turn(server: JudgeServer) -> AsyncIterator[None]:
-    """Waits until one more request is within the limits."""
+    """Wait until the limits allow another request."""
     server.answers.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:
         for place in random.sample(range(server.concurrent), server.concurrent):
@@ -272,7 +272,7 @@ async def _turn(server: JudgeServer) -> AsyncIterator[None]:
 
 
 def _delay(server: JudgeServer) -> float:
-    """Seconds to the next request that `per_minute` allows, which is taken."""
+    """Reserve the next request that `per_minute` allows, and return the seconds until then."""
     if server.per_minute is None:
         return 0.0
     gap, now = 60.0 / server.per_minute, time.time()
@@ -280,9 +280,9 @@ def _delay(server: JudgeServer) -> float:
         assert file is not None
         try:
             then = float(file.read())
-        except ValueError:  # none so far
+        except ValueError:  # this is the first request
             then = now
-        then = min(max(then, now), now + gap * server.concurrent)  # whatever the clock did
+        then = min(max(then, now), now + gap * server.concurrent)  # also correct if the clock was changed
         file.seek(0)
         file.truncate()
         file.write(repr(then + gap))
@@ -291,7 +291,7 @@ def _delay(server: JudgeServer) -> float:
 
 @contextmanager
 def _locked(path: Path, *, wait: bool) -> Iterator[IO[str] | None]:
-    """A file that nobody else has meanwhile; None where somebody has and it is not waited for."""
+    """Open and lock a file; yield None if another process has the lock and `wait` is False."""
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

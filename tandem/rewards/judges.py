@@ -1,5 +1,8 @@
-"""A language model that judges responses, as a reward function: any server that speaks OpenAI's chat
-completions is asked with a rubric, and the score is read in its answer."""
+"""A reward function that asks a language model to judge responses.
+
+It sends a rubric and the response to any server with OpenAI's chat completions API, and reads the score in
+the answer.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +40,28 @@ Score: N
 where N is a number from {low} (worst) to {high} (best)."""
 PATTERN = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
 SCALE = (0, 10)
-READ_CHARACTERS = 20_000  # how much of a judge's answer is searched, from its end
+READ_CHARACTERS = 20_000  # how many characters at the end of a judge's answer are searched
 NAMES = ("rubric", "prompt", "response", "answer", "mark", "low", "high")
 
 
 def check(**given: Any) -> tuple[str, ...]:
-    """Refuses arguments of `judge` with which it could score nothing, and returns the columns that the data
-    must have: a rubric, where one is asked for and not given.
+    """Check the arguments of `judge`, and return the columns that the data must have.
+
+    This is the column "rubric", if the template has a place for a rubric and no rubric is given.
+
+    Args:
+        given: The arguments of `judge`.
 
     Raises:
-        RewardError: one of them does not do, or the server's key is missing.
+        RewardError: An argument is wrong, or the server's API key is missing.
     """
     if not isinstance(given.get("server"), Mapping):
         raise RewardError(
-            "is missing, or no mapping",
+            "must be a mapping",
             field="the judge's server",
             got=given.get("server"),
             expected="{url: http://…/v1, model: …}",
-            remedy="give it with reward_kwargs, or with functools.partial in Python",
+            remedy="set it in reward_kwargs, or with functools.partial in Python",
         )
     _ = JudgeServer.of(given["server"]).key
     _check_scale(given.get("scale", SCALE))
@@ -78,40 +85,43 @@ async def judge(
     json_field: str | None = None,
     scale: Sequence[float] = SCALE,
 ) -> dict[str, Any]:
-    """The score that a judge gives a response, from 0 for the worst of its scale to 1 for the best.
+    """Return the score that a judge gives a response, from 0 (worst of the scale) to 1 (best).
 
     Args:
-        server: whom to ask, as in `tandem.rewards.judge_server.JudgeServer`.
-        rubric: what a good response is; a column, or the same for all rows.
-        answer: what `{answer}` in the template stands for; None: the `ground_truth` of `reward_model`.
-        template: the message to the judge; {rubric}, {prompt}, {response}, {answer}, {low} and {high} stand
-            for these, {mark} for letters that the response cannot foresee.
-        pattern: the score is the first group of its last match in the judge's answer.
-        json_field: the score is this entry of the last JSON object in it instead.
-        scale: the lowest and the highest score.
+        prompt: The prompt, as text or messages.
+        response: The response.
+        server: The server to ask, as in `tandem.rewards.judge_server.JudgeServer`.
+        rubric: What a good response is: a column, or the same text for all rows.
+        answer: The text for `{answer}` in the template; None: the `ground_truth` of `reward_model`.
+        reward_model: The column with the ground truth.
+        template: The message to the judge. {rubric}, {prompt}, {response}, {answer}, {low} and {high} are
+            replaced by their values, and {mark} by letters that the response cannot guess.
+        pattern: A regular expression. Its last match in the judge's answer has the score as its first group.
+        json_field: Read the score from this entry of the last JSON object in the answer instead.
+        scale: The lowest and the highest score.
 
     Returns:
-        "score", "why" (the end of the judge's answer), and "judge_tokens", "judge_seconds", "judge_retries"
-        and "judge_cached".
+        "score", "why" (the end of the judge's answer), and numbers about the request as "judge_…".
 
     Raises:
-        RewardError: no answer, none with a score of the scale, or an argument that does not do.
+        RewardError: The judge does not answer, its answer has no score on the scale, or an argument is wrong.
     """
     _check_scale(scale)
     _check_pattern(pattern)
     low, high = scale
     gold = (reward_model or {}).get("ground_truth") if answer is None else answer
-    told = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
-    told["answer"] = None if gold is None else " or ".join(truths(gold))
-    message = filled(template, told).encode(errors="replace").decode()  # no half of a surrogate pair
+    values = {"prompt": _text(prompt), "response": response, "rubric": rubric, "low": low, "high": high}
+    values["answer"] = None if gold is None else " or ".join(truths(gold))
+    text = fill_template(template, values)
+    message = text.encode(errors="replace").decode()  # replaces halves of surrogate pairs
     reply = await ask(JudgeServer.of(server), [{"role": "user", "content": message}])
     found = _in_json(reply.text, json_field) if json_field else _in_text(reply.text, pattern)
     if found is None or not low <= found <= high:
         raise RewardError(
             f"the judge gave no score from {low:g} to {high:g}",
             got=f"{found}, in an answer that ends with {reply.text[-200:]!r}",
-            remedy="let the template ask for what pattern or json_field reads, and leave room for it: "
-            "server.options.max_tokens",
+            remedy="make the template ask for the form that pattern or json_field reads, and raise "
+            "server.options.max_tokens if the answer was cut",
         )
     if not reply.cached:
         reply.keep()
@@ -125,23 +135,27 @@ async def judge(
     }
 
 
-def filled(template: str, told: Mapping[str, Any]) -> str:
-    """A template with its places filled; what fills them is taken as it is.
+def fill_template(template: str, values: Mapping[str, Any]) -> str:
+    """Fill the template's placeholders. Values are inserted verbatim.
+
+    Args:
+        template: The template.
+        values: The values by the names of placeholders.
 
     Raises:
-        RewardError: it has no place for the response, or one for what there is not.
+        RewardError: The template lacks {response}, or has a placeholder without a value.
     """
     _check_template(template)
-    content = json.dumps([template, {name: str(told[name]) for name in sorted(told)}])
-    given = {**told, "mark": hashlib.sha256(content.encode()).hexdigest()[:12]}
+    content = json.dumps([template, {name: str(values[name]) for name in sorted(values)}])
+    given = {**values, "mark": hashlib.sha256(content.encode()).hexdigest()[:12]}
 
     def place(found: regex.Match[str]) -> str:
         name = found.group(1)
         if given[name] is None:
             raise RewardError(
-                f"asks for {{{name}}}, which there is not",
+                f"has the placeholder {{{name}}}, but there is no {name}",
                 field="the judge's template",
-                remedy=f"give {name}, or a column {name} in each row; or another template",
+                remedy=f"set {name}, add a column {name} to the data, or use another template",
             )
         return str(given[name])
 
@@ -149,7 +163,7 @@ def filled(template: str, told: Mapping[str, Any]) -> str:
 
 
 def _text(prompt: Any) -> str:
-    """A prompt as text; of messages, each after its role."""
+    """Return a prompt as text; if it consists of messages, each follows its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {_words(message['content'])}" for message in prompt)
@@ -162,7 +176,7 @@ def _words(content: Any) -> str:
 
 
 def _in_text(text: str, pattern: str) -> float | None:
-    """The score in the pattern's last match."""
+    """Return the score in the last match of the pattern."""
     try:
         groups = [found.group(1) for found in regex.finditer(pattern, text[-READ_CHARACTERS:], timeout=1.0)]
     except TimeoutError:
@@ -174,25 +188,25 @@ def _check_scale(scale: Any) -> None:
     match scale:
         case [int() | float() as low, int() | float() as high] if low < high:
             return
-    raise RewardError("is none", field="the judge's scale", got=scale, expected="[lowest, highest]")
+    raise RewardError("is not a scale", field="the judge's scale", got=scale, expected="[lowest, highest]")
 
 
 def _check_template(template: Any) -> None:
     if not isinstance(template, str) or "{response}" not in template:
-        raise RewardError("lacks {response}", field="the judge's template", got=f"{template!r:.200}")
+        raise RewardError("must contain {response}", field="the judge's template", got=f"{template!r:.200}")
 
 
 def _check_pattern(pattern: Any) -> None:
     try:
-        problem = "" if regex.compile(pattern).groups else "has no group, which would be the score"
+        problem = "" if regex.compile(pattern).groups else "has no group, which must match the score"
     except (regex.error, TypeError) as error:
-        problem = f"is no regular expression: {error}"
+        problem = f"is not a regular expression: {error}"
     if problem:
         raise RewardError(problem, field="the judge's pattern", got=pattern, expected=r"such as Score: (\d+)")
 
 
 def _in_json(text: str, name: str) -> float | None:
-    """The score in the last JSON object with this entry; objects within others do not count."""
+    """Return the score in the last JSON object with this entry; objects inside other objects are ignored."""
     text, decoder, at, found = text[-READ_CHARACTERS:], json.JSONDecoder(), 0, None
     while (at := text.find("{", at)) >= 0:
         try:

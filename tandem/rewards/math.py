@@ -1,8 +1,9 @@
-r"""Mathematics with boxed answers, in the style of MATH: right if the last \boxed{…} of the response
-equals the ground truth, as tandem.rewards.expressions decides.
+r"""A reward for mathematics with boxed answers, in the style of MATH.
 
-Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset", arXiv 2103.03874. The parts
-of NuminaMath are those of PRIME's data, whose prompts ask for a box too (Cui et al., arXiv 2502.01456).
+A response is right if its last \boxed{…} equals the ground truth, as tandem.rewards.expressions decides.
+
+Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset", arXiv 2103.03874. The
+NuminaMath sources are those in PRIME's data, whose prompts ask for a box too (Cui et al., arXiv 2502.01456).
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from tandem.rewards.truths import truths
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """1 for a boxed answer equal to the ground truth, else 0. The ground truth is an expression, a solution
-    that boxes it, or a list of those of which any will do.
+    """Return 1 for a boxed answer equal to the ground truth, else 0.
+
+    The ground truth is an expression, a solution that boxes one, or a list of these, any of which is right.
 
     Raises:
-        RewardError: the process that compares expressions cannot be started.
-        ValueError: there is no ground truth.
+        RewardError: The process that compares expressions cannot be started.
+        ValueError: There is no ground truth.
     """
     golds = [last_boxed(text) or text for text in truths(ground_truth)]
     return float(same_as_any(golds, last_boxed(solution_str)))

@@ -1,9 +1,8 @@
-r"""What stands beside the value of a mathematical answer: its unit, its currency, its base, the words that
-qualify it.
+r"""Separate the value of a mathematical answer from its unit, currency, base and qualifying words.
 
-Where two answers both name one of these they must agree; where one leaves it out nothing is held against it,
-for the answers of the datasets leave units out. Words such as "or more" change the value itself: both have
-them, or neither. Units are not converted into each other.
+If two answers both name a unit, currency or base, these must agree. If only one names it, this is no
+difference, because the answers in datasets often leave units out. Words such as "or more" change the value
+itself, so both answers must have them, or neither. Units are not converted into each other.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)"
 POWER = r"(?:\s*\^\s*\{?\s*(?P<power>\d)\s*\}?)?"
 TAIL = re.compile(rf"(?P<value>.*\S)\s*(?:{TEXT}\s*\{{(?P<words>[^{{}}]*)\}}){POWER}", re.DOTALL)
-"""An answer that ends in words set as text."""
+"""An answer that ends with words that are set as text."""
 PLAIN_TAIL = re.compile(rf"(?P<value>.*[\d}})])(?P<words>\s*[A-Za-z][A-Za-z ./]*){POWER}", re.DOTALL)
-"""An answer that ends in words as they are."""
+"""An answer that ends with plain words."""
 BASE = re.compile(r"[0-9A-F]_\{?(\d+)\}?$")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 WORD = re.compile(r"[A-Za-z]+")
@@ -37,7 +36,7 @@ FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "mod", "gcd", "lcm", "max", "min")
 ) | {"choose"}
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-"""Number words, as powers of ten."""
+"""Number words, with their powers of ten."""
 UNITS = {
     name: names.split()[0]
     for names in (
@@ -77,12 +76,14 @@ POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
 
 @dataclass(frozen=True)
 class Measured:
-    """A mathematical answer, its value apart from what stands beside it.
+    """A mathematical answer, with its value separated from the rest.
 
     Attributes:
-        value: LaTeX.
-        unit, currency, base: None where the answer names none.
-        qualifiers: the words that change what the value says.
+        value: The value in LaTeX.
+        unit: The unit; None if the answer names none.
+        currency: The currency; None if the answer names none.
+        base: The base; None if the answer names none.
+        qualifiers: The words that change the meaning of the value.
     """
 
     value: str
@@ -92,14 +93,14 @@ class Measured:
     qualifiers: frozenset[str]
 
     def agrees(self, other: Measured) -> bool:
-        """Whether nothing beside the two values tells the answers apart."""
+        """Return whether nothing besides the values distinguishes the two answers."""
         pairs = ((self.unit, other.unit), (self.currency, other.currency), (self.base, other.base))
         named = all(one == two for one, two in pairs if one is not None and two is not None)
         return named and self.qualifiers == other.qualifiers
 
 
 def measured(text: str) -> Measured:
-    """The value of an answer and what stands beside it."""
+    """Separate the value of an answer from the rest."""
     plain_words = frozenset(word.lower() for word in WORD.findall(COMMAND.sub(" ", text)))
     currency = next((sign for sign, pattern in CURRENCIES.items() if pattern.search(text)), None)
     bare = text
@@ -111,8 +112,10 @@ def measured(text: str) -> Measured:
 
 
 def _parted(text: str) -> tuple[str, str | None]:
-    """The value before the words that an answer ends in, and the unit among these; where they belong to the
-    value, the whole and None."""
+    """Split an answer into its value and the unit in the words after the value.
+
+    If the words belong to the value, return the whole answer; if there is no unit, return None for it.
+    """
     tail = TAIL.fullmatch(text) or PLAIN_TAIL.fullmatch(text)
     if tail is None or not re.search(r"\d|\\pi", tail["value"]):
         return text, None
@@ -127,18 +130,18 @@ def _parted(text: str) -> tuple[str, str | None]:
 
 
 def _beside(written: str, word: str, known: bool) -> bool:
-    """Whether plain words stand beside the value: a letter right after a number is a factor of it."""
+    """Return whether plain words stand next to the value; a letter right after a number is a factor."""
     if not written[0].isspace():
         return known and len(word) > 1
     return known or (len(word) > 2 and word not in FUNCTIONS) or word == "or"
 
 
 def unit_named(words: list[str], power: str = "") -> str | None:
-    """The unit that words name, in one form for all its names; None if they name none.
+    """Return the unit that words name, in one form for all names of the same unit; None if there is none.
 
     Args:
-        words: in lower case, without points; "per" and "/" divide.
-        power: that of the unit, "" for 1.
+        words: The words in lower case, without full stops; "per" and "/" divide.
+        power: The power of the unit; "" for 1.
     """
     found = []
     for part in " ".join(words).replace(" per ", "/").replace("mph", "mi/h").split("/"):

@@ -1,7 +1,7 @@
-"""Numbers in text, exactly and whatever their length.
+"""Read numbers in text exactly, up to `MAX_CHARACTERS` long.
 
-A number is read as a whole or not at all. What stands after it may belong to it (1.5 million, 3 1/2, 50%,
-3 x 10^8); what makes it a part of something else is in tandem.rewards.contexts.
+A number is read as a whole or not at all. Text after it may belong to it (1.5 million, 3 1/2, 50%, 3 x 10^8).
+tandem.rewards.contexts has the patterns that make a number a part of something else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tandem.rewards.contexts import (
 )
 from tandem.rewards.measures import SCALES
 
-LINE_CHARACTERS = 100  # how much of a line before a number is looked at
+MAX_CHARACTERS = 10_000  # of a number; longer ones take too long to convert, and are no answer
+LINE_CHARACTERS = 100  # how many characters before a number on its line are searched
 PLAIN = (
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![\w.]))?"
 )
 TRUTH = re.compile(rf"[-+]?{PLAIN}")
 BLANK = "(?:[ \u00a0\u2009\u202f]|\\\\[,;: ]|\\{,\\}|,\\\\!)"
-"""What sets groups of three digits apart, besides a comma."""
+"""A separator of groups of three digits, besides a comma."""
 GROUPED = rf"[0-9]{{1,3}}(?:{BLANK}[0-9]{{3}})+(?![0-9/])(?:\.[0-9]+)?"
 POWERS = {**SCALES, "k": 3, "m": 6, "bn": 9}
 SIGN = r"(?:(?P<sign>[-+]|(?i:minus|negative)\b)(?P<gap>(?:[ \t$£€¥₹({]|\\\$){0,8}+))?"
@@ -58,19 +59,26 @@ AND_A_PART = re.compile(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of a text.
+    """A number in a text.
 
     Attributes:
-        value: as written, of 50% 50.
-        percent: whether it is written as a percentage.
+        value: The number as written; 50 for 50%.
+        percent: Whether it is written as a percentage.
     """
 
     value: Fraction
     percent: bool = False
 
     def near(self, truth: Quantity, absolute: Decimal = Decimal(), relative: Decimal = Decimal()) -> bool:
-        """Whether it is the right number, or as near to it as `absolute`, or `relative` times that one, says.
-        A sign for percent may be left out, as 50 for 50%, or the number be a share, as 0.5 for 50%."""
+        """Return whether this is the right number, within a tolerance.
+
+        A percent sign may be missing, as in 50 for 50%, or the number may be a fraction, as in 0.5 for 50%.
+
+        Args:
+            truth: The right number.
+            absolute: The largest difference that is accepted.
+            relative: The largest difference that is accepted, as a fraction of the right number.
+        """
         pairs = [(self.value, truth.value)]
         if self.percent != truth.percent:
             bare = truth.value if self.percent else self.value
@@ -84,7 +92,7 @@ class Quantity:
         return self.value / 100 if self.percent else self.value
 
     def __str__(self) -> str:
-        """Its text, the same for equal numbers: a decimal where it has an end, else a fraction."""
+        """Return text that is the same for equal numbers: a decimal if that is finite, else a fraction."""
         number, percent = self.value, "%" if self.percent else ""
         rest, places = number.denominator, 0
         for prime in (2, 5):
@@ -100,7 +108,7 @@ class Quantity:
 
 
 def readable(text: str) -> str:
-    r"""A text whose signs and fractions are written in one way: ½ and \frac{1}{2} as 1/2, 10⁸ as 10^{8}."""
+    r"""Write signs and fractions in one form: ½ and \frac{1}{2} as 1/2, 10⁸ as 10^{8}."""
     text = text.translate(str.maketrans("−﹣－–", "----"))
     text = UNICODE_FRACTION.sub(
         lambda found: " " + unicodedata.normalize("NFKC", found.group()).replace("\u2044", "/"), text
@@ -121,13 +129,13 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """The last number of a text made `readable`; None where it has none, or the last is none by itself."""
+    """Return the last number of a `readable` text; None if there is none or it is part of something else."""
     last = deque(ANYWHERE.finditer(text), maxlen=1)
     return quantity(last[0]) if last else None
 
 
 def quantity(found: re.Match[str]) -> Quantity | None:
-    """The number of a match of `SIGN` and `VALUE`, where it is one by itself."""
+    """Return the number in a match of `SIGN` and `VALUE`; None if it is a part of something else."""
     text, start, end = found.string, found.start("sign" if found["sign"] else "number"), found.end()
     line = text[max(text.rfind("\n", 0, start) + 1, start - LINE_CHARACTERS) : start]
     before = BEFORE.sub("", line)
@@ -139,7 +147,7 @@ def quantity(found: re.Match[str]) -> Quantity | None:
 
 
 def _signed(found: re.Match[str], line: str, before: str) -> bool:
-    """Whether what looks like a sign is one."""
+    """Return whether the character that looks like a sign is one."""
     if found["sign"] not in ("+", "-"):
         return True
     spaced = bool(re.search(r"\s", found["gap"])) and not AFTER_SPACED_SIGN.search(before.rstrip())
@@ -147,6 +155,8 @@ def _signed(found: re.Match[str], line: str, before: str) -> bool:
 
 
 def _quantity(found: re.Match[str]) -> Quantity | None:
+    if len(found.group()) > MAX_CHARACTERS:
+        return None
     value = Fraction(Decimal(re.sub(r"[^0-9.eE+-]", "", found["number"])))
     divisors = [int(Decimal(found[name])) for name in ("divisor", "bottom") if found[name]]
     if 0 in divisors or (found["top"] and value.denominator != 1):
@@ -163,10 +173,10 @@ def _quantity(found: re.Match[str]) -> Quantity | None:
 
 
 def to_number(ground_truth: Any) -> Fraction:
-    """A ground truth that is a number, or text of exactly one.
+    """Convert a ground truth that is a number, or text with nothing but a number.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: It is neither.
     """
     text = str(ground_truth).strip().replace("−", "-")
     if not TRUTH.fullmatch(text):

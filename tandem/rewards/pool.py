@@ -1,5 +1,8 @@
-"""A pool of processes that score responses. A call that hangs or dies costs its own samples alone, and a
-process that grows is replaced."""
+"""A pool of processes that score responses.
+
+If a call hangs or its process dies, only the call's own samples are affected. A process whose memory grows is
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +34,25 @@ from tandem.rewards.programs import place_programs
 from tandem.rewards.scoring import BatchScores, RewardCall
 from tandem.rewards.serving import TOKEN_BYTES, Answer, Garbled, Inbox, Setup, answer, send
 
-SEND_SECONDS = 10.0  # how long a process that waits for calls may take to read some
-CLOSE_SECONDS = 10.0  # how long a thread that scores may take to see that the pool is closed
-CHUNK = 16  # calls that a process is sent at a time
-NEWEST = 4096  # samples whose seconds are kept
-LONGER = "raise reward.timeout; or let failed scores count as nothing: reward.on_error=zero, or drop"
+SEND_SECONDS = 10.0  # how long an idle process may take to read calls
+CLOSE_SECONDS = 10.0  # how long a scoring thread may take to notice that the pool is closed
+CHUNK = 16  # the most calls that are sent to a process at a time
+NEWEST = 4096  # the number of samples whose scoring times are kept
+TIMEOUT_REMEDY = "raise reward.timeout, or set reward.on_error=zero or drop to continue without failed scores"
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A process of the pool, with the calls it was sent and has not answered.
+    """A process of the pool, with the calls that it was sent and has not answered.
 
     Attributes:
-        line: questions to it, and its answers.
-        keeper: the line to its keeper, which closes once all that it started has ended.
-        deadline: of its start, then of its first call.
-        calls: with their numbers.
-        ready: whether it has started.
-        kept_by: the keeper's process; 0 until it has started.
+        line: The socket for calls and their answers.
+        keeper: The socket to the keeper, which closes when everything that the process started has ended.
+        inbox: The answers that arrive.
+        deadline: The time limit of its start, then of its first call.
+        calls: The calls, with their numbers.
+        ready: Whether the process has started.
+        kept_by: The process id of the keeper; 0 before the process has started.
     """
 
     line: socket.socket
@@ -60,23 +64,23 @@ class Child:
     kept_by: int = 0
 
     def signal(self) -> None:
-        """Tell its keeper to end it and what it started."""
-        with suppress(OSError):  # it has ended
+        """Tell the keeper to end the process and everything that it started."""
+        with suppress(OSError):  # the keeper has ended already
             self.keeper.shutdown(socket.SHUT_WR)
 
     def kill(self) -> str:
-        """End it and what it started; return its exit code."""
+        """End the process and everything that it started; return its exit code."""
         self.signal()
         code = b""
         try:
             self.keeper.settimeout(2 * forkserver.END_SECONDS)
             while part := self.keeper.recv(64):
                 code += part
-        except TimeoutError:  # a function has stopped it; what it leaves the server ends
+        except TimeoutError:  # a function has stopped the keeper; the server ends what remains
             if self.kept_by:
                 with suppress(ProcessLookupError):
                     os.kill(self.kept_by, signal.SIGKILL)
-        except OSError:  # ended before
+        except OSError:  # the keeper had ended already
             pass
         self.keeper.close()
         self.line.close()
@@ -84,21 +88,24 @@ class Child:
 
 
 class Pool:
-    """The calls of reward functions, in processes of their own. Functions that are `bounded` are called here,
-    and without processes (`reward.num_workers=0`) all are.
+    """Calls of reward functions, in separate processes.
 
-    Asynchronous calls that wait side by side have one limit together; if that fails, each is called alone.
+    Functions that are `bounded` are called in this process. With `reward.num_workers=0`, all functions are.
+
+    Asynchronous calls that wait at the same time share one time limit. If one of them fails, each is called
+    again on its own.
 
     Args:
-        reward: the user's own; None takes each data source's.
-        config: the section of these keys.
-        log: the file that receives what functions print.
-        say: tells the user of slow calls.
+        reward: The user's own reward; None: each data source uses its own.
+        config: The section `reward` of the config.
+        log: The file that receives the output of functions.
+        say: Prints a sentence for the user about slow calls.
 
     Attributes:
         counts: "failed", "retried", "timeouts", "died" and "recycled" since they were last cleared.
-        failures: of the last batch, by place.
-        seconds: that the newest samples took to be scored, their share of a call that was for several.
+        failures: The failures of the last batch, by place.
+        seconds: The scoring times of the newest samples. If a call scores several samples, each gets an equal
+            share.
     """
 
     def __init__(
@@ -114,22 +121,25 @@ class Pool:
         self.seconds = deque[float](maxlen=NEWEST)
         cores = min(8, len(os.sched_getaffinity(0)))
         self._workers = cores if config.num_workers is None else config.num_workers
-        place_programs(config.sandbox, self._workers)  # of calls in this process
+        place_programs(config.sandbox, self._workers)  # for calls in this process
         self._say = say
         self._scoring = threading.Lock()
         self._closed = False
         self._children: list[Child] = []
         self._numbers = itertools.count(1)
-        self._scratch = make_scratch("rewards")  # of processes that may be killed
+        self._scratch = make_scratch("rewards")  # here, because processes may be killed before they clean up
         weakref.finalize(self, remove_scratch, self._scratch)
-        weakref.finalize(self, _end, self._children)  # at the program's end it goes first
+        weakref.finalize(self, _end, self._children)  # at exit, the last finalizer runs first
 
     def score(self, items: Sequence[Item]) -> list[Scored]:
-        """Scores of all items, in their order.
+        """Return the scores of all items, in their order.
+
+        Args:
+            items: The responses to score.
 
         Raises:
-            RewardError: a call failed, and `reward.on_error` is raise; a data source without a reward;
-                another thread closed the pool.
+            RewardError: A call failed and `reward.on_error` is raise; a data source has no reward; or another
+                thread closed the pool.
         """
         scoring = BatchScores(items, self.reward, self.config)
         with self._scoring:
@@ -142,7 +152,7 @@ class Pool:
                     self._feed(scoring)
                     self._listen(scoring)
             except BaseException:
-                _end(self._children)  # calls under way would answer the next batch
+                _end(self._children)  # answers to calls in progress would arrive in the next batch
                 raise
             finally:
                 self.failures = scoring.failures
@@ -151,11 +161,11 @@ class Pool:
         return scores
 
     def close(self) -> None:
-        """Ends all processes, and what another thread scores with them."""
+        """End all processes, and stop a batch that another thread is scoring with them."""
         self._closed = True
         for child in list(self._children):
             child.signal()
-        # Its thread sees them dead and ends them; one that calls a function itself has no processes.
+        # The scoring thread notices that they ended. A thread that calls functions itself has none.
         if self._scoring.acquire(timeout=CLOSE_SECONDS if self._children else 0):
             _end(self._children)
             self._scoring.release()
@@ -168,19 +178,19 @@ class Pool:
                 elsewhere.append(call)
                 continue
             items = scoring.of(call)
-            if not call.reward.bounded:  # a user's function may change what it is given
+            if not call.reward.bounded:  # a user's function may change its arguments
                 items = copy.deepcopy(items)
             self._take(scoring, call, answer(0, scoring.rewards(call), items))
         scoring.waiting.extend(elsewhere)
 
-    def _take(self, scoring: BatchScores, call: RewardCall, said: Answer) -> None:
-        if said.seconds:
-            self.seconds.extend([said.seconds / len(call.places)] * len(call.places))
-        scoring.take(call, said)
+    def _take(self, scoring: BatchScores, call: RewardCall, result: Answer) -> None:
+        if result.seconds:
+            self.seconds.extend([result.seconds / len(call.places)] * len(call.places))
+        scoring.take(call, result)
 
     def _start(self) -> Child:
         if self._closed:
-            raise RewardError("scores were asked of a reward pool that is closed")
+            raise RewardError("the reward pool is closed and cannot score")
         setup = Setup(
             token=os.urandom(TOKEN_BYTES),
             reward=pickle.dumps(self.reward),
@@ -203,12 +213,12 @@ class Pool:
         for end in ours:
             end.setblocking(False)
         child = Child(*ours, Inbox(setup.token), time.monotonic() + limit)
-        with suppress(OSError):  # it has ended, and is heard of next
+        with suppress(OSError):  # the process has ended, which is noticed later
             send(child.line, setup, limit)
         return child
 
     def _feed(self, scoring: BatchScores) -> None:
-        """Sends calls to the processes that have none; one that died or spoke idle is replaced first."""
+        """Send calls to idle processes; first replace an idle process that died or wrote something."""
         for place, child in enumerate(self._children):
             idle = child.ready and not child.calls
             if idle and wait([child.line, child.keeper], 0):
@@ -220,18 +230,18 @@ class Pool:
                 calls = [scoring.waiting.popleft() for _ in range(share)]
                 child.calls.extend(zip(self._numbers, calls, strict=False))
                 child.deadline = time.monotonic() + self.config.timeout
-                with suppress(OSError):  # it died or was stopped just now, and is heard of next
+                with suppress(OSError):  # the process has just died or stopped, which is noticed later
                     asked = [(n, c.parts, pickle.dumps(scoring.of(c))) for n, c in child.calls]
                     send(child.line, asked, SEND_SECONDS)
 
     def _listen(self, scoring: BatchScores) -> None:
-        """Takes what the processes say until the next deadline, and replaces those that failed."""
+        """Take answers until the next deadline, and replace processes that failed."""
         busy = [child for child in self._children if child.calls or not child.ready]
         until = min([child.deadline for child in busy] + [self._heard + SLOW_SECONDS])
         ends = [each for child in busy for each in (child.line, child.keeper)]
         ready = wait(ends, max(0.0, until - time.monotonic()))
         for child in busy:
-            dead = child.keeper in ready  # its last words are there by then
+            dead = child.keeper in ready  # all answers of a dead process have arrived by then
             problem = self._hear(child, scoring) if child.line in ready else ""
             if not problem and (child.calls or not child.ready):
                 late = time.monotonic() > child.deadline
@@ -242,19 +252,19 @@ class Pool:
             self._say_slow(scoring)
 
     def _hear(self, child: Child, scoring: BatchScores) -> str:
-        """Takes a process' answers; tells why it must be replaced, if it must."""
+        """Take the answers of a process; return why it must be replaced, or ""."""
         try:
-            for said in child.inbox.read(child.line):
+            for result in child.inbox.read(child.line):
                 self._heard = time.monotonic()
-                if not child.ready and said.number == 0:
-                    if said.error is not None:
-                        raise said.error
-                    child.ready, child.kept_by = True, said.keeper
-                elif child.calls and child.calls[0][0] == said.number:
+                if not child.ready and result.number == 0:
+                    if result.error is not None:
+                        raise result.error
+                    child.ready, child.kept_by = True, result.keeper
+                elif child.calls and child.calls[0][0] == result.number:
                     _, call = child.calls.popleft()
                     child.deadline = time.monotonic() + self.config.timeout
-                    self._take(scoring, call, said)
-                    if said.grown:
+                    self._take(scoring, call, result)
+                    if result.grown:
                         return "recycled"
                 else:
                     return "garbled"
@@ -265,10 +275,15 @@ class Pool:
         return ""
 
     def _replace(self, child: Child, problem: str, scoring: BatchScores) -> None:
-        """Start another process for one that hangs, died or has grown; a call that it was at has failed.
+        """Replace a process that hangs, died or has grown; the call that it was working on has failed.
+
+        Args:
+            child: The process.
+            problem: Why it must be replaced.
+            scoring: The batch.
 
         Raises:
-            RewardError: it did not even start, or its call has failed, and `reward.on_error` is raise.
+            RewardError: The process did not start; or its call has failed and `reward.on_error` is raise.
         """
         self.counts["died" if problem == "garbled" else problem] += 1
         code, late, limit = child.kill(), problem == "timeouts", self.config.timeout
@@ -281,44 +296,44 @@ class Pool:
                 else f"exit code {code}; see {self.log}",
                 remedy="raise reward.timeout, or let the file load what it needs at the first call"
                 if late
-                else "mend what the file does on import",
+                else "fix what the file does on import",
             )
         if problem != "recycled" and child.calls:
             words = {
-                "timeouts": f"took more than {limit:g} s and was ended",
-                "died": f"ended its process with exit code {code}, or closed the pipe of its answers",
-                "garbled": "wrote into the pipe of its answers, which is not its own",
+                "timeouts": f"took more than {limit:g} s and was stopped",
+                "died": f"ended its process with exit code {code}, or closed the pipe for its answers",
+                "garbled": "wrote to the pipe for answers, which it must not use",
             }
             _, call = child.calls.popleft()
             place = call.places[0]
             error = call.reward.error(words[problem], place, scoring.items[place])
             if late:
-                error.remedy = f"{error.remedy}; {LONGER}"
+                error.remedy = f"{error.remedy}; {TIMEOUT_REMEDY}"
             self._take(scoring, call, Answer(0, error=error, seconds=limit if late else 0.0))
         scoring.waiting.extendleft(call for _, call in reversed(child.calls))
         self._children[self._children.index(child)] = self._start()
 
     def _say_slow(self, scoring: BatchScores) -> None:
-        self._heard = time.monotonic() + self.config.timeout  # once for each silence
+        self._heard = time.monotonic() + self.config.timeout  # one message for each silence
         for _, call in [child.calls[0] for child in self._children if child.calls][:1]:
             item = scoring.items[call.places[0]]
             self._say(
                 f"the reward function {call.reward.name} has not answered for {SLOW_SECONDS:g} s "
-                f"(data_source '{item.data_source}', row {item.index}); each call is ended after "
+                f"(data_source '{item.data_source}', row {item.index}); each call is stopped after "
                 f"{self.config.timeout:g} s (reward.timeout)"
             )
 
 
 def score(items: Sequence[Item], own: Scorer | None = None) -> list[Scored]:
-    """Scores of all items, in their order, by calls in this process.
+    """Return the scores of all items, in their order, with calls in this process.
 
     Args:
-        items: responses; their sources may differ.
-        own: the user's own reward; None takes each data source's.
+        items: The responses to score; their data sources may differ.
+        own: The user's own reward; None: each data source uses its own.
 
     Raises:
-        RewardError: a data source without a reward; a function that raised or returned anything but a
-            finite number (or a dict of one); names the function and the sample.
+        RewardError: A data source has no reward; or a function raised, or returned something else than a
+            finite number or a dict with one. The error names the function and the sample.
     """
     return Pool(own, RewardConfig(num_workers=0)).score(items)
 

@@ -1,10 +1,12 @@
-"""Programs that solve problems with tests, run in a sandbox (`tandem.sandbox`).
+"""A reward for programs that must pass tests; they run in a sandbox (`tandem.sandbox`).
 
-A ground truth, or its JSON text, holds `inputs` and `outputs`: texts for standard input and output, or, with
-`fn_name`, JSON values by line for a function's arguments and its result; or `assert_case`, a list of
-statements. What should come out is compared here and never reaches the program, except where a statement is
-no comparison of a call with plain values: it is executed beside the solution, which is counted as
-`cooperative`, as a solution might cheat it.
+A ground truth is a mapping or its JSON text. It has `inputs` and `outputs`: texts for standard input and
+output, or, with `fn_name`, a function's arguments (one JSON value per line) and its result. Or it has
+`assert_case`, a list of statements.
+
+The expected results are compared in this process and never reach the program. There is one exception: a
+statement that does not compare a call with plain values is executed next to the solution. Such tests are
+counted as `cooperative`, because a solution could cheat them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tandem.rewards.base import Scorer, register_reward, reward_for
 from tandem.sandbox import Limits, Place, Run
 from tandem.texts import parse_json
 
-FIRST = 10  # tests that a continuous score runs, as verl scores a solution by its first ten
+FIRST = 10  # how many tests a continuous score runs; verl scores a solution by its first ten
 CALLER = Path(sandbox.__file__).with_name("caller.py").read_text(encoding="utf-8")
 UNSERIALISABLE = "unserialisable"
 
@@ -36,10 +38,10 @@ class Test:
     """One test of a solution.
 
     Attributes:
-        given: standard input, a function's arguments, or a statement to execute.
-        expected: standard output, or the function's result.
-        function: its name; None where there is none.
-        cooperative: whether `given` is a statement.
+        given: The standard input, a function's arguments, or a statement to execute.
+        expected: The expected standard output or result of the function.
+        function: The name of the function; None if the test does not call one.
+        cooperative: Whether `given` is a statement.
     """
 
     given: Any
@@ -48,20 +50,20 @@ class Test:
     cooperative: bool = False
 
     def verdict(self, solution: str) -> str:
-        """Runs it: "passed", "failed", "timeout" or "unserialisable"."""
+        """Run the test and return "passed", "failed", "timeout" or "unserialisable"."""
         if self.function is None and not self.cooperative:
             ran = sandbox.run(solution, self.given)
-            return _told(ran, ran.status == "finished" and same_text(ran.stdout, self.expected))
+            return _outcome(ran, ran.status == "finished" and same_text(ran.stdout, self.expected))
         nonce = secrets.token_hex(16)
         ran = sandbox.run(CALLER, json.dumps([nonce, solution, self.function, self.given]) + "\n")
         _, marked, answer = ran.stdout.partition(nonce)
         if answer == UNSERIALISABLE:
             return UNSERIALISABLE
         came = ran.status == "finished" and bool(marked)
-        return _told(ran, came and (self.cooperative or same_value(answer, self.expected)))
+        return _outcome(ran, came and (self.cooperative or same_value(answer, self.expected)))
 
 
-def _told(ran: Run, passed: bool) -> str:
+def _outcome(ran: Run, passed: bool) -> str:
     return "timeout" if ran.status == "timeout" else "passed" if passed else "failed"
 
 
@@ -73,15 +75,17 @@ def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     continuous: bool = True,
 ) -> dict[str, Any]:
-    """The share of the first ten tests that a solution passes; unless `continuous`, 1 if it passes all tests,
-    else 0, with no test after the first that fails.
+    """Return the share of tests that a solution passes.
 
-    "passed", "tests", "timeouts", "unserialisable" and "cooperative" are numbers of tests, of those that ran;
-    "acc" is whether all that ran passed.
+    If `continuous`, this is the share of the first ten tests. Otherwise it is 1 if the solution passes all
+    tests, else 0, and tests stop at the first failure.
+
+    "passed", "tests", "timeouts", "unserialisable" and "cooperative" count the tests that ran. "acc" says
+    whether all of these passed.
 
     Raises:
-        RewardError: there is no sandbox, or it does not answer.
-        ValueError: the ground truth has no tests, or none of the forms above.
+        RewardError: There is no sandbox, or it does not answer.
+        ValueError: The ground truth has no tests, or has none of the forms above.
     """
     tests, solution = tests_of(ground_truth), program_in(solution_str)
     if continuous:
@@ -109,7 +113,7 @@ def compute_score(
 
 
 def place_programs(config: SandboxConfig, processes: int) -> None:
-    """Sets where this process, one of some, runs programs; together they keep to `max_concurrent`."""
+    """Set where this process runs programs; all `processes` together keep to `max_concurrent`."""
     share = max(1, config.max_concurrent // max(1, processes))
     limits = Limits(config.timeout, config.memory_limit_mb)
     sandbox.use(Place(config.url, limits, share if config.url else 1))
@@ -118,13 +122,16 @@ def place_programs(config: SandboxConfig, processes: int) -> None:
 def check_sources(
     sources: Iterable[str], own: Scorer | None, config: SandboxConfig, say: Callable[[str], None]
 ) -> None:
-    """Looks whether each data source has a reward, and says what holds the programs of those that run some.
+    """Check that each data source has a reward, and tell the user how programs are sandboxed.
 
     Args:
-        own: the user's own reward, which scores all sources.
+        sources: The data sources.
+        own: The user's own reward, which scores all sources; None: each source uses its own.
+        config: The section `reward.sandbox`.
+        say: Prints a sentence for the user.
 
     Raises:
-        RewardError: a source has no reward, or programs would run without a sandbox.
+        RewardError: A source has no reward, or programs would run without a sandbox.
     """
     parts = {source: own.parts if own else (reward_for(source),) for source in sources}
     running = [s for s, some in parts.items() if any(part.function is compute_score for part in some)]
@@ -134,7 +141,7 @@ def check_sources(
 
 
 def program_in(response: str) -> str:
-    """The program that a response gives: its last block of Python, else its last block, else all of it."""
+    """Return the program in a response: its last Python block, else its last block, else all of it."""
     _, fence, block = response.rpartition("```python")
     if not fence and response.count("```") >= 2:
         _, block, _ = response.rsplit("```", 2)
@@ -144,19 +151,19 @@ def program_in(response: str) -> str:
 
 
 def tests_of(ground_truth: Any) -> list[Test]:
-    """The tests that a ground truth holds.
+    """Return the tests in a ground truth.
 
     Raises:
-        ValueError: it has none, or none of the forms that the module's docstring names.
+        ValueError: It has no tests, or has none of the forms in the module's docstring.
     """
     truth = parse_json(ground_truth) if isinstance(ground_truth, str | bytes) else ground_truth
     if not isinstance(truth, Mapping):
-        raise ValueError(f"the ground truth is no mapping: {ground_truth!r:.80}")
+        raise ValueError(f"the ground truth is not a mapping: {ground_truth!r:.80}")
     statements, inputs, outputs = (truth.get(name) for name in ("assert_case", "inputs", "outputs"))
     if statements is not None:
         tests = [_statement(str(text)) for text in statements]
     elif inputs is None or outputs is None or len(inputs) != len(outputs):
-        raise ValueError("the ground truth needs assert_case, or inputs and outputs of the same number")
+        raise ValueError("the ground truth needs assert_case, or as many outputs as inputs")
     elif name := truth.get("fn_name"):
         tests = [Test(_values(i), _value(o), str(name)) for i, o in zip(inputs, outputs, strict=True)]
     else:
@@ -179,19 +186,22 @@ def _values(value: Any) -> list[Any]:
 
 
 def _statement(text: str) -> Test:
-    """A test of `assert f(…) == …` with plain values is a call; others are executed beside the solution."""
-    with suppress(SyntaxError, ValueError, TypeError, RecursionError):  # Python may execute it all the same
+    """Return the test of a statement: a call for `assert f(…) == …` with plain values, else the statement."""
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError):  # Python may still execute it
         match ast.parse(text).body:
             case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), given, []), [ast.Eq()], [wanted]))]:
                 plain = [[ast.literal_eval(each) for each in given], ast.literal_eval(wanted)]
-                if parse_json(json.dumps(plain)) == plain:  # tuples, sets and numbers as keys are not
+                if parse_json(json.dumps(plain)) == plain:  # false for tuples, sets and numeric keys
                     return Test(plain[0], plain[1], name)
     return Test(text, cooperative=True)
 
 
 def same_text(given: str, expected: str) -> bool:
-    """Whether two outputs agree: their lines that are not empty, word by word, apart from spaces; words that
-    are numbers, and not both integers, to 1e-5 of the expected and 1e-8."""
+    """Return whether two outputs agree.
+
+    Empty lines and the number of spaces are ignored. Words must be equal, except that numbers may differ by
+    1e-5 of the expected number plus 1e-8, if at least one of the two is not an integer.
+    """
     lines, wanted = (
         [words for line in text.splitlines() if (words := line.split())] for text in (given, expected)
     )
@@ -213,7 +223,7 @@ def _same_word(given: str, expected: str) -> bool:
 
 
 def same_value(answer: str, expected: Any) -> bool:
-    """Whether a function's answer, as JSON, is the expected value, or the only one of a list of it."""
+    """Return whether a function's JSON result equals the expected value, or the first entry of its list."""
     try:
         value = parse_json(answer)
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""Ready reward functions: rules that score any text, to be named in a config or given to Python, alone or in
-a weighted sum.
+"""Ready-made reward functions: rules for any text, to use alone or in a weighted sum.
 
-A rule takes the response and, by name, what else it needs: columns of the data, or values that are the same
-for all rows (`reward_kwargs`; `functools.partial` in Python). The right answer is the column `answer`, else
-the `ground_truth` of `reward_model`. The answer of a response stands between the last pair of the tags that
-`tag` names, else after the last `</think>`, else anywhere. Each score comes with its reason, `why`.
+You can name a rule in a config or pass it in Python. A rule takes the response and, by name, whatever else it
+needs: columns of the data, or values that are the same for all rows (`reward_kwargs`; `functools.partial` in
+Python). The right answer is the column `answer`, or else the `ground_truth` of `reward_model`. The answer of
+a response is the text between the last pair of the tags that `tag` names, or else after the last `</think>`,
+or else the whole response. Each score comes with an explanation, `why`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tandem.rewards.instructions import instructions as instructions
 from tandem.rewards.truths import truths
 from tandem.texts import parse_json
 
-MAX_EXPRESSION = 200  # characters of an expression; a longer one is none
+MAX_EXPRESSION = 200  # the most characters of an expression; longer text is not parsed
 MARKS = r"(?:[\s*_($\[{:]|\\(?:text|textbf|mathrm|mathbf|boxed)\b)*+"
 CHOSEN = re.compile(rf"{MARKS}([A-Z])[\s*_$]*+(?:[)\]}}.:]|\Z)")
-"""A letter that stands for itself, at the beginning of a line or a box."""
+"""A letter that stands alone, at the beginning of a line or a box."""
 LETTER = r"([A-Z](?![\w'’])|[a-z](?=[)\].*_\s]*(?:\n|\Z)))"
 NAMED = rf"(?:(?i:option|choice|letter|answer)\s+)?{MARKS}{LETTER}"
 WILL_BE = (
@@ -59,7 +59,7 @@ CONCLUDED = re.compile(
     r"(?:\A|[\n.!?;:])[\s*_]*+(?i:(?:so|thus|hence|therefore)\b,?\s+(?:it(?:['’]s|\s+(?:is|must\s+be))\s+)?"
     rf"|it(?:['’]s|\s+(?:is|must\s+be))\s+){MARKS}([A-Z])[\s)\].!*_$]*\Z"
 )
-"""A last sentence of no more than a letter."""
+"""A last sentence with nothing but a letter as its answer."""
 OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
 ANOTHER = re.compile(
     r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b|(?:is|was)\s+(?:not|wrong|incorrect|false)\b)"
@@ -67,7 +67,7 @@ ANOTHER = re.compile(
 )
 FENCED = re.compile(r"(?:```|~~~)[ \t]*(?i:jsonc?5?)?\s*(.*?)(?:```|~~~|\Z)", re.DOTALL)
 TEMPLATE = re.compile(r"…|<[^<>]*>|[^<…]+|<")
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")  # a word; of Chinese and Japanese text, a character
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")  # a word, or a single Chinese or Japanese character
 SIGNS = str.maketrans("×·⋅÷−–[]", "***/--()")
 TEX_OPERATIONS = (
     (r"(?i)\A(?:(?:the\s+)?(?:final\s+)?(?:answer|expression)(?:\s+is|\s*:))", ""),
@@ -87,7 +87,7 @@ OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def final(response: str, tag: str = "answer") -> str:
-    """What the last pair of tags holds, else what stands after the last `</think>`, else everything."""
+    """Return the text in the last pair of tags, or else after the last `</think>`, or else all of it."""
     before, closed, _ = response.rpartition(f"</{tag}>")
     _, opened, inside = before.rpartition(f"<{tag}>")
     return inside if closed and opened else response.rpartition("</think>")[2]
@@ -103,8 +103,8 @@ def _verdict(right: bool, why: str, **more: Any) -> dict[str, Any]:
 
 def _answered(right: bool, pred: object, golds: Sequence[str]) -> dict[str, Any]:
     pred = None if pred is None else str(pred)
-    told = "no answer found" if pred is None else f"answer {pred:.200}, expected {' or '.join(golds):.200}"
-    return _verdict(right, told, pred=pred)
+    why = "no answer found" if pred is None else f"answer {pred:.200}, expected {' or '.join(golds):.200}"
+    return _verdict(right, why, pred=pred)
 
 
 @register_reward(bounded=True)
@@ -115,10 +115,10 @@ def exact(
     ignore_case: bool = False,
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """1 for the very text of a right answer, else 0; blanks count as one."""
+    """Return 1 if the answer equals a right answer, ignoring the amount of whitespace, else 0."""
     golds, pred = _golds(answer, reward_model), " ".join(final(response, tag).split())
-    told = [" ".join(gold.split()) for gold in golds]
-    right = pred.lower() in map(str.lower, told) if ignore_case else pred in told
+    accepted = [" ".join(gold.split()) for gold in golds]
+    right = pred.lower() in map(str.lower, accepted) if ignore_case else pred in accepted
     return _answered(right, pred or None, golds)
 
 
@@ -131,11 +131,13 @@ def numeric(
     relative: float = 0.0,
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """1 for a number that is as near to the right one as `absolute`, or `relative` times that one, says, else
-    0. The answer is the last number: in the last box, where there is one.
+    """Return 1 if the answer is close enough to the right number, else 0.
+
+    The answer may differ by `absolute`, or by `relative` times the right number. It is the last number of the
+    last box, or of the text if there is no box.
 
     Raises:
-        ValueError: the right answer is no number.
+        ValueError: The right answer is not a number.
     """
     golds, part = _golds(answer, reward_model), final(response, tag)
     pred = gsm8k.answer(last_boxed(part) or part, "flexible")
@@ -157,24 +159,25 @@ def choice(
     letters: str = "ABCDEFGHIJ",
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """1 for the right letter of a multiple choice, else 0. The right answer is a letter, or the choice's
-    number from 0.
+    """Return 1 for the right letter of a multiple-choice question, else 0.
+
+    The right answer is a letter, or the number of the choice, counted from 0.
 
     Raises:
-        ValueError: the right answer is neither.
+        ValueError: The right answer is neither.
     """
     golds = []
     for gold in _golds(answer, reward_model):
         named = letters[int(gold) : int(gold) + 1] if gold.isdecimal() else _letter(gold)
         if not named or named not in letters:
-            raise ValueError(f"the right answer {gold!r:.80} is no letter of {letters}, nor its number")
+            raise ValueError(f"the right answer {gold!r:.80} is not a letter of {letters}, nor its number")
         golds.append(named)
     pred = _letter(final(response, tag)[-gsm8k.MAX_TAIL_CHARACTERS :])
     return _answered(pred in golds, pred, golds)
 
 
 def _letter(text: str) -> str | None:
-    """The letter that a text chooses: boxed, alone, announced last, or the only one that it names."""
+    """Return the letter that a text chooses: boxed, alone, announced last, or the only letter named."""
     boxed = last_boxed(text)
     alone = (boxed or text).strip(" \n()[].!*_$`")
     if len(alone) == 1 and alone.isalpha():
@@ -182,7 +185,7 @@ def _letter(text: str) -> str | None:
     if boxed is not None:
         found = CHOSEN.match(boxed)
         return found and found.group(1)
-    announced = [found for said in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in said.finditer(text)]
+    announced = [found for rule in (ANNOUNCED, CALLED_RIGHT, CONCLUDED) for found in rule.finditer(text)]
     if announced:
         last = max(announced, key=lambda found: found.start(1))
         return None if ANOTHER.match(text, last.end()) else last.group(1).upper()
@@ -198,25 +201,31 @@ def _letter(text: str) -> str | None:
 def matches(
     response: str, pattern: str, whole: bool = False, seconds: float = 1.0, tag: str = "answer"
 ) -> dict[str, Any]:
-    """1 for a text in which a regular expression (of the package `regex`) is found, or which is `whole` one,
-    else 0. One that takes more than `seconds` is ended and counts as not found."""
+    """Return 1 if a regular expression (of the package `regex`) matches the text, else 0.
+
+    With `whole`, it must match the whole text. A search that takes more than `seconds` is stopped and counts
+    as no match.
+    """
     part = final(response, tag).strip()
     search = regex.fullmatch if whole else regex.search
     try:
         found = search(pattern, part, timeout=seconds)
     except TimeoutError:
         return _verdict(False, f"the pattern took more than {seconds:g} s")
-    told = f"found {found.group()!r:.200}" if found else "not found"
-    return _verdict(bool(found), f"{told}, of {pattern:.200}")
+    outcome = f"found {found.group()!r:.200}" if found else "not found"
+    return _verdict(bool(found), f"{outcome}; pattern {pattern:.200}")
 
 
 @register_reward()
 def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, Any]:
-    """1 for JSON that a schema admits, in the last fence where there is one, else 0. A fence is three
-    backticks or tildes. Needs the package jsonschema.
+    """Return 1 for JSON that is valid under a schema, else 0. This needs the package jsonschema.
+
+    If the text has a fenced block (three backticks or tildes), the JSON is the last of them.
 
     Args:
-        schema: a mapping, or JSON text; nothing that it refers to is fetched.
+        response: The response.
+        schema: The schema, as a mapping or JSON text. Nothing that it refers to is downloaded.
+        tag: The tags around the answer.
     """
     try:
         checkers, registry = import_module("jsonschema"), import_module("referencing").Registry()
@@ -225,14 +234,14 @@ def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, An
     part = final(response, tag)
     try:
         value = parse_json((FENCED.findall(part) or [part])[-1].strip("\ufeff` \t\r\n"))
-        json.dumps(value, allow_nan=False)  # NaN is no JSON
+        json.dumps(value, allow_nan=False)  # NaN is not valid JSON
     except (ValueError, RecursionError) as error:
         return _verdict(False, f"no JSON: {error}")
     schema = parse_json(schema) if isinstance(schema, str) else schema
     checker = checkers.validators.validator_for(schema)
     checker.check_schema(schema)
     wrong = checkers.exceptions.best_match(checker(schema, registry=registry).iter_errors(value))
-    return _verdict(not wrong, f"at {wrong.json_path}: {wrong.message}" if wrong else "the schema admits it")
+    return _verdict(not wrong, f"at {wrong.json_path}: {wrong.message}" if wrong else "the schema accepts it")
 
 
 @register_reward(bounded=True)
@@ -244,11 +253,17 @@ def countdown(
     form: float = 0.0,
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """1 for an expression of +, -, *, / and brackets that has each of the numbers once and the target's
-    value, `form` for one of another value, else 0. What follows an equals sign does not count.
+    """Return 1 for an expression that uses each number once and has the target's value, else 0 or `form`.
+
+    The expression may have +, -, *, / and brackets. Text after an equals sign is ignored.
 
     Args:
-        numbers, target: columns, else entries of the `ground_truth` of `reward_model`.
+        response: The response.
+        numbers: The numbers to use: a column, else an entry of the `ground_truth` of `reward_model`.
+        target: The value to reach: a column, else an entry of the `ground_truth` of `reward_model`.
+        reward_model: The column with the ground truth.
+        form: The score of a correct expression that has another value.
+        tag: The tags around the answer.
     """
     truth = (reward_model or {}).get("ground_truth") or {}
     numbers = truth["numbers"] if numbers is None else numbers
@@ -269,8 +284,7 @@ def countdown(
 
 
 def _expression(part: str) -> str:
-    """The expression of an answer, as Python writes it: without the marks of a page, and without the value
-    before or after it."""
+    """Return an answer's expression in Python's notation, without markup and without its value."""
     text = (last_boxed(part) or part).strip(" \n\t*_`$").translate(SIGNS)
     for written, meant in TEX_OPERATIONS:
         text = re.sub(written, meant, text)
@@ -296,11 +310,15 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 def format(
     response: str, template: str = "<think>…</think><answer>…</answer>", prefilled: str = ""
 ) -> dict[str, Any]:
-    """1 for a response of the template's form, else 0: its tags and other texts in their order, none more
-    often than there; text where it has … (or ...), and only there.
+    """Return 1 for a response in the template's form, else 0.
+
+    The response must have the template's tags and other texts in the same order, and none of them more often.
+    It must have text where the template has … (or ...), and nowhere else.
 
     Args:
-        prefilled: what the prompt has of the response already, such as `<think>`.
+        response: The response.
+        template: The template.
+        prefilled: The part of the response that is in the prompt already, such as `<think>`.
     """
     text, parts = prefilled + response, TEMPLATE.findall(template.replace("...", "…"))
     at, free = 0, False
@@ -315,7 +333,7 @@ def format(
         if bool(text[at:place].strip()) != free:
             return {"score": 0.0, "why": f"{'no ' if free else ''}text before {shown}"}
         at, free = place + len(part), False
-    return {"score": 1.0, "why": "as the template"}
+    return {"score": 1.0, "why": "matches the template"}
 
 
 @register_reward(bounded=True)
@@ -327,10 +345,12 @@ def length(
     target: int | None = None,
     unit: Literal["tokens", "characters", "words"] = "tokens",
 ) -> list[dict[str, Any]]:
-    """0 for a response of at least `least` and at most `most` units, or of exactly `target`, else less: by
-    the share of the bound that it misses it by, down to -1.
+    """Return 0 for a response whose length is within bounds, else a negative score, down to -1.
 
-    With a target as in Aggarwal & Welleck, "L1: Controlling How Long A Reasoning Model Thinks With
+    The response must have at least `least` and at most `most` units, or exactly `target`. The negative score
+    is the difference from the bound, as a fraction of the bound.
+
+    The target follows Aggarwal & Welleck, "L1: Controlling How Long A Reasoning Model Thinks With
     Reinforcement Learning", arXiv 2503.04697.
     """
     least, most = (least, most) if target is None else (target, target)
@@ -346,25 +366,30 @@ def length(
 
 @register_reward(bounded=True)
 def repetition(response: str, size: int = 3) -> dict[str, Any]:
-    """The share of a response's n-grams that were there before, negated: 0 where no `size` words come twice,
-    near -1 for endless repetition. Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv
-    2502.03373, appendix C.2, as a single score for the response."""
+    """Return minus the share of a response's n-grams that occurred before.
+
+    The score is 0 if no sequence of `size` words occurs twice, and near -1 for endless repetition. Yeo et
+    al., "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv 2502.03373, appendix C.2, as a single
+    score for the response.
+    """
     words = WORD.findall(response.lower())
     count = len(words) - size + 1
     again = count - len(set(zip(*(words[at:] for at in range(size)), strict=False))) if count > 0 else 0
     return {
         "score": 0.0 - again / max(1, count),
-        "why": f"{again} of {max(0, count)} {size}-grams come again",
+        "why": f"{again} of {max(0, count)} {size}-grams are repeated",
     }
 
 
 @register_reward(bounded=True)
 def language(response: str, script: str | Sequence[str] = "Latin") -> dict[str, Any]:
-    """The share of a response's letters that belong to a script, 1 where it has none. DeepSeek-AI,
-    "DeepSeek-R1", arXiv 2501.12948, gives such a share of a language.
+    """Return the share of a response's letters that belong to a script; 1 if it has no letters.
+
+    DeepSeek-AI, "DeepSeek-R1", arXiv 2501.12948, rewards the share of a language in this way.
 
     Args:
-        script: Unicode's name, such as Latin, Han, Cyrillic, or several.
+        response: The response.
+        script: The Unicode name of a script, such as Latin, Han or Cyrillic, or several names.
     """
     names = [script] if isinstance(script, str) else list(script)
     letters = len(regex.findall(r"\p{L}", response))

@@ -1,4 +1,4 @@
-"""The scoring of a batch: the calls that it takes, and what is known of its scores."""
+"""The scoring of one batch: the calls that it needs, and the scores so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.rewards.base import Reward, Scorer, reward_for
 from tandem.rewards.items import Item, Scored, reason
 from tandem.rewards.serving import Answer
 
-ASIDE = 64  # asynchronous calls of one process that wait side by side
+CONCURRENT_CALLS = 64  # the most asynchronous calls of one process that wait at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,11 @@ class RewardCall:
     """One call of a function.
 
     Attributes:
-        reward: the function, the first of them if they are several.
-        parts: which of the scorer's functions; several are asynchronous, for one response.
-        places: of the samples that it scores.
-        tries: calls before it that failed.
+        reward: The function; if there are several, the first.
+        parts: The numbers of the functions in the scorer. If there are several, they are asynchronous and
+            score the same response.
+        places: The places of the samples to score.
+        tries: The number of failed calls before this one.
     """
 
     reward: Reward
@@ -32,23 +33,26 @@ class RewardCall:
     tries: int = 0
 
     def divided(self) -> list[RewardCall]:
-        """Calls for less that do the same: for each sample, then for each function; none where it is one."""
+        """Split the call by samples, or else by functions; return [] if it has only one of each."""
         if len(self.places) > 1 and not self.reward.batched:
             return [replace(self, places=(place,)) for place in self.places]
         return [replace(self, parts=(part,)) for part in self.parts] if len(self.parts) > 1 else []
 
 
 def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[RewardCall]:
-    """Yield the calls that score some items, each by its scorer: a function for one response is called for
-    each, asynchronous calls go together, of several functions too, a batched function takes all, one for
-    groups takes the responses to one prompt."""
+    """Yield the calls that score the items, each with its scorer.
+
+    A function for one response is called for each response. Asynchronous calls go together, also those of
+    several functions. A batched function takes all responses, and a group function all responses to one
+    prompt.
+    """
     places_of: dict[Scorer, list[int]] = {}
     for place, scorer in enumerate(scorers):
         places_of.setdefault(scorer, []).append(place)
     for scorer, places in places_of.items():
-        aside = tuple(part for part, reward in enumerate(scorer.parts) if reward.asynchronous)
+        concurrent = tuple(part for part, reward in enumerate(scorer.parts) if reward.asynchronous)
         for part, reward in enumerate(scorer.parts):
-            if part in aside[1:]:
+            if part in concurrent[1:]:
                 continue
             if reward.style == "group":
                 groups: dict[str, list[int]] = {}
@@ -56,14 +60,14 @@ def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[Rewar
                     groups.setdefault(items[place].uid, []).append(place)
                 divided = list(groups.values())
             else:
-                size = len(places) if reward.batched else ASIDE if reward.asynchronous else 1
+                size = len(places) if reward.batched else CONCURRENT_CALLS if reward.asynchronous else 1
                 divided = [places[at : at + size] for at in range(0, len(places), size)]
-            parts = aside if part in aside else (part,)
+            parts = concurrent if part in concurrent else (part,)
             yield from (RewardCall(reward, parts, tuple(some)) for some in divided)
 
 
 class BatchScores:
-    """The scores of a batch, as far as they are known: calls that wait, scores, and failures by place."""
+    """The scores of a batch so far: waiting calls, scores by place and function, and failures by place."""
 
     def __init__(self, items: Sequence[Item], own: Scorer | None, config: RewardConfig) -> None:
         self.items, self._config = items, config
@@ -79,22 +83,27 @@ class BatchScores:
         return len(self._found) == self._left
 
     def of(self, call: RewardCall) -> dict[int, Item]:
-        """The items of a call, by their place."""
+        """Return the items of a call, by their place."""
         return {place: self.items[place] for place in call.places}
 
     def rewards(self, call: RewardCall) -> list[Reward]:
-        """The functions of a call."""
+        """Return the functions of a call."""
         return [self._scorers[call.places[0]].parts[part] for part in call.parts]
 
-    def take(self, call: RewardCall, said: Answer) -> None:
-        """Take the scores by each of a call's functions. Where it has failed, it is divided, tried again, or
-        its samples have no score.
+    def take(self, call: RewardCall, result: Answer) -> None:
+        """Take the result of a call.
+
+        A failed call is split or tried again; if neither is possible, its samples have no score.
+
+        Args:
+            call: The call.
+            result: Its result.
 
         Raises:
-            RewardError: the given one, where `reward.on_error` is raise.
+            RewardError: The call failed and `reward.on_error` is raise.
         """
-        scores: Sequence[Mapping[int, Scored | None]] = said.scores
-        if said.error is not None:
+        scores: Sequence[Mapping[int, Scored | None]] = result.scores
+        if result.error is not None:
             if divided := call.divided():
                 self.waiting.extend(divided)
                 return
@@ -102,28 +111,28 @@ class BatchScores:
                 self.counts["retried"] += len(call.places)
                 self.waiting.append(replace(call, tries=call.tries + 1))
                 return
-            scores = [dict.fromkeys(call.places, self._none(call.places, said.error))]
+            scores = [dict.fromkeys(call.places, self._none(call.places, result.error))]
         for part, found in zip(call.parts, scores, strict=True):
             self._found.update({(place, part): scored for place, scored in found.items()})
 
     def _none(self, places: Sequence[int], error: RewardError) -> Scored:
-        """What stands for the score of samples that have none."""
+        """Record a failure and return the placeholder score of its samples."""
         if self._config.on_error == "raise":
             raise error
         self.failures |= dict.fromkeys(places, error)
         return Scored(0.0, why=reason(f"failed: {str(error).splitlines()[0]}"))
 
     def scores(self) -> list[Scored]:
-        """All scores, in the order of the items.
+        """Return all scores, in the order of the items.
 
         Raises:
-            RewardError: no function has something to say of one, and `reward.on_error` is raise.
+            RewardError: All functions returned None for an item, and `reward.on_error` is raise.
         """
         found = []
         for place, (item, scorer) in enumerate(zip(self.items, self._scorers, strict=True)):
             parts = [self._found[place, part] for part in range(len(scorer.parts))]
             try:
-                scored = scorer.joined(place, item, parts)
+                scored = scorer.combine_parts(place, item, parts)
             except RewardError as error:
                 scored = self._none([place], error)
             found.append(replace(scored, failed=place in self.failures))

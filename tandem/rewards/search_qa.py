@@ -1,8 +1,10 @@
-"""Questions answered with a search engine, between <answer> tags: 1 for the very words of a right answer.
+"""A reward for questions answered with a search engine, with the answer between <answer> tags.
+
+The score is 1 if the answer equals a right answer.
 
 Jin et al., "Search-R1: Training LLMs to Reason and Leverage Search Engines with Reinforcement Learning",
 arXiv 2503.09516. Answers are compared as in SQuAD (Rajpurkar et al., arXiv 1606.05250): without case,
-punctuation and articles. It is an exact match, not an F1.
+punctuation and articles. This is an exact match, not an F1 score.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from tandem.rewards.truths import truths
 OPEN, CLOSE = "<answer>", "</answer>"
 MAX_TAGS = 10
 SHARE_WITH_MORE_TAGS = 0.25
-"""What a right answer is worth in a response with more than MAX_TAGS opening, or closing, tags."""
+"""The score of a right answer in a response with more than MAX_TAGS opening or closing tags."""
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def answer(solution_str: str) -> str | None:
-    """What the last pair of tags holds; None if there is none."""
+    """Return the text in the last pair of tags; None if there is none."""
     start = solution_str.rfind(OPEN, 0, max(0, solution_str.rfind(CLOSE)))
     if start < 0:
         return None
@@ -33,8 +35,10 @@ def answer(solution_str: str) -> str | None:
 
 
 def normalized(text: str) -> str:
-    """A text in lower case, without punctuation and articles, its words one blank apart; a text of nothing
-    else, such as "A" or "!!!", keeps them."""
+    """Return text in lower case without punctuation and articles, with single spaces between words.
+
+    If nothing else is left, as for "A" or "!!!", they are kept.
+    """
     lower = text.lower()
     words = ARTICLE.sub(" ", lower.translate(WITHOUT_PUNCTUATION)).split()
     return " ".join(words or lower.split())
@@ -53,12 +57,13 @@ def normalized(text: str) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The score 1 for an answer that is one of the right ones, a quarter of it with more than ten tags, else
-    0; "acc" is 1 or 0, "pred" the answer. The ground truth is one answer, a list, or a mapping with either
-    under "target".
+    """Return the score 1 for a right answer (0.25 in a response with more than ten tags), else 0.
+
+    "acc" is 1 or 0; "pred" is the answer. The ground truth is one answer, a list of answers, or a mapping
+    with either of these under "target".
 
     Raises:
-        ValueError: there is no ground truth.
+        ValueError: There is no ground truth.
     """
     golds = truths(ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth)
     pred = answer(solution_str)

@@ -1,8 +1,9 @@
-"""The process that calls reward functions, and what it says: answers that another process can check.
+"""The process that calls reward functions, and the answers that it sends, which another process can check.
 
-Questions come as pickles, which the trainer writes. An answer is plain JSON behind a header with the number
-of its call, the process that made it, a word that was given to that process alone, and its length. So what a
-function writes into the pipe itself, or a copy of the process that it made, is never taken for an answer.
+Calls arrive as pickles, which the trainer writes. An answer is plain JSON after a header. The header has the
+number of the call, the id of the process, a token that only this process was given, and the length. So if a
+function writes to the pipe itself, or forks a copy of the process that does, its output is never mistaken for
+an answer.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Any
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
 from tandem.rewards.base import Reward, reward_for, scores_of
-from tandem.rewards.calling import told
+from tandem.rewards.calling import describe_error
 from tandem.rewards.items import Item, Scored
 from tandem.rewards.programs import place_programs
 from tandem.texts import parse_json
 
-ANSWER_BYTES = 64 * 2**20  # the longest answer
-ERROR_CHARACTERS = 4000  # how much of each part of an error is told
+ANSWER_BYTES = 64 * 2**20  # the largest answer
+ERROR_CHARACTERS = 4000  # how many characters of each part of an error are sent
 TOKEN_BYTES = 16
 READ_BYTES = 2**20
 _HEAD = struct.Struct(f"!{TOKEN_BYTES}sQQQ")
@@ -41,17 +42,17 @@ _PARTS = ("message", "field", "got", "expected", "remedy")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a process is told first.
+    """The first message to a process.
 
     Attributes:
-        token: the word that its answers bear.
-        reward: the user's own, pickled; loading it runs the user's code.
-        config: of the calls.
-        processes: of the pool.
-        scratch: the folder for temporary files.
-        path: where modules are found.
-        folder: the working directory.
-        environment: the variables.
+        token: The token that its answers must carry.
+        reward: The user's own reward, pickled. Unpickling it runs the user's code.
+        config: The section `reward` of the config.
+        processes: The number of processes in the pool.
+        scratch: The folder for temporary files.
+        path: The folders to import modules from (`sys.path`).
+        folder: The working directory.
+        environment: The environment variables.
     """
 
     token: bytes
@@ -66,15 +67,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
-        number: of the call; 0: that it has started.
-        scores: by each function, by place; none where there is an error.
-        error: why it failed.
-        seconds: that it took; 0 where nobody knows.
-        grown: whether the process is to be replaced.
-        keeper: the process that keeps it, as it was when it started.
+        number: The number of the call; 0 reports the start of the process.
+        scores: For each function, the scores by place; empty if there is an error.
+        error: The reason of a failure; None without a failure.
+        seconds: The duration of the call; 0 if it is not known.
+        grown: Whether the process has grown so much that it must be replaced.
+        keeper: The id of the keeper's process, in the answer that reports the start.
     """
 
     number: int
@@ -86,14 +87,19 @@ class Answer:
 
 
 class Garbled(Exception):
-    """Something else came than an answer."""
+    """The data on the line is not a valid answer."""
 
 
 def send(line: socket.socket, value: Any, seconds: float) -> None:
-    """Send a question; reading the line never waits.
+    """Send a message; afterwards the socket does not block.
+
+    Args:
+        line: The socket.
+        value: The message, which is pickled.
+        seconds: The time limit.
 
     Raises:
-        OSError: the line is closed, or takes no more in its time.
+        OSError: The other end is closed, or does not read the message within the time limit.
     """
     line.settimeout(seconds)
     try:
@@ -103,10 +109,10 @@ def send(line: socket.socket, value: Any, seconds: float) -> None:
 
 
 class Inbox:
-    """The answers that come on a line, as far as they are there.
+    """The answers that arrive on a socket.
 
     Args:
-        token: the word that they bear.
+        token: The token that answers must carry.
     """
 
     def __init__(self, token: bytes) -> None:
@@ -114,11 +120,14 @@ class Inbox:
         self.pid = 0
 
     def read(self, line: socket.socket) -> Iterator[Answer]:
-        """Yield the answers that are whole.
+        """Yield the answers that have arrived completely.
+
+        Args:
+            line: The socket.
 
         Raises:
-            Garbled: something else came.
-            EOFError: the other end is closed.
+            Garbled: The data is not a valid answer.
+            EOFError: The other end is closed.
         """
         with suppress(BlockingIOError):
             part = line.recv(READ_BYTES)
@@ -151,7 +160,7 @@ def _answer_of(number: int, text: bytes) -> Answer:
 
 
 def _text_of(answer: Answer) -> bytes:
-    """Return the text of an answer, or that of an error in its place if it is too long."""
+    """Encode an answer; if it is too long, encode an error that says so."""
     error = answer.error
     plain = None if error is None else {name: _cut(getattr(error, name)) for name in _PARTS}
     scores = [
@@ -175,48 +184,53 @@ def _cut(part: Any) -> str | None:
 
 
 def answer(number: int, rewards: Sequence[Reward], items: Mapping[int, Item]) -> Answer:
-    """Return what comes of a call: its scores, or why it failed."""
+    """Make a call and return its result: the scores, or the reason of its failure."""
     began = time.perf_counter()
     try:
-        said = Answer(number, scores_of(rewards, items))
+        result = Answer(number, scores_of(rewards, items))
     except RewardError as error:
-        said = Answer(number, error=error)
-    return replace(said, seconds=time.perf_counter() - began)
+        result = Answer(number, error=error)
+    return replace(result, seconds=time.perf_counter() - began)
 
 
 def serve(line: socket.socket, calls: mmap.mmap) -> None:
-    """Answer what comes on a line until it ends.
+    """Make the calls that arrive on a socket, until its other end closes.
 
     Args:
-        calls: tells the keeper that another call begins.
+        line: The socket.
+        calls: Shared memory for the number of the current call, which the keeper reads.
     """
-    os.register_at_fork(after_in_child=line.close)  # copies of this process have nothing to say
+    os.register_at_fork(after_in_child=line.close)  # forked copies of this process must not send answers
     questions = open(line.fileno(), "rb", closefd=False)  # noqa: SIM115  until this process ends
     setup: Setup = pickle.load(questions)
-    own, keeper = _Own(line, setup), os.getppid()
+    process, keeper = _ServingProcess(line, setup), os.getppid()
     try:
         reward = pickle.loads(setup.reward)
     except BaseException as error:
         traceback.print_exc()
-        failed = error if isinstance(error, RewardError) else RewardError(f"loading the reward {told(error)}")
-        own.say(Answer(0, error=failed))
+        failed = (
+            error
+            if isinstance(error, RewardError)
+            else RewardError(f"loading the reward {describe_error(error)}")
+        )
+        process.say(Answer(0, error=failed))
         return
-    own.say(Answer(0, keeper=keeper))
+    process.say(Answer(0, keeper=keeper))
     with suppress(EOFError):
         while True:
             for number, parts, packed in pickle.load(questions):
-                items = pickle.loads(packed)  # each call has its own: a function may change them
+                items = pickle.loads(packed)  # a fresh copy for each call, because a function may change it
                 scorer = reward or reward_for(next(iter(items.values())).data_source)
                 calls[:] = number.to_bytes(len(calls))
-                own.call(number, [scorer.parts[part] for part in parts], items)
+                process.call(number, [scorer.parts[part] for part in parts], items)
 
 
-class _Own:
-    """This process, as it was set up."""
+class _ServingProcess:
+    """The state of this process, prepared from its first message."""
 
     def __init__(self, line: socket.socket, setup: Setup) -> None:
         self._line, self._token, self._most = line, setup.token, setup.config.max_growth_mb
-        self.pid, self._before = os.getpid(), -1.0  # what the first call loads and keeps is no growth
+        self.pid, self._before = os.getpid(), -1.0  # memory that the first call loads and keeps is not growth
         os.environ.clear()
         os.environ.update(setup.environment)
         sys.path[:] = setup.path
@@ -224,7 +238,7 @@ class _Own:
         self._scratch = f"{setup.scratch}/{self.pid}"
         tempfile.tempdir = self._scratch
         place_programs(setup.config.sandbox, setup.processes)
-        for number, name in ((1, "stdout"), (2, "stderr")):  # those of the server go elsewhere
+        for number, name in ((1, "stdout"), (2, "stderr")):  # the server's own streams lead elsewhere
             stream = open(  # noqa: SIM115
                 number, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
             )
@@ -232,26 +246,26 @@ class _Own:
         os.makedirs(self._scratch, exist_ok=True)
 
     def call(self, number: int, rewards: Sequence[Reward], items: Mapping[int, Item]) -> None:
-        """Make a call, and say what came of it."""
+        """Make a call and send its result."""
         if not os.path.isdir(self._scratch):  # a function has removed it
             os.makedirs(self._scratch)
         try:
-            said = answer(number, rewards, items)
-        except BaseException as raised:  # no key of a terminal reaches this process: it is the function's own
+            result = answer(number, rewards, items)
+        except BaseException as raised:  # this process gets no Ctrl-C, so the function raised it
             place, item = next(iter(items.items()))
-            said = Answer(number, error=rewards[0].error(told(raised), place, item))
+            result = Answer(number, error=rewards[0].error(describe_error(raised), place, item))
         with open("/proc/self/statm", "rb") as file:
             resident = int(file.read().split()[1]) * resource.getpagesize() / 2**20  # in MiB
         self._before = resident if self._before < 0 else self._before
         grown = self._most is not None and resident - self._before > self._most
-        self.say(replace(said, grown=grown))
+        self.say(replace(result, grown=grown))
 
-    def say(self, said: Answer) -> None:
-        """Send an answer; a copy that a function made of this process ends instead."""
+    def say(self, result: Answer) -> None:
+        """Send an answer; if this process is a copy that a function forked, end it instead."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # a function may have closed it
                 stream.flush()
         if os.getpid() != self.pid:
             os._exit(0)
-        text = _text_of(said)
-        self._line.sendall(_HEAD.pack(self._token, said.number, self.pid, len(text)) + text)
+        text = _text_of(result)
+        self._line.sendall(_HEAD.pack(self._token, result.number, self.pid, len(text)) + text)

@@ -1,15 +1,16 @@
-"""How a user's own reward function wants to be called, which the names of its parameters say.
+"""How a user's own reward function is called, which the names of its parameters decide.
 
     (prompt, response, **columns) -> float | dict | None          one response
     (prompts, responses, **columns) -> list of these              all responses of a call, columns as lists
     (prompt, responses, **columns) -> list of these               all responses to one prompt
     (prompts, completions, completion_ids, **columns) -> list     as TRL's GRPOTrainer calls reward functions
-    (data_source, solution_str, ground_truth, extra_info)         as verl does, see `tandem.rewards.base`
+    (data_source, solution_str, ground_truth, extra_info)         as in verl, see `tandem.rewards.base`
 
-`columns` are the columns of the data, by name; a function gets those that it names, or all, with `**`. A
-dict has the key "score"; None says that the function has nothing to say of a response, which needs another
-function that has. TRL's functions may name `log_extra(column, values)` and `log_metric(name, value)`. A
-prompt is given as the data hold it: a text, or messages; TRL's completion of messages is a message.
+`columns` are columns of the data, by name. A function gets the columns that it names, or all with `**`. A
+dict must have the key "score". None means that the function does not score this response, so another function
+must. Functions written for TRL may also take `log_extra(column, values)` and `log_metric(name, value)`. A
+prompt is passed in the data's form: text or messages. If the prompt has messages, a TRL completion is a
+message too.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tandem.rewards.items import Item
 
 Style = Literal["verl", "one", "batch", "group", "trl"]
 RESERVED = ("prompt", "prompts", "response", "responses", "completion", "completions", "completion_ids")
-"""Parameters that are no columns; a column of the data but `prompt` may not have such a name."""
+"""Parameters that are not columns. A column of the data must not have such a name, except `prompt`."""
 _TRLS = ("completions", "completion_ids", "log_extra", "log_metric")
-GIVEN = frozenset((*RESERVED, *_TRLS))  # parameters that each call gives
+GIVEN = frozenset((*RESERVED, *_TRLS))  # parameters that each call passes
 _NOT_OFFERED = ("trainer_state", "environments")
 _MARKS: Mapping[Style, Sequence[str]] = {
     "verl": ("solution_str", "solution_strs"),
@@ -35,7 +36,7 @@ _MARKS: Mapping[Style, Sequence[str]] = {
     "batch": ("responses",),
     "trl": _TRLS,
 }
-"""Parameters of which each tells the style."""
+"""Parameters that identify the style; one of them is enough."""
 _FACTS: Mapping[str, Callable[[Item], Any]] = {
     "data_source": lambda item: item.data_source,
     "solution_str": lambda item: item.solution_str,
@@ -46,7 +47,7 @@ _FACTS: Mapping[str, Callable[[Item], Any]] = {
     "completion": lambda item: _completion(item.columns["prompt"], item.solution_str),
     "completion_id": lambda item: item.token_ids,
 }
-"""What each call is given of a response; a call for several has lists, under the plural of the name."""
+"""What a call gets of a response; a call for several responses gets lists, under the plural of the name."""
 VERL_GIVES = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_GIVES = ("prompt", "completion", "completion_id")
 
@@ -56,15 +57,15 @@ class Reads:
     """The columns that a reward function reads.
 
     Attributes:
-        needs: those that must be there; "prompt" is that of `data.prompt_key`.
-        optional: further ones that it takes if they are there; None: all others.
+        needs: The columns that must exist; "prompt" is the column of `data.prompt_key`.
+        optional: Further columns that the function takes if they exist; None: all other columns.
     """
 
     needs: tuple[str, ...] = ()
     optional: tuple[str, ...] | None = ()
 
     def __add__(self, other: Reads) -> Reads:
-        """What two functions read together."""
+        """Return the columns that two functions read together."""
         needs = tuple(dict.fromkeys(self.needs + other.needs))
         if self.optional is None or other.optional is None:
             return Reads(needs, None)
@@ -72,42 +73,46 @@ class Reads:
 
 
 VERLS = Reads(("data_source", "reward_model"), ("extra_info",))
-"""What a function called as verl does reads, and what the built-in rewards do."""
+"""The columns that functions in verl's style read, and the built-in rewards."""
 
 
 def style_of(function: Callable[..., Any], field: str) -> Style:
-    """How a function wants to be called.
+    """Return how a function must be called.
+
+    Args:
+        function: The function.
+        field: The name of the function in messages.
 
     Raises:
-        RewardError: its parameters name no such way, or two.
+        RewardError: The parameters fit none of the styles, or two of them.
     """
     names = set(named_parameters(function))
     if refused := sorted(names & set(_NOT_OFFERED)):
         raise RewardError(
-            f"takes {refused[0]}, which only TRL's trainer has",
+            f"takes {refused[0]}, which only TRL's trainer can pass",
             field=field,
-            remedy=f"leave it out; {', '.join(_TRLS)} and the columns of the data are given",
+            remedy=f"remove this parameter; a function can take {', '.join(_TRLS)} and columns of the data",
         )
     found = [style for style, marks in _MARKS.items() if not names.isdisjoint(marks)]
     if not found and takes_all(function) and not names:
         found = ["verl"]
     if len(found) != 1 or ("one" in found and "prompts" in names):
         raise RewardError(
-            "does not say which responses it wants"
+            "the parameters do not say which responses the function needs"
             if not found
-            else "its parameters name two ways to call it",
+            else "the parameters name two ways to call the function",
             field=field,
             got=f"({', '.join(inspect.signature(function).parameters)})",
             expected="(prompt, response, **columns) for one response, (prompts, responses, **columns) for "
             "many, (prompt, responses, **columns) for all to one prompt, (completions, **columns) as TRL "
             "calls it, or verl's (data_source, solution_str, ground_truth, extra_info)",
-            remedy=_meant(names) + "rename its parameters; any other is a column of the data",
+            remedy=_meant(names) + "rename the parameters; any other name is a column of the data",
         )
     return "group" if found == ["batch"] and "prompt" in names else found[0]
 
 
 def _meant(names: Set[str]) -> str:
-    """Which parameters may be misspelt, as the beginning of a remedy."""
+    """Return questions about parameters that may be misspelled, as the beginning of a remedy."""
     known = (*RESERVED, "solution_str")
     near = {
         name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in sorted(names - set(known))
@@ -116,13 +121,13 @@ def _meant(names: Set[str]) -> str:
 
 
 def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that a function names: neither *args nor **kwargs."""
+    """Return the parameters that a function names, without *args and **kwargs."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind not in kinds}
 
 
 def takes_all(function: Callable[..., Any]) -> bool:
-    """Whether a function takes any argument by name, with **kwargs."""
+    """Return whether a function takes **kwargs."""
     found = inspect.signature(function).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found)
 
@@ -131,7 +136,9 @@ def arguments(style: Style, items: Sequence[Item], *, several: bool) -> dict[str
     """Return the arguments of a call for some items.
 
     Args:
-        several: whether the function takes lists, and not what one item has.
+        style: How the function is called.
+        items: The items.
+        several: Whether the function takes lists, and not the values of one item.
     """
     gives = {"verl": VERL_GIVES, "trl": TRL_GIVES}.get(style, ("prompt", "response"))
     rows = [{name: _FACTS[name](item) for name in gives} for item in items]
@@ -155,7 +162,7 @@ def _completion(prompt: Any, text: str) -> Any:
 
 
 def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any]) -> Reads:
-    """The columns that a function of this style reads; `fixed` are arguments that are none."""
+    """Return the columns that a function of this style reads; `fixed` are arguments that are not columns."""
     if style == "verl":
         return VERLS
     known = {*GIVEN, *fixed}
@@ -166,7 +173,7 @@ def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any
 
 
 def loggers(logged: dict[str, list[Any]], count: int) -> dict[str, Callable[..., None]]:
-    """Return TRL's functions that log: what they are told of `count` responses goes into `logged`."""
+    """Return TRL's logging functions, which store their values for `count` responses in `logged`."""
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
         logged[column] = list(values)
@@ -178,7 +185,7 @@ def loggers(logged: dict[str, list[Any]], count: int) -> dict[str, Callable[...,
 
 
 def with_logged(scores: Sequence[Any], logged: Mapping[str, list[Any]]) -> list[Any]:
-    """Return scores with what was logged beside them: numbers under their names, texts as the reason."""
+    """Add logged values to scores: numbers under their names, and texts as the explanation."""
     rows = zip(*logged.values(), strict=True) if logged else iter(() for _ in scores)
     found = []
     for score, row in zip(scores, rows, strict=True):

@@ -1,4 +1,8 @@
-"""One controller, many workers: registered methods, dispatch, futures, pools and backends."""
+"""One controller that calls methods of many workers.
+
+This package has the registered methods of workers, the dispatch of calls, futures, resource pools and
+backends.
+"""
 
 from tandem.runtime.backend import Backend, StreamPart, Usage, Workers
 from tandem.runtime.dispatch import Dispatch, Mesh, MeshPlace

@@ -1,4 +1,4 @@
-"""Backend: the interface by which a controller gets workers and calls their methods."""
+"""The interface through which a controller starts workers and calls their methods."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.runtime.worker import WorkerFactory
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The time that a worker spent since the last count, by what it spent it on.
+    """The time that a worker spent since the last count, by activity.
 
     Attributes:
-        busy_s: seconds in its methods.
-        wait_s: seconds waiting for inputs that did not exist yet.
-        transfer_s: seconds bringing existing inputs to its process.
-        transfer_bytes: bytes so brought.
+        busy_s: Seconds inside its methods.
+        wait_s: Seconds spent waiting for inputs that did not exist yet.
+        transfer_s: Seconds spent copying existing inputs to its process.
+        transfer_bytes: The number of bytes copied in `transfer_s`.
     """
 
     busy_s: float = 0.0
@@ -35,12 +35,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """Some samples of a streaming method.
+    """Some samples of a streaming method's result.
 
     Attributes:
-        rank: the worker's.
-        rows: their places in that worker's whole result.
-        handle: the batch.
+        rank: The rank of the worker.
+        rows: The places of the samples in that worker's whole result.
+        handle: The handle of the batch.
     """
 
     rank: int
@@ -49,27 +49,31 @@ class StreamPart:
 
 
 class Workers(Protocol):
-    """The started workers of one group. Calls of one worker run in the order in which they were made."""
+    """The started workers of one group.
+
+    The calls of one worker run in the order in which they were made.
+    """
 
     @property
     def world_size(self) -> int: ...
 
     def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
-        """Queues `worker.execute` of a method.
+        """Queue one call of `worker.execute` on each rank.
 
         Args:
-            calls: one per rank; None for a rank that is not called.
-            keeps: the result is a batch that stays with the worker until somebody gets it.
+            method: The name of the method.
+            calls: One (args, kwargs) per rank; None for a rank that is not called.
+            keeps: Whether the result is a batch that stays with the worker until something fetches it.
         """
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
-        """The parts of all ranks in the order in which they come to exist."""
+        """Yield the parts of all ranks as soon as they exist."""
 
     def take_usage(self) -> list[Usage]:
-        """By rank, since the last call."""
+        """Return each rank's usage since the last call."""
 
     def shutdown(self) -> None:
-        """Ends the workers; idempotent."""
+        """End the workers. Further calls do nothing."""
 
 
 class Backend(Protocol):
@@ -77,29 +81,32 @@ class Backend(Protocol):
 
     @property
     def gpus(self) -> bool | None:
-        """Whether workers have GPUs; None where each chooses its device itself."""
+        """Whether the workers have GPUs; None if each worker chooses its device itself."""
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
-        """Makes sure that there are the processes and devices that the pools ask for, all at once.
+        """Reserve the processes and devices of all pools at once.
 
         Raises:
-            ConfigError: there are not.
+            ConfigError: The backend does not have enough processes or devices.
         """
 
     def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> Workers:
-        """One worker per process of the pool, each made by `worker.create`. Workers of several
-        roles on one pool share its processes.
+        """Start one worker in each process of the pool, created with `worker.create`.
+
+        Workers of several roles on one pool share its processes.
 
         Raises:
-            ConfigError: the backend cannot give what the pool asks for.
+            ConfigError: The backend cannot provide what the pool asks for.
         """
 
     def release(self, pool_names: Sequence[str]) -> None:
-        """Ends the processes of some pools; their groups have been shut down."""
+        """End the processes of some pools. The groups of the pools must have been shut down."""
 
     def take_traffic(self) -> dict[str, float]:
-        """Bytes that came to the controller since the last call: `controller/index_bytes`, of indices
-        and small results, and `controller/value_bytes`, of batches."""
+        """Return the number of bytes that the controller received since the last call.
+
+        `controller/index_bytes` counts indices and small results. `controller/value_bytes` counts batches.
+        """
 
     def shutdown(self) -> None:
-        """Ends all workers; idempotent."""
+        """End all workers. Further calls do nothing."""

@@ -1,7 +1,7 @@
-"""Dispatch: turns one call on a group into the calls of its workers, and their results into one.
+"""Dispatch: turn one call on a group into calls of its workers, and their results into one result.
 
-Dispatch functions take a mesh and the arguments and return one call per rank; collect functions
-take a mesh and one result per rank. Nothing is padded: shares may be uneven, and empty.
+Dispatch functions take a mesh and the arguments, and return one call per rank. Collect functions take a mesh
+and one result per rank. Nothing is padded: shares may have different sizes and may be empty.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ from tandem.runtime.future import BatchFuture, division
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 DispatchFn = Callable[["Mesh", tuple[Any, ...], dict[str, Any]], Sequence[Call | None]]
-"""(mesh, args, kwargs) to one (args, kwargs) per rank; None for a rank that is not called."""
+"""A function from (mesh, args, kwargs) to one (args, kwargs) per rank.
+
+A rank that is not called gets None.
+"""
 CollectFn = Callable[["Mesh", list[Any]], Any]
-"""(mesh, one result per rank, None where not called) to the result of the call."""
+"""A function from (mesh, one result per rank) to the result of the call.
+
+The result of a rank that was not called is None.
+"""
 
 
 class Dispatch(Enum):
     """The ways to call a registered method on the workers of a group.
 
-    ONE_TO_ALL: all workers, the same arguments; a list of results by rank.
-    ALL_TO_ALL: each argument is a list with one item per rank; a list of results by rank.
-    RANK_ZERO: rank 0 only; its result.
-    DP_COMPUTE_PROTO: each worker gets a share of the rows of every DataProto or BatchFuture among
-        the arguments, other arguments go to all; the resulting rows below each other.
-    ND_COMPUTE_PROTO: the same over a mesh that the workers registered: workers of one data-parallel
-        rank get the same share, and only those that collect contribute rows.
-    DP_COMPUTE: as DP_COMPUTE_PROTO, for plain lists.
+    ONE_TO_ALL: Call all workers with the same arguments; return a list of results by rank.
+    ALL_TO_ALL: Each argument is a list with one item per rank; return a list of results by rank.
+    RANK_ZERO: Call only rank 0; return its result.
+    DP_COMPUTE_PROTO: Give each worker a share of the rows of every DataProto or BatchFuture among the
+    arguments, and all other arguments unchanged. Return the concatenated rows.
+    ND_COMPUTE_PROTO: The same over a mesh that the workers registered. Workers of one data-parallel rank get
+    the same share, and only the workers that collect contribute rows.
+    DP_COMPUTE: Like DP_COMPUTE_PROTO, but for plain lists.
     """
 
     ONE_TO_ALL = "one_to_all"
@@ -52,9 +58,9 @@ class MeshPlace:
     """A worker's place in a mesh.
 
     Attributes:
-        dp_rank: which share of the batch it gets, 0 … dp_size-1.
-        dp_size: number of shares.
-        collects: whether its results are taken; one worker per dp_rank.
+        dp_rank: The share of the batch that the worker gets, 0 … dp_size-1.
+        dp_size: The number of shares.
+        collects: Whether the group uses the worker's results. This is true for one worker per dp_rank.
     """
 
     dp_rank: int
@@ -67,11 +73,11 @@ class Mesh:
     """The places of all workers of a group.
 
     Args:
-        places: by rank.
-        name: for messages.
+        places: The place of each rank.
+        name: The name of the mesh, for messages.
 
     Raises:
-        ConfigError: places that do not make a mesh.
+        ConfigError: The places do not form a mesh.
     """
 
     places: tuple[MeshPlace, ...]
@@ -80,7 +86,7 @@ class Mesh:
     def __post_init__(self) -> None:
         sizes = {place.dp_size for place in self.places}
         if len(sizes) != 1:
-            self._fail("workers disagree on the data-parallel size", sorted(sizes), "one size")
+            self._fail("the workers have different data-parallel sizes", sorted(sizes), "one size")
         ranks = list(range(self.dp_size))
         if sorted({place.dp_rank for place in self.places}) != ranks:
             self._fail(
@@ -88,7 +94,7 @@ class Mesh:
             )
         collecting = sorted(place.dp_rank for place in self.places if place.collects)
         if collecting != ranks:
-            self._fail("not exactly one worker of each data-parallel rank collects", collecting, ranks)
+            self._fail("exactly one worker of each data-parallel rank must collect", collecting, ranks)
 
     def _fail(self, message: str, got: Any, expected: Any) -> None:
         raise ConfigError(
@@ -101,7 +107,7 @@ class Mesh:
 
     @classmethod
     def flat(cls, world_size: int) -> Mesh:
-        """Every worker a data-parallel rank of its own."""
+        """Return a mesh in which every worker has its own data-parallel rank."""
         return cls(tuple(MeshPlace(rank, world_size) for rank in range(world_size)))
 
     @property
@@ -114,26 +120,26 @@ class Mesh:
 
     @property
     def collectors(self) -> list[int]:
-        """Ranks that collect, in order of their data-parallel ranks."""
+        """The ranks that collect, in the order of their data-parallel ranks."""
         ranks = [rank for rank, place in enumerate(self.places) if place.collects]
         return sorted(ranks, key=lambda rank: self.places[rank].dp_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The options that @register gave a method.
+    """The options of a method that was registered with @register.
 
     Attributes:
-        dispatch_mode: one of Dispatch, or a (dispatch, collect) pair of functions.
-        blocking: whether a call returns the result or a future.
-        collect: "all" as the mode says; "first" the result of the first worker that collects, for
-            results that are the same on all.
-        mesh: the mesh of ND_COMPUTE_PROTO; None is the only one that the workers registered.
-        balance: the ragged column by whose row lengths rows are divided; None: equal counts.
-        stream: whether the method is a generator of parts.
+        dispatch_mode: A member of Dispatch, or a (dispatch, collect) pair of functions.
+        blocking: Whether a call returns the result instead of a future.
+        collect: "all" uses the results as the mode says. "first" uses the result of the first worker that
+            collects, for results that are the same on all workers.
+        mesh: The mesh of ND_COMPUTE_PROTO; None means the only mesh that the workers registered.
+        balance: The ragged column whose row lengths determine how rows are divided; None means equal counts.
+        stream: Whether the method is a generator of parts.
 
     Raises:
-        ConfigError: something else in place of a mode, or options that do not go together.
+        ConfigError: `dispatch_mode` is not a mode, or options do not go together.
     """
 
     dispatch_mode: Dispatch | tuple[DispatchFn, CollectFn] = Dispatch.DP_COMPUTE_PROTO
@@ -155,13 +161,13 @@ class Registration:
         if self.balance and not self.divides_batches:
             self._refuse("balance", "dispatch_mode DP_COMPUTE_PROTO or ND_COMPUTE_PROTO")
         if self.balance and self.stream:
-            self._refuse("balance", "no stream: rows of a stream are not one to one with the rows given")
+            self._refuse("balance", "stream=False; a stream does not return one row per given row")
         if self.stream and not self.makes_batch:
             self._refuse("stream", 'dispatch_mode DP_COMPUTE_PROTO or ND_COMPUTE_PROTO, collect="all"')
 
     def _refuse(self, option: str, expected: str) -> None:
         raise ConfigError(
-            "options of a method that do not go together",
+            "these options of a method do not go together",
             field=f"register({option}=…)",
             got=f"dispatch_mode={self.dispatch_mode}, collect={self.collect!r}, stream={self.stream}",
             expected=expected,
@@ -173,12 +179,12 @@ class Registration:
 
     @property
     def divides_batches(self) -> bool:
-        """Tells whether each data-parallel rank gets a share of the rows of every batch."""
+        """Whether each data-parallel rank gets a share of the rows of every batch."""
         return self.dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE_PROTO)
 
     @property
     def makes_batch(self) -> bool:
-        """Tells whether the result is a batch, concatenated from the collecting workers' batches."""
+        """Whether the result is a batch, concatenated from the batches of the workers that collect."""
         return self.divides_batches and self.collect == "all"
 
     def functions(self) -> tuple[DispatchFn, CollectFn]:
@@ -201,15 +207,15 @@ def dispatch_rank_zero(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def dispatch_all_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Item r of every argument to rank r.
+    """Give item r of every argument to rank r.
 
     Raises:
-        DataError: an argument that is no list of one item per rank.
+        DataError: An argument is not a list with one item per rank.
     """
     for argument in (*args, *kwargs.values()):
         if not isinstance(argument, (list, tuple)) or len(argument) != mesh.world_size:
             raise DataError(
-                "an ALL_TO_ALL argument is no list with one item per worker",
+                "an ALL_TO_ALL argument is not a list with one item per worker",
                 got=f"{type(argument).__name__}"
                 + (f" of {len(argument)}" if hasattr(argument, "__len__") else ""),
                 expected=f"a list of {mesh.world_size}",
@@ -221,10 +227,12 @@ def dispatch_all_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Contiguous shares of every batch's rows, whose sizes differ by one at most.
+    """Give each data-parallel rank a contiguous share of every batch's rows.
+
+    The sizes of the shares differ by at most one.
 
     Raises:
-        DataError: batches of different size, as far as sizes are known here.
+        DataError: The batches have different sizes, as far as the sizes are known here.
     """
     _batches(args, kwargs)
     return _by_share(mesh, _BATCHES, lambda batch: batch.chunk(mesh.dp_size), args, kwargs)
@@ -233,16 +241,21 @@ def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def divide_batches(
     mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], column: str
 ) -> tuple[list[Call | None], Division | None]:
-    """Shares of every batch's rows of nearly equal weight; does not wait.
+    """Give each data-parallel rank a share of every batch's rows, with nearly equal total weights.
+
+    This function does not wait for results.
 
     Args:
-        column: the ragged column of one of the batches whose row lengths are the weights.
+        mesh: The mesh of the group.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        column: The ragged column of one of the batches whose row lengths are the weights.
 
     Returns:
-        The calls, and the division of the rows; None for a single share.
+        The calls, and the division of the rows, which is None if there is only one share.
 
     Raises:
-        DataError: batches of different size, or none with the column, as far as they are known here.
+        DataError: The batches have different sizes, or none has the column, as far as this is known here.
     """
     batches = _batches(args, kwargs)
     if mesh.dp_size == 1 or not batches:
@@ -261,10 +274,10 @@ def divide_batches(
 
 
 def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | BatchFuture]:
-    """The batches among the arguments.
+    """Return the batches among the arguments.
 
     Raises:
-        DataError: their sizes differ, as far as they are known.
+        DataError: Their sizes differ, as far as they are known.
     """
     batches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, _BATCHES)]
     if len(batches) == 1:
@@ -281,7 +294,7 @@ def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | 
 
 
 def dispatch_lists(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Contiguous shares of every list; other arguments go to all."""
+    """Give each data-parallel rank a contiguous share of every list; other arguments go to all ranks."""
 
     def spans(items: list[Any]) -> Sequence[Any]:
         return [items[span] for span in even(len(items), mesh.dp_size)]
@@ -296,7 +309,7 @@ def _by_share(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Call | None]:
-    """To each rank its share of the arguments of a kind; other arguments go to all."""
+    """Give each rank its share of every argument of type `kind`; other arguments go to all ranks."""
 
     def shares(argument: Any) -> Sequence[Any]:
         return cut(argument) if isinstance(argument, kind) else [argument] * mesh.dp_size
@@ -325,27 +338,29 @@ def collect_first(mesh: Mesh, results: list[Any]) -> Any:
 
 
 def collect_batches(mesh: Mesh, results: list[Any]) -> DataProto:
-    """The rows of the collecting workers' batches below each other. A batch without any column is what
-    a worker may return for an empty share, and is left out where others have columns.
+    """Concatenate the batches of the workers that collect.
+
+    A worker may return a batch without columns for an empty share. Such a batch is left out if other batches
+    have columns.
 
     Raises:
-        DataError: batches with different columns, or with different values under one name of meta_info.
+        DataError: The batches have different columns, or different values of one entry of meta_info.
     """
     parts: list[DataProto] = [results[rank] for rank in mesh.collectors]
     return DataProto.concat([part for part in parts if part.columns] or parts)
 
 
 def collect_lists(mesh: Mesh, results: list[Any]) -> list[Any]:
-    """The collecting workers' lists joined.
+    """Concatenate the lists of the workers that collect.
 
     Raises:
-        DataError: a result that is no list.
+        DataError: A result is not a list.
     """
     out: list[Any] = []
     for rank in mesh.collectors:
         if not isinstance(results[rank], list):
             raise DataError(
-                f"rank {rank} returned no list", got=type(results[rank]).__name__, expected="list"
+                f"rank {rank} did not return a list", got=type(results[rank]).__name__, expected="list"
             )
         out += results[rank]
     return out

@@ -1,9 +1,10 @@
 """Tables as expressions over workers' results.
 
-An expression is evaluated to its layout, which says where the table's rows lie. From the layout its index
-and its values follow: only results that hold wanted rows of wanted columns are fetched, each once, and every
-column is put together with one copy, or none where its rows follow each other in one result. A layout is also
-how a share is made short: written as an expression again, it names only the results of that share.
+Evaluating an expression gives a layout, which says where the table's rows are. The index and the values of
+the table follow from its layout. Only results that hold wanted rows of wanted columns are fetched, and each
+is fetched once. Every column is assembled with one copy, or without a copy if its rows follow each other in
+one result. A layout also makes a share's expression short: turned into an expression again, it names only the
+results of that share.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tandem.runtime.layout import Layout, Strip, compact
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A table made of others by an operation of `Layout`.
+    """A table that an operation of `Layout` makes from other tables.
 
     Attributes:
-        name: of the method.
-        tables: at least one; the method is called on the first.
-        options: the method's first arguments, before the other tables.
+        name: The name of the method.
+        tables: At least one table. The method is called on the first.
+        options: The first arguments of the method, before the other tables.
     """
 
     name: Literal["select", "union", "concat", "chunk", "share", "restore", "__getitem__"]
@@ -38,19 +39,20 @@ class Operation:
     options: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the node in fewer bytes than a dataclass takes by default."""
+        """Pickle the node in fewer bytes than a dataclass takes by default."""
         return Operation, (self.name, self.tables, self.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Balanced:
-    """The division of rows into shares of nearly equal weight. Everyone who evaluates it comes to the
-    same answer from the same index.
+    """The division of rows into shares of nearly equal weight.
+
+    The division depends only on the index, so every process that evaluates it gets the same result.
 
     Attributes:
-        tables: of the same samples; one has the column.
-        column: the ragged column whose row lengths are the weights.
-        parts: how many shares.
+        tables: Tables of the same samples. One of them has the column.
+        column: The ragged column whose row lengths are the weights.
+        parts: The number of shares.
     """
 
     tables: tuple[Node, ...]
@@ -64,14 +66,14 @@ class Balanced:
 Node = Source | Operation
 """A table as an expression."""
 Division = tuple[np.ndarray, ...] | Balanced
-"""A division of a table's rows: the rows of each share in integers of few bytes, or what tells them."""
+"""A division of a table's rows: the row numbers of each share in small integers, or a rule for them."""
 
 
 def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
-    """What evaluates expressions, each part of them once.
+    """Return a function that evaluates expressions, and evaluates each part of them only once.
 
     Args:
-        left: seconds left to wait for indices.
+        left: A function that returns how many seconds are left to wait for indices.
     """
 
     @functools.cache
@@ -92,7 +94,10 @@ def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
 
 
 def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
-    """Rows of an expression, as `compact` writes them; of rows by number, at once."""
+    """Return an expression for some rows of a table, with `rows` in the form that `compact` returns.
+
+    If the expression already names rows by number, the numbers are selected right away.
+    """
     if not _by_number(node):
         return Operation("__getitem__", (node,), (rows,))
     (numbers,) = node.options
@@ -101,15 +106,18 @@ def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
 
 
 def chunk_of(node: Node, i: int, n: int) -> Node:
-    """Share i of n of an expression by number alone, so that a batch can be split before its size is known;
-    of rows by number, at once."""
+    """Return an expression for share i of n of a table.
+
+    A batch can be split this way before its size is known. If the expression already names rows by number,
+    the numbers are selected right away.
+    """
     if not _by_number(node):
         return Operation("chunk", (node,), (i, n))
     return rows_of(node, even(len(node.options[0]), n)[i])
 
 
 def _by_number(node: Node) -> TypeGuard[Operation]:
-    """Tells whether an expression names rows by number."""
+    """Return whether an expression names rows by number."""
     if isinstance(node, Source) or node.name != "__getitem__":
         return False
     (rows,) = node.options
@@ -117,20 +125,21 @@ def _by_number(node: Node) -> TypeGuard[Operation]:
 
 
 def balanced(indices: Sequence[Index], column: str, parts: int) -> list[np.ndarray]:
-    """The rows of `parts` shares of nearly equal weight, ascending in each.
+    """Return the rows of `parts` shares of nearly equal weight, in ascending order within each share.
 
     Args:
-        indices: of tables of the same samples.
-        column: the ragged column whose row lengths are the weights.
+        indices: Indices of tables of the same samples.
+        column: The ragged column whose row lengths are the weights.
+        parts: The number of shares.
 
     Raises:
-        DataError: no table has the column.
+        DataError: No table has the column.
     """
     weights = next((index.lengths[column] for index in indices if column in index.lengths), None)
     if weights is None:
         if any(map(len, indices)):
             raise DataError(
-                "no ragged column to balance by",
+                "no batch has the ragged column to balance by",
                 field=column,
                 got=[index.columns for index in indices],
                 remedy="pass a batch with this column, or register the method without balance",
@@ -140,7 +149,7 @@ def balanced(indices: Sequence[Index], column: str, parts: int) -> list[np.ndarr
 
 
 def sources(node: Node) -> Iterator[Source]:
-    """The results that an expression mentions, each once."""
+    """Yield each result that an expression mentions, once."""
     seen: set[Node] = set()
     left = [node]
     while left:
@@ -155,18 +164,19 @@ def sources(node: Node) -> Iterator[Source]:
                 left += option.tables if isinstance(option, Balanced) else ()
 
 
-def written(layout: Layout, *, settle: bool = False) -> Node:
-    """A layout as an expression that mentions only results that it needs.
+def as_expression(layout: Layout, *, settle: bool = False) -> Node:
+    """Return a layout as an expression that mentions only the results that it needs.
 
     Args:
-        settle: put together here what this process holds itself, so that only its wanted rows travel.
+        layout: The layout.
+        settle: Whether to assemble results that this process holds, so that only their wanted rows are sent.
     """
     nodes: list[Node] = list(layout.bare)
-    nodes += [_written(strip, tuple(names), settle) for strip, names in layout.strips().items()]
+    nodes += [_strip_expression(strip, tuple(names), settle) for strip, names in layout.strips().items()]
     return nodes[0] if len(nodes) == 1 else Operation("union", tuple(nodes))
 
 
-def _written(strip: Strip, names: tuple[str, ...], settle: bool) -> Node:
+def _strip_expression(strip: Strip, names: tuple[str, ...], settle: bool) -> Node:
     if settle and all(isinstance(source.handle, Done) for source in strip.sources):
         taken = strip.take(names, lambda source: source.batch(None))
         return Source(Done(taken), strip.sources[0].method)

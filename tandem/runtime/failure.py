@@ -1,4 +1,4 @@
-"""Failures of workers: the records of what happened, and the report that is made of them."""
+"""Failures of workers: records of what happened, and the report for the user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from tandem.errors import TandemError, WorkerFailure
 
 OTHERS = 16
-"""Other processes that the report names."""
+"""The number of other processes that the report names."""
 LOG_LINES = 30
-"""Last lines of a failed worker's log that the report shows."""
+"""The number of last lines of a failed worker's log that the report shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,12 @@ class Place:
     """A process of a pool.
 
     Attributes:
-        pool, rank, world_size: which process of which pool.
-        node: its machine's address.
-        pid: its process id there.
-        log: the file its output goes to.
+        pool: The name of the pool.
+        rank: The rank of the process in the pool.
+        world_size: The number of processes in the pool.
+        node: The address of the machine.
+        pid: The process id on that machine.
+        log: The file that the process's output goes to.
     """
 
     pool: str
@@ -39,16 +41,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """A call that raised.
+    """A call that raised an exception.
 
     Attributes:
-        pool, rank: where.
-        role, method: the call.
-        error: the exception in one line.
-        trace: its traceback.
-        cause: the exception, where it can be pickled.
-        inputs: whether an input could not be had, so that somebody else failed first.
-        at: when, seconds since the epoch on the worker's machine.
+        pool: The pool of the process.
+        rank: The rank of the process.
+        role: The role of the worker.
+        method: The method that was called.
+        error: The exception in one line.
+        trace: The traceback.
+        cause: The exception, if it can be pickled.
+        inputs: Whether the call failed because it could not get an input. Then another call failed first.
+        at: The time of the failure, in seconds since the epoch on the worker's machine.
     """
 
     pool: str
@@ -63,7 +67,7 @@ class Record:
 
 
 class CallFailed(Exception):
-    """The error that a worker's process sends in place of a result; it holds the failed call's record."""
+    """The error that a worker's process sends instead of a result; it holds the record of the failed call."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
@@ -72,15 +76,16 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a worker's process, as it answers when asked.
+    """The state of a worker's process, as the process reports it.
 
     Attributes:
         state: "idle", "waiting for the inputs of" or "running".
-        role, method: of the call it is at.
-        since_s: seconds in that state.
-        resident_bytes: memory of the process.
-        failures: calls that raised since the last answer.
-        said: sentences for the user since then.
+        role: The role of the current call.
+        method: The method of the current call.
+        since_s: Seconds in that state.
+        resident_bytes: The resident memory of the process.
+        failures: Calls that raised an exception since the last report.
+        messages: Messages for the user since the last report.
     """
 
     state: str
@@ -89,7 +94,7 @@ class Status:
     since_s: float
     resident_bytes: int
     failures: tuple[Record, ...] = ()
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.state == "idle":
@@ -99,14 +104,15 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a run cannot go on: the first thing that went wrong, and where.
+    """The reason why a run cannot continue: the first failure, and where it happened.
 
     Attributes:
-        place: the process.
-        what: in one sentence.
-        role, method: the call it was at, where known.
-        detail: its traceback or stacks.
-        cause: the exception, where there is one.
+        place: The process.
+        what: A description in one sentence.
+        role: The role of the call that was running, if known.
+        method: The method of that call, if known.
+        detail: The traceback, or the stacks of the process.
+        cause: The exception, if there is one.
     """
 
     place: Place
@@ -117,10 +123,10 @@ class Fault:
     cause: BaseException | None = None
 
     def report(self, others: Mapping[Place, str]) -> WorkerFailure:
-        """The error for the user.
+        """Return the error for the user.
 
         Args:
-            others: what every other process was doing.
+            others: The activity of every other process.
         """
         actionable = isinstance(self.cause, TandemError)
         rank = f"{self.role or self.place.pool} rank {self.place.rank} of {self.place.world_size}"
@@ -129,53 +135,64 @@ class Fault:
             f"  where:    pool {self.place.pool}, node {self.place.node}, pid {self.place.pid}",
         ]
         if self.detail:
-            lines += ["  its stack:", *_indented(self.detail)]
+            lines += ["  stack:", *_indented(self.detail)]
         lines += [
-            f"  the end of its log, {self.place.log}:",
-            *_indented(tail(self.place.log, self.place.pid, but=self.detail) or "(nothing)"),
+            f"  end of the log {self.place.log}:",
+            *_indented(tail(self.place.log, self.place.pid, without=self.detail) or "(empty)"),
         ]
         if others:
             shown = list(others.items())[:OTHERS]
-            lines += ["  meanwhile:", *(f"    {place}: {doing}" for place, doing in shown)]
+            lines += ["  other processes:", *(f"    {place}: {doing}" for place, doing in shown)]
         if len(others) > OTHERS:
-            lines.append(f"    {len(others) - OTHERS} more processes: not shown")
+            lines.append(f"    and {len(others) - OTHERS} more processes")
         failure = WorkerFailure("\n".join(lines), restartable=not actionable)
         failure.__cause__ = self.cause
         return failure
 
 
 TAIL_BYTES = 65536
-"""How much of a log is read for its last lines."""
+"""The number of bytes at the end of a log that are read to find its last lines."""
 
 
 def log_header(pid: int) -> str:
-    """The first line that a process writes to its log, which may hold those of earlier starts."""
+    """Return the first line that a process writes to its log.
+
+    The log may also hold the output of earlier processes.
+    """
     return f"── process {pid} ──"
 
 
-def tail(log: Path, pid: int, *, but: str = "", lines: int = LOG_LINES) -> str:
-    """The last lines a process wrote to its log, which may be long, or not there.
+def tail(log: Path, pid: int, *, without: str = "", lines: int = LOG_LINES) -> str:
+    """Return the last lines that a process wrote to its log.
+
+    The log may be long or missing.
 
     Args:
-        but: what is left out if the log ends with it.
+        log: The log file.
+        pid: The process id.
+        without: A text to leave out if the log ends with it.
+        lines: The number of lines.
     """
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES - len(but.encode())))
+            file.seek(max(0, size - TAIL_BYTES - len(without.encode())))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    own = text.rpartition(log_header(pid))[2].strip().removesuffix(but.rstrip())
+    own = text.rpartition(log_header(pid))[2].strip().removesuffix(without.rstrip())
     _, crash, dump = own.rpartition("Fatal Python error")
-    if crash:  # of a dump of all threads and the names of all extension modules, the thread that crashed
+    if crash:  # the dump lists all threads and extension modules; keep only the thread that crashed
         _, current, stack = dump.partition("Current thread")
         own = f"{crash}{dump.splitlines()[0]}\n{current}{stack.split(chr(10) * 2)[0]}"
     return "\n".join(own.rstrip().splitlines()[-lines:])
 
 
 def first_failure(records: Iterable[Record]) -> Record | None:
-    """Finds where a failure began: the earliest call that did not fail for want of another's result."""
+    """Return the record of the failure that came first.
+
+    This is the earliest call that did not fail because an input was missing.
+    """
     return min(records, key=lambda record: (record.inputs, record.at), default=None)
 
 

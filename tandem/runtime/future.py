@@ -1,8 +1,8 @@
-"""Futures: results that may not exist yet and live with the workers that made them.
+"""Futures: results that may not exist yet and that stay with the workers that make them.
 
-A BatchFuture is a small expression over such results (select, union, rows, chunk). The controller
-composes expressions and reads their index; values are put together only where they are used: in
-the worker that receives the future as an argument, or in the controller that calls `get`.
+A BatchFuture is a small expression over such results (select, union, rows, chunk). The controller composes
+expressions and reads their index. Values are assembled only where they are used: in the worker that receives
+the future as an argument, or in the controller when it calls `get`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tandem.runtime.expression import (
     Division,
     Node,
     Operation,
+    as_expression,
     balanced,
     chunk_of,
     evaluation,
     rows_of,
     sources,
-    written,
 )
 from tandem.runtime.handle import Done, Handle, Source
 from tandem.runtime.index import Index
@@ -41,11 +41,11 @@ Result = TypeVar("Result")
 
 
 class Future(Generic[Result]):
-    """A result that is no batch.
+    """A result that is not a batch.
 
     Args:
-        handles: one per worker; None for a worker that was not called.
-        collect: all workers' results, in order of rank, to the method's result.
+        handles: One handle per worker; None for a worker that was not called.
+        collect: A function from all workers' results, in order of rank, to the method's result.
     """
 
     __slots__ = ("_collect", "_handles")
@@ -55,19 +55,24 @@ class Future(Generic[Result]):
         self._collect = collect
 
     def get(self, timeout_s: float | None = None) -> Result:
-        """Waits for all workers.
+        """Wait for all workers and return the result.
+
+        Args:
+            timeout_s: The longest time to wait, in seconds; None waits without a limit.
 
         Raises:
-            TimeoutError: not there after `timeout_s` seconds.
+            TimeoutError: The result is not there after `timeout_s` seconds.
         """
         left = _countdown(timeout_s)
         return self._collect([None if h is None else h.get(left()) for h in self._handles])
 
 
 class BatchFuture:
-    """A batch that lives with the workers. Immutable: every operation returns another future at
-    once, and copies no values; only `index`, `len` and `split` wait for an index, only `get` for values.
-    Rows and chunks of a batch whose methods have ended name only the results that they need.
+    """A batch that stays with the workers.
+
+    It is immutable. Every operation returns another future at once and copies no values. Only `index`, `len`
+    and `split` wait for an index, and only `get` waits for values. Rows and chunks of a batch whose methods
+    have ended refer only to the results that they need.
     """
 
     __slots__ = ("_index", "_layout", "_node")
@@ -78,28 +83,31 @@ class BatchFuture:
         self._layout: Layout | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the expression. Of what this process holds itself, only the wanted rows and columns travel,
-        where it is known which they are."""
+        """Pickle the expression.
+
+        If this process holds some of the results and the wanted rows and columns are known, only these rows
+        and columns are sent.
+        """
         node = self._node
         if any(isinstance(s.handle, Done) for s in sources(node)) and self.ready():
-            node = written(self._laid_out(), settle=True)
+            node = as_expression(self._laid_out(), settle=True)
         return BatchFuture, (node,)
 
     @classmethod
     def of(cls, batch: DataProto) -> BatchFuture:
-        """A batch of the controller's own as a future, for union with others."""
+        """Return a batch of the controller as a future, so that it can be combined with other futures."""
         return cls(Source(Done(batch), "BatchFuture.of"))
 
     @classmethod
     def collected(
         cls, handles: Sequence[Handle], method: str, division: Division | None = None
     ) -> BatchFuture:
-        """The rows of all workers' results below each other, in the order of `handles`.
+        """Return the concatenated rows of all workers' results, in the order of `handles`.
 
         Args:
-            handles: at least one.
-            method: the name of the method that was called, for messages.
-            division: of the rows that the workers were given; its order is restored.
+            handles: At least one handle.
+            method: The name of the called method, for messages.
+            division: The division of the rows that the workers got. The rows return to their order before it.
         """
         results = tuple(Source(handle, method) for handle in handles)
         if division is not None:
@@ -108,10 +116,10 @@ class BatchFuture:
 
     @classmethod
     def concat(cls, parts: Sequence[BatchFuture]) -> BatchFuture:
-        """The rows of all parts below each other.
+        """Return the concatenated rows of all parts.
 
         Raises:
-            DataError: no parts.
+            DataError: There are no parts.
         """
         if not parts:
             raise DataError("nothing to concatenate", expected="at least one batch")
@@ -119,33 +127,38 @@ class BatchFuture:
 
     @classmethod
     def arranged(cls, parts: Sequence[BatchFuture], places: Sequence[np.ndarray]) -> BatchFuture:
-        """The rows of all parts, row i of part p at places[p][i]."""
+        """Return the rows of all parts, with row i of part p at places[p][i]."""
         division = tuple(place.astype(np.int32) for place in places)
         return cls(Operation("restore", tuple(part._node for part in parts), (division,)))
 
     @property
     def index(self) -> Index:
-        """Waits for the index only.
+        """The index of the batch; reading it waits for the index only.
 
         Raises:
-            DataError: select of a missing column, union of batches that do not fit.
+            DataError: `select` named a missing column, or `union` got batches that do not match.
         """
         if not isinstance(self._index, Index):
             self._index = self._index() if self._index else self._laid_out().index(_forever)
         return self._index
 
     def ready(self) -> bool:
-        """Tells whether the index is there without waiting for a method to end."""
+        """Return whether the index is there without waiting for a method to end."""
         return self._index is not None or all(s.ready() for s in sources(self._node))
 
     def get(self, timeout_s: float | None = None) -> DataProto:
-        """Brings the values here. The table is the caller's own. Its tensors may be shared within this
-        process, never with another.
+        """Bring the values to this process and return them.
+
+        The table belongs to the caller. Its tensors may share memory with others in this process, but never
+        with another process.
+
+        Args:
+            timeout_s: The longest time to wait, in seconds; None waits without a limit.
 
         Raises:
-            DataError: select of a missing column, union of batches that do not fit, or a method
-                that returned no DataProto.
-            TimeoutError: not there after `timeout_s` seconds.
+            DataError: `select` named a missing column, `union` got batches that do not match, or a method did
+                not return a DataProto.
+            TimeoutError: The batch is not there after `timeout_s` seconds.
         """
         left = _countdown(timeout_s)
         fetch: Callable[[Source], DataProto] = functools.cache(lambda source: source.batch(left()))
@@ -155,35 +168,40 @@ class BatchFuture:
         return len(self.index)
 
     def select(self, *columns: str) -> BatchFuture:
-        """Only the named columns.
+        """Return only the named columns.
 
         Raises:
-            DataError: none are named.
+            DataError: No column is named.
         """
         if not columns:
             raise DataError("no columns to select", expected="at least one name")
         return BatchFuture(Operation("select", (self._node,), (columns,)))
 
     def union(self, *others: BatchFuture | DataProto) -> BatchFuture:
-        """The columns of all side by side."""
+        """Return the columns of all batches side by side."""
         futures = [BatchFuture.of(o) if isinstance(o, DataProto) else o for o in others]
         return BatchFuture(Operation("union", (self._node, *(future._node for future in futures))))
 
     def rows(self, indices: RowIndex) -> BatchFuture:
-        """The named rows in the given order; a boolean tensor filters."""
+        """Return the rows with these numbers in the given order; a boolean tensor filters rows."""
         if self.ready():
             return self._part(picks(indices, len(self)))
         return BatchFuture(rows_of(self._node, compact(indices)))
 
     def chunk(self, chunks: int, balance: str | None = None) -> list[BatchFuture]:
-        """`chunks` parts; does not wait.
+        """Divide the batch into `chunks` parts without waiting.
 
         Args:
-            balance: the ragged column by whose row lengths the parts are made nearly equal, rows ascending
-                in each; without it their sizes differ by one at most, as in DataProto.chunk.
+            chunks: The number of parts.
+            balance: The ragged column whose row lengths are balanced over the parts; the rows of a part stay
+                in ascending order. Without it, the sizes of the parts differ by at most one, as in
+                DataProto.chunk.
+
+        Raises:
+            DataError: `chunks` is below one.
         """
         if chunks < 1:
-            raise DataError("chunks below one", field="chunks", got=chunks, expected=">= 1")
+            raise DataError("the number of chunks is below one", field="chunks", got=chunks, expected=">= 1")
         if chunks == 1:
             return [self]
         if balance is not None:
@@ -193,20 +211,26 @@ class BatchFuture:
         return [BatchFuture(chunk_of(self._node, i, chunks)) for i in range(chunks)]
 
     def divided(self, division: Division) -> list[BatchFuture]:
-        """The shares of a division; does not wait."""
+        """Return the shares of a division without waiting."""
         if isinstance(division, tuple) and self.ready():
             return [self._part(rows) for rows in division]
         return [BatchFuture(Operation("share", (self._node,), (division, i))) for i in range(len(division))]
 
     def split(self, size: int) -> list[BatchFuture]:
-        """Parts of `size` rows, the last may be smaller; waits for the index, to know how many."""
+        """Divide the batch into parts of `size` rows; the last part may be smaller.
+
+        This method waits for the index, because the number of parts depends on it.
+
+        Raises:
+            DataError: `size` is below one.
+        """
         if size < 1:
-            raise DataError("split size below one", field="size", got=size, expected=">= 1")
+            raise DataError("the split size is below one", field="size", got=size, expected=">= 1")
         return [self.rows(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def _part(self, rows: Picks) -> BatchFuture:
-        """Rows of a batch that can be laid out."""
-        node = written(self._laid_out()[rows])
+        """Return some rows of a batch whose layout can be computed now."""
+        node = as_expression(self._laid_out()[rows])
         return BatchFuture(node, functools.partial(Index.__getitem__, self.index, rows))
 
     def _laid_out(self) -> Layout:
@@ -216,10 +240,12 @@ class BatchFuture:
 
 
 def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Division:
-    """The balanced division of batches of the same samples; does not wait.
+    """Return the balanced division of batches of the same samples, without waiting.
 
     Args:
-        column: the ragged column by whose row lengths the shares are made nearly equal.
+        batches: Batches of the same samples.
+        parts: The number of shares.
+        column: The ragged column whose row lengths are balanced over the shares.
     """
     if all(batch.ready() for batch in batches):
         return tuple(balanced([batch.index for batch in batches], column, parts))
@@ -227,12 +253,14 @@ def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Divisio
 
 
 def resolve(argument: Any, *, borrowed: bool = False) -> Any:
-    """Turns an argument into what a worker's method gets: of a future its value, of a batch a table of the
-    worker's own.
+    """Turn an argument into what a worker's method receives.
+
+    A future becomes its value. A batch becomes a table that belongs to the worker.
 
     Args:
-        borrowed: whether the argument came from another process, so that a batch may lie on memory that
-            others read; it is copied. Otherwise its tensors are shared with the caller's.
+        argument: The argument.
+        borrowed: Whether the argument came from another process, so that a batch may use memory that others
+            read. Such a batch is copied. Otherwise its tensors are shared with the caller.
     """
     if isinstance(argument, (BatchFuture, Future)):
         return argument.get()
@@ -242,7 +270,7 @@ def resolve(argument: Any, *, borrowed: bool = False) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """The value with every batch in it copied, in lists and dicts too."""
+    """Return the value with every batch in it copied, also in lists and dicts."""
     if isinstance(value, DataProto):
         return value.clone()
     if type(value) in (list, tuple):
@@ -253,7 +281,7 @@ def owned(value: Any) -> Any:
 
 
 def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Seconds left of one limit that several waits share."""
+    """Return a function that returns the seconds left of one limit for several waits."""
     if timeout_s is None:
         return _forever
     deadline = time.monotonic() + timeout_s
@@ -261,4 +289,4 @@ def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
 
 
 def _forever() -> None:
-    """Seconds left of no limit."""
+    """Return None: the seconds left when there is no limit."""

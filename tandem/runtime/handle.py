@@ -1,5 +1,7 @@
-"""One worker's promised result: the handle by which a backend knows it, and the source by which expressions
-know it where it is a batch."""
+"""One worker's promised result.
+
+A backend knows the result by its handle. Expressions over batches know it by its source.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +14,36 @@ from tandem.runtime.index import Index, require_batch
 
 
 class Handle(Protocol):
-    """One worker's promised result, as a backend knows it. Where results travel between processes, it must be
-    picklable and work in any of them. All waits raise what the method raised, and TimeoutError after
-    `timeout_s` seconds (None: the backend's own limit)."""
+    """One worker's promised result, as a backend knows it.
+
+    If results travel between processes, a handle must be picklable and work in every process. All methods
+    that wait raise the exception that the worker's method raised, and TimeoutError after `timeout_s` seconds.
+    None means the backend's own limit.
+    """
 
     @property
     def borrowed(self) -> bool:
-        """Tells whether `get` may give tensors on memory that others read; nobody may write to them."""
+        """Whether `get` may return tensors in memory that others read. Such tensors must not be changed."""
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """The value, brought here."""
+        """Bring the value to this process and return it."""
 
     def index(self, timeout_s: float | None = None) -> Index:
-        """The index of a result that is a DataProto; moves no values."""
+        """Return the index of a result that is a DataProto, without moving values."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the method has ended; moves no values."""
+        """Wait until the method has ended, without moving values."""
 
     def done(self) -> bool:
-        """Tells whether the method has ended, well or not; does not wait."""
+        """Return without waiting whether the method has ended, with or without an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
-    """The handle of a result that is already here. Where it was read from a pickle, it may lie on memory
-    that others read."""
+    """The handle of a result that is already in this process.
+
+    A result that was read from a pickle may use memory that others read.
+    """
 
     value: Any
     borrowed: bool = False
@@ -58,7 +65,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Aside:
+class InThread:
     """The handle of a result that a thread of this process computes."""
 
     running: Running[Any]
@@ -79,13 +86,13 @@ class Aside:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Source:
-    """One worker's promised batch; the leaves of expressions.
+    """One worker's promised batch, which is a leaf of expressions.
 
     Args:
-        handle: where it is.
-        method: the method that makes it, for messages.
-        shape: rows and names of columns, once known; travels with the source, so that a worker need not
-            ask for them again.
+        handle: The handle of the batch.
+        method: The method that makes the batch, for messages.
+        shape: The number of rows and the names of the columns, once they are known. They are pickled with the
+            source, so that a worker need not ask for them again.
     """
 
     handle: Handle
@@ -97,7 +104,7 @@ class Source:
         return Source, (self.handle, self.method, self.shape)
 
     def ready(self) -> bool:
-        """Tells whether the index is there without waiting for a worker."""
+        """Return whether the index is there without waiting for a worker."""
         return self._index is not None or self.handle.done()
 
     def index(self, timeout_s: float | None) -> Index:
@@ -108,9 +115,9 @@ class Source:
         return self._index
 
     def batch(self, timeout_s: float | None) -> DataProto:
-        """The values.
+        """Return the values.
 
         Raises:
-            DataError: the method returned something else.
+            DataError: The method did not return a batch.
         """
         return require_batch(self.handle.get(timeout_s), f"{self.method} did not return a batch")

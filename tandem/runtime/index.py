@@ -1,4 +1,4 @@
-"""Index: what the controller knows of a batch that lives with the workers."""
+"""What the controller knows about a batch that stays with the workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tandem.protocol.ragged import RowIndex, row_index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """The shape of a batch of B samples without its values; a few tens of bytes per sample.
+    """The shape of a batch of B samples without its values, a few tens of bytes per sample.
 
     Attributes:
-        uids: (B) object array, or None for a batch without that column. Survives `select`, so that
-            samples stay recognisable.
-        row_ids: (B) int64, the place of each row in the batch as its method returned it.
-        lengths: ragged column to (B) int64 row lengths; columns of equal lengths share one tensor.
-        columns: names of all columns.
+        uids: (B) object array, or None if the batch has no uids. `select` keeps them, so that samples can
+            still be identified.
+        row_ids: (B) int64, the place of each row in the batch that the method returned.
+        lengths: For each ragged column: (B) int64 row lengths. Columns of equal lengths share one tensor.
+        columns: The names of all columns.
     """
 
     uids: np.ndarray | None
@@ -35,10 +35,10 @@ class Index:
 
     @classmethod
     def of(cls, batch: DataProto) -> Index:
-        """The index of a batch that is here.
+        """Return the index of a batch that is in this process.
 
         Raises:
-            DataError: something else than a batch.
+            DataError: The value is not a batch.
         """
         require_batch(batch, "only a batch has an index")
         lengths = shared((name, c.lengths) for name, c in batch.batch.items() if isinstance(c, Ragged))
@@ -48,7 +48,7 @@ class Index:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Self:
-        """The named rows in the given order; a boolean mask filters."""
+        """Return the index of the rows with these numbers in the given order; a boolean mask filters."""
         pick = row_index(rows, len(self))
         uids = None if self.uids is None else self.uids[pick.numpy()]
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}
@@ -56,8 +56,11 @@ class Index:
         return replace(self, uids=uids, row_ids=self.row_ids[pick], lengths=lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle little: each family of lengths once, integers in as few bytes as they need, row numbers that
-        count through by their number alone."""
+        """Pickle the index in few bytes.
+
+        Each distinct tensor of lengths is pickled once, integers take as few bytes as they need, and row
+        numbers 0 … B-1 are pickled as their count.
+        """
         families = list({id(column): column for column in self.lengths.values()}.values())
         place = {id(column): number for number, column in enumerate(families)}
         counted = torch.equal(self.row_ids, torch.arange(len(self)))
@@ -71,10 +74,10 @@ class Index:
 
 
 def require_batch(value: Any, message: str) -> DataProto:
-    """Return what a method returned, if that is a batch.
+    """Return the value if it is a batch.
 
     Raises:
-        DataError: it is something else; `message` says what for a batch is needed.
+        DataError: It is something else. `message` says why a batch is needed.
     """
     if isinstance(value, DataProto):
         return value
@@ -87,7 +90,7 @@ def require_batch(value: Any, message: str) -> DataProto:
 
 
 def _packed(numbers: Tensor) -> np.ndarray:
-    """Integers in as few bytes as the largest needs."""
+    """Return integers in as few bytes as the largest one needs."""
     largest = int(numbers.max()) if len(numbers) else 0
     return numbers.numpy().astype(np.min_scalar_type(largest))
 
@@ -110,7 +113,7 @@ def _unpacked(
 
 
 def shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Gives all columns of equal lengths one tensor object, so that an index holds and sends it only once."""
+    """Give all columns of equal lengths one tensor object, so that an index holds and sends it only once."""
     families: list[Tensor] = []
     out: dict[str, Tensor] = {}
     for name, column in lengths:

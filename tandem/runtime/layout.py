@@ -1,6 +1,8 @@
-"""Layout: in which results the rows of each column of a table lie, and at which places. Everything but the
-last step of evaluating an expression is arithmetic on layouts, and needs no value. The last step takes values
-from the results, or what their indices say."""
+"""Layout: for each column of a table, the results that hold its rows, and the places of the rows there.
+
+Every step of evaluating an expression except the last computes only with layouts and needs no values. The
+last step reads the values from the results, or reads their indices.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from tandem.runtime.index import Index, shared
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strip:
-    """Rows of some results put below each other; columns side by side share one.
+    """Rows of some results, one result below the other; columns side by side share one strip.
 
     Attributes:
-        sources: the results, at least one.
-        sizes: rows of each.
-        picks: the wanted rows of all of them.
+        sources: The results, at least one.
+        sizes: The number of rows of each result.
+        picks: The wanted rows among the rows of all results.
     """
 
     sources: tuple[Source, ...]
@@ -40,11 +42,11 @@ class Strip:
         return Strip(self.sources, self.sizes, _composed(self.picks, rows))
 
     def same(self, other: Strip) -> bool:
-        """Tells whether both are the same rows of the same results."""
+        """Return whether both strips are the same rows of the same results."""
         return self.sources == other.sources and same(self.picks, other.picks)
 
     def needed(self) -> Strip:
-        """Leaves out the results that hold none of the rows; of no rows, all but the smallest result."""
+        """Leave out results that hold no wanted row; if no row is wanted, keep only the smallest result."""
         if len(self.sources) == 1 and isinstance(self.picks, range):
             return self
         sizes = np.asarray(self.sizes)
@@ -59,7 +61,10 @@ class Strip:
         return Strip(tuple(self.sources[i] for i in used), tuple(self.sizes[i] for i in used), rows)
 
     def take(self, names: Sequence[str], fetch: Callable[[Source], DataProto]) -> DataProto:
-        """The values of the named columns, on memory of their own where a source's is borrowed."""
+        """Return the values of the named columns.
+
+        They are copied if the memory of a source is borrowed.
+        """
         strip = self.needed()
         tables = []
         for source in strip.sources:
@@ -72,18 +77,21 @@ class Strip:
 
 
 Strips = tuple[Strip, ...]
-"""Where one column lies; where it came from several sides of a union, all of them, which must agree."""
+"""The strips that hold a column. A column from several sides of a union has one strip per side.
+
+The values of all strips must be equal.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The layout of a table of B rows. The operations return new layouts.
+    """The layout of a table of B rows. All operations return new layouts.
 
     Attributes:
-        row_ids: (B) the place of each row in the table that was put together last.
-        columns: where each column lies.
-        samples: where the samples' uids lie; they survive `select`.
-        bare: results without columns, for their meta_info.
+        row_ids: (B) The place of each row in the table that was assembled last.
+        columns: The strips of each column.
+        samples: The strips of the samples' uids, which `select` keeps.
+        bare: Results without columns, which are kept for their meta_info.
     """
 
     row_ids: Picks
@@ -93,7 +101,7 @@ class Layout:
 
     @classmethod
     def of(cls, source: Source, timeout_s: float | None) -> Layout:
-        """All rows of a result."""
+        """Return the layout of all rows of a result."""
         rows, columns = source.shape or (len(source.index(timeout_s)), source.index(timeout_s).columns)
         strip = Strip((source,), (rows,), range(rows))
         samples = (strip,) if "uid" in columns else ()
@@ -103,7 +111,7 @@ class Layout:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Layout:
-        """The named rows in the given order; a boolean mask filters."""
+        """Return the rows with these numbers in the given order; a boolean mask filters rows."""
         wanted = picks(rows, len(self))
         taken = functools.cache(lambda strip: strip[wanted])
         return replace(
@@ -114,10 +122,10 @@ class Layout:
         )
 
     def select(self, columns: Sequence[str]) -> Layout:
-        """Only the named columns.
+        """Return only the named columns.
 
         Raises:
-            DataError: a name that is not there.
+            DataError: A named column does not exist.
         """
         for name in columns:
             if name not in self.columns:
@@ -125,17 +133,18 @@ class Layout:
         return replace(self, columns={name: self.columns[name] for name in columns})
 
     def union(self, *others: Layout) -> Layout:
-        """The columns of all tables side by side.
+        """Return the columns of all tables side by side.
 
         Raises:
-            DataError: row counts differ.
+            DataError: The tables have different numbers of rows.
         """
-        first, *rest = sorted((self, *others), key=lambda table: not table.columns)  # B is not a bare one's
+        # Tables without columns come last, because they do not determine the number of rows.
+        first, *rest = sorted((self, *others), key=lambda table: not table.columns)
         columns, samples, bare = dict(first.columns), first.samples, first.bare
         for table in rest:
             if table.columns and len(table) != len(first):
                 raise DataError(
-                    "batches of different size",
+                    "the batches have different sizes",
                     got=f"{len(table)} rows: {', '.join(table.columns)}",
                     expected=f"{len(first)} rows: {', '.join(first.columns)}",
                 )
@@ -146,18 +155,20 @@ class Layout:
         return Layout(first.row_ids, columns, samples, bare)
 
     def concat(self, *others: Layout) -> Layout:
-        """The rows of all tables below each other, counted anew. A table without any column is what a worker
-        may return for an empty share, and is left out where others have columns.
+        """Return the rows of all tables, one table below the other, numbered from 0.
+
+        A worker may return a table without columns for an empty share. Such a table is left out if other
+        tables have columns.
 
         Raises:
-            DataError: tables with different columns.
+            DataError: The tables have different columns.
         """
         parts = [table for table in (self, *others) if table.columns] or [self, *others]
         first = parts[0].columns
         for table in parts[1:]:
             if set(table.columns) != set(first):
                 raise DataError(
-                    "batches have different columns", got=tuple(table.columns), expected=tuple(first)
+                    "the batches have different columns", got=tuple(table.columns), expected=tuple(first)
                 )
         joined = functools.cache(_joined)
 
@@ -173,30 +184,35 @@ class Layout:
         )
 
     def chunk(self, i: int, n: int) -> Layout:
-        """Share i of n successive ones whose sizes differ by one at most."""
+        """Return share i of n contiguous shares whose sizes differ by at most one."""
         return self[even(len(self), n)[i]]
 
     def share(self, division: Sequence[np.ndarray], i: int) -> Layout:
-        """Share i of a division, which holds the rows of each share.
+        """Return share i of a division, which holds the rows of each share.
 
         Raises:
-            DataError: a division of another number of rows.
+            DataError: The division has another number of rows.
         """
         _check_size(len(self), sum(map(len, division)), "a batch")
         return self[division[i]]
 
     def restore(self, division: Sequence[np.ndarray], *others: Layout) -> Layout:
-        """Puts together what became of a division's shares, this table of the first, in the order before it.
+        """Combine the results of a division's shares, in the order of the rows before the division.
+
+        This table is the result of the first share.
 
         Raises:
-            DataError: a table of another size than its share.
+            DataError: A table and its share have different numbers of rows.
         """
         for i, (table, rows) in enumerate(zip((self, *others), division, strict=True)):
             _check_size(len(table), len(rows), f"the result of share {i}")
         return self.concat(*others)[np.argsort(np.concatenate(division))].concat()
 
     def strips(self) -> dict[Strip, list[str]]:
-        """The columns of each strip; those that provide a column before those that must agree with it."""
+        """Return the columns of each strip.
+
+        A strip that provides a column comes before the strips whose values must equal it.
+        """
         out: dict[Strip, list[str]] = {}
         for rank in range(max(map(len, self.columns.values()), default=0)):
             for name, strips in self.columns.items():
@@ -205,10 +221,10 @@ class Layout:
         return out
 
     def take(self, fetch: Callable[[Source], DataProto]) -> DataProto:
-        """The values; only results that hold wanted rows of wanted columns are fetched.
+        """Return the values. Only results that hold wanted rows of wanted columns are fetched.
 
         Raises:
-            DataError: one column with different values on two sides of a union, or meta_info that differs.
+            DataError: A column has different values on two sides of a union, or meta_info differs.
         """
         bare = [DataProto(meta_info=fetch(source).meta_info) for source in self.bare]
         tables = [DataProto.concat(bare)] if bare else []
@@ -216,13 +232,13 @@ class Layout:
         return DataProto.union(*tables)
 
     def index(self, left: Callable[[], float | None]) -> Index:
-        """The index of the table, from those of its sources.
+        """Return the index of the table, computed from the indices of its sources.
 
         Args:
-            left: seconds left to wait for them.
+            left: A function that returns how many seconds are left to wait for them.
 
         Raises:
-            DataError: different samples, or a column with different lengths, on two sides of a union.
+            DataError: Two sides of a union have different samples, or a column with different lengths.
         """
 
         @functools.cache
@@ -238,12 +254,12 @@ class Layout:
         for other in uids[1:]:
             if not same(uids[0], other):
                 raise DataError(
-                    "batches of different samples", field="uid", got=other[:4], expected=uids[0][:4]
+                    "the batches have different samples", field="uid", got=other[:4], expected=uids[0][:4]
                 )
         lengths: dict[str, Tensor] = {}
         for strip, names in self.strips().items():
             plan, indices = known(strip)
-            gathered: dict[tuple[int, ...], Tensor] = {}  # once for columns of equal lengths
+            gathered: dict[tuple[int, ...], Tensor] = {}  # columns of equal lengths are gathered once
             for name in names:
                 if name in indices[0].lengths:
                     parts = [index.lengths[name] for index in indices]
@@ -251,14 +267,17 @@ class Layout:
                     if family not in gathered:
                         gathered[family] = plan.dense(parts)
                     if not torch.equal(lengths.setdefault(name, gathered[family]), gathered[family]):
-                        raise DataError("one column with different lengths", field=name)
+                        raise DataError("two batches have one column with different lengths", field=name)
         ordered = shared((name, lengths[name]) for name in self.columns if name in lengths)
         row_ids = torch.from_numpy(_array(self.row_ids))
         return Index(uids[0] if uids else None, row_ids, ordered, tuple(self.columns))
 
 
 def compact(rows: RowIndex) -> slice | np.ndarray:
-    """Rows as they travel: a slice, a mask of one byte each, or integers of four bytes where they fit."""
+    """Return rows in a form that is small to send.
+
+    It is a slice, a mask of one byte per row, or integers of four bytes if they fit.
+    """
     if isinstance(rows, slice):
         return rows
     array = rows if isinstance(rows, np.ndarray) else torch.as_tensor(rows, device="cpu").numpy()
@@ -271,29 +290,29 @@ def compact(rows: RowIndex) -> slice | np.ndarray:
 def _check_size(got: int, expected: int, what: str) -> None:
     if got != expected:
         raise DataError(
-            f"{what} has another number of rows than the division it belongs to",
+            f"{what} has a different number of rows than its division",
             got=f"{got} rows",
             expected=f"{expected} rows",
-            remedy="a method registered with balance returns one row for each row it gets",
+            remedy="a method registered with balance must return one row for each row that it gets",
         )
 
 
 def _array(picks: Picks) -> np.ndarray:
-    """(n) int64."""
+    """Return the row numbers as (n) int64."""
     if isinstance(picks, range):
         return np.arange(picks.start, picks.stop)
     return picks.astype(np.int64, copy=False)
 
 
 def _numbered(rows: np.ndarray) -> Picks:
-    """Rows by number, successive ones as a range."""
+    """Return row numbers, as a range if they are consecutive."""
     if (np.diff(rows) == 1).all():
         return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
     return rows
 
 
 def _composed(outer: Picks, inner: Picks) -> Picks:
-    """outer[inner]."""
+    """Return outer[inner]."""
     if isinstance(outer, range):
         if isinstance(inner, range):
             return range(outer.start + inner.start, outer.start + inner.stop)
@@ -302,12 +321,12 @@ def _composed(outer: Picks, inner: Picks) -> Picks:
 
 
 def _beside(known: Strips, others: Strips) -> Strips:
-    """Where a column of both sides of a union lies; the same rows of the same results once."""
+    """Return the strips of a column on both sides of a union; equal strips appear once."""
     return known + tuple(s for s in others if not any(s is k or s.same(k) for k in known))
 
 
 def _joined(strips: Strips) -> Strip:
-    """The rows of all strips below each other; results that several of them name stand there once."""
+    """Return the rows of all strips below each other; results that several strips share appear once."""
     sources: list[Source] = []
     sizes: list[int] = []
     starts: dict[tuple[Source, ...], int] = {}

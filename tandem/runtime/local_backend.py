@@ -1,6 +1,8 @@
-"""The local backend: one worker of each role, in the controller's process, every call at once, but for those
-of workers that mostly wait (`Worker.aside`). Exceptions keep their traceback, breakpoints stop where they
-stand, and nothing is copied."""
+"""The local backend: one worker per role, all in the controller's process.
+
+Every call runs at once, except calls of workers that mostly wait (`Worker.in_thread`), which run in a thread.
+Exceptions keep their traceback, breakpoints stop in place, and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tandem.errors import ConfigError
 from tandem.runtime.backend import StreamPart, Usage
 from tandem.runtime.dispatch import Call
 from tandem.runtime.future import Done, Handle
-from tandem.runtime.handle import Aside
+from tandem.runtime.handle import InThread
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.worker import Worker, WorkerFactory, create, execute
 
@@ -24,18 +26,18 @@ Result = TypeVar("Result")
 
 
 class LocalBackend:
-    """See `Backend`."""
+    """The backend that runs all workers in the controller's process; see `Backend`."""
 
     gpus = None
 
     def __init__(self) -> None:
-        self._launched: WeakSet[LocalWorkers] = WeakSet()  # their groups keep them
+        self._launched: WeakSet[LocalWorkers] = WeakSet()  # the groups keep their workers alive
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
-        """Makes sure that the pools ask for this process alone.
+        """Check that each pool asks for one process.
 
         Raises:
-            ConfigError: a pool has more than one process.
+            ConfigError: A pool has more than one process.
         """
         for pool in pools:
             if pool.world_size != 1:
@@ -44,7 +46,7 @@ class LocalBackend:
                     field="trainer.backend",
                     got=f"resource pool '{pool.name}' of {pool.world_size} processes",
                     expected="1 process",
-                    remedy="set trainer.backend=ray, or ask for one process",
+                    remedy="set trainer.backend=ray, or use one process per pool",
                 )
 
     def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> LocalWorkers:
@@ -54,10 +56,10 @@ class LocalBackend:
         return workers
 
     def release(self, pool_names: Sequence[str]) -> None:
-        """There are no processes to end."""
+        """Do nothing: there are no processes to end."""
 
     def take_traffic(self) -> dict[str, float]:
-        """Nothing travels."""
+        """Return no counts, because nothing is sent between processes."""
         return {}
 
     def shutdown(self) -> None:
@@ -66,15 +68,15 @@ class LocalBackend:
 
 
 class LocalWorkers:
-    """A single worker."""
+    """The single worker of a group."""
 
     world_size = 1
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._busy_s = 0.0
-        self._aside = (
-            ThreadPoolExecutor(1, type(worker).__name__, set_threads, (1,)) if worker.aside else None
+        self._thread = (
+            ThreadPoolExecutor(1, type(worker).__name__, set_threads, (1,)) if worker.in_thread else None
         )
 
     def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
@@ -82,7 +84,7 @@ class LocalWorkers:
         if call is None:
             return [None]
         timed = partial(self._timed, partial(execute, self._worker, method, *call))
-        return [Done(timed()) if self._aside is None else Aside(self._aside.submit(timed))]
+        return [Done(timed()) if self._thread is None else InThread(self._thread.submit(timed))]
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
         (call,) = calls
@@ -104,7 +106,7 @@ class LocalWorkers:
         return [taken]
 
     def shutdown(self) -> None:
-        """The worker goes when the group goes; what it waits for ends now."""
-        if self._aside is not None:
-            self._aside.shutdown(wait=False, cancel_futures=True)
+        """Stop what the worker waits for. The worker itself is freed with its group."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
         self._worker.close()

@@ -12,7 +12,10 @@ from tandem.errors import ConfigError
 
 
 class Role(Enum):
-    """The part of a group of workers in the algorithm; several in one name share weights or a process."""
+    """The part that a group of workers has in the algorithm.
+
+    A name that combines several roles means that they share weights or a process.
+    """
 
     Actor = auto()
     Rollout = auto()
@@ -29,13 +32,14 @@ class ResourcePool:
     """Processes on nodes.
 
     Args:
-        process_on_nodes: processes per node, such as [8] * 4.
-        name: for messages; pools of one backend have different names.
-        on_device: whether each process gets a device of its own.
-        beside_controller: helpers on the controller's machine, for which nothing is reserved.
+        process_on_nodes: The number of processes on each node, such as [8] * 4.
+        name: The name of the pool, for messages. Pools of one backend need different names.
+        on_device: Whether each process gets its own device.
+        beside_controller: Whether the processes are helpers on the controller's machine. Nothing is reserved
+            for them.
 
     Raises:
-        ConfigError: no node, or a node without a process.
+        ConfigError: There is no node, or a node has no process.
     """
 
     process_on_nodes: Sequence[int]
@@ -48,7 +52,7 @@ class ResourcePool:
         valid = isinstance(counts, (list, tuple)) and len(counts) > 0
         if not valid or not all(type(count) is int and count >= 1 for count in counts):
             raise ConfigError(
-                "not a list of processes per node",
+                "this is not a list of processes per node",
                 field=f"resource pool '{self.name}'",
                 got=repr(counts),
                 expected="one whole number >= 1 per node, such as [8, 8]",
@@ -66,15 +70,15 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class Placement:
-    """The assignment of roles to pools. Roles mapped to one pool are colocated.
+    """The assignment of roles to pools. Roles on the same pool are colocated.
 
     Args:
-        resource_pool_spec: pool name to processes per node.
-        mapping: role to pool name; one of several models of a role by name, such as "ref.NAME", where it is
-            not with the others.
+        resource_pool_spec: For each pool: the number of processes on each node.
+        mapping: For each role: the name of its pool. If a role has several models, a model that is not on the
+            role's pool has its own entry, such as "ref.NAME".
 
     Raises:
-        ConfigError: a malformed pool, or a role on a pool that is not there.
+        ConfigError: A pool is malformed, or a role is on a pool that does not exist.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
@@ -95,17 +99,17 @@ class Placement:
 
     @cached_property
     def pools(self) -> Mapping[str, ResourcePool]:
-        """The pools by name. Reward functions alone need no device."""
+        """The pools by name. A pool that runs only reward functions needs no device."""
         return {
             name: ResourcePool(counts, name, on_device=self.roles(name) != (Role.Reward,))
             for name, counts in self.resource_pool_spec.items()
         }
 
     def pool(self, role: Role) -> ResourcePool:
-        """The pool of a role.
+        """Return the pool of a role.
 
         Raises:
-            ConfigError: the role has none.
+            ConfigError: The role has no pool.
         """
         if role not in self.mapping:
             raise ConfigError(
@@ -116,10 +120,10 @@ class Placement:
         return self.pools[self.mapping[role]]
 
     def roles(self, pool_name: str) -> tuple[Role | str, ...]:
-        """The roles colocated on a pool."""
+        """Return the roles on a pool."""
         return tuple(role for role, name in self.mapping.items() if name == pool_name)
 
 
 def role_name(role: Role | str) -> str:
-    """A role of a placement by name, for messages."""
+    """Return the name of a placement's role, for messages."""
     return role if isinstance(role, str) else role.name

@@ -1,4 +1,4 @@
-"""BatchStream: a batch whose samples come to exist one after the other."""
+"""A batch whose samples become available one after the other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tandem.runtime.future import BatchFuture
 
 
 class BatchStream:
-    """The parts of a streaming method's result. Iterating gives each part as soon as it exists; iterating
-    again gives those that came before once more.
+    """The parts of a streaming method's result.
+
+    Iteration yields each part as soon as it exists. A second iteration yields the earlier parts again.
 
     Args:
-        parts: of all workers, in the order in which they come to exist.
-        method: the name of the method that was called, for messages.
-        mesh: says whose parts are taken, and in which order.
+        parts: The parts of all workers, in the order in which they become available.
+        method: The name of the called method, for messages.
+        mesh: The mesh, which determines whose parts are used and in which order.
     """
 
     def __init__(self, parts: Iterator[StreamPart], method: str, mesh: Mesh) -> None:
@@ -37,16 +38,16 @@ class BatchStream:
             position += 1
 
     def map(self, fn: Callable[[BatchFuture], BatchFuture]) -> BatchFuture:
-        """Applies `fn` to each part as soon as it exists.
+        """Apply `fn` to each part as soon as it exists.
 
         Args:
-            fn: a part to a batch with as many rows.
+            fn: A function from a part to a batch with the same number of rows.
 
         Returns:
-            the results below each other, in the order of the method's rows: by rank, then by row.
+            The concatenated results in the order of the method's rows: by rank, then by row.
 
         Raises:
-            DataError: the rows that a worker named are not 0 … B-1, each once.
+            DataError: The rows that a worker named are not 0 … B-1, each once.
         """
         results = [fn(part) for part in self]
         if not results:
@@ -59,7 +60,7 @@ class BatchStream:
             named = np.concatenate([places[position] for position in positions])
             if not np.array_equal(np.sort(named), np.arange(len(named))):
                 raise DataError(
-                    f"the parts of {self._method} do not make a whole",
+                    f"the parts of {self._method} do not form a whole batch",
                     field=f"data-parallel rank {rank}",
                     got=f"{len(named)} rows: {named.tolist()[:8]}…",
                     expected="each of 0 … B-1 once",
@@ -70,13 +71,13 @@ class BatchStream:
         return BatchFuture.arranged(results, places)
 
     def all(self) -> BatchFuture:
-        """The whole batch, once all workers have ended."""
+        """Return the whole batch after all workers have ended."""
         return self.map(lambda part: part)
 
     def _receive(self) -> bool:
-        """Waits for one more part; false when there is none."""
+        """Wait for one more part, and return false if there is none."""
         if self._failure is not None:
-            raise self._failure  # an iterator that raised would say that it has merely ended
+            raise self._failure  # after an error, an iterator only reports that it has ended
         try:
             for part in self._incoming:
                 if part.rank in self._order:

@@ -1,4 +1,4 @@
-"""Worker, the base of everything that runs on a device; `register`, which offers its methods to a group."""
+"""The base class of everything that runs on a device, and the decorator `register` for its methods."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _MARK = "__tandem_registration__"
 
 
 class Worker:
-    """One process' part of a group; subclasses hold an engine and register methods.
+    """One process's part of a group. Subclasses hold an engine and register methods.
 
     Attributes:
-        rank: 0 … world_size-1; set before `__init__` of the subclass runs.
-        world_size: workers in the group.
-        tell: says a sentence to the user; a backend may put its own way of doing so on the instance.
-        aside: whether its methods may run beside those of others, where one process has them all: they wait
-            for something else than this process.
+        rank: 0 … world_size-1. It is set before `__init__` of the subclass runs.
+        world_size: The number of workers in the group.
+        tell: A function that shows a message to the user. A backend may replace it on the instance.
+        in_thread: Whether a backend that has all workers in one process may run this worker's methods in a
+            thread, next to other workers. This suits workers that mostly wait for something outside the
+            process.
     """
 
     rank: int = 0
     world_size: int = 1
-    aside: ClassVar[bool] = False
+    in_thread: ClassVar[bool] = False
     tell: Callable[[str], None] = staticmethod(functools.partial(print, flush=True))
     _meshes: dict[str, MeshPlace]
 
@@ -39,28 +40,30 @@ class Worker:
         return worker
 
     def register_mesh(self, name: str, dp_rank: int, dp_size: int, collects: bool = True) -> None:
-        """States this worker's place in the mesh `name`, for methods with ND_COMPUTE_PROTO.
+        """Set this worker's place in the mesh `name`, for methods with ND_COMPUTE_PROTO.
 
         Args:
-            dp_rank: which share of a batch it gets, 0 … dp_size-1; the same for the tensor, sequence
-                and pipeline ranks that work on one share.
-            collects: whether its results are taken; exactly one worker per dp_rank, such as tensor
-                rank 0 of the last pipeline stage.
+            name: The name of the mesh.
+            dp_rank: The share of a batch that this worker gets, 0 … dp_size-1. Tensor, sequence and pipeline
+                ranks that work on one share have the same dp_rank.
+            dp_size: The number of shares.
+            collects: Whether the group uses this worker's results. Exactly one worker per dp_rank must
+                collect, such as tensor rank 0 of the last pipeline stage.
         """
         self._meshes[name] = MeshPlace(dp_rank, dp_size, collects)
 
     def close(self) -> None:
-        """Gives back what goes on without it; called at most while a method still runs."""
+        """Release resources that would outlive the worker; a method may still be running."""
 
     def meshes(self) -> dict[str, MeshPlace]:
-        """This worker's places by mesh name."""
+        """Return this worker's place in each mesh, by mesh name."""
         return dict(self._meshes)
 
 
 BaseWorker = Worker
 
 WorkerFactory = type[Worker] | functools.partial[Worker]
-"""A worker class, or `functools.partial` of one with the arguments of its constructor."""
+"""A worker class, or `functools.partial` of a worker class with the arguments of its constructor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,9 @@ class Part:
     """Some samples of a streaming method's result.
 
     Attributes:
-        rows: their places in the worker's whole result; all parts together are 0 … B-1, each once.
-        batch: the samples, in the order of `rows`.
+        rows: The places of the samples in the worker's whole result. All parts together are 0 … B-1, each
+            once.
+        batch: The samples, in the order of `rows`.
     """
 
     rows: Sequence[int]
@@ -85,33 +89,35 @@ def register(
     balance: str | None = None,
     stream: bool = False,
 ) -> Callable[[Method], Method]:
-    """Makes a method of a Worker callable on a WorkerGroup; the method itself is unchanged.
+    """Make a method of a Worker callable on a WorkerGroup; the method itself does not change.
 
     Args:
-        dispatch_mode: a member of Dispatch, or a pair of functions (dispatch, collect).
-        blocking: False returns a future at once: a BatchFuture where batches are concatenated, else a Future.
-        collect: "all" as the mode says; "first" the result of the first worker that collects, for
-            results that are the same on every worker, such as metrics already reduced over ranks.
-        mesh: the mesh that ND_COMPUTE_PROTO goes over; not needed when the workers registered only one.
-        balance: the ragged column by whose row lengths the rows are divided evenly over data-parallel
-            ranks, in a group that balances; the results come back in the given order. The method
-            returns one row per row, or no batch.
-        stream: the method is a generator of Part, and the group's method returns a BatchStream.
+        dispatch_mode: A member of Dispatch, or a pair of functions (dispatch, collect).
+        blocking: Whether a call waits for the result. False returns a future at once: a BatchFuture if the
+            results are batches to concatenate, else a Future.
+        collect: "all" uses the results as the mode says. "first" uses the result of the first worker that
+            collects, for results that are the same on every worker, such as metrics that are already reduced
+            over ranks.
+        mesh: The mesh of ND_COMPUTE_PROTO. It is not needed if the workers registered only one.
+        balance: The ragged column whose row lengths are balanced over data-parallel ranks, in a group with
+            balancing. The results come back in the order of the given rows. The method must return one row
+            per row, or no batch.
+        stream: Whether the method is a generator of Part. The group's method then returns a BatchStream.
 
     Raises:
-        ConfigError: something else in place of a mode, options that do not go together, or a function that is
-            registered already.
+        ConfigError: `dispatch_mode` is not a mode, options do not go together, or the function is already
+            registered.
     """
 
     def mark(method: Method) -> Method:
         found = vars(method).get(_MARK)
-        of_wrapped = getattr(getattr(method, "__wrapped__", None), _MARK, None)  # functools.wraps copies it
+        of_wrapped = getattr(getattr(method, "__wrapped__", None), _MARK, None)  # copied by functools.wraps
         if found is not None and found is not of_wrapped:
             raise ConfigError(
-                "registered twice; the second registration would change the first wherever it is used",
+                "this function is registered twice, and the second registration would replace the first",
                 field=method.__qualname__,
                 got=found.dispatch_mode,
-                remedy="leave one @register, or give each a function of its own",
+                remedy="keep only one @register, or define a separate function for each",
             )
         setattr(method, _MARK, Registration(dispatch_mode, blocking, collect, mesh, balance, stream))
         return method
@@ -120,7 +126,10 @@ def register(
 
 
 def registrations(worker_class: type[Worker]) -> dict[str, Registration]:
-    """All registered methods by name. A method that overrides a registered one need not repeat it."""
+    """Return all registered methods by name.
+
+    A method that overrides a registered method need not be registered again.
+    """
     found: dict[str, Registration] = {}
     for base in reversed(worker_class.__mro__):
         for name, member in vars(base).items():
@@ -130,15 +139,15 @@ def registrations(worker_class: type[Worker]) -> dict[str, Registration]:
 
 
 def worker_class(factory: WorkerFactory) -> type[Worker]:
-    """The class that a factory makes instances of.
+    """Return the class whose instances a factory creates.
 
     Raises:
-        ConfigError: something else than a worker class or a partial of one.
+        ConfigError: The factory is neither a worker class nor a partial of one.
     """
     made = factory.func if isinstance(factory, functools.partial) else factory
     if not (isinstance(made, type) and issubclass(made, Worker)):
         raise ConfigError(
-            "not a worker",
+            "this is not a worker class",
             got=repr(made),
             expected="a subclass of tandem.runtime.Worker, or functools.partial of one with its arguments",
         )
@@ -148,10 +157,13 @@ def worker_class(factory: WorkerFactory) -> type[Worker]:
 def create(
     factory: WorkerFactory, rank: int, world_size: int, *, tell: Callable[[str], None] | None = None
 ) -> Worker:
-    """The worker of one rank; for backends.
+    """Create the worker of one rank; for backends.
 
     Args:
-        tell: in place of `Worker.tell`, from the constructor on.
+        factory: The worker class, or a partial of it.
+        rank: The rank of the worker.
+        world_size: The number of workers in the group.
+        tell: A replacement for `Worker.tell`, which the constructor can already use.
     """
     made = worker_class(factory)
     args, kwargs = (factory.args, factory.keywords) if isinstance(factory, functools.partial) else ((), {})
@@ -164,7 +176,7 @@ def create(
 
 
 def execute(worker: Worker, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a method in the worker's process, futures among the arguments resolved there; for backends."""
+    """Run a method in the worker's process, after resolving futures among the arguments; for backends."""
     return getattr(worker, method)(
         *map(resolve, args), **{name: resolve(argument) for name, argument in kwargs.items()}
     )

@@ -1,4 +1,4 @@
-"""WorkerGroup: many workers as one object with their registered methods."""
+"""Many workers as one object that has their registered methods."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class WorkerGroup:
     """The workers of one role on one pool. Each registered method of their class is a method of the group.
 
     Args:
-        backend: where the workers run.
-        worker: their class, or `functools.partial` of it with the arguments of its constructor.
-        pool: how many, on which nodes.
-        role: for messages; the class's name unless given.
-        balance: whether methods registered with `balance` divide rows by weight, not by count.
+        backend: The backend that runs the workers.
+        worker: The worker class, or `functools.partial` of it with the arguments of its constructor.
+        pool: The processes of the group.
+        role: The name of the role, for messages. The default is the name of the class.
+        balance: Whether methods registered with `balance` divide rows by weight instead of by count.
 
     Raises:
-        ConfigError: the backend cannot give the pool, or a method has the name of one of the group's own.
+        ConfigError: The backend cannot provide the pool, or a registered method has the name of a method of
+            WorkerGroup.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class WorkerGroup:
         for name in self._registrations:
             if hasattr(type(self), name):
                 raise ConfigError(
-                    "a worker method has the name of a WorkerGroup's own",
+                    "a worker method has the same name as a method of WorkerGroup",
                     field=f"{made.__name__}.{name}",
                     remedy="rename the method",
                 )
@@ -63,11 +64,11 @@ class WorkerGroup:
         return self._role
 
     def take_usage(self) -> list[Usage]:
-        """The time that each worker spent since the last call, by rank."""
+        """Return the time that each worker spent since the last call, by rank."""
         return self._workers.take_usage()
 
     def shutdown(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         self._workers.shutdown()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -106,15 +107,18 @@ class WorkerGroup:
     def _batch_now(mesh: Mesh, handles: list[Handle | None], method: str, division: Division | None) -> Any:
         for handle in handles:
             if handle is not None:
-                handle.wait()  # a worker that does not collect may have failed too
+                handle.wait()  # workers that do not collect may have failed too
         values = [Done(handle.get(), handle.borrowed) for handle in _collecting(mesh, handles)]
         if all(done.value is None for done in values):
             return None
         return BatchFuture.collected(values, method, division).get()
 
     def _mesh(self, registration: Registration) -> Mesh:
-        """The mesh of a method; asked of the workers once, when first needed, as they may register
-        it after construction."""
+        """Return the mesh of a method.
+
+        The workers are asked once, when the mesh is first needed, because they may register it after
+        construction.
+        """
         name = registration.mesh
         if name not in self._meshes:
             everybody: list[Call | None] = [((), {})] * self.world_size
@@ -125,7 +129,7 @@ class WorkerGroup:
                 raise ConfigError(
                     "the workers have not registered this mesh"
                     if name
-                    else "it is not clear which mesh to use",
+                    else "the workers registered several meshes or none, so the mesh is not clear",
                     field=f"{self._class_name}, mesh",
                     got=name,
                     expected=f"one of {known}" if known else "a register_mesh call in every worker",
@@ -137,5 +141,5 @@ class WorkerGroup:
 
 
 def _collecting(mesh: Mesh, handles: list[Handle | None]) -> list[Handle]:
-    """The handles of the ranks whose results are taken, in order of their data-parallel ranks."""
+    """Return the handles of the ranks that collect, in the order of their data-parallel ranks."""
     return [handle for rank in mesh.collectors if (handle := handles[rank]) is not None]

@@ -1,5 +1,7 @@
-"""A sandbox for a model's programs, on this machine or on a server: a program and its input go in, what it
-wrote comes out."""
+"""A sandbox that runs programs written by a model, on this machine or on a server.
+
+The input is a program and its standard input, the result is what the program wrote.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ __all__ = ["Limits", "Place", "Run", "place", "protection", "run", "use"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where programs run.
+    """Where and how programs run.
 
     Attributes:
-        url: a server's; None: this machine.
-        limits: of each program.
-        at_once: how many programs this process may have running.
+        url: URL of a sandbox server; None means this machine.
+        limits: limits of each program.
+        at_once: how many programs this process may run at the same time.
     """
 
     url: str | None = None
@@ -31,17 +33,17 @@ _PLACE = [Place()]
 
 
 def use(place: Place) -> None:
-    """Makes a place that of all programs of this process."""
+    """Set where this process runs all its programs."""
     _PLACE[0] = place
 
 
 def place() -> Place:
-    """Where this process runs programs."""
+    """Return where this process runs programs."""
     return _PLACE[0]
 
 
 def run(program: str, stdin: str) -> Run:
-    """Runs a Python program where `use` said.
+    """Run a Python program in the place that `use` set.
 
     Raises:
         RewardError: this machine has no sandbox, or the server does not answer.

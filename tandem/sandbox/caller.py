@@ -1,8 +1,12 @@
-"""The program that calls a solution's function inside a sandbox. It knows the arguments and not what should
-come of them, and writes the result as JSON; whether that is right is judged outside.
+"""The program that calls a solution's function inside a sandbox.
 
-It runs alone. Its standard input is a line of JSON: the nonce that marks its answer, so that what the
-solution prints is none; the solution; the function's name and arguments, or None and a statement to execute.
+It knows the arguments but not the expected result. It writes the result as JSON, and Tandem compares the
+result outside of the sandbox.
+
+The program runs alone and imports nothing of Tandem. It reads one line of JSON from standard input, with four
+values: a nonce, the solution, the name of a function, and the function's arguments. If the name is None, the
+last value is a statement to execute instead. The nonce marks the answer, so that output of the solution
+cannot be taken for the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import collections, heapq, bisect, copy, functools, itertools, json, math, opera
 from bisect import *; from collections import *; from copy import *; from functools import *
 from heapq import *; from itertools import *; from math import *; from typing import *
 """
-"""Before the solution, as its problems are set where these names are known."""
+"""Executed before the solution, because the problems assume that these names are defined."""
 UNSERIALISABLE = "unserialisable"
 
 

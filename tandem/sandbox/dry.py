@@ -1,6 +1,9 @@
-"""A user's own program that changes nothing. It reads what the user can read. It reaches no network, and no
-process that it did not start. Under sandlock (Landlock and seccomp) it writes to copies, which are thrown
-away; under bubblewrap (namespaces) all files are read-only."""
+"""Execution of a user's own program without letting it change anything (a dry run).
+
+The program can read what the user can read. It cannot reach the network, or processes that it did not start.
+Under sandlock (Landlock and seccomp), it writes to copies of files, which are deleted afterwards. Under
+bubblewrap (namespaces), all files are read-only.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,26 @@ from tandem.errors import ConfigError
 from tandem.lifetime import scratch_folder
 from tandem.sandbox.protections import Bubblewrap, Protection, Sandlock
 
-Way = Callable[[Sequence[str], Mapping[str, str], Path, float], int | None]
+Runner = Callable[[Sequence[str], Mapping[str, str], Path, float], int | None]
 _TRIAL_S = 30.0
 
 
 def run_dry(command: Sequence[str], variables: Mapping[str, str], folder: Path, limit_s: float) -> int | None:
-    """Run a program in the folder and the environment of this process.
+    """Run a program with the current folder and the environment of this process.
 
     Args:
-        command: the program, by its path, and its arguments.
-        variables: of the environment, beside those of this process.
-        folder: keeps what the program writes there; all else that it writes is lost.
-        limit_s: seconds after which it is ended.
+        command: path of the program, and its arguments.
+        variables: environment variables to add to those of this process.
+        folder: files that the program writes here are kept; all other writes are lost.
+        limit_s: maximum running time, in seconds.
 
     Returns:
-        the exit status; None where it was ended.
+        the exit status; None if the program exceeded `limit_s` and was killed.
 
     Raises:
-        ConfigError: nothing on this machine can hold it.
+        ConfigError: this machine has no sandbox that works.
     """
-    return _way()(command, variables, folder, limit_s)
+    return _working_runner()(command, variables, folder, limit_s)
 
 
 def _under_sandlock(
@@ -47,12 +50,12 @@ def _under_sandlock(
         box = library.Sandbox(
             fs_readable=["/"],
             fs_writable=["/dev/null", *_gpus()],
-            workdir="/",  # whose files are copied before they are changed
+            workdir="/",  # files below it are copied before they are changed
             fs_storage=str(copies),
             on_exit=library.BranchAction.DEFER,
             on_error=library.BranchAction.DEFER,
             cwd=os.getcwd(),
-            clean_env=True,  # else also what libraries have set since this process began
+            clean_env=True,  # otherwise it adds variables that libraries set after this process started
             env={**os.environ, **variables},
         )
         try:
@@ -74,8 +77,8 @@ def _under_bubblewrap(
 ) -> int | None:
     options = ["--die-with-parent", "--new-session", "--unshare-all", "--cap-drop", "ALL"]
     options += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
-    options += ["--ro-bind", "/proc/sys", "/proc/sys"]  # which root may write to without any capability
-    options += ["--tmpfs", "/run"]  # where services listen that would write for a program
+    options += ["--ro-bind", "/proc/sys", "/proc/sys"]  # root can write there even without capabilities
+    options += ["--tmpfs", "/run"]  # hide the sockets of services that could write files for the program
     for path in _gpus():
         options += ["--dev-bind", path, path]
     options += ["--bind", str(folder), str(folder)]
@@ -92,33 +95,33 @@ def _under_bubblewrap(
 
 
 def _gpus() -> list[str]:
-    """The devices that `nvidia-smi` asks."""
+    """Return the device files that `nvidia-smi` needs."""
     return glob("/dev/nvidia*")
 
 
 @functools.cache
-def _way() -> Way:
+def _working_runner() -> Runner:
     problems = []
-    ways: dict[type[Protection], Way] = {Sandlock: _under_sandlock, Bubblewrap: _under_bubblewrap}
-    for kind, way in ways.items():
+    runners: dict[type[Protection], Runner] = {Sandlock: _under_sandlock, Bubblewrap: _under_bubblewrap}
+    for kind, runner in runners.items():
         name, true = kind.__name__.lower(), shutil.which("true") or "true"
         if not kind.version():
             problems.append(f"{name} is not installed")
             continue
         with scratch_folder("trial") as folder:
             try:
-                status = way([true], {}, folder, _TRIAL_S)
+                status = runner([true], {}, folder, _TRIAL_S)
             except (ImportError, OSError, RuntimeError) as error:
                 problems.append(f"{name} does not work here: {type(error).__name__}: {error}")
                 continue
         if status == 0:
-            return way
+            return runner
         problems.append(f"{name} does not work here: exit status {status}")
     raise ConfigError(
-        "nothing on this machine keeps a script from writing files and reaching the network",
-        field="a script that is read",
+        "this machine has no sandbox that keeps a script from writing files and using the network",
+        field="dry run of a script",
         got="; ".join(problems),
-        expected="sandlock, on Linux 6.12 or newer, or bubblewrap, where user namespaces are allowed",
-        remedy="pip install 'tandem[sandbox]', or install bubblewrap; or give what follows "
-        "`-m verl.trainer.main_ppo` in the script to tandem itself",
+        expected="sandlock on Linux 6.12 or newer, or bubblewrap with user namespaces allowed",
+        remedy="pip install 'tandem[sandbox]', or install bubblewrap, or pass the arguments that follow "
+        "`-m verl.trainer.main_ppo` in the script to tandem directly",
     )

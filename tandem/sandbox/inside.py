@@ -1,10 +1,13 @@
-"""The program that a sandbox starts: it takes on the limits, gives up what root could do and all system calls
-but those of a list, and becomes the solution. It runs alone, by `python -c`, and imports nothing of Tandem.
+"""The program that starts inside a sandbox and becomes the solution.
+
+It sets the limits, gives up root's privileges, allows only a list of system calls, and then runs the solution
+in the same process. It is started with `python -c` and imports nothing of Tandem.
 
     python -c inside.py FOLDER [SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES [PROCESSES USER]]
 
-FOLDER holds program.py and stdin.txt; USER is whom root becomes. Without limits it waits for lines of
-arguments, and each becomes a process forked from it, of a folder in FOLDER.
+FOLDER holds program.py and stdin.txt. USER is the user ID that root switches to. Without limits, the program
+waits for lines of arguments on standard input. For each line it forks a process, which runs the solution of a
+subfolder of FOLDER.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC, RLIMIT_NOFILE, RLIMIT_AS = 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, PATH_BENEATH = 444, 445, 446, 1
 WRITES, FILE_WRITES = 0xFFF2, 0xC002
-"""Landlock's rights but those to execute files and to read files and folders; those that files have."""
+"""Landlock rights.
+
+WRITES are all rights except to execute files and to read files and folders. FILE_WRITES are the rights among
+WRITES that apply to files.
+"""
 SIGNALS_AND_SOCKETS = 3
 KNOWN = ["bisect", "collections", "copy", "functools", "heapq", "itertools", "json", "math", "random", "re"]
-"""Modules that solutions import, which the process that waits has imported."""
+"""Modules that solutions often import; the waiting process imports them in advance."""
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 LOAD, EQUAL, AT_LEAST, ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -41,34 +48,43 @@ CALLS = """
     clock_gettime 228 113 clock_getres 229 114 clock_nanosleep 230 115 times 100 153 getrusage 98 165
     prlimit64 302 261 sched_getaffinity 204 123 getrandom 318 278 uname 63 160
 """
-"""All that a program may ask of the kernel, with its number on each architecture."""
+"""All system calls that a program may make, with the number of each on x86_64 and aarch64 ("-": none)."""
 FIRST_COMMON = 403
-"""From here on calls have one number on all architectures; libraries do without those that are not there."""
-TO_ITSELF = "kill 62 129 tgkill 234 131"  # calls whose first argument must be the process itself
+"""From this number on, system calls have the same number on all architectures.
+
+The filter reports these calls as not implemented, because libraries can work without them.
+"""
+TO_ITSELF = "kill 62 129 tgkill 234 131"  # system calls whose first argument must be the process itself
 RULES: dict[str, list[tuple[int, list[int] | range | int]]] = {
-    "openat": [(4, 0o2747703)],  # no O_PATH, and no O_TMPFILE: nobody could see a file without a name grow
-    "fcntl": [(2, [0, 1, 2, 3, 4, 1030])],  # copies and flags: no locks, leases, owners or notices
-    "ioctl": [(2, [0x5401, 0x5421, 0x5450, 0x5451])],  # is it a terminal, does it wait, is it inherited
+    "openat": [(4, 0o2747703)],  # no O_PATH; no O_TMPFILE, because an unnamed file's size cannot be watched
+    "fcntl": [(2, [0, 1, 2, 3, 4, 1030])],  # only duplicates and flags: no locks, leases or notifications
+    "ioctl": [(2, [0x5401, 0x5421, 0x5450, 0x5451])],  # terminal queries, non-blocking mode, close-on-exec
     "pipe2": [(2, [0, 0x800, 0x80000, 0x80800])],
-    "socketpair": [(0, [1]), (2, [1, 0x801, 0x80001, 0x80801])],  # streams, which reach nobody else
-    "sendto": [(8, [0]), (9, [0])],  # to no address
+    "socketpair": [(0, [1]), (2, [1, 0x801, 0x80001, 0x80801])],  # only streams within the program
+    "sendto": [(8, [0]), (9, [0])],  # only without an address
     "mmap": [(6, 0x124833), (7, 0)],  # no huge pages and no locked memory
-    "madvise": [(4, [4])],  # no longer needed
-    "futex": [(2, [0, 9, 265, 128, 129, 137, 393])],  # wait; wake those of this process
-    "clone": [(0, 0x17D0F11)],  # no namespaces, and no sibling of this process
-    "clock_gettime": [(0, range(12))],  # the clocks of other processes are below 0
+    "madvise": [(4, [4])],  # only MADV_DONTNEED
+    "futex": [(2, [0, 9, 265, 128, 129, 137, 393])],  # wait, and wake threads of this process
+    "clone": [(0, 0x17D0F11)],  # no new namespaces, and no sibling processes
+    "clock_gettime": [(0, range(12))],  # negative numbers are clocks of other processes
     "clock_getres": [(0, range(12))],
     "clock_nanosleep": [(0, range(12))],
-    "prlimit64": [(0, [0]), (2, [0, 1, 2, 3, *range(5, 16)])],  # its own limits, but not that of dumps
+    "prlimit64": [(0, [0]), (2, [0, 1, 2, 3, *range(5, 16)])],  # own limits, except that of core dumps
     "sched_getaffinity": [(0, [0])],
 }
-"""What halves of arguments must be: one of some values, or no other bits than these. Halves are counted from
-0, and an argument's lower half comes first."""
+"""Rules for arguments of system calls, as pairs (half, wanted).
+
+A half is 32 bits of an argument. Halves are counted from 0, and the lower half of an argument comes first.
+The half must equal one of the values in `wanted`. If `wanted` is an int, the half must not set any other
+bits.
+"""
 
 
 def call(name: str, *arguments: int | bytes) -> int:
-    """Calls a function of the C library. Imports are what a run's start costs, so that `ctypes`, `struct` and
-    `resource` are done without."""
+    """Call a function of the C library.
+
+    Imports dominate the start time of a run, so this avoids `ctypes`, `struct` and `resource`.
+    """
     library = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]
     address = _ctypes.dlsym(library, name)
     result: int = _ctypes.call_cdeclfunction(address, arguments)
@@ -76,17 +92,20 @@ def call(name: str, *arguments: int | bytes) -> int:
 
 
 def packed(size: int, *numbers: int) -> bytes:
-    """Numbers as the kernel reads them, each in some bytes."""
+    """Convert numbers to bytes as the kernel reads them, `size` bytes each."""
     return b"".join(number.to_bytes(size, sys.byteorder) for number in numbers)
 
 
 def step(code: int, if_so: int, if_not: int, value: int) -> bytes:
-    """An instruction of a filter; the middle numbers are how many to skip."""
+    """Build one instruction of a seccomp filter.
+
+    `if_so` and `if_not` are the numbers of instructions to skip after a test that holds or fails.
+    """
     return packed(2, code) + packed(1, if_so, if_not) + packed(4, value)
 
 
 def must_be(half: int, wanted: list[int] | range | int) -> list[bytes]:
-    """Return the steps that refuse a call unless half of an argument is what `RULES` wants."""
+    """Return the instructions that refuse a call unless half of an argument fits `wanted`; see `RULES`."""
     if isinstance(wanted, int):
         tests = [step(ANY_OF, 0, 1, wanted ^ 0xFFFFFFFF)]
     else:
@@ -95,10 +114,11 @@ def must_be(half: int, wanted: list[int] | range | int) -> list[bytes]:
 
 
 def let_through(calls: str, itself: int | None = None) -> bytes:
-    """Return the steps of a filter that let some calls through, and go on to the next step with all others.
+    """Return the instructions that allow some calls, and continue with the next instruction for others.
 
     Args:
-        itself: what the first argument must be; None: `RULES` say it for each call.
+        calls: the calls, in the format of `CALLS`.
+        itself: the value that the first argument must have; None applies `RULES` to each call.
     """
     words, place, steps = calls.split(), ARCHITECTURES[os.uname().machine][0], []
     for name, number in zip(words[::3], words[place::3], strict=True):
@@ -110,10 +130,10 @@ def let_through(calls: str, itself: int | None = None) -> bytes:
 
 
 def allowed_calls(listed: bytes) -> bytes:
-    """Return a seccomp filter that lets through what is listed, and refuses all else and other architectures.
+    """Return a seccomp filter that allows the listed calls, and refuses other calls and architectures.
 
     Args:
-        listed: the steps of `CALLS`.
+        listed: the instructions for `CALLS`.
     """
     refuse, (_, architecture) = step(RETURN, 0, 0, REFUSED), ARCHITECTURES[os.uname().machine]
     first = [step(LOAD, 0, 0, 4), step(EQUAL, 1, 0, architecture), refuse, step(LOAD, 0, 0, 0)]
@@ -124,15 +144,22 @@ def allowed_calls(listed: bytes) -> bytes:
 def confine(
     listed: bytes, seconds: int, memory: int, file: int, files: int, processes: int = 0, user: int = 0
 ) -> None:
-    """Take the limits on, for this process and all that it starts; those that are 0 are left to the sandbox.
+    """Apply the limits to this process and all processes that it starts.
 
     Args:
-        listed: the steps of the filter for `CALLS`.
+        listed: the filter instructions for `CALLS`.
+        seconds: CPU time, in seconds.
+        memory: address space, in bytes.
+        file: maximum file size, in bytes.
+        files: number of open files.
+        processes: number of processes; 0 leaves this limit to the sandbox.
+        user: user ID to switch to; 0 keeps the current user.
 
     Raises:
-        OSError: the kernel refuses one of them.
+        OSError: the kernel refuses one of the limits.
     """
-    # With 0 the system's own program still gets the dumps, with 1 it gets none. Where 1 is refused, it is 0.
+    # With limit 0, a system program for core dumps still gets them; with limit 1 it does not. If the kernel
+    # refuses limit 1, the limit is 0 already.
     call("setrlimit", RLIMIT_CORE, packed(8, 1, 1))
     for limit, most in (
         (RLIMIT_CPU, seconds),
@@ -143,25 +170,29 @@ def confine(
     ):
         if call("setrlimit", limit, packed(8, most, most)):
             raise OSError("a limit cannot be set")
-    if user:  # of root's processes the system counts none
+    if user:  # switch from root, because the kernel does not apply the process limit to root
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     if call("capset", packed(4, LINUX_CAPABILITY_VERSION_3, 0), bytes(24)):
         raise OSError("capabilities cannot be given up")
     filters = allowed_calls(listed)
-    address = id(filters) + bytes.__basicsize__ - 1  # where CPython keeps the bytes
+    address = id(filters) + bytes.__basicsize__ - 1  # CPython stores the content of a bytes object here
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, packed(8, len(filters) // 8, address)):
         raise OSError("system calls cannot be filtered")
 
 
 def keep_apart(folder: str) -> None:
-    """Confines this process further, in the sandbox of the one that it was forked from: it changes files of
-    its own box alone, and signals none but those that it starts.
+    """Confine this process further, inside the sandbox of the process that it was forked from.
+
+    It can change files only in its own `box` folder, and can send signals only to processes that it starts.
+
+    Args:
+        folder: the folder of the run, which contains `box`.
 
     Raises:
-        OSError: the kernel refuses it.
+        OSError: the kernel refuses the restriction.
     """
     rules = call("syscall", LANDLOCK_CREATE_RULESET, packed(8, WRITES, 0, SIGNALS_AND_SOCKETS), 24, 0)
     refused = rules < 0
@@ -170,16 +201,22 @@ def keep_apart(folder: str) -> None:
         refused |= call("syscall", LANDLOCK_ADD_RULE, rules, PATH_BENEATH, rule, 0) != 0
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if refused or call("syscall", LANDLOCK_RESTRICT_SELF, rules, 0):
-        raise OSError("a run cannot be kept apart from others")
+        raise OSError("a run cannot be isolated from other runs")
 
 
 def wait(parent: str) -> list[str]:
-    """Forks for what each line of standard input asks: returns its arguments in the new process, whose output
-    goes to the pipes of its folder. Tells of each how it ended, and whether it left another process."""
+    """Fork a process for each line of standard input, and return the line's arguments in that process.
+
+    The output of the new process goes to the pipes in its folder. After each process, this writes to standard
+    output how the process ended, and whether it left other processes behind.
+
+    Args:
+        parent: the folder that contains the folders of the runs.
+    """
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for name in KNOWN:
         __import__(name)
-    gc.freeze()  # at its end, each looks through what it has itself
+    gc.freeze()  # so that a forked process, when it ends, collects only its own objects
     while asked := os.read(0, 4096).decode().split():
         child = os.fork()
         if not child:
@@ -194,7 +231,7 @@ def wait(parent: str) -> list[str]:
         try:
             while not left:
                 left = "" if os.waitpid(-1, os.WNOHANG)[0] else " left"
-        except ChildProcessError:  # all have ended
+        except ChildProcessError:  # all processes have ended
             pass
         os.write(1, f"{code}{left}".encode())
     os._exit(0)
@@ -202,12 +239,12 @@ def wait(parent: str) -> list[str]:
 
 if __name__ == "__main__":
     folder, *limits = sys.argv[1:]
-    listed = let_through(CALLS)  # before it waits, as it takes as long as a tenth of a run
+    listed = let_through(CALLS)  # computed before waiting, because it takes a tenth of the time of a run
     if not limits:
         folder, *limits = wait(folder)
     confine(listed, *map(int, limits))
     os.dup2(os.open(f"{folder}/stdin.txt", os.O_RDONLY), 0)
-    sys.stdin = open(0, encoding="utf-8", errors=sys.stdin.errors, closefd=False)  # noqa: SIM115  what it knows is of another
+    sys.stdin = open(0, encoding="utf-8", errors=sys.stdin.errors, closefd=False)  # noqa: SIM115  the old object describes another file
     with open(f"{folder}/program.py", encoding="utf-8") as file:
         program = compile(file.read(), "program.py", "exec", dont_inherit=True)
     os.closerange(3, 64)

@@ -1,7 +1,8 @@
-"""Programs run on this machine, each in a sandbox of its own.
+"""Execution of programs on this machine, each in its own sandbox.
 
-A program has no network and none of the parent's environment, reads the Python installation alone, and writes
-in a folder of its own that is watched and removed. It ends as one group of processes.
+A program has no network access and none of the parent's environment variables. It can read only the Python
+installation. It can write only to its own folder, whose size is watched and which is removed afterwards. All
+processes of a run end together.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from tandem.errors import RewardError
 from tandem.sandbox.protections import (
     FOLDER_BYTES,
     FOLDER_ENTRIES,
-    Begun,
     Bubblewrap,
     Limits,
     Protection,
     Sandlock,
-    holding,
+    StartedRun,
+    idle_sandbox,
 )
 
 Status = Literal["finished", "error", "timeout", "output", "disk"]
 OUTPUT_BYTES = 4 << 20
-WATCH_SECONDS = 0.05  # how often a program's folder is measured
+WATCH_SECONDS = 0.05  # time between two checks of the size of a program's folder
 CPU_TIME_SIGNALS = (-24, 152)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a program did.
+    """The result of a program.
 
     Attributes:
-        status: "finished" with exit status 0; "error" with another, or by a signal; else the limit it met.
-        stdout, stderr: what it wrote; more than 4 MiB end it.
+        status: "finished" for exit status 0; "error" for another exit status or a signal; otherwise the limit
+            that the program exceeded.
+        stdout: what the program wrote to standard output; a program that writes more than 4 MiB is stopped.
+        stderr: what the program wrote to standard error, with the same limit.
     """
 
     status: Status
@@ -50,27 +53,30 @@ class Run:
 
 
 def protection() -> str:
-    """The name and version of what holds the programs on this machine.
+    """Return the name and version of the sandbox that runs programs on this machine.
 
     Raises:
-        RewardError: nothing does; says why not, and what to install.
+        RewardError: no sandbox works; the message says why, and what to install.
     """
-    return _found()[0]
+    return _working_sandbox()[0]
 
 
 def run(program: str, stdin: str, limits: Limits, kind: type[Protection] | None = None) -> Run:
-    """Runs a Python program in a sandbox.
+    """Run a Python program in a sandbox.
 
     Args:
-        kind: what holds it; None: what `protection` names.
+        program: source code of the program.
+        stdin: standard input of the program.
+        limits: limits of the program.
+        kind: the kind of sandbox; None uses the one that `protection` names.
 
     Raises:
-        RewardError: there is none, or it did not start.
+        RewardError: there is no sandbox, or it did not start.
     """
-    kind = kind or _found()[1]
+    kind = kind or _working_sandbox()[1]
     try:
         with (
-            holding(kind) as held,
+            idle_sandbox(kind) as held,
             tempfile.TemporaryDirectory(
                 prefix="tandem-sandbox-", dir=held.folder, ignore_cleanup_errors=True
             ) as folder,
@@ -84,23 +90,23 @@ def run(program: str, stdin: str, limits: Limits, kind: type[Protection] | None 
             finally:
                 _remove(box)
     except (OSError, RuntimeError) as error:
-        raise RewardError("a sandbox did not start", got=f"{type(error).__name__}: {error}") from error
+        raise RewardError("the sandbox did not start", got=f"{type(error).__name__}: {error}") from error
 
 
-def _watched(begun: Begun, box: str, limits: Limits) -> Run:
-    """Reads what a program writes until its first process ends or a limit is met, and ends all of it."""
-    texts = {begun.stdout: bytearray(), begun.stderr: bytearray()}
+def _watched(started: StartedRun, box: str, limits: Limits) -> Run:
+    """Read the output of a program until its first process ends or a limit is exceeded; then end the run."""
+    texts = {started.stdout: bytearray(), started.stderr: bytearray()}
     poll = select.poll()
-    for descriptor in (*texts, begun.done):
+    for descriptor in (*texts, started.done):
         poll.register(descriptor, select.POLLIN)
     met: Status | None = None
     finished, deadline, watch = False, time.monotonic() + limits.seconds, 0.0
     try:
         while met is None:
             ready = [descriptor for descriptor, _ in poll.poll(WATCH_SECONDS * 1000)]
-            if finished := ready == [begun.done]:  # all that it wrote has been read
+            if finished := ready == [started.done]:  # all output has been read
                 break
-            for descriptor in set(ready) - {begun.done}:
+            for descriptor in set(ready) - {started.done}:
                 read = os.read(descriptor, 1 << 16)
                 texts[descriptor] += read
                 if not read:
@@ -112,7 +118,7 @@ def _watched(begun: Begun, box: str, limits: Limits) -> Run:
                 watch = time.monotonic() + WATCH_SECONDS
             met = "timeout" if time.monotonic() > deadline else met
     finally:
-        code = begun.end(not finished)
+        code = started.end(not finished)
     if met is None:
         met = "timeout" if code in CPU_TIME_SIGNALS else "error" if code else "finished"
     stdout, stderr = (bytes(text).decode("utf-8", "replace") for text in texts.values())
@@ -120,7 +126,7 @@ def _watched(begun: Begun, box: str, limits: Limits) -> Run:
 
 
 def _too_large(box: str) -> bool:
-    """Whether a folder holds too much, or hides what it holds."""
+    """Return whether a folder holds too much, or has subfolders that cannot be read."""
     waiting, entries, size = [box], 0, 0
     while waiting:
         try:
@@ -138,7 +144,7 @@ def _too_large(box: str) -> bool:
 
 
 def _remove(box: str) -> None:
-    """Removes a folder, also one whose folders cannot be read, or are too deep for Python."""
+    """Remove a folder, even if it has unreadable subfolders or is nested too deeply for Python."""
     try:
         shutil.rmtree(box)
     except (OSError, RecursionError):
@@ -147,7 +153,7 @@ def _remove(box: str) -> None:
 
 
 @functools.cache
-def _found() -> tuple[str, type[Protection]]:
+def _working_sandbox() -> tuple[str, type[Protection]]:
     problems = []
     kinds: tuple[type[Protection], ...] = (Sandlock, Bubblewrap)
     for kind in kinds:
@@ -163,9 +169,9 @@ def _found() -> tuple[str, type[Protection]]:
             return f"{name} {version}", kind
         problems.append(f"{name} does not work here: {tried.stderr.strip()[-300:] or tried.status}")
     raise RewardError(
-        "nothing on this machine keeps a model's programs from harm",
+        "this machine has no sandbox that could run the model's programs safely",
         field="a reward that runs programs",
         got="; ".join(problems),
-        expected="sandlock, on Linux 6.12 or newer, or bubblewrap, where user namespaces are allowed",
-        remedy="pip install 'tandem[sandbox]', or install bubblewrap, or name a server: reward.sandbox.url",
+        expected="sandlock on Linux 6.12 or newer, or bubblewrap with user namespaces allowed",
+        remedy="pip install 'tandem[sandbox]', or install bubblewrap, or set reward.sandbox.url to a server",
     )

@@ -1,6 +1,9 @@
-"""What holds programs on this machine: sandlock (Landlock and seccomp), from whose waiting process each run
-is forked, or bubblewrap (namespaces), which starts one for each. Under both, `inside.py` lets a program make
-no system calls but those of a list."""
+"""The two sandboxes that run programs on this machine: sandlock and bubblewrap.
+
+With sandlock (Landlock and seccomp), a waiting process forks a new process for each run. With bubblewrap
+(namespaces), each run starts a new bubblewrap process. In both, `inside.py` lets a program make only the
+system calls of a list.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +30,38 @@ from tandem.texts import parse_json
 
 PROCESSES, OPEN_FILES, FILE_BYTES = 8, 64, 16 << 20
 FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 1000
-END_SECONDS = 10.0  # how long processes that were killed may take to end
+END_SECONDS = 10.0  # how long killed processes may take to end
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use.
+    """The limits of a program.
 
     Attributes:
-        seconds: of the clock, and of the processor for each of its processes.
-        memory_mb: MiB of address space, for each of its processes.
+        seconds: limit of the running time, and of the CPU time of each process.
+        memory_mb: address space of each process, in MiB.
     """
 
     seconds: float = 10.0
     memory_mb: int = 1024
 
     @property
-    def words(self) -> list[str]:
-        """As `inside.py` reads them."""
+    def arguments(self) -> list[str]:
+        """The limits as command-line arguments of `inside.py`."""
         return [str(n) for n in (-int(-self.seconds // 1), self.memory_mb << 20, FILE_BYTES, OPEN_FILES)]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A run that has begun.
+class StartedRun:
+    """A run that has started.
 
     Attributes:
-        stdout, stderr: to read what it writes.
-        done: can be read from once its first process has ended.
-        end: ends all its processes, if it is told to or any is left, and returns the first one's exit code.
+        stdout: file descriptor of the program's standard output.
+        stderr: file descriptor of the program's standard error.
+        done: file descriptor that becomes readable when the first process has ended.
+        end: kills all processes of the run, if its argument is true or if processes are left, and returns the
+            exit code of the first process.
     """
 
     stdout: int
@@ -66,11 +71,13 @@ class Begun:
 
 
 class Bubblewrap:
-    """Starts a process under bubblewrap for each run. For root it is one of a user who is nobody else.
+    """A sandbox that starts a bubblewrap process for each run.
+
+    If this process runs as root, the program runs under a user ID that nothing else uses.
 
     Attributes:
-        folder: where the folders of its runs are made; None: where temporary files are.
-        alive: whether it can hold a further program of its thread.
+        folder: where the folders of the runs are created; None means the folder for temporary files.
+        alive: whether the sandbox can run another program.
     """
 
     folder: ClassVar[str | None] = None
@@ -78,14 +85,14 @@ class Bubblewrap:
 
     @staticmethod
     def version() -> str | None:
-        """Return what is installed of it; None: nothing."""
+        """Return the path of the installed program; None if it is not installed."""
         return shutil.which("bwrap")
 
-    def begin(self, folder: str, limits: Limits) -> Begun:
-        """Begin the program of a folder."""
+    def begin(self, folder: str, limits: Limits) -> StartedRun:
+        """Start the program of a folder."""
         box, user = os.path.join(folder, "box"), 0
         options = ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-        if os.geteuid() == 0:  # without a namespace of users, in which root could become no other
+        if os.geteuid() == 0:  # no user namespace, because root could not switch to another user in it
             user = 1 << 30 | secrets.randbits(29)
             os.chmod(folder, 0o711)
             os.chown(box, user, user)
@@ -95,29 +102,30 @@ class Bubblewrap:
             options += ["--unshare-all"]
         for name, value in ENVIRONMENT.items():
             options += ["--setenv", name, value]
-        for path in [*_readable(), folder]:
-            options += ["--dir", os.path.dirname(path), "--ro-bind", path, path]  # a folder that all may pass
+        for path in [*_readable(), folder]:  # --dir makes parents that any user may traverse
+            options += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
         for path in ("/dev/null", "/dev/urandom", "/dev/zero"):
             options += ["--dev-bind", path, path]
         options += ["--bind", box, box, "--remount-ro", "/", "--chdir", box]
-        first, told = os.pipe()
-        command = _command(folder, *limits.words, str(2 * PROCESSES), str(user))  # threads too
+        info_read, info_write = os.pipe()
+        # The process limit counts threads too, so it is doubled.
+        command = _command(folder, *limits.arguments, str(2 * PROCESSES), str(user))
         process = subprocess.Popen(
-            [self.version() or "bwrap", "--info-fd", str(told), *options, "--", *command],
+            [self.version() or "bwrap", "--info-fd", str(info_write), *options, "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},
             bufsize=0,
             start_new_session=True,
-            pass_fds=[told],
+            pass_fds=[info_write],
         )
-        os.close(told)
-        with open(first, encoding="utf-8") as info:
+        os.close(info_write)
+        with open(info_read, encoding="utf-8") as info:
             facts = info.read()
         last = None
-        with suppress(ProcessLookupError):  # it has ended
-            # The first process of the program's own count: once it has ended, no other writes a file.
+        with suppress(ProcessLookupError):  # the process has ended
+            # The first process in the PID namespace: when it has ended, no process of the run is left.
             last = os.pidfd_open(parse_json(facts)["child-pid"]) if facts else None
         done = os.pidfd_open(process.pid)
         assert process.stdout is not None and process.stderr is not None
@@ -133,16 +141,19 @@ class Bubblewrap:
                 os.close(descriptor)
             return code
 
-        return Begun(process.stdout.fileno(), process.stderr.fileno(), done, end)
+        return StartedRun(process.stdout.fileno(), process.stderr.fileno(), done, end)
 
     def close(self) -> None:
-        """End what it has started: nothing is left."""
+        """Release the sandbox; there is nothing to do, because no process is left after a run."""
 
 
 class Sandlock:
-    """A Python that waits under sandlock, from which each run is forked, to be confined further: to a folder
-    of its own, and away from the process that it comes from. Where a run meets a limit, or leaves a process
-    behind, all end together and the next run has another. It has what `Bubblewrap` has."""
+    """A sandbox with a waiting Python process under sandlock, from which each run is forked.
+
+    A run is confined further than the waiting process: it can write only to its own folder, and cannot signal
+    the waiting process. If a run exceeds a limit or leaves a process behind, all processes are killed, and
+    the next run gets a new waiting process. The methods are those of `Bubblewrap`.
+    """
 
     def __init__(self) -> None:
         library = import_module("sandlock")
@@ -158,7 +169,7 @@ class Sandlock:
         piped = dict.fromkeys(("stdin", "stdout", "stderr"), library.StdioMode.PIPED)
         self._well, command = True, _command(self.folder)
         try:
-            # The system ends it with the thread that started it, which is to be one that stays.
+            # The kernel kills the process when the thread that started it ends, so use a thread that stays.
             self._process: Any = _starter(os.getpid()).submit(box.popen, command, **piped).result()
         except BaseException:
             remove_scratch(self._scratch)
@@ -166,19 +177,20 @@ class Sandlock:
 
     @property
     def alive(self) -> bool:
-        return self._well and not _wait(self._process.stdout.fileno(), 0)  # where it has ended, it says so
+        # If standard output is readable without a run, the process has ended.
+        return self._well and not _wait(self._process.stdout.fileno(), 0)
 
     @staticmethod
     def version() -> str | None:
         return metadata.version("sandlock") if find_spec("sandlock") else None
 
-    def begin(self, folder: str, limits: Limits) -> Begun:
+    def begin(self, folder: str, limits: Limits) -> StartedRun:
         paths = [os.path.join(folder, name) for name in ("stdout", "stderr")]
         for path in paths:
             os.mkfifo(path)
         stdout, stderr = (os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths)
-        with suppress(BrokenPipeError):  # it has died, which is read next
-            self._process.stdin.write(" ".join([os.path.basename(folder), *limits.words]).encode())
+        with suppress(BrokenPipeError):  # the process has ended; `end` reports this
+            self._process.stdin.write(" ".join([os.path.basename(folder), *limits.arguments]).encode())
         done = self._process.stdout.fileno()
 
         def end(at_once: bool) -> int:
@@ -187,15 +199,15 @@ class Sandlock:
             code, *left = [b"-9", b"left"] if at_once else os.read(done, 64).split() or [b"", b""]
             self._well = not left
             if left:
-                self._process.kill()  # and all of its group
+                self._process.kill()  # kills its whole process group
             if not code:
-                raise OSError(f"it has ended: {self._process.stderr.read().decode(errors='replace')[-300:]}")
+                raise OSError(f"process ended: {self._process.stderr.read().decode(errors='replace')[-300:]}")
             return int(code)
 
-        return Begun(stdout, stderr, done, end)
+        return StartedRun(stdout, stderr, done, end)
 
     def close(self) -> None:
-        with self._process:  # whose end ends it and all of its group
+        with self._process:  # leaving the block ends its whole process group
             self._well = False
         remove_scratch(self._scratch)
 
@@ -204,7 +216,10 @@ Protection = Bubblewrap | Sandlock
 
 
 def _wait(descriptor: int, seconds: float) -> bool:
-    """Waits until a descriptor can be read from, also beyond the first 1,024 of them; whether it can."""
+    """Wait until a descriptor is readable and return whether it is.
+
+    Unlike select(), this also works for descriptors above 1023.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -212,16 +227,16 @@ def _wait(descriptor: int, seconds: float) -> bool:
 
 @functools.cache
 def _starter(_: int) -> ThreadPoolExecutor:
-    """The thread of a process that starts what holds programs."""
+    """Return the thread of this process that starts sandboxes."""
     return ThreadPoolExecutor(1, "sandbox")
 
 
 @contextmanager
-def holding(kind: Callable[[], Protection]) -> Iterator[Protection]:
-    """One of a kind that holds no program now, which is kept for the next one."""
-    kept = kept_for(kind, os.getpid())
+def idle_sandbox(kind: Callable[[], Protection]) -> Iterator[Protection]:
+    """Yield an idle sandbox of a kind, or a new one, and keep it for the next program."""
+    kept = idle_sandboxes(kind, os.getpid())
     held = kept.pop() if kept else None
-    if held is not None and not held.alive:  # somebody has killed it
+    if held is not None and not held.alive:  # its process was killed from outside
         held.close()
         held = None
     held = held or kind()
@@ -235,12 +250,12 @@ def holding(kind: Callable[[], Protection]) -> Iterator[Protection]:
 
 
 @functools.cache
-def kept_for(_: Callable[[], Protection], process: int) -> list[Protection]:
-    """Those of a kind that wait in a process, which ends them at its end."""
+def idle_sandboxes(_: Callable[[], Protection], process: int) -> list[Protection]:
+    """Return the idle sandboxes of a kind in this process; they are closed when the process exits."""
     kept: list[Protection] = []
 
     def close() -> None:
-        while kept and os.getpid() == process:  # a fork's are its parent's
+        while kept and os.getpid() == process:  # in a forked process, they belong to the parent
             kept.pop().close()
 
     atexit.register(close)
@@ -258,7 +273,7 @@ def _python() -> str:
 
 @functools.cache
 def _readable() -> list[str]:
-    """What a Python program reads: the interpreter, the standard library and shared libraries."""
+    """Return the paths that a Python program reads: interpreter, standard library and shared libraries."""
     paths = sysconfig.get_paths()
     wanted = [_python(), paths["stdlib"], paths["platstdlib"], f"{sys.base_exec_prefix}/lib"]
     wanted += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]

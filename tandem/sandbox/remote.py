@@ -1,5 +1,7 @@
-"""Programs run on a server that speaks SandboxFusion's protocol (https://bytedance.github.io/SandboxFusion):
-one POST for each, to run_code."""
+"""Execution of programs on a server with SandboxFusion's protocol.
+
+See https://bytedance.github.io/SandboxFusion. Each program is one POST request to run_code.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,23 @@ from tandem.sandbox.local import OUTPUT_BYTES, Run, Status
 from tandem.sandbox.protections import Limits
 
 TRIES = 4
-PAUSE_SECONDS = 0.5  # after the first failure; twice as long after each further one
-OVERHEAD_SECONDS = 10.0  # what an answer may take beside the program's own time
+PAUSE_SECONDS = 0.5  # pause after the first failure; doubled after each further failure
+OVERHEAD_SECONDS = 10.0  # time that an answer may take in addition to the program's own time
 BUSY = (429, 502, 503, 504)
 
 
 def run(program: str, stdin: str, limits: Limits, url: str) -> Run:
-    """Runs a Python program on a server.
+    """Run a Python program on a server.
 
     Args:
-        url: the server's, or of its run_code.
+        program: source code of the program.
+        stdin: standard input of the program.
+        limits: limits of the program.
+        url: URL of the server, or of its run_code.
 
     Raises:
-        RewardError: it cannot be reached, is busy, or answers something else, at four tries.
+        RewardError: after four tries, the server could not be reached, was busy or gave an invalid answer. A
+            status other than "busy" is not retried.
     """
     address = url if url.rstrip("/").endswith("run_code") else f"{url.rstrip('/')}/run_code"
     asked = {
@@ -52,16 +58,16 @@ def run(program: str, stdin: str, limits: Limits, url: str) -> Run:
         except (httpx2.TransportError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
     raise RewardError(
-        "the sandbox server gives no answer",
+        "the sandbox server does not give a valid answer",
         field="reward.sandbox.url",
         got=f"{problem}, from {address}",
         expected="the answer of SandboxFusion's run_code",
-        remedy="look whether the server runs, and whether reward.sandbox.max_concurrent is what it can bear",
+        remedy="check that the server runs; if it is overloaded, lower reward.sandbox.max_concurrent",
     )
 
 
 def _read(answer: Any) -> Run | None:
-    """What a program did, as the server says; None where the server failed."""
+    """Return the result of the program from the server's answer; None if the server itself failed."""
     if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
         return None
     ran = answer.get("run_result") or {}

@@ -1,6 +1,9 @@
-"""From a config to a trainer that can run, from top to bottom: check, open the run folder, reserve places,
-read the data, plan, start the groups, put the trainer together. What can be refused is refused before
-anything costlier is made."""
+"""Build a trainer that is ready to run from a config.
+
+The order is: check the config, open the run folder, reserve processes, read the data, plan the run, start the
+worker groups, create the trainer. A config that cannot run is refused as early as possible, before anything
+more expensive is done.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from tandem.workers.data import DataFacts, DatasetWorker, Read, read_examples
 from tandem.workers.supervised import SupervisedWorker
 
 Say = Callable[[str], None]
-"""Prints a sentence to the user."""
+"""A function that prints a sentence for the user."""
 
 
 def build_ppo(
@@ -47,17 +50,21 @@ def build_ppo(
     listeners: Sequence[Listener] = (),
     data: Callable[[], Read] | None = None,
 ) -> PPOTrainer:
-    """The trainer of a resolved config. Its workers run until its `shutdown`; where this raises, they
-    have been ended.
+    """Build the reinforcement learning trainer of a resolved config.
+
+    The workers run until you call the trainer's `shutdown`. If this function raises, it has stopped them.
 
     Args:
-        trainer: its class.
-        schedule: see `Loop`.
-        listeners: called with each step that is done, after the config's own.
-        data: reads rows in place of those that the config names.
+        config: The resolved config.
+        say: Prints a sentence for the user.
+        trainer: The trainer class.
+        schedule: The order of generation and learning; see `Loop`.
+        listeners: Functions that are called after each step, after the config's own `trainer.on_step`.
+        data: Reads the rows, in place of the files that the config names.
 
     Raises:
-        TandemError: the config asks for what is not there: a device, files, an algorithm, a logger.
+        TandemError: The config asks for something that does not exist here: a device, a file, an algorithm or
+            a logger.
     """
     prepared = prepare(config)
     say_idle_offload(config.trainer, prepared.engines, say)
@@ -94,18 +101,23 @@ def build_ppo(
 
 
 def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer:
-    """The trainer of a resolved config: of supervised fine-tuning, or of a reward model, for which a language
-    model gets a new score head, and the user is told. Its workers run until its `shutdown`; where this
-    raises, they have been ended.
+    """Build the supervised trainer of a resolved config, for fine-tuning (SFT) or for a reward model.
+
+    A language model that becomes a reward model gets a new score head, and a message tells the user. The
+    workers run until you call the trainer's `shutdown`. If this function raises, it has stopped them.
+
+    Args:
+        config: The resolved config.
+        say: Prints a sentence for the user.
 
     Raises:
-        TandemError: the config asks for what is not there: a device, files, a logger.
+        TandemError: The config asks for something that does not exist here: a device, a file or a logger.
     """
     model = config.model
     if isinstance(config, RMConfig) and lacks_score_head(
         load_config(model.path, trust_remote_code=model.trust_remote_code)
     ):
-        say(f"{model.path} is a language model: its score head is new, drawn by trainer.seed.")
+        say(f"{model.path} is a language model: its score head is new and random (seed: trainer.seed).")
     trainer, task = config.trainer, task_of(config)
     say_idle_offload(trainer, list(engines(config).values()), say)
     tokenizer = tokenizer_of(model)
@@ -141,8 +153,10 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
 
 @contextmanager
 def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
-    """A run folder and the backend of its workers; where the block raises, both are undone. Models of the hub
-    have their weights then."""
+    """Yield a run folder and the backend of its workers; if the block raises, undo both.
+
+    Weights of models on the hub are downloaded first.
+    """
     for model in models(config):
         fetch_weights(model.path)
     run = open_run(config, say)
@@ -157,23 +171,26 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
 
 
 def _data(backend: Backend, worker: type[Worker], *given: Any, **named: Any) -> tuple[WorkerGroup, DataFacts]:
-    """The group that reads the data, and what it found there.
+    """Start the group that reads the data, and return it with the facts that it found.
 
     Args:
-        given, named: the arguments of the worker's class.
+        backend: Runs the worker.
+        worker: The worker class.
+        given: Positional arguments of the worker class.
+        named: Keyword arguments of the worker class.
 
     Raises:
-        DataError: anything wrong with them.
+        DataError: Something is wrong with the data.
     """
     data = WorkerGroup(backend, partial(worker, *given, **named), CONTROLLER_POOL, role="data")
     return data, data.describe()
 
 
 def _prompts(order: DataConfig, data: WorkerGroup, facts: DataFacts) -> Prompts:
-    """The prompts of each step, which come in generation batches.
+    """Return the source of each step's prompts, which come in generation batches.
 
     Raises:
-        DataError: too few rows for such a batch.
+        DataError: There are too few rows for one generation batch.
     """
     return Prompts(
         data,
@@ -187,7 +204,7 @@ def _prompts(order: DataConfig, data: WorkerGroup, facts: DataFacts) -> Prompts:
 
 
 def _evaluator(config: TrainConfig, batches: int, stops: tuple[int, ...]) -> Evaluator | None:
-    """Validation over so many batches; None where there are none."""
+    """Return the evaluator of the validation batches, or None if there are no batches."""
     params = sampling(config, stops, validation=True)
     n, run = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer
     shown = run.log_val_generations

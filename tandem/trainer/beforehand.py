@@ -1,5 +1,4 @@
-"""What a run needs of its data, its model and its algorithms, found as the run finds it. Nothing is started
-or written."""
+"""Find and check what a run needs: data, model and algorithms, before anything is started or written."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tandem.models.loading import load_config, position_limit
 from tandem.models.vocabulary import tokenizer_of
 from tandem.rewards import Reads, Scorer, check_sources, own_reward
 from tandem.rewards.combination import Combination, combination_of
-from tandem.trainer.casting import Cast, Tenant, cast_roles
+from tandem.trainer.casting import GroupPlan, RolePlan, plan_roles
 from tandem.trainer.planning import on_cpu
 from tandem.trainer.steps import Plan, plan_run
 from tandem.trainer.supervised import Task, rm_task, sft_task
@@ -32,22 +31,23 @@ from tandem.workers.data import DataFacts, DataWorker, read_examples, read_promp
 
 
 class Prepared(NamedTuple):
-    """The config of a run, and what it names, found and checked.
+    """The config of a run, with everything that it names, found and checked.
 
     Attributes:
-        config: of the run.
-        spec: the advantage estimator.
-        cast, placed: who plays which role, and where.
-        reward: the user's own; None takes each data source's.
-        combination: of the parts of the reward; None: reward functions alone say it.
-        tokenizer: the policy's.
-        stops: the tokens that end a response.
+        config: The config of the run.
+        spec: The advantage estimator.
+        role_plan: The roles of the run, and the worker class of each.
+        placed: The worker groups, by role, with their processes.
+        reward: The user's own reward function; None if each data source uses its own reward.
+        combination: How the parts of the reward are combined; None if only reward functions give the reward.
+        tokenizer: The tokenizer of the policy.
+        stops: The tokens that end a response.
     """
 
     config: TrainConfig
     spec: AdvantageSpec
-    cast: Cast
-    placed: dict[str, Tenant]
+    role_plan: RolePlan
+    placed: dict[str, GroupPlan]
     reward: Scorer | None
     combination: Combination | None
     tokenizer: PreTrainedTokenizerBase
@@ -55,24 +55,25 @@ class Prepared(NamedTuple):
 
     @property
     def reads(self) -> dict[str, Reads]:
-        """What the user's own reward reads of the data, by the name of an argument; empty without one."""
+        """The columns that the user's own reward function reads, as a keyword argument; empty without one."""
         return {} if self.reward is None else {"reads": self.reward.reads}
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines that the run has."""
-        kinds = {kind_of(role) for role in self.cast.played}
+        """The engines that this run has."""
+        kinds = {kind_of(role) for role in self.role_plan.played}
         return [engine for kind, engine in engines(self.config).items() if kind in kinds]
 
     def plan(self, facts: DataFacts, say: Callable[[str], None]) -> Plan:
-        """Return the plan of a run over these data.
+        """Return the plan of a run on this data.
 
         Args:
-            say: prints a sentence to the user.
+            facts: What the data workers found in the data.
+            say: Prints a sentence for the user.
 
         Raises:
-            TandemError: the data go beyond the model's positions, a data source has no reward, there are too
-                few rows, or a step cannot be made as the config asks.
+            TandemError: A sequence is longer than the model's positions, a data source has no reward, there
+                are too few rows, or a step cannot be computed as the config asks.
         """
         config, prompt = self.config, facts.longest_prompt
         model, data = config.actor_rollout_ref.model, config.data
@@ -80,14 +81,14 @@ class Prepared(NamedTuple):
         most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
         if most is not None and prompt + response > most:
             raise ConfigError(
-                "the longest prompt and response go beyond the model's positions",
+                "the longest prompt and response together are longer than the model's positions",
                 field="data.max_prompt_length + data.max_response_length",
                 got=f"{prompt} (of at most {data.max_prompt_length}) + {response} = {prompt + response}",
                 expected=f"at most max_position_embeddings = {most}",
-                remedy="lower data.max_response_length, or leave out long prompts: lower "
-                "data.max_prompt_length and set data.filter_overlong_prompts=true",
+                remedy="lower data.max_response_length; or lower data.max_prompt_length and set "
+                "data.filter_overlong_prompts=true to leave out long prompts",
             )
-        if "reward" in self.cast.played:
+        if "reward" in self.role_plan.played:
             check_sources(facts.sources, self.reward, config.reward.sandbox, say)
         return plan_run(config, self.spec, batches_of(facts.rows, data.train_batch_size))
 
@@ -96,23 +97,22 @@ def prepare(config: TrainConfig) -> Prepared:
     """Find and check what a config names: algorithms, worker classes, rewards, the tokenizer.
 
     Raises:
-        TandemError: one is not there, or cannot be used.
+        TandemError: One of these does not exist or cannot be used.
     """
     model, spec = config.actor_rollout_ref.model, check_algorithms(config)
-    cast, placed = cast_roles(config, spec)
+    role_plan, placed = plan_roles(config, spec)
     reward = own_reward(config.custom_reward_function, config.reward.timeout)
     combination = combination_of(config)
     tokenizer = tokenizer_of(model, "actor_rollout_ref.model")
     stops = stop_token_ids(model.path, tokenizer)
-    return Prepared(config, spec, cast, placed, reward, combination, tokenizer, stops)
+    return Prepared(config, spec, role_plan, placed, reward, combination, tokenizer, stops)
 
 
 def check_algorithms(config: TrainConfig) -> AdvantageSpec:
-    """The advantage estimator, once all algorithms that the config names were found to be there and to take
-    the options given.
+    """Check that all algorithms of a config exist and accept their options; return the advantage estimator.
 
     Raises:
-        ConfigError: one is not, or does not.
+        ConfigError: An algorithm does not exist, or does not accept an option.
     """
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     Correction(algorithm.rollout_correction)
@@ -122,10 +122,10 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
     several = config.actor_rollout_ref.ref.models
     if several and "ref_log_probs" in spec.columns:
         raise ConfigError(
-            f"{spec.name} reads the log-probs of one reference, and there are several",
+            f"{spec.name} reads the log-probs of one reference, but there are several references",
             field="actor_rollout_ref.ref.models",
             got=", ".join(several),
-            remedy="remove it, or choose another algorithm.adv_estimator",
+            remedy="remove this key, or choose another algorithm.adv_estimator",
         )
     for field, changes in (
         ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
@@ -133,14 +133,14 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
     ):
         if changes and "token_level_rewards" not in spec.columns:
             raise ConfigError(
-                f"changes the rewards, which {spec.name} does not read",
+                f"this changes the token-level rewards, which {spec.name} does not read",
                 field=field,
                 got="true",
                 expected="false",
-                remedy="return the penalty as a component of the reward, or choose another "
+                remedy="return the penalty as a component of the reward function, or choose another "
                 "algorithm.adv_estimator",
             )
-    spec.select_options({}, algorithm.adv_kwargs)  # refuses what does not fit
+    spec.select_options({}, algorithm.adv_kwargs)  # raises if an option is not accepted
     policy_loss(actor.policy_loss.loss_mode).select_options({}, actor.policy_loss.kwargs)
     for kind in kinds - {FULL}:
         kl_estimator(kind.removesuffix("+"))
@@ -148,13 +148,17 @@ def check_algorithms(config: TrainConfig) -> AdvantageSpec:
 
 
 def say_idle_offload(trainer: RunConfig, engines: Sequence[Engine], say: Callable[[str], None]) -> None:
-    """Tells the user of a CPU that offload has nothing to move from, and activations stay where they are.
+    """Tell the user which offload options have no effect on a CPU.
+
+    Parameters and optimizer state are in host memory already, and activations stay where they are.
 
     Args:
-        engines: those that the run has.
+        trainer: The `trainer` section of the config.
+        engines: The engines of the run.
+        say: Prints a sentence for the user.
 
     Raises:
-        ConfigError: the device is to be one of this machine, which has none of the kind.
+        ConfigError: The run needs a device of this machine, and this machine has none of that kind.
     """
     if not on_cpu(trainer):
         return
@@ -169,31 +173,31 @@ def say_idle_offload(trainer: RunConfig, engines: Sequence[Engine], say: Callabl
     on_host = [at for at, part in parts.items() if getattr(part, "optimizer", "") == "adamw_cpu"]
     idle += [f"{at}.optimizer=adamw_cpu" for at in on_host]
     if idle:
-        say(f"{', '.join(idle)}: no effect on a CPU, whose memory is the host's.")
+        say(f"{', '.join(idle)}: no effect on a CPU, where everything is in host memory already.")
     models = {engine.model_at: engine.model for engine in engines}
     for at in (at for at, model in models.items() if model.enable_activation_offload):
-        say(f"{at}.enable_activation_offload: on a CPU nothing moves; what would is counted.")
+        say(f"{at}.enable_activation_offload: on a CPU nothing is moved; its size is only counted.")
 
 
 def examine(config: TrainConfig | SupervisedConfig) -> None:
-    """Read a run's data with its tokenizer, and check that data, model and rewards go together.
+    """Read a run's data with its tokenizer, and check that data, model and rewards fit together.
 
     Raises:
-        TandemError: the first thing for which the run would be refused.
+        TandemError: The first reason for which the run would be refused.
     """
     if not isinstance(config, TrainConfig):
         tokenizer = tokenizer_of(config.model)
         read_examples(config.data, partial(task_of(config).dataset, tokenizer=tokenizer))
         return
     prepared = prepare(config)
-    if prepared.placed["data"].worker is DataWorker:  # the user's own reads as it likes
+    if prepared.placed["data"].worker is DataWorker:  # a worker class of the user's own reads its own way
         read = read_prompts(config.data, prepared.tokenizer, **prepared.reads)
         prepared.plan(read.facts, lambda sentence: None)
 
 
 def task_of(config: SupervisedConfig) -> Task:
-    """What a supervised run learns."""
+    """Return the task that a supervised run learns."""
     if isinstance(config, SFTConfig):
         return sft_task(config)
-    assert isinstance(config, RMConfig), "there are two"
+    assert isinstance(config, RMConfig), "a supervised config is SFTConfig or RMConfig"
     return rm_task(config)

@@ -1,5 +1,8 @@
-"""The casting of roles: the class that plays each, its processes, the roles it shares them with, and the
-methods that the run calls on it."""
+"""Decide the worker groups of a run: the class and processes of each role, and the methods it must have.
+
+Roles are actor, rollout, reference, critic, reward model, reward, data and batch. Several roles may share one
+group of workers.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from tandem.workers.reward import RewardWorker
 from tandem.workers.reward_model import RewardModelWorker
 
 CONTROLLER_POOL = ResourcePool([1], "controller_pool", on_device=False, beside_controller=True)
-"""The process beside the controller that reads data and computes over whole batches."""
+"""The separate process that reads the data and computes over whole batches."""
 REWARD_POOL = ResourcePool([1], "reward_pool", on_device=False, beside_controller=True)
-"""The process of reward functions, unless they are placed elsewhere."""
+"""The process of the reward functions, if the config does not place them elsewhere."""
 
 PLACES = {
     "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
@@ -37,17 +40,18 @@ PLACES = {
     "reward_model": (Role.RewardModel,),
     "reward": (Role.Reward,),
 }
-"""The names in a placement by which each role may be placed, the most particular first."""
+"""The names by which a placement may place each role, the most specific first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Methods that are called together.
+    """A set of methods that a run calls for the same reason.
 
     Attributes:
-        key: the config key that asks for them; empty for what is no key's.
-        methods: by role, their names with a space between.
-        asked: whether a config with this advantage estimator asks for them; None: if the key's value is true.
+        key: The config key that causes the calls; empty if no key does.
+        methods: Method names by role, separated by spaces.
+        asked: Returns whether a config with this advantage estimator needs the methods; None: the methods are
+            needed if the key's value is true.
     """
 
     key: str
@@ -69,10 +73,13 @@ ALWAYS = {
     "batch": "compute_advantages measure measure_validation write_samples",
     "data": "describe train_batch val_batch",
 }
-"""The methods of every run, by role. A rollout with `stream_sequences` too has its samples scored as they
-finish; `take_observed` and `take_timings` are called where they are offered."""
+"""The methods that every run calls, by role.
+
+If a rollout class also has `stream_sequences`, its samples are scored as they finish. `take_observed` and
+`take_timings` are called on classes that have them.
+"""
 APART = {"actor": "weight_buckets export_weights", "rollout": "load_weights"}
-"""Those of a run whose rollout is no part of the actor."""
+"""The methods that a run calls if its rollout is not part of the actor's group."""
 NEEDS = (
     Need(
         "algorithm.kl_penalty, actor_rollout_ref.actor.kl_loss_type",
@@ -114,18 +121,18 @@ NEEDS = (
         lambda config, _: config.trainer.async_save and _resets_reference(config),
     ),
 )
-"""What else a run calls, with the config key that asks for it."""
+"""The other methods that a run calls, with the config key that causes the calls."""
 
 
 @dataclass(frozen=True)
-class Tenant:
-    """One group of workers.
+class GroupPlan:
+    """The description of one group of workers.
 
     Attributes:
-        role: its name.
-        parts: the roles it plays.
-        pool: its processes.
-        worker: its class.
+        role: The name of the group.
+        parts: The roles that the group has.
+        pool: The processes of the group.
+        worker: The worker class.
     """
 
     role: str
@@ -135,13 +142,14 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Cast:
-    """The roles of a run, and the classes that play them.
+class RolePlan:
+    """The roles of a run and their worker classes.
 
     Attributes:
-        played: the roles that the run has, of those of `PLACES`; one of several models as role.NAME.
-        classes: worker classes of the user's own, by role; others are ours.
-        needs: what the run calls on them.
+        played: The roles that the run has, out of those in `PLACES`. If there are several models for a role,
+            each is named `role.NAME`.
+        classes: The user's own worker classes, by role. All other roles use the default class.
+        needs: The methods that the run calls on the workers, besides `ALWAYS`.
     """
 
     played: frozenset[str]
@@ -149,12 +157,13 @@ class Cast:
     needs: tuple[Need, ...] = ()
 
 
-def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[Cast, dict[str, Tenant]]:
-    """The cast of a run with this advantage estimator, which may read a critic's values and the reference's
-    log-probs, and its groups where the config places them.
+def plan_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[RolePlan, dict[str, GroupPlan]]:
+    """Return the roles of a run, and its worker groups as the config places them.
+
+    The advantage estimator may read a critic's values and the reference's log-probs, which adds these roles.
 
     Raises:
-        ConfigError: a worker class of the user's own cannot be used.
+        ConfigError: A worker class of the user's own cannot be used.
     """
     trainer, classes = config.trainer, load_classes(config.trainer.worker_classes)
     reference = config.needs_reference or "ref_log_probs" in spec.columns
@@ -164,21 +173,24 @@ def cast_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[Cast, dict[str
         for need in NEEDS
         if (attrgetter(need.key)(config) if need.asked is None else need.asked(config, spec))
     ]
-    cast = Cast(played, classes, tuple(needs))
+    role_plan = RolePlan(played, classes, tuple(needs))
     places = {names[0]: trainer.placed(role) for role, names in PLACES.items()}
     known: dict[Role | str, str] = {role: pool for role, pool in places.items() if pool is not None}
     known |= {role: pool for role, pool in trainer.placement.items() if role != kind_of(role)}
-    return cast, tenants(Placement(trainer.pools, known), cast)
+    return role_plan, plan_groups(Placement(trainer.pools, known), role_plan)
 
 
 def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
-    """The user's own worker classes by role.
+    """Load the user's own worker classes.
 
     Args:
-        references: role to `file.py:Class` or `package.module:Class`.
+        references: `file.py:Class` or `package.module:Class`, by role.
+
+    Returns:
+        The classes, by role.
 
     Raises:
-        ConfigError: no such module or class, or one that is no worker.
+        ConfigError: The module or class does not exist, or the class is not a worker.
     """
     found: dict[str, type[Worker]] = {}
     for role, reference in references.items():
@@ -188,7 +200,7 @@ def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
             workers = [key for key, value in vars(module).items() if _is_worker(value)]
             near = difflib.get_close_matches(name, workers, n=1)
             raise ConfigError(
-                "no such worker class" if named is None else "not a worker class",
+                "this worker class does not exist" if named is None else "this is not a worker class",
                 field=f"trainer.worker_classes.{role}",
                 got=reference,
                 expected="a subclass of tandem.runtime.Worker; the module has "
@@ -203,19 +215,21 @@ def _is_worker(value: object) -> TypeGuard[type[Worker]]:
     return isinstance(value, type) and issubclass(value, Worker)
 
 
-def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
-    """The groups of a run by role. Actor, rollout and reference on one pool are one group, so that they
-    share weights; a role with a class of the user's own is a group of its own. The helpers that read data and
-    compute over whole batches are beside the controller.
+def plan_groups(placement: Placement, role_plan: RolePlan) -> dict[str, GroupPlan]:
+    """Return the worker groups of a run, by role.
+
+    Actor, rollout and reference on the same pool are one group, so that they share weights. A role with a
+    worker class of the user's own has its own group. The helpers that read data and compute over whole
+    batches run in parallel to the controller.
 
     Args:
-        placement: where the roles are.
-        cast: which there are, and who plays them.
+        placement: The pools, and the pool of each role.
+        role_plan: The roles of the run, and their worker classes.
 
     Raises:
-        ConfigError: a role without a place, or a class that lacks a method.
+        ConfigError: A role has no pool, or a worker class lacks a method.
     """
-    played, classes = cast.played, cast.classes
+    played, classes = role_plan.played, role_plan.classes
     pools = {role: _pool(placement, role) for role in played}
     apart = pools["actor"] != pools["rollout"] or bool({"actor", "rollout"} & set(classes))
     key = "actor" if apart else "actor_rollout"
@@ -224,55 +238,59 @@ def tenants(placement: Placement, cast: Cast) -> dict[str, Tenant]:
     if "ref" in played and pools["ref"] == pools["actor"] and "ref" not in classes:
         parts |= {"ref"} if "compute_ref_log_prob" in registrations(policy) else set()
     pools |= {"data": CONTROLLER_POOL, "batch": CONTROLLER_POOL}
-    out = {"actor": Tenant("actor", frozenset(parts), pools["actor"], policy)}
+    out = {"actor": GroupPlan("actor", frozenset(parts), pools["actor"], policy)}
     for role in ("data", *sorted(played - parts), "batch"):
         kind = kind_of(role)
-        out[role] = Tenant(role, frozenset({role}), pools[role], classes.get(kind, _OURS[kind]))
-    needs = (Need("", ALWAYS), *cast.needs, *([Need("", APART)] if apart else []))
-    for role, tenant in out.items():
+        out[role] = GroupPlan(role, frozenset({role}), pools[role], classes.get(kind, _DEFAULT_CLASSES[kind]))
+    needs = (Need("", ALWAYS), *role_plan.needs, *([Need("", APART)] if apart else []))
+    for role, group_plan in out.items():
         named = key if role == "actor" else kind_of(role)
-        _require_methods(tenant, needs, named)
+        _require_methods(group_plan, needs, named)
     return out
 
 
-def pools_of(placed: Mapping[str, Tenant]) -> dict[str, ResourcePool]:
-    """The pools of a run by name, that of the controller's helpers first."""
-    return {pool.name: pool for pool in (CONTROLLER_POOL, *(tenant.pool for tenant in placed.values()))}
+def pools_of(placed: Mapping[str, GroupPlan]) -> dict[str, ResourcePool]:
+    """Return the pools of a run by name, with the pool of the controller's helpers first."""
+    return {
+        pool.name: pool for pool in (CONTROLLER_POOL, *(group_plan.pool for group_plan in placed.values()))
+    }
 
 
-def _require_methods(tenant: Tenant, needs: Sequence[Need], role: str) -> None:
-    """Refuses a worker class that lacks what the run calls.
+def _require_methods(group_plan: GroupPlan, needs: Sequence[Need], role: str) -> None:
+    """Check that a worker class has all methods that the run calls.
 
     Args:
-        role: in `trainer.worker_classes`, for the message.
+        group_plan: The group to check.
+        needs: The methods that the run calls.
+        role: The key of this class in `trainer.worker_classes`, for the message.
 
     Raises:
-        ConfigError: names what is missing, and the key that asks for it.
+        ConfigError: Methods are missing. The error names them, and the config key that needs them.
     """
     wanted: dict[str, list[str]] = {}
     for need in needs:
-        for part in sorted(tenant.parts):
+        for part in sorted(group_plan.parts):
             wanted.setdefault(need.key, []).extend(need.methods.get(kind_of(part), "").split())
     for key, methods in wanted.items():
-        missing = [method for method in methods if method not in registrations(tenant.worker)]
+        missing = [method for method in methods if method not in registrations(group_plan.worker)]
         if missing:
             raise ConfigError(
-                f"asks for methods that the worker class of role {role} lacks"
+                f"this key needs methods that the worker class of role {role} does not have"
                 if key
-                else "the worker class lacks methods that the loop calls",
+                else "the worker class lacks methods that the training loop calls",
                 field=key or f"trainer.worker_classes.{role}",
-                got=f"{tenant.worker.__name__} without {', '.join(missing)}",
+                got=f"{group_plan.worker.__name__} without {', '.join(missing)}",
                 expected=f"methods with @register: {', '.join(methods)}",
-                remedy=f"add them, or derive trainer.worker_classes.{role} from the class it replaces",
+                remedy=f"add them, or derive trainer.worker_classes.{role} from the default class",
             )
 
 
 def _pool(placement: Placement, role: str) -> ResourcePool:
-    """The pool of a role: its own place, else the one that the config gives to roles without a place."""
+    """Return a role's own pool, or the pool that the config gives to roles without a pool of their own."""
     placed = {
         part: placement.mapping[name]
         for part, names in PLACES.items()
-        for name in reversed(names)  # so that the most particular stays
+        for name in reversed(names)  # the most specific name comes last and wins
         if name in placement.mapping
     }
     placed |= {name: pool for name, pool in placement.mapping.items() if isinstance(name, str)}
@@ -287,7 +305,7 @@ def _pool(placement: Placement, role: str) -> ResourcePool:
     return REWARD_POOL if pool is None else placement.pools[pool]
 
 
-_OURS: dict[str, type[Worker]] = {
+_DEFAULT_CLASSES: dict[str, type[Worker]] = {
     "data": DataWorker,
     "batch": BatchWorker,
     "rollout": ActorWorker,

@@ -1,6 +1,8 @@
-"""The control with learning rate zero: a run is built as its config says and takes two steps that may
-change nothing. What differs all the same between rollout and training, or between the steps, is a fault of
-the set-up and not of learning."""
+"""A control run at learning rate zero, which finds faults of the setup.
+
+The run is built as its config says and takes two steps that must not change anything. If rollout and training
+still differ, or the two steps differ, the cause is a fault of the setup and not of learning.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,18 @@ from tandem.trainer.quiet import quiet
 
 _PROMPTS = 8
 _OF_THE_MAXIMUM = 50.0
-"""A token may differ by so many times the limit of the mean."""
+"""The log-prob difference of a single token may be this many times the limit of the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A number that should be at its floor in both steps, and the same.
+    """A number that must be at most its floor in both steps, and equal in both.
 
     Attributes:
-        name: the metric's.
-        first, second: its values in the two steps.
-        floor: what rounding may make of it.
+        name: The name of the metric.
+        first: The value in the first step.
+        second: The value in the second step.
+        floor: The largest value that rounding explains.
     """
 
     name: str
@@ -38,18 +41,18 @@ class Probe:
 
     @property
     def at_floor(self) -> bool:
-        """Whether both values, and their difference, are within the floor. NaN is not."""
+        """Whether both values and their difference are within the floor; False for NaN."""
         values = (self.first, self.second, self.first - self.second)
         return all(abs(value) <= self.floor for value in values)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings of a control.
+    """The findings of a control run.
 
     Attributes:
-        probes: all that were measured.
-        causes: a sentence for each thing that is wrong; none where all is well.
+        probes: All measured numbers.
+        causes: One sentence for each thing that is wrong; empty if nothing is.
     """
 
     probes: tuple[Probe, ...]
@@ -57,14 +60,15 @@ class Report:
 
 
 def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
-    """Two steps on the same few prompts, in a temporary run folder, without a checkpoint.
+    """Take two steps on the same few prompts, in a temporary run folder, without a checkpoint.
 
     Args:
-        say: prints a sentence to the user.
+        config: The config of the run.
+        say: Prints a sentence for the user.
 
     Raises:
-        TandemError: the run cannot be built, or a step fails; weights that do not arrive are a
-            WeightSyncError, which names them.
+        TandemError: The run cannot be built, or a step fails. If weights do not reach the rollout, the error
+            is a WeightSyncError that names them.
     """
     with scratch_folder("check", shared_place(config)) as folder:
         trainer = build_ppo(controlled(config, folder / "run"), say=say)
@@ -77,8 +81,8 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
             trainer.shutdown()
     changed = [name for name in before if before[name] != after[name]]
     if "rollout/log_prob_diff_limit" not in first:
-        say("The rollout gives no log-probs: how far it is from training was not measured.")
-    limit = first.get("rollout/log_prob_diff_limit", math.nan)  # it comes with the rollout's log-probs
+        say("The rollout returns no log-probs, so its difference from training was not measured.")
+    limit = first.get("rollout/log_prob_diff_limit", math.nan)  # present if the rollout returns log-probs
     floors = {
         "rollout/log_prob_diff_mean": limit,
         "rollout/log_prob_diff_max": _OF_THE_MAXIMUM * limit,
@@ -97,10 +101,10 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
     probes.append(Probe("weights changed", 0.0, float(len(changed)), 0.0))
     causes = list(trainer.session.watch.named.values())
     if changed:
-        causes.append(f"The weights changed at learning rate 0; the first is {changed[0]}.")
+        causes.append(f"Weights changed although the learning rate is 0; the first is {changed[0]}.")
     if not causes:
         causes = [
-            f"{probe.name} is {probe.first:.3g}, then {probe.second:.3g}, which rounding does not explain."
+            f"{probe.name} is {probe.first:.3g}, then {probe.second:.3g}; rounding does not explain this."
             for probe in probes
             if not probe.at_floor
         ]
@@ -108,14 +112,14 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
 
 
 def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same run with learning rate zero, few prompts, and no trace but in `folder`."""
+    """Return the config of the same run with learning rate zero and few prompts, which writes to `folder`."""
     trainer, data = config.trainer, config.data
     prompts = min(data.train_batch_size, max(_PROMPTS, *map(trainer.devices_of, ("actor", "rollout"))))
     changes: dict[str, Any] = {
         "data.train_batch_size": prompts,
         "data.gen_batch_size": None,
         "data.val_files": (),
-        "algorithm.filter_groups.enable": False,  # both steps are to have the same prompts
+        "algorithm.filter_groups.enable": False,  # both steps must have the same prompts
         "trainer.critic_warmup": 0,
         "trainer.samples_freq": -1,
     }
@@ -127,7 +131,10 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def shared_place(config: TrainConfig) -> Path | None:
-    """The folder for the temporary run folder: workers on other machines see what is beside the run's own."""
+    """Return the parent of the temporary run folder; None for the default.
+
+    Workers on other machines can see a folder next to the run's own folder.
+    """
     if config.trainer.resolved_backend == "local":
         return None
     run = Path(config.trainer.default_local_dir).absolute()

@@ -1,8 +1,8 @@
-"""Prompts dealt to the ranks of a rollout so that each is expected to write about as much.
+"""Deal prompts to the ranks of a rollout so that each rank is expected to write about as many tokens.
 
-Ranks sample at the same time, so generation takes as long as the rank with the most to write. A prompt that
-was answered before is expected to take as many tokens as then; one that was not, as many as all took that
-were.
+Ranks sample at the same time, so generation takes as long as the rank that writes the most. A prompt that was
+answered before is expected to take as many tokens as it took then. A new prompt is expected to take the mean
+of all responses so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.runtime.index import Index
 class Dealer:
     """Remembers how long the responses to each prompt were.
 
-    What it says changes where a prompt is answered, never how: it is no part of a checkpoint.
+    The order changes which rank answers a prompt, never the response. So it is not part of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,12 @@ class Dealer:
         self._tokens, self._responses = 0, 0
 
     def order(self, prompts: Index, shares: int) -> Tensor | None:
-        """The rows of prompts in the order to deal them in, int64; None where every order is as good.
+        """Return the order in which to deal the prompts: row numbers, int64; None if any order will do.
 
         Args:
-            prompts: with the ragged column `prompts`.
-            shares: in how many successive shares they are dealt; their sizes differ by one at most.
+            prompts: The prompts, with the ragged column `prompts`.
+            shares: The number of consecutive shares that the prompts are cut into. Their sizes differ by at
+                most one.
         """
         if shares == 1 or prompts.uids is None:
             return None
@@ -43,10 +44,11 @@ class Dealer:
         return torch.tensor([row for rows in dealt(weights, sizes) for row in rows])
 
     def learn(self, prompts: Index, samples: Index) -> None:
-        """Takes note of how long the responses were.
+        """Record how long the responses were.
 
         Args:
-            samples: of those prompts, with the ragged column `tokens`: prompt and response.
+            prompts: The prompts, with the ragged column `prompts`.
+            samples: The responses to those prompts, with the ragged column `tokens` (prompt and response).
         """
         if prompts.uids is None or samples.uids is None:
             return
@@ -61,5 +63,5 @@ class Dealer:
 
 
 def _prompt(uid: str) -> str:
-    """A prompt's name in every epoch: its uid is "EPOCH-NUMBER"."""
+    """Return the part of a uid that is the same in every epoch; a uid is "EPOCH-NUMBER"."""
     return uid.rpartition("-")[2]

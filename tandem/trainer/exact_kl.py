@@ -1,5 +1,8 @@
-"""The exact KL to the reference on the controller: whether the actor holds the reference's output head, and
-where the reference's hidden states go. The actor computes the KL of both; see `tandem.algorithms.kl`."""
+"""The controller's part of the exact KL to the reference.
+
+The actor needs the reference's output head and its hidden states, and computes the KL; see
+`tandem.algorithms.kl`.
+"""
 
 from __future__ import annotations
 
@@ -11,48 +14,50 @@ from tandem.trainer.roles import Roles
 
 
 @dataclass(frozen=True, slots=True)
-class Referred:
-    """The reference's answer to the samples of a step.
+class ReferenceOutputs:
+    """The outputs of the references for the samples of a step.
 
     Attributes:
-        log_probs: those of each reference; none without one.
-        hidden: by term, "reward" or "loss", the reference's hidden states for it if it is exact.
+        log_probs: The log-probs of each reference; empty without a reference.
+        hidden: The reference's hidden states, by KL term ("reward" or "loss"), for terms that are exact.
     """
 
     log_probs: list[BatchFuture]
     hidden: dict[str, BatchFuture]
 
-    def added_for(self, term: str, batch: BatchFuture) -> BatchFuture:
-        """The batch as the actor needs it for a KL term: with the hidden states if the term is exact."""
+    def with_hidden(self, term: str, batch: BatchFuture) -> BatchFuture:
+        """Return the actor's batch for a KL term, with the hidden states if the term is exact."""
         return batch.union(self.hidden[term]) if term in self.hidden else batch
 
 
 class ExactKL:
-    """The KL terms of a run that are exact over the vocabulary.
+    """The KL terms of a run that are computed exactly, over the whole vocabulary.
 
-    The reference's hidden states are large: they are columns of the batches that go to the actor, and of no
-    other. Its output head goes to the actor once, and again after the reference or the actor's processes
-    changed.
+    The reference's hidden states are large, so only the batches that go to the actor have them as a column.
+    The reference's output head goes to the actor once, and again after the reference or the actor's processes
+    change.
 
     Args:
-        terms: of "reward" and "loss", those that are exact; none: the reference gives log-probs alone.
+        terms: The exact terms, out of "reward" and "loss". If empty, the reference returns only log-probs.
     """
 
     def __init__(self, terms: frozenset[str]) -> None:
         self._terms = terms
         self._head_is_current = False
 
-    def refer(self, roles: Roles, samples: BatchFuture) -> Referred:
-        """Asks the references, if there are any."""
+    def query(self, roles: Roles, samples: BatchFuture) -> ReferenceOutputs:
+        """Compute the outputs of all references for the samples."""
         if roles.reference is None:
-            return Referred([each.compute_ref_log_prob(samples) for each in roles.references.values()], {})
+            return ReferenceOutputs(
+                [each.compute_ref_log_prob(samples) for each in roles.references.values()], {}
+            )
         if self._terms and not self._head_is_current:
             roles.actor.hold_reference_head(roles.reference.reference_head())
             self._head_is_current = True
         found: BatchFuture = roles.reference.compute_ref_log_prob(samples)
         hidden = {term: found.select(REFERENCE) for term in self._terms}
-        return Referred([found.select("ref_log_probs")], hidden)
+        return ReferenceOutputs([found.select("ref_log_probs")], hidden)
 
     def forget_head(self) -> None:
-        """The head that the actor holds is no longer the reference's, or another actor is to hold it."""
+        """Send the reference's head again before the next use: the reference or the actor has changed."""
         self._head_is_current = False

@@ -1,6 +1,8 @@
-"""Prompts answered and scored: those of a training step, and further ones until its batch is full of prompts
-that teach something (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2); and those of the
-validation set."""
+"""Generate and score responses to prompts: for a training step, and for validation.
+
+With dynamic sampling, a training step asks for more prompts until its batch is full of prompts whose
+responses differ in reward (Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2).
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,14 @@ FILTER = "algorithm.filter_groups"
 
 
 class Gathered(NamedTuple):
-    """The samples of a step, scored.
+    """The scored samples of a step.
 
     Attributes:
-        prompts: one row per prompt.
-        samples, scores: n rows per prompt, in the order of the prompts.
-        metrics: of the sampling, where there is a choice.
-        baselines: `reward_baselines`, as many rows, if they were asked for.
+        prompts: One row per prompt.
+        samples: n rows per prompt, in the order of the prompts.
+        scores: The scores of the samples, in the same order.
+        metrics: The metrics of dynamic sampling; empty without it.
+        baselines: `reward_baselines`, one row per sample, if they were asked for.
     """
 
     prompts: BatchFuture
@@ -41,22 +44,22 @@ class Gathered(NamedTuple):
 
 
 class Gatherer:
-    """Answers and scores the prompts of each step.
+    """Generates and scores the responses of each step.
 
-    Without `algorithm.filter_groups` that is one generation batch. With it, prompts whose responses are all
-    worth the same are left out, and generation batches follow until the batch is full. Prompts that differ
-    and find no room are not learnt from now, for their responses would be an older policy's in the next step:
-    they are given back, and answered again first thing then. What the controller sees of the samples is a
-    truth value per prompt.
+    Without `algorithm.filter_groups`, a step takes one generation batch. With it, prompts whose responses all
+    have the same reward are left out, and generation batches follow until the training batch is full. Prompts
+    that pass the filter but do not fit into the batch are given back. The next step answers them first, with
+    new responses, because the responses of this step would come from an older policy by then. The controller
+    itself only sees one boolean per prompt, not the samples.
 
     Args:
-        config: of the run.
-        prompts: gives further prompts, and takes back those there was no room for.
-        params: how responses are drawn.
+        config: The config of the run.
+        prompts: The source of further prompts, which also takes back prompts that did not fit.
+        params: How responses are sampled.
 
     Attributes:
-        dealer: says which prompts are better sampled by the same rank.
-        limit: the most generation batches of a step.
+        dealer: Decides which rank answers which prompt.
+        limit: The largest number of generation batches in a step.
     """
 
     def __init__(self, config: TrainConfig, prompts: Prompts, params: SamplingParams) -> None:
@@ -72,15 +75,16 @@ class Gatherer:
     def gather(
         self, roles: Roles, prompts: BatchFuture, n: int, *, greedy_baselines: bool = False
     ) -> Gathered:
-        """The samples of a step.
+        """Return the scored samples of a step.
 
         Args:
-            prompts: the first generation batch.
-            n: responses to each.
-            greedy_baselines: whether each prompt is answered once more, greedily, for its baseline.
+            roles: The worker groups.
+            prompts: The first generation batch.
+            n: The number of responses to each prompt.
+            greedy_baselines: Whether to answer each prompt once more, greedily, for its baseline.
 
         Raises:
-            RewardError: `limit` generation batches did not fill the batch.
+            RewardError: The training batch was not full after `limit` generation batches.
         """
         if self._filters.enable:
             gathered = self._filled(roles, prompts, n)
@@ -91,7 +95,7 @@ class Gatherer:
         return gathered
 
     def _filled(self, roles: Roles, prompts: BatchFuture, n: int) -> Gathered:
-        """A batch full of prompts whose responses differ."""
+        """Return a full training batch of prompts whose responses differ in reward."""
         parts: list[tuple[BatchFuture, BatchFuture, BatchFuture]] = []
         room, reward = self._size, 0.0
         tried = dropped = tokens = 0
@@ -132,20 +136,20 @@ class Gatherer:
             f"mean reward {reward / tried:.4g}, {dropped} of {tried} prompts had responses of the same "
             f"{self._filters.metric}",
             expected=f"{self._size} prompts, data.train_batch_size",
-            remedy="where the model answers all prompts alike little is left to learn: give other data, more "
+            remedy="if the model answers all prompts alike, little is left to learn: use other data, more "
             f"responses per prompt, or a smaller data.train_batch_size; {FILTER}.max_num_gen_batches allows "
             "more tries",
         )
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
-        """Draws n samples of each prompt and their scores, and tells the sampler of prompts of them."""
+        """Sample n responses to each prompt, score them, and report the scores to the prompt sampler."""
         samples, scores = roles.generate(prompts, n, self.params, self.dealer, learns=True)
         scores = self.shaped(roles, samples, scores)
         self.prompts.observe(samples, scores)
         return samples, scores
 
     def shaped(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
-        """The scores that are learnt from: others in place of failed ones, less the punishment for length."""
+        """Return the scores to learn from, with failed scores replaced and the length penalty subtracted."""
         if self._leaves_out_failed:
             given = samples.select("response_mask", "uid").union(scores)
             found: BatchFuture = roles.batch.stand_in(given)
@@ -154,11 +158,11 @@ class Gatherer:
         return self._punished(roles, samples, scores)
 
     def _punished(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
-        """The scores less the punishment for length."""
+        """Subtract the length penalty from the scores, if there is one."""
         overlong = self._overlong
         if not overlong.enable:
             return scores
-        assert overlong.len is not None, "the config refuses this without a length"
+        assert overlong.len is not None, "the config requires a length if the penalty is enabled"
         punished: BatchFuture = roles.batch.punish_overlong(
             samples.select("response_mask").union(scores),
             self.params.max_tokens,
@@ -169,9 +173,11 @@ class Gatherer:
         return punished
 
     def _baselines(self, roles: Roles, prompts: BatchFuture, n: int) -> BatchFuture:
-        """`reward_baselines`: the total reward of the greedy response to each prompt, which has the limits,
-        the penalties and the punishment for length of the samples; n times, beside the prompt's n samples.
-        Timed as `gen_max`."""
+        """Return `reward_baselines`: the total reward of the greedy response to each prompt.
+
+        The greedy response has the same limits, sampling penalties and length penalty as the samples. Each
+        value is repeated n times, once for each of the prompt's n samples. The timing is `gen_max`.
+        """
         greedy = replace(self.params, temperature=0.0)
         samples, scores = roles.generate(prompts, 1, greedy, self.dealer, phase="gen_max")
         scores = self._punished(roles, samples, scores)
@@ -185,12 +191,12 @@ class Evaluator:
     """Answers and scores the validation set.
 
     Attributes:
-        batches: how many batches it has.
-        n: samples per prompt.
-        params: how to sample.
-        writes_samples: whether the samples go into the run folder.
-        shown: how many of them the loggers get as text.
-        dealer: says which problems are better answered by the same rank.
+        batches: The number of validation batches.
+        n: The number of samples per prompt.
+        params: How responses are sampled.
+        writes_samples: Whether to write the samples to the run folder.
+        shown: The number of samples that loggers get as text.
+        dealer: Decides which rank answers which prompt.
     """
 
     batches: int
@@ -201,7 +207,7 @@ class Evaluator:
     dealer: Dealer = field(default_factory=Dealer)
 
     def run(self, step: int, roles: Roles) -> dict[str, float]:
-        """`val/accuracy` and `val/reward`, over all problems and per data source."""
+        """Return `val/accuracy` and `val/reward`, over all problems and per data source."""
         measured: list[Future[Metrics]] = []
         written: list[Future[Any]] = []
         answered: list[tuple[BatchFuture, BatchFuture]] = []

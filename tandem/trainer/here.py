@@ -1,5 +1,7 @@
-"""Finds what this machine, this data and this model lack for a run whose config is sound. A config for
-another machine can be checked on a laptop; a run cannot begin without these."""
+"""Find what is missing on this machine, in the data or in the model for a run with a valid config.
+
+You can check a config for another machine on a laptop, but a run cannot start while these things are missing.
+"""
 
 from __future__ import annotations
 
@@ -21,51 +23,58 @@ from tandem.data.files import count_rows
 from tandem.errors import ConfigError, TandemError
 
 RunsConfig = TrainConfig | SupervisedConfig
-"""A config of a command that trains."""
+"""The config of a command that trains."""
 
 
 def lacking(config: RunsConfig) -> list[TandemError]:
-    """One error for each thing that is missing on this machine, and for each that data and model show at a
-    glance. The user's own reward function is loaded; PyTorch, only where it must be asked."""
-    return [*missing_here(config), *_found(config, (_rows, _architectures, _vocabulary), (_positions,))]
+    """Return one error for each thing that this machine lacks, or that is visibly wrong with data or model.
+
+    The user's own reward function is loaded. PyTorch is imported only if it is needed for an answer.
+    """
+    return [*missing_here(config), *_errors(config, (_rows, _architectures, _vocabulary), (_positions,))]
 
 
 def missing_here(config: RunsConfig) -> list[TandemError]:
-    """One error for each thing that this machine lacks, which another may have."""
-    return _found(config, (_device, _ray), (_vllm, _reward))
+    """Return one error for each thing that this machine lacks; another machine may have it."""
+    return _errors(config, (_device, _ray), (_vllm, _reward))
 
 
 def unfit(config: RunsConfig) -> list[TandemError]:
-    """One error for each thing that is wrong with the data and the model. The data are read as by the run,
-    which can take as long."""
+    """Return one error for each thing that is wrong with the data and the model.
+
+    The data is read as the run reads it, which can take as long.
+    """
     examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
-    found = _found(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
+    found = _errors(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
     return list({str(error): error for error in found}.values())
 
 
-def _found(
+def _errors(
     config: RunsConfig,
-    looks: tuple[Callable[[Any], None], ...],
-    of_policies: tuple[Callable[[TrainConfig], None], ...],
+    checks: tuple[Callable[[Any], None], ...],
+    policy_checks: tuple[Callable[[TrainConfig], None], ...],
 ) -> list[TandemError]:
-    """
+    """Return the errors that the checks raise.
+
     Args:
-        of_policies: those that only a policy's run has.
+        config: The config to check.
+        checks: Checks for every run.
+        policy_checks: Checks for runs of reinforcement learning only.
     """
     found: list[TandemError] = []
-    for look in (*looks, *(of_policies if isinstance(config, TrainConfig) else ())):
+    for check in (*checks, *(policy_checks if isinstance(config, TrainConfig) else ())):
         try:
-            look(config)
+            check(config)
         except TandemError as error:
             found.append(error)
     return found
 
 
 def refuse(missing: list[TandemError]) -> None:
-    """Refuses to begin a run that lacks something.
+    """Raise an error if something is missing.
 
     Raises:
-        TandemError: something is missing; the whole list, where there are several.
+        TandemError: Something is missing. If there are several errors, their messages are joined into one.
     """
     if len(missing) == 1:
         raise missing[0]
@@ -86,11 +95,11 @@ def _ray(config: RunsConfig) -> None:
     python = (config.trainer.cluster.ray_init.get("runtime_env") or {}).get("py_executable")
     if python and which(str(python).split()[0]) is None:
         raise ConfigError(
-            "Ray could not start a process with it: no such program",
+            "Ray could not start a process with this program, which does not exist here",
             field="trainer.cluster.ray_init.runtime_env.py_executable",
             got=python,
             expected="a command that starts Python",
-            remedy="leave it out, or set it to null: this run's Python is taken then",
+            remedy="leave the key out, or set it to null to use the Python of this run",
         )
 
 
@@ -114,9 +123,9 @@ def _rows(config: RunsConfig) -> None:
         return
     most = config.data.train_max_samples if isinstance(config, TrainConfig) else -1
     rows, size = count_rows(config.data.train_files, most), config.data.train_batch_size
-    if not rows or rows >= size:  # an empty file is named by what reads it
+    if not rows or rows >= size:  # the code that reads the file reports an empty file
         return
-    data = config.data  # a missing column is named by what reads it
+    data = config.data  # the code that reads the file reports a missing column
     columns = {RMConfig: ("chosen_key",), SFTConfig: ("messages_key", "prompt_key", "text_key")}
     keys = columns.get(type(config), ("prompt_key",))
     wanted = {getattr(data, key) for key in keys}
@@ -125,8 +134,10 @@ def _rows(config: RunsConfig) -> None:
 
 
 def _architectures(config: RunsConfig) -> None:
-    """Asks transformers, which takes seconds to import, of no model whose type is known and tested; tries the
-    others on packed sequences."""
+    """Try the models on packed sequences, except types that are known and tested.
+
+    For a known type, transformers is not imported, which would take seconds.
+    """
     if isinstance(config, TrainConfig):
         rollout = config.actor_rollout_ref.rollout
         longest, native = rollout.longest(config.data), rollout.name == "native"
@@ -149,8 +160,10 @@ def _architectures(config: RunsConfig) -> None:
 
 
 def _tested(stored: dict[str, Any]) -> bool:
-    """Whether the config.json is that of an architecture that the tests train, with attention to all tokens
-    and angles that depend on the position alone."""
+    """Return whether a config.json has an architecture that the tests train.
+
+    Such a model attends to all tokens, and its rotary angles depend only on the position.
+    """
     kind = stored.get("model_type")
     windowed = stored.get("sliding_window") and stored.get("use_sliding_window", kind == "mistral")
     rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
@@ -159,8 +172,11 @@ def _tested(stored: dict[str, Any]) -> bool:
 
 
 def _vocabulary(config: RunsConfig) -> None:
-    """Holds the tokenizer's ids against the embeddings of all models that read them. Code of a folder is not
-    run here: its tokenizer is looked at when it is loaded."""
+    """Check the tokenizer's ids against the embeddings of all models that read them.
+
+    Code that comes with a model folder is not run here; the tokenizer of such a folder is checked when the
+    model is loaded.
+    """
     policy, *others = models(config)
     if policy.engine.model.trust_remote_code:
         return
@@ -177,7 +193,7 @@ def _positions(config: TrainConfig) -> None:
     longest = config.data.max_response_length
     if isinstance(most, int) and longest >= most:
         raise ConfigError(
-            "longer than the model's positions, prompt included",
+            "the response alone is as long as the model's positions, which must also hold the prompt",
             field="data.max_response_length",
             got=longest,
             expected=f"below max_position_embeddings = {most}",

@@ -1,4 +1,4 @@
-"""Starts and moves the worker groups of a run."""
+"""Start the worker groups of a run, and move them to other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.observability.run import RunFolder
 from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, WorkerGroup
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.beforehand import Prepared
-from tandem.trainer.casting import Tenant, pools_of, tenants
+from tandem.trainer.casting import GroupPlan, plan_groups, pools_of
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
@@ -26,13 +26,16 @@ RAY = "tandem.runtime.ray_backend:RayBackend"
 
 
 def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[str], None]) -> Backend:
-    """The backend that the config asks for.
+    """Return the backend that the config asks for.
 
     Args:
-        name: of the run, which Ray shows and files hold.
+        trainer: The `trainer` section of the config.
+        name: The name of the run, which Ray shows and files contain.
+        run: The run folder.
+        say: Prints a sentence for the user.
 
     Raises:
-        ConfigError: it is not installed, or there is no cluster where one is named.
+        ConfigError: Ray is not installed, or there is no cluster at the address that the config names.
     """
     if trainer.resolved_backend == "local":
         return LocalBackend()
@@ -58,13 +61,13 @@ def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[s
         stop_s=timeouts.stop,
         say=say,
     )
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own, which exits at once, in its place
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed a handler that exits at once
     return backend
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error that the user can act on is raised as it is, not as the failure of the worker that met it."""
+    """Raise an error that the user can fix as it is, not as the failure of the worker that raised it."""
     try:
         yield
     except WorkerFailure as failure:
@@ -74,10 +77,10 @@ def plain_errors() -> Iterator[None]:
 
 
 def ray_backend(*, asked: str) -> Callable[..., Backend]:
-    """Makes the backend on Ray.
+    """Return the class of the Ray backend.
 
     Args:
-        asked: the `trainer.backend` of the config, for the message.
+        asked: The `trainer.backend` of the config, for the message.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -92,20 +95,20 @@ def ray_backend(*, asked: str) -> Callable[..., Backend]:
             "Ray is not installed, and several processes need it",
             field="trainer.backend",
             got=asked,
-            remedy="pip install 'tandem[ray]', or ask for one process",
+            remedy="pip install 'tandem[ray]', or configure the run for one process",
         ) from error
     return make
 
 
 @dataclass
 class Launcher:
-    """The worker groups of a run.
+    """Starts and moves the worker groups of a run.
 
     Attributes:
-        prepared: the config, who plays which role, wherever it moves, and what workers are made with.
-        plan: of the run.
-        backend: where workers run.
-        run: the run folder.
+        prepared: The checked config, with the roles and the arguments of the workers.
+        plan: The plan of the run.
+        backend: Where the workers run.
+        run: The run folder.
     """
 
     prepared: Prepared
@@ -114,23 +117,25 @@ class Launcher:
     run: RunFolder
     _pools: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
-    def launch(self, placed: Mapping[str, Tenant], data: WorkerGroup, scoring: Scoring) -> Roles:
-        """All groups besides the data's, in processes that were reserved.
+    def launch(self, placed: Mapping[str, GroupPlan], data: WorkerGroup, scoring: Scoring) -> Roles:
+        """Start all groups besides the data's, in processes that were reserved before.
 
         Args:
-            scoring: makes the reward of the scores.
+            placed: The groups to start, by role.
+            data: The group that reads the data, which runs already.
+            scoring: Computes rewards from scores.
 
         Raises:
-            TandemError: a model cannot be loaded, or anything else a worker refuses.
+            TandemError: A model cannot be loaded, or a worker raises another error.
         """
         self._pools = pools_of(placed)
         config, reward, groups = self.prepared.config, self.prepared.reward, {"data": data}
         policy, balance = config.actor_rollout_ref, config.trainer.balance_batch
-        for role, tenant in placed.items():
+        for role, group_plan in placed.items():
             if role != "data":
-                make = self._factory(tenant)
-                group = WorkerGroup(self.backend, make, tenant.pool, role=role, balance=balance)
-                groups |= dict.fromkeys(tenant.parts, group)
+                make = self._factory(group_plan)
+                group = WorkerGroup(self.backend, make, group_plan.pool, role=role, balance=balance)
+                groups |= dict.fromkeys(group_plan.parts, group)
         streams = "reward" in groups and hasattr(groups["rollout"], "stream_sequences")
         return Roles(
             data=data,
@@ -147,19 +152,19 @@ class Launcher:
             rollout_shares=groups["rollout"].world_size // policy.rollout.split,
         )
 
-    def _factory(self, tenant: Tenant) -> WorkerFactory:
-        """What makes the workers of a group."""
+    def _factory(self, group_plan: GroupPlan) -> WorkerFactory:
+        """Return the function that makes the workers of a group."""
         prepared, plan, run = self.prepared, self.plan, self.run
         config, tokenizer = prepared.config, prepared.tokenizer
         policy = config.actor_rollout_ref
-        kind, worker = kind_of(tenant.role), tenant.worker
-        one_of_several = tenant.role != kind
+        kind, worker = kind_of(group_plan.role), group_plan.worker
+        one_of_several = group_plan.role != kind
         device, limit_s = config.trainer.device, config.trainer.timeouts.collective
         engine = {"device": device, "run": run, "collective_timeout_s": limit_s}
         if kind == "reward":
             return partial(worker, tokenizer, prepared.reward, config.reward, run)
         if kind == "reward_model":
-            named = {"role": tenant.role} if one_of_several else {}
+            named = {"role": group_plan.role} if one_of_several else {}
             return partial(worker, config.reward_model, tokenizer=tokenizer, **engine, **named)
         if kind == "batch":
             stops = () if policy.rollout.ignore_eos else prepared.stops
@@ -177,11 +182,11 @@ class Launcher:
                 seed=config.trainer.seed,
                 **engine,
             )
-        named = {"reference": tenant.role} if one_of_several else {}
+        named = {"reference": group_plan.role} if one_of_several else {}
         return partial(
             worker,
             config,
-            parts=frozenset(map(kind_of, tenant.parts)),
+            parts=frozenset(map(kind_of, group_plan.parts)),
             tokenizer=tokenizer,
             total_steps=max(1, plan.total_steps - config.trainer.critic_warmup),
             updates_per_step=updates_per_step(plan.batch_samples, plan.actor),
@@ -193,12 +198,19 @@ class Launcher:
         )
 
     def move(self, roles: Roles, placement: Placement) -> Roles:
-        """The same roles in other processes, with nothing learnt yet; only the data stay where they are.
+        """Restart all roles but the data's in other processes, with the weights the run started with.
+
+        Args:
+            roles: The groups to stop.
+            placement: The new processes of each role.
+
+        Returns:
+            The new groups. Load a checkpoint to restore what they had learned.
 
         Raises:
-            ConfigError: as `tenants`; or the processes cannot be had.
+            ConfigError: See `plan_groups`; or the processes are not available.
         """
-        placed = tenants(placement, self.prepared.cast)
+        placed = plan_groups(placement, self.prepared.role_plan)
         for group in roles.groups:
             if group is not roles.data:
                 group.shutdown()

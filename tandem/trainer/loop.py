@@ -1,5 +1,7 @@
-"""The loop of every training run: steps, validation, checkpoints, metrics, an orderly stop. An algorithm adds
-how a step is answered and learnt from, and what of it a checkpoint holds."""
+"""The loop of every training run: steps, validation, checkpoints, metrics, and an orderly stop.
+
+A subclass adds what an algorithm does in a step, and what of it a checkpoint stores.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ class Rhythm:
     """The steps after which a run validates, saves and ends.
 
     Attributes:
-        total_steps: training steps.
-        test_freq: steps between validations, one at the end included; 0 or less: none.
-        save_freq: steps between checkpoints, one at the end included; -1: at the end alone; 0: none.
-        val_before_train: whether a new run validates before its first step.
-        val_only: whether validation is all there is to do.
-        samples_freq: steps between files of samples; 0 or less: none.
+        total_steps: The number of training steps.
+        test_freq: Validate every this many steps, and at the end; 0 or less: never.
+        save_freq: Save a checkpoint every this many steps, and at the end; -1: only at the end; 0: never.
+        val_before_train: Whether a new run validates before its first step.
+        val_only: Whether the run only validates.
+        samples_freq: Write a file of samples every this many steps; 0 or less: never.
     """
 
     total_steps: int
@@ -43,11 +45,11 @@ class Rhythm:
 
     @classmethod
     def of(cls, run: TrainerConfig, steps: int) -> Rhythm:
-        """That of a run of reinforcement learning over so many steps."""
+        """Return the rhythm of a reinforcement learning run with this many steps."""
         return cls(steps, run.test_freq, run.save_freq, run.val_before_train, run.val_only, run.samples_freq)
 
     def validates_first(self, step: int) -> bool:
-        """Whether a run that goes on after this step, 0 for a new one, begins with a validation."""
+        """Return whether a run that continues after `step` (0 for a new run) starts with a validation."""
         return self.val_only or (self.val_before_train and step == 0)
 
     def validates(self, step: int) -> bool:
@@ -64,12 +66,13 @@ class Rhythm:
 
 
 class Step(NamedTuple):
-    """A training step that was done.
+    """A finished training step.
 
     Attributes:
-        number: from 1.
-        metrics: by name; those of a validation among them where one followed.
-        interrupted: whether an interrupt (Ctrl-C, SIGTERM) came during it; it was finished and saved.
+        number: The number of the step, from 1.
+        metrics: The metrics by name, including those of a validation that followed.
+        interrupted: Whether the user interrupted the run (Ctrl-C, SIGTERM) during the step. The step was
+            finished and saved all the same.
     """
 
     number: int
@@ -78,44 +81,47 @@ class Step(NamedTuple):
 
 
 Listener = Callable[[Step], object]
-"""Is called with each step that is done."""
+"""A function that is called after each step."""
 
 
 class Schedule(Generic[E]):
-    """The order in which a run asks for prompts, has them answered and learns from the answers: each step
-    learns from what the weights of the step before have written, and from nothing else. A subclass is another
-    order; each run has an object of its own."""
+    """The order in which a run asks for prompts, generates responses and learns from them.
+
+    In this class, each step generates with the weights of the step before and learns from nothing else. A
+    subclass may use another order. Each run has its own schedule object.
+    """
 
     def step(self, step: int, loop: Loop[E]) -> dict[str, float]:
         """Take one training step and return its metrics.
 
         Args:
-            step: its number, from 1.
+            step: The number of the step, from 1.
+            loop: The loop that calls this method.
         """
         return loop.step(step, loop.next_batch())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of work begun for later steps, for a checkpoint after the last step."""
+        """Return the state of work that was started for later steps, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave; called before the first step."""
+        """Restore what `state_dict` returned; called before the first step."""
 
 
 class Loop(ABC, Generic[E]):
     """The controller of one run.
 
     Args:
-        rhythm: when it validates, saves and ends.
-        prompts: its training batches.
-        session: the run folder, its metrics and checkpoints.
-        backend: where the workers run.
-        schedule: the order of generation and learning; None is one after the other.
+        rhythm: When the run validates, saves and ends.
+        prompts: The training batches.
+        session: The run folder, metrics and checkpoints.
+        backend: Where the workers run.
+        schedule: The order of generation and learning; None: one after the other.
 
     Attributes:
-        listeners: called with each step that is done.
-        done: the last of them.
-        steps_taken: how many.
+        listeners: Functions that are called after each step.
+        done: The last finished step.
+        steps_taken: The number of steps that this object has finished.
     """
 
     def __init__(
@@ -138,15 +144,17 @@ class Loop(ABC, Generic[E]):
         self._saved = 0
 
     def fit(self) -> None:
-        """Runs to the last step, or to an interrupt, whose step is finished and saved first."""
+        """Run to the last step, or until an interrupt; the interrupted step is finished and saved first."""
         with self.session.listening(), closing(self.steps()) as steps:
             for step in steps:
                 if step.interrupted:
                     return
 
     def steps(self) -> Generator[Step, None, None]:
-        """Begins the run, which gives step 0 or the one resumed from, and then takes a step each time it is
-        asked for the next. Closed before the last, it leaves a run that can be resumed."""
+        """Start the run, yield step 0 or the step resumed from, then yield each further step when it is done.
+
+        If you close the generator before the last step, the run can be resumed later.
+        """
         with self.session as session:
             step = self._saved = session.restore(self._restore, forget=not self.rhythm.val_only)
             first = dict(session.restored)
@@ -164,10 +172,10 @@ class Loop(ABC, Generic[E]):
                 seconds = session.timeline.take() | take_timings(self.groups)
                 metrics |= self.rates(seconds, metrics) | self.backend.take_traffic()
                 if self.can_validate and self.rhythm.validates(step):
-                    with session.timeline.phase("testing"):  # after the step's own observations were taken
+                    with session.timeline.phase("testing"):  # the step's own measures were taken above
                         metrics |= self.validate(step)
                         self.forget_measures()
-                interrupted = session.interrupted  # read once: an interrupt after this is for the next step
+                interrupted = session.interrupted  # read once: a later interrupt counts for the next step
                 if self.rhythm.saves(step) or interrupted:
                     self.save(step, metrics)
                 session.log(step, metrics | session.timeline.take())
@@ -182,29 +190,31 @@ class Loop(ABC, Generic[E]):
                 yield self.done
 
     def next_batch(self) -> BatchFuture:
-        """The prompts, or examples, of the next step."""
+        """Return the prompts or examples of the next step."""
         return self.prompts.next()
 
     def step(self, step: int, batch: BatchFuture) -> dict[str, float]:
-        """One iteration of the algorithm: the batch is answered, then learnt from.
+        """Take one step of the algorithm: generate the responses of a batch, then learn from them.
 
         Args:
-            step: its number, from 1.
-            batch: of `next_batch`.
+            step: The number of the step, from 1.
+            batch: A result of `next_batch`.
 
         Returns:
-            its metrics.
+            The metrics of the step.
         """
         return self.learn(step, self.generate(step, batch))
 
     @abstractmethod
     def generate(self, step: int, batch: BatchFuture) -> E:
-        """Answers a batch with the weights as they are now: the experience that a step learns from. It may
-        return before the workers have made it; `learn` waits for it."""
+        """Generate responses with the current weights, and return the experience that the step learns from.
+
+        This method may return before the workers have finished; `learn` waits for them.
+        """
 
     @abstractmethod
     def learn(self, step: int, experience: E) -> dict[str, float]:
-        """Updates the weights and returns the step's metrics."""
+        """Update the weights and return the step's metrics."""
 
     @property
     @abstractmethod
@@ -213,7 +223,7 @@ class Loop(ABC, Generic[E]):
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """The metrics of a validation with the weights after that step."""
+        """Validate with the weights after `step`, and return the metrics."""
 
     @property
     @abstractmethod
@@ -222,27 +232,29 @@ class Loop(ABC, Generic[E]):
 
     @abstractmethod
     def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """The measures of a step's speed.
+        """Return measures of a step's speed.
 
         Args:
-            seconds: `timing/PHASE`, of the controller and the workers.
-            metrics: of the step.
+            seconds: `timing/PHASE` of the controller and the workers, in seconds.
+            metrics: The metrics of the step.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The controller's own state; the models' is their workers'."""
+        """Return the controller's own state; workers save the state of the models."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
     def at_step_boundary(self, step: int) -> None:
-        """Called after each step, when all of it has been done and reported; does nothing. A subclass may
-        move workers or change the rhythm here."""
+        """Do nothing; called after each step, when the step is finished and reported.
+
+        A subclass may move workers or change the rhythm here.
+        """
 
     def save(self, step: int, metrics: dict[str, float], *, wait: bool = False) -> Path:
-        """A checkpoint; its folder. See `Session.save`."""
+        """Save a checkpoint and return its folder; see `Session.save`."""
         begun = self.schedule.state_dict()
         state = self.state_dict() | ({"schedule": begun} if begun else {})
         path = self.session.save(step, state, metrics, wait=wait)
@@ -251,24 +263,26 @@ class Loop(ABC, Generic[E]):
         return path
 
     def save_last(self) -> Path:
-        """The whole checkpoint of the step just done; its folder."""
+        """Save a checkpoint of the last finished step, wait until it is written, and return its folder."""
         return self.save(self.done.number, self.done.metrics, wait=True)
 
     def save_unsaved(self) -> None:
-        """A checkpoint of the step just done, unless there is one."""
+        """Save a checkpoint of the last finished step, unless there is one already."""
         if self.done.number > self._saved:
             self.save_last()
 
     def forget_measures(self) -> None:
-        """Drops what workers counted and timed outside of steps, such as loading models, so that no step is
-        charged with it."""
+        """Drop what workers counted and timed outside of steps, such as loading models.
+
+        Otherwise the next step's measures would include it.
+        """
         take_observed(self.groups)
         take_timings(self.groups)
         take_usage(self.groups, elapsed_s=1.0)
         self.backend.take_traffic()
 
     def shutdown(self) -> None:
-        """Ends all workers, and frees the run folder."""
+        """Stop all workers and release the run folder."""
         self.backend.shutdown()
         self.session.run.lock.release()
 

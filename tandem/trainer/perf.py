@@ -1,4 +1,4 @@
-"""Measures of a step that workers took: counts, seconds, and rates made of them under the field's names."""
+"""Measures of a step that workers took: counts, seconds, and rates computed from them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tandem.trainer.steps import Plan
 
 
 def take_observed(groups: Iterable[WorkerGroup]) -> Metrics:
-    """The metrics that workers observed besides their results since the last call."""
+    """Return the metrics that workers recorded besides their results since the last call."""
     return Metrics.merged(part for group in groups for part in offered(group, "take_observed"))
 
 
 def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
-    """`timing/PHASE`, seconds since the last call; of several ranks the slowest's."""
+    """Return `timing/PHASE` since the last call, in seconds; of several ranks, the slowest counts."""
     seconds: dict[str, float] = {}
     for group in groups:
         for taken in offered(group, "take_timings"):
@@ -25,9 +25,15 @@ def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
 
 
 def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, float]:
-    """The use of each role's processes since the last call: the share of the elapsed time that its ranks were
-    busy, their seconds of waiting for inputs and of bringing them, all means over ranks, and the bytes
-    brought."""
+    """Return how each role's processes spent their time since the last call.
+
+    These are the share of the elapsed time in which ranks were busy, the seconds that ranks waited for inputs
+    and transferred them (all three as means over ranks), and the bytes transferred (as a sum).
+
+    Args:
+        groups: The worker groups.
+        elapsed_s: The seconds since the last call.
+    """
     out: dict[str, float] = {}
     for group in groups:
         taken = group.take_usage()
@@ -40,7 +46,7 @@ def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, flo
 
 
 def offered(group: WorkerGroup, method: str, *arguments: Any) -> list[Any]:
-    """What all workers of a group return of a method that not every worker class has."""
+    """Call a method on all workers of a group; return an empty list if their class does not have it."""
     call: Callable[..., list[Any]] | None = getattr(group, method, None)
     return [] if call is None else call(*arguments)
 
@@ -48,15 +54,14 @@ def offered(group: WorkerGroup, method: str, *arguments: Any) -> list[Any]:
 def throughput(
     seconds: Mapping[str, float], metrics: Mapping[str, float], plan: Plan, devices: Mapping[str, int]
 ) -> dict[str, float]:
-    """Timings and rates. `_PHASES` has by phase the kind of its tokens, its rate's name, if it has one, and
-    the role whose processes that is divided by.
+    """Return the timings and the rates of a step.
 
     Args:
-        seconds: `timing/PHASE` to seconds of one step.
-        metrics: of the same step; `tokens/total` and `tokens/response` are read, and
-            `sampling/response_tokens` where more was written than is learnt from.
-        plan: of the run.
-        devices: "actor" and "rollout" to the processes of each.
+        seconds: `timing/PHASE` of one step, in seconds.
+        metrics: The metrics of the same step. `tokens/total` and `tokens/response` are read, and
+            `sampling/response_tokens` if more was generated than is learned from.
+        plan: The plan of the run.
+        devices: The number of processes of "actor" and of "rollout".
     """
     passes = {"update_actor": plan.actor.epochs, "update_critic": plan.critic.epochs}
     written = metrics.get("sampling/response_tokens", metrics["tokens/response"])
@@ -79,3 +84,4 @@ _PHASES = {
     **dict.fromkeys(("ref", "values", "adv", "update_critic"), ("total", "", "")),
     "update_actor": ("total", "train", "actor"),
 }
+"""By phase: the kind of tokens, the name of the rate or "", and the role whose processes divide the rate."""

@@ -1,4 +1,4 @@
-"""The plan of a run's memory, told as the run begins and held beside what its phases take."""
+"""The memory plan of a run: told when the run starts, and compared with what its phases use."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ _TIMED = {
     **{"old log-probs": "old_log_prob", "ref log-probs": "ref", "values": "values", "rewards": "reward"},
     **{"critic update": "update_critic", "actor update": "update_actor"},
 }
-"""The name in `timing/PHASE` of a phase of the plan in which a worker measures its memory."""
+"""The name in `timing/PHASE` of each phase of the plan in which a worker measures its memory."""
 
 
 def predicted(made: Plan | None) -> dict[str, float]:
-    """Bytes of each phase that workers measure, by its name in `timing/PHASE`; empty without a plan."""
+    """Return the planned bytes of each measured phase by its name in `timing/PHASE`; {} without a plan."""
     found: dict[str, float] = {}
     for phase in () if made is None else made.phases:
-        timed = _TIMED.get(phase.name.partition(" of ")[0])  # of several models of a kind
+        timed = _TIMED.get(phase.name.partition(" of ")[0])  # without the name of one of several models
         if timed is not None:
             found[timed] = max(found.get(timed, 0.0), phase.allocated)
     return found
 
 
 def run_worst_batches(config: TrainConfig, roles: Roles) -> None:
-    """Has what learns run the largest micro-batches that its updates can come to, where the config asks.
+    """Make the training workers run the largest possible micro-batches, if the config asks for it.
+
+    Args:
+        config: The config of the run.
+        roles: The worker groups.
 
     Raises:
-        DeviceMemoryError: the memory of a GPU does not suffice.
+        DeviceMemoryError: The memory of a GPU is too small.
     """
     trainer = config.trainer
     if trainer.worst_batch_first is False or trainer.val_only:
@@ -61,8 +65,10 @@ def run_worst_batches(config: TrainConfig, roles: Roles) -> None:
 
 
 def worst_batch(config: TrainConfig, section: CriticConfig | ActorConfig, ranks: int) -> WorstBatch:
-    """The largest micro-batches of a rank's updates: of whole sequences, each as long as prompt and response
-    may be together."""
+    """Return the largest micro-batches of a rank's updates.
+
+    They consist of whole sequences, each as long as a prompt and its response may be together.
+    """
     rollout, fsdp, batching = config.actor_rollout_ref.rollout, section.fsdp_config, section.train_batching
     sequence, length = section.ulysses_sequence_parallel_size, rollout.longest(config.data)
     split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size * sequence
@@ -74,26 +80,32 @@ def worst_batch(config: TrainConfig, section: CriticConfig | ActorConfig, ranks:
 
 
 def on_cpu(trainer: RunConfig) -> bool:
-    """Whether the workers compute on a CPU, as far as can be known here: under Ray they may be on machines
-    that have a device which this one lacks."""
+    """Return whether the workers compute on a CPU, as far as this process can know.
+
+    Under Ray, workers may be on machines with a device that this machine does not have.
+    """
     if trainer.resolved_backend == "local":
         return choose_device(trainer.device).type == "cpu"
     return trainer.device == "cpu"
 
 
 def tell_plan(config: TrainConfig, say: Callable[[str], None], gpus: bool | None = None) -> Plan | None:
-    """Tell the plan of the run's memory: the worst moment and what is left then, or, as a warning, what is
-    lacking and what to change first.
+    """Tell the user the memory plan of the run.
+
+    The message names the moment that needs the most memory and what is free then. If memory is too small, the
+    message is a warning that names what is missing and which key to change first.
 
     Args:
-        gpus: whether the workers have GPUs; None: as the config says.
+        config: The config of the run.
+        say: Prints a sentence for the user.
+        gpus: Whether the workers have GPUs; None: the config decides.
 
     Returns:
-        the plan; None where there is none, which is told too.
+        The plan; None if there is no plan, which a message says too.
     """
     try:
         made, sentence = _planned(config, on_cpu(config.trainer) if gpus is None else not gpus)
-    except Exception as error:  # of a prediction, which must not stop a run
+    except Exception as error:  # an error in a prediction must not stop a run
         why = error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
         say(f"There is no plan of this run's memory: {why}.")
         return None
@@ -103,18 +115,19 @@ def tell_plan(config: TrainConfig, say: Callable[[str], None], gpus: bool | None
 
 @contextmanager
 def memory_explained(config: Any) -> Iterator[None]:
-    """The error of a device whose memory did not suffice inside says what it held beside the plan, and what
-    to change first.
+    """Add the memory plan to an out-of-memory error of a device that is raised inside the block.
+
+    The error then says how the memory in use compares with the plan, and which key to change first.
 
     Args:
-        config: of the run; there is a plan of a `TrainConfig`.
+        config: The config of the run; only a `TrainConfig` has a plan.
     """
     try:
         yield
     except (DeviceMemoryError, WorkerFailure) as error:
         short = error.__cause__ if isinstance(error, WorkerFailure) else error
         if isinstance(short, DeviceMemoryError) and short.held and isinstance(config, TrainConfig):
-            with suppress(TandemError):  # there is no plan, which was said as the run began
+            with suppress(TandemError):  # there is no plan; a message said so when the run started
                 _add_plan(config, short)
                 if error is not short:
                     error.message += f"\nmemory: {short.expected}\nremedy: {short.remedy}"
@@ -122,12 +135,12 @@ def memory_explained(config: Any) -> Iterator[None]:
 
 
 def _add_plan(config: TrainConfig, short: DeviceMemoryError) -> None:
-    """Adds what the plan says of the phase in which memory did not suffice, and what to change first."""
+    """Add the plan of the failed phase to an out-of-memory error, and the key to change first."""
     device = float(short.use["total"])
     config = with_value(config, "trainer.device", "cuda")
     name = (_UPDATES if short.training else _FORWARDS).get(short.role)
     phase = next((each for each in plan(config, shape_of, device).phases if each.name == name), None)
-    if phase is None:  # one of several of a kind
+    if phase is None:  # the phase of one of several models of a kind
         return
     planned = {
         "weights and optimizer": ("weights", "optimizer"),
@@ -146,7 +159,7 @@ def _add_plan(config: TrainConfig, short: DeviceMemoryError) -> None:
     short.expected = f"in the {name}, by plan: {'; '.join(cells)}; {said}"
     found = levers(config, lambda changed: plan(changed, shape_of, device), name)
     if found:
-        first = f"change first {' '.join(found[0].words)}, which by plan saves {gib(found[0].gain)}"
+        first = f"change first {' '.join(found[0].words)}, which saves {gib(found[0].gain)} by plan"
         short.remedy = f"{first}; or {short.remedy}"
 
 
@@ -155,7 +168,7 @@ def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
     if cpu:
         sharing = sum(max(counts) for counts in config.trainer.pools.values())
         device = host_free() / sharing
-        whose = " that are free on this host" + (f" for each of {sharing} processes" if sharing > 1 else "")
+        whose = " free on this host" + (f" for each of {sharing} processes" if sharing > 1 else "")
     else:
         device, whose = _device_here()
     made = plan(config, shape_of, device)
@@ -166,16 +179,16 @@ def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
     first = "no single key makes it fit"
     if found:
         first = f"change first {' '.join(found[0].words)}, which saves {gib(found[0].gain)}"
-        first += ", and it fits then" if found[0].fits else "; alone that does not suffice"
-    return made, f"Warning: {sentence}; {first}. The run goes on, as a plan may be wrong."
+        first += "; then the run fits" if found[0].fits else "; this is not enough"
+    return made, f"Warning: {sentence}; {first}. The run continues, because a plan can be wrong."
 
 
 def _device_here() -> tuple[float, str]:
-    """What a device of this machine has.
+    """Return the memory of a device of this machine, in bytes, and words that say whose memory it is.
 
     Raises:
-        ConfigError: the run's devices are elsewhere.
+        ConfigError: The run's devices are on other machines.
     """
     if not torch.cuda.is_available():
-        raise ConfigError("its devices are on other machines, and what they have is not known here")
-    return float(torch.cuda.get_device_properties(0).total_memory), " of a device"
+        raise ConfigError("the run's devices are on other machines, and their memory is not known here")
+    return float(torch.cuda.get_device_properties(0).total_memory), " on each GPU"

@@ -1,11 +1,12 @@
-"""The PPO family: one step of the algorithm, from prompts to updated weights. `PPOTrainer.generate` and
-`PPOTrainer.learn` are its two halves.
+"""The PPO family: one step of the algorithm, from prompts to updated weights.
+
+`PPOTrainer.generate` and `PPOTrainer.learn` are the two halves of a step.
 
 PPO: Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022
 (arXiv 2203.02155). GRPO, RLOO and REINFORCE++ are the same step with another advantage estimator and
-no critic. The controller runs this file; each call on a role runs on that role's workers. What
-passes between the calls are futures: the data goes from worker to worker, and calls that do not
-need each other's results run at the same time where their roles have processes of their own.
+no critic. This file runs in the controller; each call on a role runs on that role's workers. The calls
+pass futures to each other: data goes from worker to worker, and calls that do not need each other's
+results run at the same time if their roles have separate processes.
 """
 
 from __future__ import annotations
@@ -36,25 +37,26 @@ from tandem.watch.checks import Facts
 from tandem.watch.integrity import PROMPTS_USED
 from tandem.watch.trust import EXPLAINED_SAMPLES
 
-Updates = list[tuple[str, Future[Metrics]]]  # each with its role
+Updates = list[tuple[str, Future[Metrics]]]  # the role of each update, and its metrics
 
 
 class PPOTrainer(Loop[Gathered]):
-    """The controller of one run of reinforcement learning.
+    """The controller of one reinforcement learning run.
 
     Args:
-        config: of the run.
-        plan: what follows from it: what to compute, and when.
-        session, schedule: see `Loop`.
-        launcher: made the roles, and moves them.
-        roles: the worker groups.
-        gatherer: answers and scores the prompts of each step.
-        evaluator: validation, or None without validation data.
-        memory: bytes that phases will take by plan, by their names in `timing/PHASE`.
+        config: The config of the run.
+        plan: What the config implies: what to compute, and when.
+        session: See `Loop`.
+        launcher: The launcher that started the worker groups, which can move them.
+        roles: The worker groups.
+        gatherer: Generates and scores the responses of each step.
+        evaluator: Runs the validation; None without validation data.
+        schedule: See `Loop`.
+        memory: The planned bytes of phases, by their names in `timing/PHASE`.
 
     Attributes:
-        kl: moves the coefficient of the KL in the reward.
-        entropy: moves that of the entropy bonus by each step's entropy; None where it is fixed.
+        kl: Controls the coefficient of the KL in the reward.
+        entropy: Adapts the coefficient of the entropy bonus after each step; None if it is fixed.
     """
 
     def __init__(
@@ -101,35 +103,35 @@ class PPOTrainer(Loop[Gathered]):
         self._reference_step = 0
 
     def generate(self, step: int, prompts: BatchFuture) -> Gathered:
-        """The samples of a step, scored.
+        """Generate and score the samples of a step.
 
         Args:
-            step: its number, from 1.
-            prompts: `train_batch_size` prompts, or with `algorithm.filter_groups` the first generation batch.
+            step: The number of the step, from 1.
+            prompts: `train_batch_size` prompts, or the first generation batch with `algorithm.filter_groups`.
         """
         self._update_rollout()
         plan = self.plan.at(step)
         return self.gatherer.gather(self.roles, prompts, plan.n, greedy_baselines=plan.greedy_baselines)
 
     def learn(self, step: int, gathered: Gathered) -> dict[str, float]:
-        """The rest of the step: log-probs and values of the samples, advantages, updates.
+        """Compute log-probs, values and advantages of the samples, and update the models.
 
         Args:
-            step: its number, from 1.
-            gathered: the samples, scored.
+            step: The number of the step, from 1.
+            gathered: The scored samples.
 
         Returns:
-            the step's metrics.
+            The metrics of the step.
         """
         roles, plan, samples = self.roles, self.plan.at(step), gathered.samples
         left_out = self._left_out(samples, gathered.scores)
-        if self.session.watch.puzzled:
+        if self.session.watch.needs_experiments:
             roles.actor.explain_gap(samples.rows(slice(EXPLAINED_SAMPLES)))
         learns = step > self.config.trainer.critic_warmup
-        reference = self.exact_kl.refer(roles, samples)
+        reference = self.exact_kl.query(roles, samples)
         columns = [gathered.scores, *reference.log_probs, *gathered.baselines]
-        if plan.recompute_old or not (learns or plan.bypasses):  # else the update compares with the rollout's
-            columns.append(roles.actor.compute_log_prob(reference.added_for("reward", samples)))
+        if plan.recompute_old or not (learns or plan.bypasses):  # else the rollout's log-probs are used
+            columns.append(roles.actor.compute_log_prob(reference.with_hidden("reward", samples)))
         if roles.critic:
             columns.append(roles.critic.compute_values(samples))
         batch = samples.union(*columns)
@@ -141,13 +143,13 @@ class PPOTrainer(Loop[Gathered]):
             for mini in minibatches(batch, len(samples), plan.critic, step, without):
                 updates.append(("critic", roles.critic.update_critic(mini)))
         if learns:
-            learnt = reference.added_for("loss", batch)
+            learnt = reference.with_hidden("loss", batch)
             for number, mini in enumerate(minibatches(learnt, len(samples), plan.actor, step, without)):
                 updates.append(("actor", roles.actor.update_actor(mini, **self.actor_options(number))))
             self._rollout_is_current = False
 
         metrics = gathered.metrics | self._measure(step, batch, updates) | self._reset_reference(step)
-        if self.entropy is not None and "actor/entropy" in metrics:  # the actor learnt
+        if self.entropy is not None and "actor/entropy" in metrics:  # the actor was updated
             metrics["actor/entropy_coeff"] = self.entropy.value
             self.entropy.update(metrics["actor/entropy"])
         self.gatherer.dealer.learn(gathered.prompts.index, samples.index)
@@ -157,7 +159,7 @@ class PPOTrainer(Loop[Gathered]):
         return metrics
 
     def _left_out(self, samples: BatchFuture, scores: BatchFuture) -> Future[np.ndarray] | None:
-        """The samples that are in no update; None: all are."""
+        """Return a mask of the samples that no update uses; None if all are used."""
         batch = samples.select("finish_reason", "uid")
         masks_truncated = self.config.algorithm.mask_truncated_completions
         if self.config.leaves_out_failed:
@@ -168,8 +170,10 @@ class PPOTrainer(Loop[Gathered]):
         return found
 
     def _reset_reference(self, step: int) -> dict[str, float]:
-        """Makes the reference the actor every `ref.reset_interval` steps; a metric says which step's actor it
-        was in this step."""
+        """Copy the actor's weights to the reference every `ref.reset_interval` steps.
+
+        The metric `actor/reference_step` is the step whose actor was the reference in this step.
+        """
         ref = self.config.actor_rollout_ref.ref
         if not (self.roles.reference and ref.reset_interval):
             return {}
@@ -186,7 +190,7 @@ class PPOTrainer(Loop[Gathered]):
         return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
 
     def actor_options(self, number: int) -> dict[str, Any]:
-        """Further arguments of the actor's update of that number, from 0, within a step."""
+        """Return further arguments of the actor's update with this number within a step, from 0."""
         moving = {} if self.entropy is None else {"entropy_coeff": self.entropy.value}
         return moving | ({"first": number == 0} if self.plan.bypasses else {})
 
@@ -202,10 +206,12 @@ class PPOTrainer(Loop[Gathered]):
         return metrics
 
     def sample(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Tensor]:
-        """The tokens of n responses to each prompt, drawn from the policy as it is now.
+        """Return the tokens of n responses to each prompt, sampled from the current policy.
 
         Args:
-            prompts: `prompts` Ragged int64, and a `uid` of each.
+            prompts: `prompts` Ragged int64, and a `uid` for each.
+            n: The number of responses to each prompt.
+            params: How responses are sampled.
         """
         self._update_rollout()
         samples = self.roles.rollout.generate_sequences(prompts, n, params).get()
@@ -218,14 +224,14 @@ class PPOTrainer(Loop[Gathered]):
             self._rollout_is_current = True
 
     def _measure(self, step: int, batch: BatchFuture, updates: Updates) -> dict[str, float]:
-        """The metrics of a step, once all of it has been done."""
+        """Return the metrics of a step; waits until all of the step is done."""
         roles = self.roles
         written = roles.batch.write_samples(step, batch) if self.rhythm.writes_samples(step) else None
         measured: Future[Metrics] = roles.batch.measure(batch)
         learnt = [prefixed(role, future.get()) for role, future in updates]
         metrics = Metrics.merged([measured.get(), *learnt, take_observed(self.groups)]).to_floats()
         metrics[PROMPTS_USED] = float(self.prompts.used * self.prompts.batch_size)
-        metrics = self.session.watch.judge_samples(step, metrics, self.facts)
+        metrics = self.session.watch.check_samples(step, metrics, self.facts)
         if written is not None:
             written.get()
         metrics["training/epoch"] = self.prompts.epoch
@@ -238,8 +244,10 @@ class PPOTrainer(Loop[Gathered]):
         return self.roles.groups
 
     def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Seconds, rates, how each role spent the step's time and bytes, and the memory that its phases were
-        predicted to take, beside which a GPU's workers have measured theirs."""
+        """Return timings, rates, the use of each role's processes, and the planned memory of each phase.
+
+        On GPUs, the workers measure the memory of the same phases.
+        """
         devices = {"actor": self.roles.actor.world_size, "rollout": self.roles.rollout.world_size}
         predicted = {
             f"perf/memory_predicted_bytes/{phase}": size
@@ -250,15 +258,15 @@ class PPOTrainer(Loop[Gathered]):
         return throughput(seconds, metrics, self.plan, devices) | usage | predicted
 
     def reallocate(self, placement: Placement) -> None:
-        """Moves the roles to other processes, between two steps: what they have learnt goes through a
-        checkpoint of the step just done, and training goes on as if nothing had happened.
+        """Move the roles to other processes, between two steps.
+
+        The models go through a checkpoint of the last step, and training continues with the same state.
 
         Args:
-            placement: where each role is from now on.
+            placement: The new processes of each role.
 
         Raises:
-            ConfigError: there are no such processes. The run has ended then, and resumes from the
-                checkpoint.
+            ConfigError: These processes do not exist. The run has ended then; resume it from the checkpoint.
         """
         path = self.save_last()
         self.roles = self.launcher.move(self.roles, placement)
@@ -279,20 +287,20 @@ class PPOTrainer(Loop[Gathered]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
-            CheckpointError: the run's reference was reset, and this one would go back to the first.
+            CheckpointError: The run had reset its reference, but this config would use the first reference.
         """
         self._reference_step = state.get("reference_step", 0)
         interval = self.config.actor_rollout_ref.ref.reset_interval
         if self._reference_step and self.roles.reference and not interval:
             raise CheckpointError(
-                "the checkpoint's reference policy is no longer the model that the run began with",
+                "the checkpoint's reference policy is no longer the model that the run started with",
                 field="actor_rollout_ref.ref.reset_interval",
                 got=f"{interval}, with a reference of step {self._reference_step}",
                 expected="a positive number of steps",
-                remedy="set it as it was, or to more steps than are left",
+                remedy="set this key to its old value, or to more steps than the run has left",
             )
         self.prompts.load_state_dict(state["loader"])
         self.kl.load_state_dict(state["kl"])
@@ -302,8 +310,11 @@ class PPOTrainer(Loop[Gathered]):
 
 
 def prefixed(role: str, metrics: Metrics) -> Metrics:
-    """The metrics of one of a role's updates under its name (names with a slash already say whose they
-    are). What micro-batches add up to, such as the loss, is averaged over a step's updates."""
+    """Return the metrics of one update with the role's name as a prefix.
+
+    Names with a slash have a prefix already. Metrics that are summed over micro-batches, such as the loss,
+    are averaged over the updates of a step.
+    """
     return Metrics(
         {
             name if "/" in name else f"{role}/{name}": replace(m, reduction="mean", weight=1.0)

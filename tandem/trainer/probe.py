@@ -1,5 +1,8 @@
-"""The learning signal of a run before any training: a few of its prompts, answered and scored as in a first
-step, and what they say of all."""
+"""Estimate what a run can learn from before it trains.
+
+A few of the run's prompts are answered and scored as in a first step. From these, `report` estimates shares,
+lengths and speed for all prompts.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +42,20 @@ _FAILURES = ("failed", "timeouts", "died", "retried")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """G groups of n responses.
+    """The outcome of a probe: G groups of n responses.
 
     Attributes:
-        prompts: (G) tokens of each prompt.
-        responses: (G, n) tokens of each response.
-        cut, right: (G, n) bool, whether it was cut at its greatest length, and whether it is right.
-        rewards: (G, n) what would be learnt from.
-        teaches: (G) bool, see `teaching`.
-        kept: (G) bool, whether dynamic sampling would learn from it; all where there is none.
-        batches: groups that were answered together, the seconds of writing and those of scoring.
-        calls: those of single responses by reward functions; none where models score.
-        failures: share of failed scores, and how often a limit, a process or a first try failed.
+        prompts: (G) The number of tokens of each prompt.
+        responses: (G, n) The number of tokens of each response.
+        cut: (G, n) bool. Whether the response was cut at the length limit.
+        right: (G, n) bool. Whether the response is correct.
+        rewards: (G, n) The rewards that training would use.
+        teaches: (G) bool. See `teaching`.
+        kept: (G) bool. Whether dynamic sampling would keep the group; all True without dynamic sampling.
+        batches: For each batch: the number of groups, the seconds of generation and the seconds of scoring.
+        calls: The seconds of each call of a reward function for one response; empty if models give the
+            scores.
+        failures: The share of failed scores, and the counts of timeouts, dead processes and retries.
     """
 
     prompts: NDArray[np.int64]
@@ -66,16 +71,20 @@ class Seen:
 
 
 def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable[[str], None]) -> Seen:
-    """Answers and scores prompts of a run, drawn at random by its seed, with its model, its rollout engine
-    and its reward, in a temporary run folder. What only learns, critic and references, is not loaded.
+    """Answer and score prompts of a run, with its model, rollout engine and reward.
+
+    The prompts are drawn at random with the run's seed. The run folder is temporary. Models that only take
+    part in learning (critic, references) are not loaded.
 
     Args:
-        groups: prompts, of which there may be fewer.
-        limit_s: seconds of sampling, by the pace of the first few groups, which are always answered.
-        say: prints a sentence to the user.
+        config: The config of the run.
+        groups: The number of prompts. There may be fewer.
+        limit_s: The limit of the sampling time in seconds, judged by the pace of the first few groups. These
+            are always answered.
+        say: Prints a sentence for the user.
 
     Raises:
-        TandemError: the run cannot be built, or a sample cannot be made.
+        TandemError: The run cannot be built, or a sample cannot be generated.
     """
     changes = {
         "data.shuffle": True,
@@ -84,7 +93,7 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
         "algorithm.adv_kwargs": {},
         "algorithm.use_kl_in_reward": False,
         "actor_rollout_ref.actor.use_kl_loss": False,
-        # a score that fails is counted, and leaves its sample out
+        # a failed score is counted, and its sample is left out
         "reward.on_error": "drop" if config.reward.on_error == "raise" else config.reward.on_error,
         "trainer.worst_batch_first": False,
     }
@@ -97,7 +106,7 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
 
 
 def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float) -> Seen:
-    """A few groups first, which also warm up, then as many as there is time for by their pace."""
+    """Answer a few groups first, which also warms up, then as many as the time allows at their pace."""
     roles, prompts, n = trainer.roles, trainer.prompts, trainer.plan.at(1).n
     wanted = size = min(groups, prompts.batch_size * prompts.steps_per_epoch)
     roles.sync_rollout()
@@ -126,7 +135,7 @@ def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float)
 
 
 def _answered(trainer: PPOTrainer, config: TrainConfig, size: int, n: int) -> dict[str, NDArray[Any]]:
-    """The next `size` groups, as columns of `Seen`."""
+    """Answer the next `size` groups and return them as columns of `Seen`."""
     roles, gatherer, algorithm = trainer.roles, trainer.gatherer, config.algorithm
     batches = range(-(-size // trainer.prompts.batch_size))
     asked = BatchFuture.concat([trainer.prompts.next() for _ in batches]).rows(slice(size))
@@ -150,11 +159,15 @@ def _answered(trainer: PPOTrainer, config: TrainConfig, size: int, n: int) -> di
 
 
 def teaching(config: TrainConfig, scored: DataProto, n: int) -> NDArray[np.bool_]:
-    """The groups whose responses differ in what the config's estimator compares, (G) bool: in the reward; of
-    pass@k, by one that is best alone; of several components, in one of these.
+    """Return which groups differ in what the advantage estimator compares, (G) bool.
+
+    This is the reward; for pass@k, whether one response alone is best; for an estimator of several reward
+    components, whether any component differs.
 
     Args:
-        scored: `scores` and `reward_extra`, prompt by prompt, n rows each.
+        config: The config of the run.
+        scored: `scores` and `reward_extra`, prompt by prompt, with n rows each.
+        n: The number of responses to each prompt.
     """
     scores_B, algorithm = scored.dense("scores").double(), config.algorithm
     if algorithm.adv_estimator == "grpo_passk":
@@ -173,9 +186,11 @@ def teaching(config: TrainConfig, scored: DataProto, n: int) -> NDArray[np.bool_
 
 
 def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
-    """What a probe says of the whole run, as plain values; intervals are of 95%. Those of shares of groups
-    are Wilson's. Responses to one prompt are not independent: those of means, of shares of responses and of
-    quantiles are by the bootstrap over groups."""
+    """Return estimates for the whole run as plain values, with 95% confidence intervals.
+
+    Intervals of shares of groups are Wilson's. Responses to the same prompt are not independent, so intervals
+    of means, of shares of responses and of quantiles come from a bootstrap over groups.
+    """
     seed, filters = config.trainer.seed, config.algorithm.filter_groups
     known = needs(config.algorithm.adv_estimator)
 
@@ -187,7 +202,7 @@ def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
 
     kept = of(seen.kept)
     used = {"value": kept["value"], "low": kept["high"], "high": kept["low"]}
-    later = seen.batches[1:] or seen.batches  # the first also warmed up
+    later = seen.batches[1:] or seen.batches  # the first batch includes warm-up
     groups, gen_s, reward_s = map(sum, zip(*later, strict=True))
     timed = seen.responses[-groups:]
     return {
@@ -211,7 +226,10 @@ def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
 
 
 def _quantiles(responses: NDArray[np.int64], limit: int, seed: int) -> dict[str, dict[str, float]]:
-    """Quantiles of lengths (G, n). Where all samples may well lie below one, the limit bounds it above."""
+    """Return quantiles of lengths (G, n), with intervals.
+
+    If all samples may lie below a quantile by chance, the length limit is the upper end of its interval.
+    """
     groups, tail, places = len(responses), (1 - _CONFIDENCE) / 2, list(_QUANTILES.values())
     drawn = np.random.default_rng(seed).integers(0, groups, (_RESAMPLES, groups))
     again = np.array([np.quantile(responses[rows], places) for rows in drawn])

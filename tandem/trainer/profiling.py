@@ -1,4 +1,4 @@
-"""The profiles of a run: the steps of `trainer.profile.steps`, on every rank that is asked for."""
+"""Profile the steps in `trainer.profile.steps`, on every rank that the config names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tandem.trainer.perf import offered
 
 
 class StepProfiler:
-    """Profiles single steps into RUN/profile.
+    """Writes profiles of single steps to RUN/profile.
 
     Args:
-        config: says which.
-        folder: the run's.
-        say: to the user and the run's log.
+        config: Which steps and ranks to profile.
+        folder: The run folder.
+        say: Prints a sentence for the user and writes it to the run's log.
     """
 
     def __init__(self, config: ProfileConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
@@ -27,7 +27,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int, groups: Sequence[WorkerGroup]) -> Iterator[None]:
-        """Profiles the block, if the step is one of them."""
+        """Profile the block if `step` is one of the steps to profile."""
         if step not in self._config.steps:
             yield
             return
@@ -39,7 +39,7 @@ class StepProfiler:
             offered(group, "begin_profile", ranks, memory)
         try:
             yield
-        except BaseException:  # which ends the run, and may be a worker's that answers no more
+        except BaseException:  # the run ends, and its cause may be a worker that no longer answers
             profile.end(parts, memory=memory)
             raise
         for group in groups:
@@ -52,12 +52,15 @@ class StepProfiler:
             parts.rmdir()
         more = f"; memory: {parts}" if snapshots else ""
         if memory and not snapshots:
-            more = "; snapshots of memory are taken on CUDA alone: here the trace has its allocations"
-        self._say(f"profile of step {step}, {processes} processes: {path}, for ui.perfetto.dev{more}")
+            more = "; memory snapshots need CUDA: here the trace itself contains the allocations"
+        count = "1 process" if processes == 1 else f"{processes} processes"
+        self._say(f"profile of step {step}, {count}: {path} (open it in ui.perfetto.dev){more}")
 
     def tell(self) -> None:
-        """Says what a step spends its time on, if any was to be profiled; a profiled step takes longer, and
-        counts only where there is no other."""
+        """Tell the user how a step spends its time, if any step was to be profiled.
+
+        Profiled steps take longer, so they count only if there are no others.
+        """
         if not self._config.steps:
             return
         rows = [row for row in read_metrics(self._folder.metrics_file) if "timing/step" in row]

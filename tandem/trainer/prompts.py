@@ -1,4 +1,4 @@
-"""Training batches in the controller: which is next, and its data asked for ahead of time."""
+"""Training batches in the controller: choose the next batch, and request its data ahead of time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from tandem.workers.data import DataFacts
 
 
 class Prompts(BatchOrder):
-    """The batches of the data workers in their order. The state is how many were used, and which prompts were
-    given back: what was asked for ahead is asked for again after a resume.
+    """The batches of the data workers, in their order.
+
+    A checkpoint stores how many batches were used and which prompts were given back. Data that was requested
+    ahead of time is requested again after a resume.
 
     Args:
-        data: the group that makes a batch of its number.
-        facts: what it found in the data.
-        batch_size: see `BatchOrder`.
-        shuffle, seed, mixture: what fixes the order; a checkpoint goes on with the same alone.
-        drawn: whether a sampler there draws the batches; then none is asked for ahead, for what is observed
-            of a batch may change the next.
+        data: The worker group that returns a batch for its number.
+        facts: What the group found in the data.
+        batch_size: See `BatchOrder`.
+        shuffle: See `BatchOrder`. Order settings must be the same when you resume from a checkpoint.
+        seed: See `BatchOrder`.
+        mixture: See `BatchOrder`.
+        drawn: Whether a sampler in the data worker draws the batches. Then no batch is requested ahead of
+            time, because the results of one batch can change the next.
     """
 
     def __init__(
@@ -41,18 +45,21 @@ class Prompts(BatchOrder):
         self._drawn = drawn
         self._ahead: tuple[int, BatchFuture] | None = None
         self._waiting: list[str] = []
-        self._told: Future[None] | None = None
+        self._observation: Future[None] | None = None
 
     def next(self) -> BatchFuture:
-        """The next batch, which is used by that; the one after it is asked for. Prompts that were given back
-        come first; of the batch that fills up such a one, the rest waits in turn."""
+        """Return the next batch, count it as used, and request the one after it.
+
+        Prompts that were given back come first. If they fill only a part of the batch, prompts of a fresh
+        batch fill the rest, and the remaining prompts of that batch wait.
+        """
         recalled, self._waiting = self._waiting[: self.batch_size], self._waiting[self.batch_size :]
         if len(recalled) == self.batch_size:
             return self._recall(recalled)
         if self._ahead is not None and self._ahead[0] == self.used:
             batch = self._ahead[1]
         else:
-            self._await_told()
+            self._await_observation()
             batch = self._data.train_batch(self.used)
         self.used += 1
         if not self._drawn:
@@ -64,28 +71,28 @@ class Prompts(BatchOrder):
         return BatchFuture.concat([self._recall(recalled), batch.rows(slice(room))])
 
     def give_back(self, batch: BatchFuture, rows: Iterable[int]) -> None:
-        """Prompts of a batch that were not learnt from; they come first in the next."""
+        """Take back prompts of a batch that were not learned from; they come first in the next batch."""
         uids = self._uids(batch)
         self._waiting = [uids[row] for row in rows] + self._waiting
 
     def observe(self, samples: BatchFuture, scores: BatchFuture) -> None:
-        """Tells the sampler, if there is one, how prompts were answered; the values go to it directly."""
+        """Tell the sampler, if there is one, how prompts were answered; the values go to it directly."""
         if self._drawn:
-            self._await_told()
-            self._told = self._data.observe(samples.select("index").union(scores.select("scores")))
+            self._await_observation()
+            self._observation = self._data.observe(samples.select("index").union(scores.select("scores")))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `BatchOrder`; with it the rows' digest, the prompts given back, and the sampler's state."""
-        self._await_told()
+        """Return the state: the order, the rows' digest, the waiting prompts and the sampler's state."""
+        self._await_observation()
         drawn = {"sampler": self._data.sampler_state()} if self._drawn else {}
         return {**super().state_dict(), "digest": self._digest, "waiting": list(self._waiting), **drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `BatchOrder`.
+        """Restore what `state_dict` returned.
 
         Raises:
-            DataError: it is the state of a run with a sampler and this has none, or the other way round; or
-                the rows of that run are not the first of this.
+            DataError: Only one of the two runs has a sampler, or this run's rows do not start with the rows
+                of the saved run.
         """
         if self._drawn != ("sampler" in state):
             names = {True: "a sampler's draws", False: "the order of data.shuffle and data.seed"}
@@ -109,11 +116,11 @@ class Prompts(BatchOrder):
         recalled: BatchFuture = self._data.recall(tuple(uids))
         return recalled
 
-    def _await_told(self) -> None:
-        """Brings what the sampler raised to light before anything else is asked of it."""
-        if self._told is not None:
-            self._told.get()
-            self._told = None
+    def _await_observation(self) -> None:
+        """Raise an error of the sampler before anything else is asked of it."""
+        if self._observation is not None:
+            self._observation.get()
+            self._observation = None
 
     @staticmethod
     def _uids(batch: BatchFuture) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run beside its own: the same config, with no trace but in a folder of its own."""
+"""Run a config a second time without traces: it writes only to a folder of its own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tandem.memory.levers import with_values
 
 
 def quiet(config: TrainConfig, folder: Path, steps: int | None, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the config of the same run, which begins anew and takes so many steps. It validates nothing,
-    saves nothing and tells no logger.
+    """Return the config of the same run as a new run that does not validate, save checkpoints or log.
 
     Args:
-        folder: where it writes.
-        steps: None for as many as the epochs give.
-        changes: other values, by dotted key; they win.
+        config: The config of the run.
+        folder: The folder to write to.
+        steps: The number of training steps; None for as many as the epochs give.
+        changes: Other values by dotted key, which take precedence.
 
     Raises:
-        pydantic.ValidationError: a wrong value.
+        pydantic.ValidationError: A value is wrong.
     """
     values = {
         "trainer.default_local_dir": str(folder),

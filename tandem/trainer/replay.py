@@ -1,6 +1,9 @@
-"""A step of a run once more: from the checkpoint before it, over the samples that the run kept, by the code
-that trains; and what would have been with another reward, loss or estimator, or without some samples. The
-run's folder is only read."""
+"""Replay a step of a run.
+
+The step starts from the checkpoint before it, uses the samples that the run kept, and runs the training code.
+You can also replay it with another reward, loss or advantage estimator, or without some samples, to see what
+would have been different. The run's folder is only read.
+"""
 
 from __future__ import annotations
 
@@ -21,64 +24,74 @@ from tandem.lifetime import scratch_folder
 from tandem.observability.inside import require_inside
 from tandem.observability.reading import Run, listed
 from tandem.observability.run import read_batch
-from tandem.trainer.takes import NOTHING, Changes, Stage, Taken, alone, kept_rows, same, samples_file
+from tandem.trainer.takes import (
+    NO_CHANGES,
+    Changes,
+    StepReplay,
+    TakenStep,
+    in_one_process,
+    kept_rows,
+    same,
+    samples_file,
+)
 
 _LEARNT = (
     *("reward/*", "response_length/*", "prompt_length/*", "tokens/*", "advantages/*", "returns/*", "actor/*"),
     *("critic/*", "rollout_corr/*", "rollout/log_prob_diff_*", "rollout/prob_*", "rollout/kl"),
     "rollout/version_lag",
 )
-"""Metrics of what is learnt; all others are of the generation, the clock or the machine."""
+"""Metrics of learning. All others describe the generation, the clock or the machine."""
 _CHANGEABLE = (
     *("algorithm.*", "actor_rollout_ref.actor.*", "critic.*", "actor_rollout_ref.ref.*"),
     *("reward_model.overlong_buffer.*", "actor_rollout_ref.rollout.temperature"),
 )
 _SAMPLED = ("algorithm.filter_groups.*",)
-"""Of these, keys of how samples come to be, which are fixed."""
+"""Keys among `_CHANGEABLE` that decide how samples are generated, so a replay cannot change them."""
 _PLACES = ("*.model.path", "trainer.device")
-"""Keys of where things are on this machine."""
+"""Keys that say where things are on this machine."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay.
+    """The result of a replay.
 
     Attributes:
-        step: its number.
-        checkpoint: the step of the checkpoint before it; 0: the model that the run began with.
-        recorded: the metrics of what is learnt, as the run wrote them.
-        replayed: the step taken again.
-        base, changed: the step in one process with its gradients, as it was, and with the changes; None where
-            nobody asked.
-        attributed: whether the gradients of `base` are taken apart.
+        step: The number of the step.
+        checkpoint: The step of the checkpoint that the replay started from; 0: the model that the run started
+            with.
+        recorded: The metrics of learning, as the run wrote them.
+        replayed: The step as it was replayed.
+        base: The unchanged step in one process, with its gradients; None if it was not asked for.
+        changed: The changed step in one process, with its gradients; None if there are no changes.
+        attributed: Whether the gradients of `base` are attributed to tokens.
     """
 
     step: int
     checkpoint: int
     recorded: dict[str, float]
-    replayed: Taken
-    base: Taken | None
-    changed: Taken | None
+    replayed: TakenStep
+    base: TakenStep | None
+    changed: TakenStep | None
     attributed: bool
 
     @property
     def equal(self) -> bool:
-        """Whether all metrics are the recorded ones, bit for bit."""
+        """Whether all replayed metrics equal the recorded ones, bit for bit."""
         return all(same(value, self.replayed.metrics[name]) for name, value in self.recorded.items())
 
 
-def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool = False) -> Replayed:
-    """Takes a step again.
+def replay(run: Run, step: int, changes: Changes = NO_CHANGES, *, attribute: bool = False) -> Replayed:
+    """Replay a step.
 
     Args:
-        run: its folder is only read.
-        step: from 1.
-        changes: for a further take beside it.
-        attribute: whether to take the gradient apart.
+        run: The run. Its folder is only read.
+        step: The number of the step, from 1.
+        changes: Changes for a second replay of the step, to compare with.
+        attribute: Whether to attribute the gradient to samples and tokens.
 
     Raises:
-        TandemError: the folder lacks what it takes, and which key keeps it; a change of something else than
-            what is learnt from given samples.
+        TandemError: The folder does not hold what the replay needs (the error says which key keeps it); or a
+            change is not about learning from given samples.
     """
     for part in ("checkpoints", "samples"):
         require_inside(run.path / part, run.path)
@@ -87,25 +100,25 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
     _require_samples(run, range(at + 1, step + 1))
     if changes.reward is not None and ":" not in changes.reward:
         raise ConfigError(
-            "names no function", field="--reward", got=changes.reward, expected="file.py:function"
+            "this names no function", field="--reward", got=changes.reward, expected="file.py:function"
         )
     with scratch_folder("replay") as scratch, _threads(recorded):
-        stage = Stage(run, step, scratch)
+        step_replay = StepReplay(run, step, scratch)
         places = [word for word in changes.words if _is_one(word, _PLACES)]
         changes = replace(changes, words=[word for word in changes.words if word not in places])
         _require_changeable(changes.words)
-        config = stage.config(places)
-        others = stage.config([*places, *changes.words], changes.reward)
-        kept_rows(read_batch(samples_file(run, step)), changes.without)  # refuses wrong names early
+        config = step_replay.config(places)
+        others = step_replay.config([*places, *changes.words], changes.reward)
+        kept_rows(read_batch(samples_file(run, step)), changes.without)  # reject wrong names early
         looks = attribute or bool(changes)
         for watched in (config, others) if looks else ():
             _require_watchable(watched)
-        replayed, before = stage.take(config, checkpoint, keep=looks)
+        replayed, before = step_replay.take(config, checkpoint, keep=looks)
         base = changed = None
         if looks:
-            base, _ = stage.take(alone(config), before, watched=True, shares=attribute)
+            base, _ = step_replay.take(in_one_process(config), before, watched=True, shares=attribute)
         if changes:
-            changed, _ = stage.take(alone(others), before, changes, watched=True)
+            changed, _ = step_replay.take(in_one_process(others), before, changes, watched=True)
     compared = [n for n in recorded if n in replayed.metrics and _is_one(n, _LEARNT)]
     kept = {name: recorded[name] for name in compared}
     return Replayed(step, at, kept, replayed, base, changed, attribute)
@@ -113,9 +126,7 @@ def replay(run: Run, step: int, changes: Changes = NOTHING, *, attribute: bool =
 
 def _row(run: Run, step: int) -> dict[str, float]:
     if "algorithm" not in run.config:
-        raise DataError(
-            "only runs of reinforcement learning have steps that can be replayed", field=str(run.path)
-        )
+        raise DataError("only runs of reinforcement learning can be replayed", field=str(run.path))
     rows = {row["step"]: row for row in run.metrics if row["step"] > 0}
     if step not in rows:
         raise DataError(
@@ -128,7 +139,7 @@ def _row(run: Run, step: int) -> dict[str, float]:
 
 
 def _checkpoint(run: Run, step: int) -> tuple[int, Path | None]:
-    """The last checkpoint before a step, of the run's own or the one that it began with."""
+    """Return the last checkpoint before a step, of the run itself or the one that it started from."""
     found = {number: path for number, path in run.checkpoints.items() if number < step}
     first = Path(run.setting("trainer.resume_from_path") or "")
     if first.name.startswith("step_"):
@@ -141,12 +152,12 @@ def _require_samples(run: Run, steps: Sequence[int]) -> None:
     missing = [step for step in steps if not samples_file(run, step).is_file()]
     if missing:
         raise DataError(
-            "the run did not keep what this step learnt from",
+            "the run did not keep the samples that this step learned from",
             field=str(run.path / "samples"),
             got=f"no samples of step {listed(missing)}",
-            expected=f"those of every step since the checkpoint of step {steps[0] - 1}",
-            remedy="the next run keeps them with trainer.samples_freq=1; with trainer.save_freq=1 too, a "
-            "replay begins right before its step",
+            expected=f"samples of every step since the checkpoint of step {steps[0] - 1}",
+            remedy="set trainer.samples_freq=1 in the next run to keep them; with trainer.save_freq=1 too, a "
+            "replay starts right before its step",
         )
 
 
@@ -162,11 +173,11 @@ def _require_changeable(words: Sequence[str]) -> None:
     for word in words:
         if not _is_one(word, _CHANGEABLE) or _is_one(word, _SAMPLED):
             raise ConfigError(
-                "no key of what is learnt from given samples",
+                "this key does not decide what is learned from given samples",
                 field=_key(word),
                 got=word,
                 expected=f"one of {', '.join(_CHANGEABLE)}",
-                remedy="start a run with it: other samples would have been drawn",
+                remedy="start a new run with this change: it would draw other samples",
             )
 
 
@@ -180,7 +191,7 @@ def _require_watchable(config: TrainConfig) -> None:
     ):
         if wrong is not None:
             raise ConfigError(
-                "gradients are not looked at with adapters, the loss's exact KL, or workers of one's own",
+                "gradients cannot be recorded with adapters, an exact KL loss or custom worker classes",
                 field=field,
                 got=wrong,
                 remedy="replay the step without --attribute and without changes",
@@ -189,7 +200,7 @@ def _require_watchable(config: TrainConfig) -> None:
 
 @contextmanager
 def _threads(recorded: Mapping[str, float]) -> Iterator[None]:
-    """As many threads of CPU kernels as the run had: bits depend on them."""
+    """Use as many threads for CPU kernels as the run did, because the last bits of results depend on it."""
     before, asked = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     threads = int(recorded.get("perf/threads/actor", before))
     set_threads(threads)

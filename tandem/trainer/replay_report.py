@@ -1,4 +1,4 @@
-"""What a replay found, as plain values for programs and as text for people."""
+"""Report what a replay found, as plain values for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.errors import ModelError
 from tandem.models.loading import load_tokenizer
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
-from tandem.trainer.takes import Changes, Taken, same
+from tandem.trainer.takes import Changes, TakenStep, same
 from tandem.workers.attribution import UpdateGradient, dot
 
 Decode = Callable[[list[int]], str]
@@ -26,19 +26,24 @@ def replay_found(
     *,
     attribute: bool = False,
 ) -> dict[str, Any]:
-    """A step taken again, and what that found.
+    """Replay a step and return what it found.
 
     Args:
-        run, step, attribute: see `tandem.trainer.replay.replay`.
-        words, reward, without: see `Changes`.
+        run: See `tandem.trainer.replay.replay`.
+        step: See `tandem.trainer.replay.replay`.
+        words: See `Changes`.
+        reward: See `Changes`.
+        without: See `Changes`.
+        attribute: See `tandem.trainer.replay.replay`.
 
     Returns:
-        `step`, `checkpoint`, `equal`, `metrics` (rows of name, recorded, replayed, equal). Where the step was
-        changed, `changed`: `metrics` (name, before, after), `gradient` (cosine, norm before and after,
-        of the sum over the step's updates), `samples` (rows of uid, sample, score and mean advantage before
-        and after, the most changed first). With attribution, `attribution`: `updates` (norm, sum of shares),
-        `samples` (rows of uid, sample, share, tokens' shares, ids, the greatest first), `seconds`, and as
-        `steps` how many steps take as long.
+        `step`, `checkpoint`, `equal`, and `metrics` (rows of name, recorded, replayed, equal).
+        If the step was changed, `changed`: `metrics` (name, before, after), `gradient` (of the sum over the
+        step's updates: cosine, norm before and after), and `samples` (rows of uid, sample, score and mean
+        advantage before and after, the most changed first).
+        With attribution, `attribution`: `updates` (norm, sum of shares), `samples` (rows of uid, sample,
+        share, tokens' shares, ids, the largest first), `seconds`, and `steps`, the number of training steps
+        that take as long.
     """
     replayed = replay(run, step, Changes(words, reward, without), attribute=attribute)
     again = replayed.replayed.metrics
@@ -46,17 +51,17 @@ def replay_found(
         {"name": name, "recorded": value, "replayed": again[name], "equal": same(value, again[name])}
         for name, value in replayed.recorded.items()
     ]
-    told: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
-    told |= {"equal": replayed.equal, "metrics": metrics}
+    found: dict[str, Any] = {"step": replayed.step, "checkpoint": replayed.checkpoint}
+    found |= {"equal": replayed.equal, "metrics": metrics}
     if replayed.base is not None and replayed.changed is not None:
-        told["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
+        found["changed"] = _changed(replayed.base, replayed.changed, list(replayed.recorded))
     if replayed.base is not None and replayed.attributed:
-        told["attribution"] = _attribution(replayed.base)
-    return told
+        found["attribution"] = _attribution(replayed.base)
+    return found
 
 
 def without_nan(value: Any) -> Any:
-    """Plain values with None for NaN and infinities, which JSON does not have."""
+    """Replace NaN and infinities, which JSON does not have, by None in plain values."""
     if isinstance(value, dict):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -65,7 +70,7 @@ def without_nan(value: Any) -> Any:
 
 
 def decoder(run: Run) -> Decode:
-    """What makes text of a run's tokens; numbers where its tokenizer is not here."""
+    """Return a function that decodes the run's tokens; it returns the ids if the tokenizer is not here."""
     model = run.config["actor_rollout_ref"]["model"]
     try:
         tokenizer = load_tokenizer(model["tokenizer_path"] or model["path"])
@@ -74,7 +79,7 @@ def decoder(run: Run) -> Decode:
     return lambda ids: str(tokenizer.decode(ids))
 
 
-def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any]:
+def _changed(before: TakenStep, after: TakenStep, names: Sequence[str]) -> dict[str, Any]:
     metrics = [
         {"name": name, "before": before.metrics[name], "after": after.metrics[name]}
         for name in names
@@ -96,15 +101,15 @@ def _changed(before: Taken, after: Taken, names: Sequence[str]) -> dict[str, Any
 
 
 def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
-    """The sum over a step's updates, each at its own weights."""
+    """Return the sum of the gradients of a step's updates, each taken at its own weights."""
     total = dict(gradients[0].gradient) if gradients else {}
     for more in gradients[1:]:
         total = {name: value + more.gradient[name] for name, value in total.items()}
     return total
 
 
-def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
-    """Score and mean advantage over the response, by uid and number."""
+def _by_sample(taken: TakenStep) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return the score and the mean advantage over the response, by uid and sample number."""
     samples = taken.samples
     written = zip(samples.ragged("advantages"), samples.ragged("response_mask"), strict=True)
     means = [float(a[m].double().mean()) if bool(m.any()) else 0.0 for a, m in written]
@@ -112,8 +117,8 @@ def _by_sample(taken: Taken) -> dict[tuple[str, int], tuple[float, float]]:
     return dict(zip(taken.names, zip(scores, means, strict=True), strict=True))
 
 
-def _attribution(taken: Taken) -> dict[str, Any]:
-    """A sample's share is its mean over the step's updates, so that all add up to one."""
+def _attribution(taken: TakenStep) -> dict[str, Any]:
+    """Return the shares of samples as means over the step's updates, so that all shares add up to one."""
     ids = dict(zip(taken.names, taken.samples.ragged("tokens"), strict=True))
     looked = [update for update in taken.gradients if update.shares]
     tokens: dict[tuple[str, int], Any] = {}
@@ -134,35 +139,35 @@ def _attribution(taken: Taken) -> dict[str, Any]:
     return {"updates": updates, "samples": rows, "seconds": seconds, "steps": seconds / step_s}
 
 
-def text(told: dict[str, Any], decode: Decode) -> str:
-    """The same for people.
+def text(found: dict[str, Any], decode: Decode) -> str:
+    """Return the report as text.
 
     Args:
-        told: what `replay_found` gave.
-        decode: makes text of token ids.
+        found: A result of `replay_found`.
+        decode: Converts token ids to text.
     """
     rows = [
         [m["name"], f"{m['recorded']:.9g}", f"{m['replayed']:.9g}", "yes" if m["equal"] else "no"]
-        for m in told["metrics"]
+        for m in found["metrics"]
     ]
-    equal = sum(m["equal"] for m in told["metrics"])
+    equal = sum(m["equal"] for m in found["metrics"])
     lines = _table(["metric", "recorded", "replayed", "equal"], rows)
-    begun = f"the checkpoint of step {told['checkpoint']}" if told["checkpoint"] else "the first model"
-    lines += [f"step {told['step']}, from {begun}: {equal} of {len(rows)} metrics equal, bit for bit"]
-    if "changed" in told:
-        lines += ["", *_changed_text(told["changed"])]
-    if "attribution" in told:
-        lines += ["", *_attribution_text(told["attribution"], decode)]
+    begun = f"the checkpoint of step {found['checkpoint']}" if found["checkpoint"] else "the first model"
+    lines += [f"step {found['step']}, from {begun}: {equal} of {len(rows)} metrics equal, bit for bit"]
+    if "changed" in found:
+        lines += ["", *_changed_text(found["changed"])]
+    if "attribution" in found:
+        lines += ["", *_attribution_text(found["attribution"], decode)]
     return "\n".join(lines)
 
 
 def _changed_text(changed: dict[str, Any]) -> list[str]:
     rows = [[m["name"], f"{m['before']:.6g}", f"{m['after']:.6g}"] for m in changed["metrics"]]
-    lines = _table(["metric that differs", "as it was", "changed"], rows)
+    lines = _table(["changed metric", "before", "after"], rows)
     gradient = changed["gradient"]
-    turned = f"cosine {gradient['cosine']:.6f} to the one it was"
+    turned = f"cosine {gradient['cosine']:.6f} to the original gradient"
     if math.isnan(gradient["cosine"]):
-        turned = "zero, so that nothing is learnt" if not gradient["after"] else "no more zero"
+        turned = "zero, so nothing is learned" if not gradient["after"] else "no longer zero"
     norms = f"norm {gradient['before']:.4g} → {gradient['after']:.4g}"
     lines += [f"gradient: {turned}, {norms} (sum over the step's updates, before clipping)", ""]
     columns = ("score", "score_after", "advantage", "advantage_after")
@@ -172,21 +177,21 @@ def _changed_text(changed: dict[str, Any]) -> list[str]:
         if (row["score"], row["advantage"]) != (row["score_after"], row["advantage_after"]):
             cells.append([f"{row['uid']}#{row['sample']}", *numbers])
     shown = cells[:SHOWN]
-    lines += _table(["sample", "score", "changed", "advantage", "changed"], shown)
+    lines += _table(["sample", "score", "after", "advantage", "after"], shown)
     return [*lines, f"{len(shown)} of {len(cells)} samples that differ"]
 
 
-def _attribution_text(told: dict[str, Any], decode: Decode) -> list[str]:
+def _attribution_text(found: dict[str, Any], decode: Decode) -> list[str]:
     rows = []
-    for row in told["samples"][:SHOWN]:
+    for row in found["samples"][:SHOWN]:
         best = sorted(range(len(row["tokens"])), key=lambda t: -abs(row["tokens"][t]))[:4]
         words = ", ".join(f"{decode([row['ids'][t]])!r} {row['tokens'][t]:+.3f}" for t in sorted(best))
         rows.append([f"{row['uid']}#{row['sample']}", f"{row['share']:+.4f}", words])
-    sums = ", ".join(f"{update['sum']:.9f}" for update in told["updates"])
+    sums = ", ".join(f"{update['sum']:.9f}" for update in found["updates"])
     return [
-        *_table(["sample", "share", "tokens with most of it"], rows),
-        f"shares of the unclipped gradient, not of what Adam makes of it; their sum by update: {sums}",
-        f"attribution took {told['seconds']:.2f} s, as long as {told['steps']:.1f} steps here",
+        *_table(["sample", "share", "tokens with the largest shares"], rows),
+        f"shares of the unclipped gradient, not of the optimizer's step; their sum in each update: {sums}",
+        f"attribution took {found['seconds']:.2f} s, as long as {found['steps']:.1f} steps of this replay",
     ]
 
 

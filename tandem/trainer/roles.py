@@ -1,4 +1,4 @@
-"""The worker groups of a run by the part they play, and what the loop asks of each."""
+"""The worker groups of a run by role, and what the loop asks of them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tandem.trainer.scoring import Scoring
 
 @dataclass(frozen=True)
 class Roles:
-    """The worker groups of a run; a role that the algorithm does not need is None.
+    """The worker groups of a run. A role that the algorithm does not need is None.
 
     Attributes:
-        data: prompts.
-        actor: trains and recomputes log-probs.
-        rollout: samples; the actor's own group unless it was placed apart.
-        references: the frozen policies of the KL terms, by role; a single one may be the actor's group.
-        critic: values.
-        reward_models: scores of models, by role.
-        reward: scores of reward functions.
-        batch: advantages, measures and sample files.
-        scoring: makes the reward of the scores.
-        scores_parts: whether reward functions may score samples before all have finished.
-        rollout_shares: in how many parts the rollout divides prompts.
-        resets_reference: whether the reference's weights change, and belong into checkpoints.
+        data: Gives prompts.
+        actor: Trains the policy and recomputes log-probs.
+        rollout: Generates samples. It is the actor's own group unless the config places it separately.
+        references: The frozen policies of the KL terms, by role. A single reference may be the actor's group.
+        critic: Computes values.
+        reward_models: Give scores of models, by role.
+        reward: Gives scores of reward functions.
+        batch: Computes advantages and measures, and writes files of samples.
+        scoring: Computes the reward from the scores.
+        scores_parts: Whether reward functions may score samples before all samples are finished.
+        rollout_shares: The number of shares that the rollout divides prompts into.
+        resets_reference: Whether the reference's weights change, so that checkpoints must store them.
     """
 
     data: WorkerGroup
@@ -49,7 +49,7 @@ class Roles:
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """Every group once."""
+        """All groups, each once."""
         found = (
             self.data, self.actor, self.rollout, *self.references.values(), self.critic,
             *self.reward_models.values(), self.reward, self.batch,
@@ -58,12 +58,12 @@ class Roles:
 
     @property
     def reference(self) -> WorkerGroup | None:
-        """The only reference, if there is one."""
+        """The only reference; None if there is none, or several."""
         return self.references.get("ref")
 
     @property
     def members(self) -> Members:
-        """The groups whose state goes into checkpoints."""
+        """The groups whose state checkpoints store."""
         found: dict[str, WorkerGroup | ReferenceMember] = {"actor": self.actor}
         if self.critic:
             found["critic"] = self.critic
@@ -81,43 +81,58 @@ class Roles:
         learns: bool = False,
         **options: Any,
     ) -> tuple[BatchFuture, BatchFuture]:
-        """Draws n samples of each prompt and their scores, in the order of the prompts. Reward functions are
-        called as samples finish, unless one wants to see the batch as a whole.
+        """Generate n samples of each prompt and their scores, in the order of the prompts.
+
+        Reward functions are called as samples finish, unless a function needs the whole batch.
 
         Args:
-            dealer: says which prompts are better sampled by the same rank.
-            learns: whether the samples are learnt from.
-            options: of the rollout's method.
+            prompts: The prompts.
+            n: The number of samples of each prompt.
+            params: How samples are drawn.
+            dealer: Decides which rank answers which prompt.
+            learns: Whether the run learns from the samples.
+            options: Further arguments of the rollout's method.
+
+        Returns:
+            The samples and their scores.
         """
         order = dealer.order(prompts.index, self.rollout_shares)
         asked = prompts if order is None else prompts.rows(order)
         if self.reward is None or not self.scores_parts:
             samples: BatchFuture = self.rollout.generate_sequences(asked, n, params, **options)
-            said = None if self.reward is None else self.reward.compute_scores(samples)
+            function_scores = None if self.reward is None else self.reward.compute_scores(samples)
         else:
             stream: BatchStream = self.rollout.stream_sequences(asked, n, params, **options)
-            said, samples = stream.map(self.reward.compute_scores), stream.all()
+            function_scores, samples = stream.map(self.reward.compute_scores), stream.all()
         if order is not None:
             back = (n * torch.argsort(order)[:, None] + torch.arange(n)).flatten()
-            samples, said = samples.rows(back), None if said is None else said.rows(back)
-        return samples, self.scoring.reward(samples, said, self.reward_models, self.batch, learns=learns)
+            samples, function_scores = (
+                samples.rows(back),
+                None if function_scores is None else function_scores.rows(back),
+            )
+        return samples, self.scoring.reward(
+            samples, function_scores, self.reward_models, self.batch, learns=learns
+        )
 
     def score(self, samples: BatchFuture) -> BatchFuture:
-        """The scores of samples that are there, as of those that are learnt from."""
-        said = None if self.reward is None else self.reward.compute_scores(samples)
-        return self.scoring.reward(samples, said, self.reward_models, self.batch, learns=True)
+        """Score existing samples in the same way as samples that the run learns from."""
+        function_scores = None if self.reward is None else self.reward.compute_scores(samples)
+        return self.scoring.reward(samples, function_scores, self.reward_models, self.batch, learns=True)
 
     def sync_rollout(self) -> None:
-        """Brings the actor's weights to a rollout of its own, bucket by bucket. One is gathered while the one
-        before is loaded, so that there are two at most; they go from worker to worker."""
+        """Copy the actor's weights to the rollout, if the rollout has its own group.
+
+        Weights go from worker to worker in buckets. One bucket is gathered while the one before is loaded, so
+        there are at most two at a time.
+        """
         if self.rollout is not self.actor:
             self._send_weights(self.rollout.load_weights)
 
     def reset_reference(self, *, optimizer: bool) -> None:
-        """Makes the reference what the actor is now; its weights go as to a rollout of its own.
+        """Copy the actor's weights to the reference, in the same way as `sync_rollout`.
 
         Args:
-            optimizer: whether the actor's begins anew.
+            optimizer: Whether to reset the actor's optimizer as well.
         """
         assert self.reference is not None
         self._send_weights(self.reference.load_reference)

@@ -1,4 +1,4 @@
-"""One run from its config to its end: built, trained, shut down; and started again after a failure."""
+"""Run a config to its end: build the trainer, train, shut down, and restart after a failure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tandem.trainer.supervised import SupervisedTrainer
 from tandem.trainer.telling import ending
 
 FAILURES = "failure.txt"
-"""In the run's log folder: the reports of its failures."""
+"""The file in the run's log folder with the reports of its failures."""
 
 
 class RunSection(Protocol):
-    """A config with a run."""
+    """A config with a `trainer` section."""
 
     @property
     def trainer(self) -> RunConfig: ...
@@ -35,7 +35,7 @@ class RunSection(Protocol):
 
 C = TypeVar("C", bound=RunSection)
 Build = Callable[[C], PPOTrainer | SupervisedTrainer]
-"""Makes a trainer of a config."""
+"""A function that makes a trainer from a config."""
 
 
 def run_ppo(
@@ -45,39 +45,44 @@ def run_ppo(
     trainer: type[PPOTrainer] = PPOTrainer,
     listeners: Sequence[Listener] = (),
 ) -> bool:
-    """Trains by reinforcement to the end; see `run`.
+    """Train with reinforcement learning to the end; see `run`.
 
     Args:
-        trainer: its class.
-        listeners: called with each step that is done.
+        config: The resolved config.
+        say: Prints a sentence for the user.
+        trainer: The trainer class.
+        listeners: Functions that are called after each step.
     """
     return run(config, partial(build_ppo, say=say, trainer=trainer, listeners=listeners), say)
 
 
 def run_sft(config: SFTConfig, *, say: Callable[[str], None]) -> bool:
-    """Trains on examples of what to say to the end; see `run`."""
+    """Train on example responses (SFT) to the end; see `run`."""
     return run(config, partial(build_supervised, say=say), say)
 
 
 def run_rm(config: RMConfig, *, say: Callable[[str], None]) -> bool:
-    """Trains a reward model to the end; see `run`."""
+    """Train a reward model to the end; see `run`."""
     return run(config, partial(build_supervised, say=say), say)
 
 
 def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
-    """Trains to the end. However it ends, no worker is left. A worker's failure that need not come again
-    is followed by a new start, `trainer.max_restarts` times.
+    """Train to the end, and restart after failures.
+
+    All workers are stopped when this function returns or raises. If a worker fails in a way that may not
+    happen again, the run starts again, at most `trainer.max_restarts` times.
 
     Args:
-        build: makes the trainer.
-        say: prints a sentence to the user.
+        config: The resolved config.
+        build: Makes the trainer.
+        say: Prints a sentence for the user.
 
     Returns:
-        whether an interrupt (Ctrl-C or SIGTERM) ended it before its last step.
+        Whether an interrupt (Ctrl-C or SIGTERM) ended the run before its last step.
 
     Raises:
-        WorkerFailure: one too many; the report is in the run's log folder too.
-        TandemError: anything else the user can act on.
+        WorkerFailure: A worker failed and no restart is left. The report is also in the run's log folder.
+        TandemError: Any other error that the user can fix.
     """
     folder = Path(config.trainer.default_local_dir)
     for left in reversed(range(config.trainer.max_restarts + 1)):
@@ -98,9 +103,9 @@ def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
             append_line(report, f"{datetime.now().isoformat(timespec='seconds')}\n{failure}\n")
             interrupted = trainer is not None and trainer.session.interrupted
             if interrupted or not (failure.restartable and left):
-                say(f"The run has failed; the report is in {report}.")
+                say(f"The run has failed. The report is in {report}.")
                 raise
-            if trainer is not None and trainer.session.saved:  # else it begins where this one began
+            if trainer is not None and trainer.session.saved:  # else start where this attempt started
                 changes = {"resume_mode": "auto", "resume_from_path": None}
                 config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
             say(f"{failure}\nThe report is in {report}. Starting again; restarts left: {left - 1}.")

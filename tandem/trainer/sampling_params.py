@@ -1,4 +1,4 @@
-"""Sampling parameters from a config."""
+"""Make sampling parameters from a config."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from tandem.protocol import SamplingParams
 
 
 def sampling(config: TrainConfig, stops: tuple[int, ...], *, validation: bool = False) -> SamplingParams:
-    """The sampling parameters of training, or of validation.
+    """Return the sampling parameters of training or of validation.
 
     Args:
-        stops: see `tandem.models.ends.stop_token_ids`.
+        config: The config of the run.
+        stops: The end-of-sequence tokens; see `tandem.models.ends.stop_token_ids`.
+        validation: Whether to use the parameters of validation.
     """
     rollout = config.actor_rollout_ref.rollout
     settings = rollout.val_kwargs if validation else rollout
@@ -35,12 +37,15 @@ def sampling_params(
     max_tokens: int,
     seed: int,
 ) -> SamplingParams:
-    """Sampling parameters from sections of a config.
+    """Make sampling parameters from sections of a config.
 
     Args:
-        settings: what shapes the distribution.
-        rollout: what ends a response.
-        stops: end-of-sequence tokens, see `tandem.models.ends.stop_token_ids`.
+        settings: The section that shapes the distribution.
+        rollout: The section that says what ends a response.
+        stops: The end-of-sequence tokens; see `tandem.models.ends.stop_token_ids`.
+        temperature: The temperature; 0 for greedy.
+        max_tokens: The length limit of a response.
+        seed: The seed of the draws.
     """
     return SamplingParams(
         temperature=temperature,

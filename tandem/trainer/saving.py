@@ -1,4 +1,4 @@
-"""A run's checkpoints: written while everything waits, or while training goes on."""
+"""Write a run's checkpoints, either while all workers wait or in the background while training goes on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from tandem.errors import CheckpointError, WorkerFailure
 from tandem.runtime import WorkerGroup
 
 WRITE_LIMIT_S = 1800.0
-"""A checkpoint that takes longer to write has stopped."""
+"""The time limit in seconds for writing a checkpoint; after this time, the save counts as failed."""
 _AFTER_FAILURE_S = 10.0
-"""So long what was begun may still end when a worker has failed, which may be one that writes."""
+"""How long to wait, in seconds, for a started save after a worker has failed.
+
+The failed worker may be one that writes the checkpoint.
+"""
 
 
 class ReferenceMember:
-    """The reference among the groups whose state goes into checkpoints: it may be part of the actor's group,
-    so each call of a method names it.
+    """The reference as a group whose state checkpoints store.
+
+    The reference may be part of the actor's group, so each method call passes its role.
 
     Args:
-        group: the reference's.
+        group: The group that has the reference.
     """
 
     def __init__(self, group: Any) -> None:
@@ -37,7 +41,7 @@ class ReferenceMember:
 
 
 Members = Mapping[str, WorkerGroup | ReferenceMember]
-"""The groups whose state goes into checkpoints, by name."""
+"""The groups whose state checkpoints store, by name."""
 
 
 @dataclass
@@ -45,45 +49,48 @@ class Saver:
     """Writes checkpoints, one at a time.
 
     Attributes:
-        checkpoints: where they go.
-        config: says how.
-        members: gives the names and groups whose state is saved.
-        there: is told the folder of each checkpoint once it is whole.
-        say: prints a sentence to the user.
+        checkpoints: Where the checkpoints go.
+        config: How they are written.
+        members: Returns the groups whose state is saved, by name.
+        on_saved: Called with the folder of each checkpoint when it is complete.
+        say: Prints a sentence for the user.
     """
 
     checkpoints: CheckpointManager
     config: RunConfig
     members: Callable[[], Members]
-    there: Callable[[Path], None]
+    on_saved: Callable[[Path], None]
     say: Callable[[str], None]
     _pending: PendingSave | None = field(default=None, init=False)
-    _told: bool = field(default=False, init=False)
+    _warned_no_best: bool = field(default=False, init=False)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
-        """Writes a checkpoint of all members, once the one before is there.
+        """Write a checkpoint of all members, after the one before is complete.
 
         Args:
-            wait: return only when it is there.
+            step: The number of the step.
+            state: The trainer's state.
+            metrics: The metrics of the step.
+            wait: Return only when the checkpoint is complete.
 
         Returns:
-            its folder.
+            The folder of the checkpoint.
 
         Raises:
-            CheckpointError: it, or the one before, could not be written.
+            CheckpointError: This checkpoint, or the one before, could not be written.
         """
         self.finish()
         best = self.checkpoints.judge
-        if best is not None and best.value(metrics) is None and not self._told:
-            self._told = True
+        if best is not None and best.value(metrics) is None and not self._warned_no_best:
+            self._warned_no_best = True
             self.say(
-                f"trainer.keep_best: step {step} has no finite {best.metric}; the checkpoints of such "
+                f"trainer.keep_best: step {step} has no finite {best.metric}, so the checkpoints of such "
                 "steps cannot be the best"
             )
         if not self.config.async_save:
             writers = {name: group.save_checkpoint for name, group in self.members().items()}
             path = self.checkpoints.save(step, writers, state, metrics)
-            self.there(path)
+            self.on_saved(path)
             return path
         starters = {name: group.begin_save for name, group in self.members().items()}
         self._pending = self.checkpoints.begin(step, starters, state, metrics)
@@ -93,10 +100,10 @@ class Saver:
         return path
 
     def check(self) -> None:
-        """Looks, at a step's boundary, whether the checkpoint that is being written is there, or has failed.
+        """Check between two steps whether the checkpoint that is being written is complete or has failed.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         if self._pending is not None:
             with self._until_settled(self._pending) as pending:
@@ -106,18 +113,20 @@ class Saver:
                     ask_writers(pending, self._ask)
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written.
+        """Wait for the checkpoint that is being written.
 
         Raises:
-            CheckpointError: it could not be written, or not in time.
+            CheckpointError: The checkpoint could not be written, or not within the time limit.
         """
         if self._pending is not None:
             with self._until_settled(self._pending) as pending:
                 await_pending(pending, self._ask, WRITE_LIMIT_S)
 
     def end(self, error: BaseException) -> None:
-        """After an error, which stays the one that counts: what was begun is finished if that is still
-        possible, and given up after a second interrupt."""
+        """Finish a started save after an error, if that is possible; after a second interrupt, give it up.
+
+        A failure of the save is only reported, so that the first error is the one that is raised.
+        """
         if self._pending is None:
             return
         try:
@@ -127,14 +136,14 @@ class Saver:
             if isinstance(error, WorkerFailure):
                 self._pending.wait(_AFTER_FAILURE_S)
             with self._until_settled(self._pending) as pending:
-                pending.give_up(CheckpointError("given up, for the run has ended"))
+                pending.give_up(CheckpointError("given up, because the run has ended"))
                 pending.check()
         except Exception as second:
-            self.say(f"the checkpoint begun last was not written: {second}")
+            self.say(f"the last checkpoint was started but not written: {second}")
 
     @contextmanager
     def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
-        """Takes the end of what is being written to account, if the block saw it end."""
+        """Record the end of the save, if it ends or fails inside the block."""
         try:
             yield pending
         except Exception:
@@ -142,7 +151,7 @@ class Saver:
             raise
         if pending.wait(0):
             self._pending = None
-            self.there(pending.path)
+            self.on_saved(pending.path)
 
     def _ask(self) -> None:
         for group in self.members().values():

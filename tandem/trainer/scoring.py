@@ -1,5 +1,4 @@
-"""The scores of samples on the controller: what reward functions and reward models say, and the reward made
-of it."""
+"""The controller's part of scoring: combine the scores of reward functions and reward models."""
 
 from __future__ import annotations
 
@@ -11,11 +10,13 @@ from tandem.runtime import BatchFuture, Future, WorkerGroup
 
 
 class Scoring:
-    """Makes the reward of a run's samples, and keeps the statistics by which scores are normalised: those of
-    all samples scored in training, a batch's own included when it is scored.
+    """Computes the reward of a run's samples, and keeps the statistics that normalize scores.
+
+    The statistics cover all samples that were scored in training. A batch's own samples are included before
+    its scores are normalized.
 
     Args:
-        combination: of the parts; None: reward functions alone say it.
+        combination: How the parts are combined; None if only reward functions give the reward.
     """
 
     def __init__(self, combination: Combination | None) -> None:
@@ -31,33 +32,34 @@ class Scoring:
         *,
         learns: bool,
     ) -> BatchFuture:
-        """`scores`, `token_level_scores`, `reward_extra`, `reward_why`, `response_text` of samples.
+        """Return `scores`, `token_level_scores`, `reward_extra`, `reward_why` and `response_text` of samples.
 
         Args:
-            functions: what reward functions say, if any are called.
-            models: the groups of the reward models, by role.
-            batch: makes one of all.
-            learns: whether the samples are learnt from, so that their scores belong to the statistics.
+            samples: The samples.
+            functions: The scores of reward functions; None if there are no reward functions.
+            models: The groups of the reward models, by role.
+            batch: The group that combines the scores.
+            learns: Whether the run learns from the samples, so that the statistics include their scores.
         """
         if self._combination is None:
             assert functions is not None, "a run without reward models has reward functions"
             return functions
         named = {role.rpartition(".")[2]: model for role, model in models.items()}
         asked = [named[part.name] for part in self._combination.parts if part.functions is None]
-        said = [] if functions is None else [functions]
-        said += [model.compute_rm_score(samples) for model in asked]
+        scores = [] if functions is None else [functions]
+        scores += [model.compute_rm_score(samples) for model in asked]
         if learns and self._combination.normalises:
-            self._running = batch.running_scores(self._running, self._combination, *said)
+            self._running = batch.running_scores(self._running, self._combination, *scores)
         given = samples.select("response_mask", "index")
-        combined: BatchFuture = batch.combine_scores(given, self._running, self._combination, *said)
+        combined: BatchFuture = batch.combine_scores(given, self._running, self._combination, *scores)
         return combined
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics, as plain numbers."""
+        """Return the statistics as plain numbers."""
         if isinstance(self._running, Future):
             self._running = self._running.get()
         return {name: list(statistics) for name, statistics in self._running.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._running = {name: Running(*numbers) for name, numbers in state.items()}

@@ -1,4 +1,4 @@
-"""The session of a training run beside its algorithm: a folder, loggers, checkpoints, an orderly stop."""
+"""The parts of a training run besides its algorithm: folder, loggers, checkpoints, an orderly stop."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from tandem.trainer.telling import beginning
 from tandem.watch.watch import Watch
 
 PRIVATE = 0o700
-"""Of a folder that is for its user alone."""
+"""The mode of a folder that only its user may read."""
 WARNING = "Warning after step"
-"""Begins the sentences that say what is wrong after a step."""
+"""The first words of a message about something that is wrong after a step."""
 RunsConfig = TrainConfig | SupervisedConfig
-"""A config with a run."""
+"""The config of a command that trains."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run folder made ready for a run.
+    """A run folder that is ready for a run.
 
     Attributes:
-        config: the run's section of the config.
-        folder: the folder.
-        checkpoint: where the run goes on from; None for a new run.
-        checkpoints: reads and writes the folder's checkpoints.
-        lock: the folder's, held by this process.
-        resolved: the whole config as it is written, once the checkpoint is accepted.
+        config: The `trainer` section of the config.
+        folder: The folder.
+        checkpoint: The checkpoint that the run resumes from; None for a new run.
+        checkpoints: Reads and writes the checkpoints in the folder.
+        lock: The lock on the folder, which this process holds.
+        resolved: The whole config, as it is written to the folder after the checkpoint is accepted.
     """
 
     config: RunConfig
@@ -62,13 +62,13 @@ class OpenRun:
     resolved: dict[str, Any]
 
     def beginning(self, model: str, rows: int, what: str, steps: int) -> str:
-        """The sentence with which the run begins; see `tandem.trainer.telling.beginning`."""
+        """Return the message for the start of the run; see `tandem.trainer.telling.beginning`."""
         checkpoint = None if self.checkpoint is None else self.checkpoint.path
         return beginning(model, rows, what, steps, Path(self.config.default_local_dir), checkpoint)
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of project and run, as others may be told them."""
+        """The names of project and run, in the form that loggers and Ray may see (without secrets)."""
         config, written = self.config, self.resolved["trainer"]
         return (
             tracked_name(config.project_name, written["project_name"]),
@@ -77,22 +77,24 @@ class OpenRun:
 
     @property
     def again(self) -> str:
-        """The command that resumes from the newest checkpoint, in words."""
+        """Words for the command that resumes from the newest checkpoint."""
         how = "" if self.config.resume_mode == "auto" else " with trainer.resume_mode=auto"
         return f"the same command{how}"
 
 
 def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
-    """Finds what to resume from, before anything costly is made. A folder of an earlier run that is not
-    resumed is set aside, so that nothing of it is overwritten.
+    """Open the run folder and find the checkpoint to resume from, before anything expensive is done.
+
+    If the folder holds an earlier run that is not resumed, its files are moved aside, so nothing is
+    overwritten.
 
     Raises:
-        CheckpointError: the checkpoint named in the config is missing or damaged.
-        ConfigError: another process writes in the folder, or another experiment stands there.
+        CheckpointError: The checkpoint that the config names is missing or damaged.
+        ConfigError: Another process writes to the folder, or the folder holds another experiment.
     """
     config = whole.trainer
     best = None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
-    path = Path(config.default_local_dir).absolute()  # workers may stand elsewhere
+    path = Path(config.default_local_dir).absolute()  # workers may have another working directory
     mode = PRIVATE if config.private_folder else 0o777
     lock = ProcessLock(path / "run.lock", "trainer.default_local_dir", say, folder_mode=mode)
     with ExitStack() as undo:
@@ -104,28 +106,28 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
         if config.resume_mode == "resume_path":
             assert config.resume_from_path is not None, "the config refuses this mode without a path"
             checkpoint = open_checkpoint(Path(config.resume_from_path).absolute())
-            if later := checkpoints.later_than(checkpoint.step):  # they would be taken for this run's own
-                say(f"checkpoints after the one resumed from are now in {folder.move_to_earlier(later)}")
+            if later := checkpoints.later_than(checkpoint.step):  # they would look like this run's
+                say(f"checkpoints of later steps were moved to {folder.move_to_earlier(later)}")
         elif config.resume_mode == "auto":
             checkpoint = checkpoints.latest()
         if checkpoint is not None:
-            meant = config.resume_mode == "resume_path" or config.resume_with_changes  # who names it means it
+            meant = config.resume_mode == "resume_path" or config.resume_with_changes  # a named path is meant
             check_same(checkpoint.path, whole, allowed=meant, say=say)
         elif earlier := folder.set_aside():
-            say(f"what {folder.path} held of an earlier run is now in {earlier}")
+            say(f"{folder.path} held an earlier run; its files were moved to {earlier}")
         offer_stacks(folder.logs)
         undo.pop_all()
     return OpenRun(config, folder, checkpoint, checkpoints, lock, to_dict(whole))
 
 
 class Session:
-    """One run of one process, from `restore` to the end of the `with` block.
+    """One run in one process, from `restore` to the end of the `with` block.
 
     Args:
-        run: the folder made ready.
-        members: names and groups whose state is saved.
-        total_steps: of the run, which loggers are told.
-        say: prints a sentence to the user.
+        run: The run folder, ready for the run.
+        members: The groups whose state is saved, by name.
+        total_steps: The number of training steps, which loggers are told.
+        say: Prints a sentence for the user.
     """
 
     def __init__(self, run: OpenRun, members: Members, total_steps: int, say: Callable[[str], None]) -> None:
@@ -136,19 +138,19 @@ class Session:
         self.timeline = Timeline(run.folder.timeline_file)
         self.interrupted = False
         self.finishes_steps = False
-        """Whether an interrupt (Ctrl-C, SIGTERM) waits for the step's end; before the first, it does not."""
+        """Whether an interrupt (Ctrl-C, SIGTERM) waits for the end of the step; not before the first step."""
         self._stopped_said = False
         self.saved = False
-        """Whether a checkpoint was written, and is there."""
+        """Whether a checkpoint was written completely."""
         self.restored: dict[str, float] = {}
-        """The metrics of the step resumed from."""
+        """The metrics of the step that the run resumed from."""
         self._sinks: Sinks | None = None
         self._print = say
         self.watch = Watch(run.resolved["data"]["train_batch_size"], self._warn)
-        self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._is_there, self.say)
+        self._saver = Saver(run.checkpoints, run.config, lambda: self.members, self._note_saved, self.say)
 
     def say(self, sentence: str) -> None:
-        """Prints a sentence to the user and writes it to the run's log."""
+        """Print a sentence for the user and write it to the run's log."""
         self.folder.log(sentence)
         self._print(sentence)
 
@@ -163,7 +165,7 @@ class Session:
     ) -> None:
         how = "failed"
         try:
-            if error is None or isinstance(error, GeneratorExit):  # the caller wants no further step
+            if error is None or isinstance(error, GeneratorExit):  # the caller wants no more steps
                 self._saver.finish()
                 if self.interrupted:
                     self._stopped_said = True
@@ -172,7 +174,7 @@ class Session:
                 self._saver.end(error)
                 self._say_stopped()
             else:
-                with suppress(OSError):  # a full disk, which must not hide what ended the run
+                with suppress(OSError):  # a full disk must not hide the error that ended the run
                     self.folder.log(f"stopped by {kind.__name__ if kind else ''}: {error}")
                 self._saver.end(error)
             stopped = self.interrupted or isinstance(error, KeyboardInterrupt | GeneratorExit)
@@ -189,14 +191,16 @@ class Session:
             self.folder.event("end", how=how)
 
     def _last_word(self) -> None:
-        """What is written where a second signal ends the process at once."""
+        """Write the end of the run; called if a second signal ends the process at once."""
         self._write_end("interrupted")
         self._say_stopped()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Makes an interrupt (Ctrl-C, SIGTERM) in the block let the step at hand finish. Outside of the main
-        thread, which alone gets signals, it does nothing."""
+        """Let an interrupt (Ctrl-C, SIGTERM) inside the block finish the current step.
+
+        Outside the main thread this does nothing, because only the main thread gets signals.
+        """
         self.interrupted = False
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -218,13 +222,13 @@ class Session:
             self.say("stopped; no checkpoint was saved")
             return
         newest = self.folder.checkpoints / whole[-1]
-        self.say(f"stopped; {newest} is whole, and {self.run.again} goes on from it")
+        self.say(f"stopped; checkpoint {newest} is complete, and {self.run.again} resumes from it")
 
     def _on_interrupt(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted or not self.finishes_steps:
             raise KeyboardInterrupt
         self.interrupted = True
-        # Not print: the handler may run in the middle of one.
+        # os.write and not print, because the signal may arrive in the middle of a print.
         again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
         with suppress(OSError):  # standard error is closed, or full
             os.write(
@@ -232,17 +236,17 @@ class Session:
             )
 
     def restore(self, load: Callable[[dict[str, Any]], None], *, forget: bool = True) -> int:
-        """Loads the checkpoint to resume from, if any.
+        """Load the checkpoint to resume from, if there is one.
 
         Args:
-            load: takes the state that `save` was given.
-            forget: drop what the folder holds beyond that checkpoint, for it will be done again.
+            load: Restores the trainer's state that was given to `save`.
+            forget: Whether to drop the records of steps after the checkpoint, which will be repeated.
 
         Returns:
-            the step of the checkpoint; 0 for a new run.
+            The step of the checkpoint; 0 for a new run.
 
         Raises:
-            CheckpointError: the checkpoint holds other members than this run has.
+            CheckpointError: The checkpoint lacks a model that this run trains.
         """
         checkpoint = self.run.checkpoint
         step = 0 if checkpoint is None else checkpoint.step
@@ -250,11 +254,11 @@ class Session:
             missing = [name for name in self.members if not (checkpoint.path / name).is_dir()]
             if missing:
                 raise CheckpointError(
-                    "the checkpoint lacks what this run trains",
+                    "the checkpoint lacks a model that this run trains",
                     field=str(checkpoint.path),
                     got=sorted(path.name for path in checkpoint.path.iterdir() if path.is_dir()),
                     expected=sorted(self.members),
-                    remedy="resume with the config the checkpoint was made with, or "
+                    remedy="resume with the config that the checkpoint was made with, or set "
                     "trainer.resume_mode=disable",
                 )
             self.load_members(checkpoint.path)
@@ -275,30 +279,34 @@ class Session:
         if checkpoint is not None:
             if step in rows:
                 self.restored = {name: value for name, value in rows[step].items() if name != "step"}
-            else:  # a crash between a checkpoint and its step's metrics left a gap
+            else:  # the run crashed after saving the checkpoint and before writing the step's metrics
                 self.restored = checkpoint.state["metrics"]
                 self.log(step, self.restored)
             self.say(f"resumed from {checkpoint.path} after step {step}")
         return step
 
     def load_members(self, checkpoint: Path) -> None:
-        """Loads the state of all members from a checkpoint's folder."""
+        """Load the state of all members from the folder of a checkpoint."""
         for name, group in self.members.items():
             group.load_checkpoint(checkpoint / name)
 
     def save(
         self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool = False
     ) -> Path:
-        """Writes a checkpoint of all members, the trainer's state and the step's metrics.
+        """Write a checkpoint of all members, the trainer's state and the step's metrics.
 
         Args:
-            wait: return only when it is there, also with `trainer.async_save`; an interrupted run waits.
+            step: The number of the step.
+            state: The trainer's state.
+            metrics: The metrics of the step.
+            wait: Return only when the checkpoint is complete, even with `trainer.async_save`. An interrupted
+                run always waits.
 
         Returns:
-            its folder.
+            The folder of the checkpoint.
 
         Raises:
-            CheckpointError: it, or the one before, cannot be written.
+            CheckpointError: This checkpoint, or the one before, could not be written.
         """
         kept = {"trainer": state, "metrics": dict(metrics)}
         with self.timeline.phase("save_checkpoint"):
@@ -308,30 +316,30 @@ class Session:
         return path
 
     def check_save(self) -> None:
-        """Looks, at a step's boundary, whether a checkpoint written while training goes on has failed.
+        """Check between two steps whether a checkpoint that is written in the background has failed.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: The checkpoint could not be written.
         """
         self._saver.check()
 
-    def _is_there(self, path: Path) -> None:
+    def _note_saved(self, path: Path) -> None:
         self.saved = True
         self.folder.log(f"saved {path}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's metrics to metrics.jsonl and all loggers, and says what they warn of."""
+        """Write a step's metrics to metrics.jsonl and all loggers, and report warnings about them."""
         self.folder.log_metrics(step, metrics)
         assert self._sinks is not None, "restore comes before the first log"
         self._sinks.log(step, metrics)
-        self.watch.judge_learning(step, metrics)
+        self.watch.check_learning(step, metrics)
 
     def _warn(self, name: str, sentence: str, step: int) -> None:
-        """Tells the user what is wrong after a step, and writes it into the run folder's events."""
+        """Tell the user what is wrong after a step, and write it to the run folder's events."""
         self.folder.event("warning", name=name, step=step, text=sentence)
         self.say(f"{WARNING} {step}: {sentence}.")
 
     def show_generations(self, step: int, count: int) -> None:
-        """Sends the loggers so many responses of the validation after a step."""
+        """Send `count` responses of the validation after a step to the loggers."""
         if count and self._sinks is not None:
             self._sinks.log_generations(step, self.folder.generations(step, count))

@@ -1,4 +1,4 @@
-"""The plan of a run, made of its config: totals, mini-batches, which columns must be recomputed."""
+"""Derive the plan of a run from its config: totals, mini-batches, and which columns to recompute."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tandem.runtime import BatchFuture
 
 @dataclass(frozen=True, slots=True)
 class MiniBatching:
-    """The cut of a batch into a role's updates.
+    """How a batch is cut into a role's updates.
 
     Attributes:
-        samples: rows of a mini-batch, over all devices.
-        epochs: passes over the batch.
-        shuffle: whether each pass permutes the rows.
-        seed: of those permutations.
+        samples: The rows of a mini-batch, over all devices.
+        epochs: The number of passes over the batch.
+        shuffle: Whether each pass permutes the rows.
+        seed: The seed of the permutations.
     """
 
     samples: int
@@ -33,24 +33,27 @@ class MiniBatching:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a run, derived from its config once.
+    """The plan of a run, derived once from its config.
 
     Attributes:
-        total_steps: iterations of the loop.
-        batch_samples: rows of a batch, train_batch_size · n.
-        actor, critic: mini-batches of each.
-        recompute_old: whether log-probs under the policy before the updates are computed. With one
-            update per batch they equal the update's own, and nothing else reads them unless the
-            reward is penalised by KL, the estimator or the loss's choice of tokens asks for them or for
-            what comes with them, or the rollout correction must be known before the update: the mean of
-            its weights, or what a critic is not to learn from. In bypass mode the rollout's stand for them.
-        bypasses: whether the rollout's log-probs stand for the old ones.
-        old_outputs: what the policy's forward before its updates gives besides log-probs: the sum of squared
-            probabilities, the exact KL of the reward; the entropy, for the samples' files.
-        greedy_baselines: whether each prompt is answered once more, greedily, for `reward_baselines`.
-        exact_kl: where the KL to the reference is exact over the vocabulary, of "reward" and "loss".
-        n: responses per prompt.
-        group_sizes: those from a step on, by the step, in order; none where all steps have n.
+        total_steps: The number of training steps.
+        batch_samples: The rows of a batch: train_batch_size · n.
+        actor: The mini-batches of the actor.
+        critic: The mini-batches of the critic.
+        recompute_old: Whether to recompute log-probs under the policy before the updates. With one update per
+            batch they equal the update's own log-probs. They are then needed only for a KL penalty in the
+            reward, for an estimator or a token selection of the loss that reads them or other outputs of this
+            forward, or if the rollout correction must be known before the update (for the mean of its
+            weights, or for tokens that the critic must not learn from). In bypass mode, the rollout's
+            log-probs replace them.
+        bypasses: Whether the rollout's log-probs replace the old log-probs.
+        old_outputs: Further outputs of the policy's forward before its updates: the sum of squared
+            probabilities, the exact KL of the reward, and the entropy for files of samples.
+        greedy_baselines: Whether each prompt is answered once more, greedily, for `reward_baselines`.
+        exact_kl: The KL terms ("reward", "loss") that are computed exactly over the vocabulary.
+        n: The number of responses per prompt.
+        group_sizes: The number of responses per prompt from a step on, by that step, in order; empty if all
+            steps have n.
     """
 
     total_steps: int
@@ -66,7 +69,7 @@ class Plan:
     group_sizes: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, step: int) -> Plan:
-        """The plan of one step: mini-batches count prompts, so their samples follow the group size."""
+        """Return the plan of one step; mini-batches count prompts, so their rows follow the group size."""
         sizes = [n for first, n in self.group_sizes.items() if first <= step]
         if not sizes or sizes[-1] == self.n:
             return self
@@ -78,15 +81,20 @@ class Plan:
 
 
 def updates_per_step(batch_samples: int, mini: MiniBatching) -> int:
-    """Optimizer steps of a role in one training step."""
+    """Return the number of optimizer steps of a role in one training step."""
     return mini.epochs * -(-batch_samples // mini.samples)
 
 
 def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> Plan:
-    """The plan of a config for a training set of `steps_per_epoch` batches.
+    """Return the plan of a run.
+
+    Args:
+        config: The config of the run.
+        spec: The advantage estimator.
+        steps_per_epoch: The number of batches in the training set.
 
     Raises:
-        ConfigError: bypass mode, with something that the forward it leaves out would give.
+        ConfigError: Bypass mode is on, but something else needs the forward that it skips.
     """
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
@@ -102,12 +110,12 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
     old_outputs = {"sum_pi_squared"} & set(spec.columns) | of_reward
     if correction.bypass_mode and old_outputs:
         raise ConfigError(
-            "bypass mode leaves out the policy's forward before its updates, which gives what is asked for",
+            "bypass mode skips the policy's forward before its updates, but this run needs its results",
             field=f"{AT}.bypass_mode",
             got=f"true, with {' and '.join(sorted(old_outputs))} to compute",
             expected="false",
-            remedy="set it to false, or choose another algorithm.adv_estimator, and another "
-            "algorithm.kl_penalty than full",
+            remedy="set it to false; or choose another algorithm.adv_estimator, and a value other than full "
+            "for algorithm.kl_penalty",
         )
     return Plan(
         total_steps=config.trainer.steps(steps_per_epoch),
@@ -128,13 +136,17 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
 def minibatches(
     batch: BatchFuture, samples: int, mini: MiniBatching, step: int, left_out: np.ndarray | None = None
 ) -> Iterator[BatchFuture]:
-    """The batch's mini-batches in the order of the updates. They are formed on row numbers, over the
-    whole batch, before any split over devices; nothing of the batch needs to be there yet.
+    """Yield the mini-batches of a batch in the order of the updates.
+
+    Mini-batches are formed from row numbers over the whole batch, before the batch is split over devices. The
+    data of the batch need not be computed yet.
 
     Args:
-        samples: rows of the batch.
-        step: the training step, for the permutations.
-        left_out: (samples) bool, rows that are in no mini-batch; one without any other is left out too.
+        batch: The batch.
+        samples: The number of rows in the batch.
+        mini: How to cut the batch.
+        step: The training step, which seeds the permutations.
+        left_out: (samples) bool. Rows that no mini-batch contains. A mini-batch without rows is skipped.
     """
     for epoch in range(mini.epochs):
         rows = np.arange(samples)

@@ -1,5 +1,7 @@
-"""Learning from examples, over the same loop, pools, engine, run folder and checkpoints as reinforcement
-learning. What is learnt, from which data and by which loss, is a `Task`."""
+"""Supervised training, with the same loop, pools, engine, run folder and checkpoints as RL.
+
+A `Task` says what is learned, from which data, and with which loss.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,15 @@ from tandem.workers.losses import NextTokenLoss, PreferenceLoss
 
 @dataclass(frozen=True)
 class Task:
-    """A task of supervised learning: data, model and loss.
+    """A task of supervised training: data, model and loss.
 
     Attributes:
-        name: stands before its metrics.
-        role: of the model, in the run and in checkpoints.
-        kind: of model.
-        loss: what is minimised.
-        dataset: makes a dataset of files and a tokenizer; a class with its options, for it travels.
+        name: The prefix of its metrics.
+        role: The role of the model, in the run and in checkpoints.
+        kind: The kind of model.
+        loss: The loss to minimize.
+        dataset: Makes a dataset from files and a tokenizer. A class with its options, so that it can be sent
+            to another process.
     """
 
     name: str
@@ -43,7 +46,7 @@ class Task:
 
 
 def sft_task(config: SFTConfig) -> Task:
-    """Supervised fine-tuning: next-token cross-entropy on what the assistant said."""
+    """Return the task of supervised fine-tuning: next-token cross-entropy on the assistant's tokens."""
     data = config.data
     names = ("messages_key", "prompt_key", "response_key", "text_key", "tools_key")
     named = {name: getattr(data, name) for name in names}
@@ -52,7 +55,7 @@ def sft_task(config: SFTConfig) -> Task:
 
 
 def rm_task(config: RMConfig) -> Task:
-    """A reward model learnt from preferences, by the Bradley-Terry loss."""
+    """Return the task of training a reward model on preferences, with the Bradley-Terry loss."""
     data = config.data
     names = ("chosen_key", "rejected_key", "prompt_key", "margin_key")
     named = {name: getattr(data, name) for name in names}
@@ -62,7 +65,7 @@ def rm_task(config: RMConfig) -> Task:
 
 
 def _options(data: SupervisedDataConfig) -> dict[str, Any]:
-    """The options that the datasets of both tasks have."""
+    """Return the options that the datasets of both tasks have."""
     return {
         "max_length": data.max_length,
         "truncation": data.truncation,
@@ -76,11 +79,14 @@ class SupervisedTrainer(Loop[BatchFuture]):
     """The controller of a supervised run.
 
     Args:
-        rhythm, prompts, session, backend: see `Loop`; the prompts are training examples.
-        name: stands before the task's metrics.
-        data: the group that has the examples.
-        model: the group that learns.
-        val_batches: how many batches of held-out examples there are.
+        rhythm: See `Loop`.
+        prompts: The training examples; see `Loop`.
+        session: See `Loop`.
+        backend: See `Loop`.
+        name: The prefix of the task's metrics.
+        data: The group that reads the examples.
+        model: The group that learns.
+        val_batches: The number of batches of held-out examples.
     """
 
     def __init__(
@@ -102,11 +108,11 @@ class SupervisedTrainer(Loop[BatchFuture]):
         self.val_batches = val_batches
 
     def generate(self, step: int, batch: BatchFuture) -> BatchFuture:
-        """Returns the examples as they are: nothing is generated."""
+        """Return the examples unchanged; nothing is generated."""
         return batch
 
     def learn(self, step: int, batch: BatchFuture) -> dict[str, float]:
-        """Makes one optimizer step on `train_batch_size` rows and returns its metrics."""
+        """Take one optimizer step on `train_batch_size` rows and return its metrics."""
         learnt: Metrics = self.model.update(batch)
         metrics = {f"{self.name}/{name}": value for name, value in learnt.to_floats().items()}
         metrics["training/epoch"] = self.prompts.epoch
@@ -118,7 +124,7 @@ class SupervisedTrainer(Loop[BatchFuture]):
         return self.val_batches > 0
 
     def validate(self, step: int) -> dict[str, float]:
-        """The measures of training on the held-out examples, `val/…`."""
+        """Return the same measures as in training, on the held-out examples, as `val/…`."""
         parts = [self.model.validate(self.data.val_batch(number)) for number in range(self.val_batches)]
         return {f"val/{name}": value for name, value in Metrics.merged(parts).to_floats().items()}
 

@@ -1,4 +1,4 @@
-"""Takes of a step: built as its run was, it learns from the samples that the run kept, changed or not."""
+"""Take a step of a run again from the samples that the run kept, with or without changes."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ from tandem.workers.attribution import UpdateGradient
 from tandem.workers.correction import KEPT, WEIGHTS
 from tandem.workers.data import Read
 
-_MADE_ANEW = frozenset(
+_RECOMPUTED = frozenset(
     {
         *("old_log_probs", "ref_log_probs", "values", "sum_pi_squared", "entropy", "ref_kl", KEPT),
         *(WEIGHTS, "token_level_rewards", "advantages", "returns", "selected_tokens"),
     }
 )
-"""Columns of a samples file that the step computes."""
+"""Columns of a samples file that the step computes again."""
 _SCORED = frozenset(
     {"scores", "token_level_scores", "reward_extra", "reward_why", "response_text", "reward_failed"}
 )
 _BASELINES = frozenset({"reward_baselines"})
 ENGINES = ("native", "hf")
 """Rollout engines that need no other package."""
-_UNREAD = (
+_UNUSED_KEYS = (
     *("custom_reward_function.*", "reward.*", "reward_model.model*", "trainer.*_name", "trainer.logger"),
     *("trainer.default_local_dir", "trainer.cluster.*", "trainer.on_step", "data.*_files", "data.cache_dir"),
     *("data.sampler.*", "*.rollout.server.*"),
 )
-"""Keys of which a replay needs nothing, so that variables of the environment that they name may be unset."""
+"""Keys that a replay does not use, so environment variables in their values need not be set."""
 _WATCHED = "tandem.workers.attribution:WatchedActor"
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be otherwise in a step.
+    """Changes to make in a replayed step.
 
     Attributes:
-        words: `key=value`, of keys that decide what is learnt from given samples.
-        reward: `file.py:function`, in place of the recorded scores.
-        without: samples that are left out, by the uid of their prompt or `uid#sample`.
+        words: `key=value` of keys that decide what is learned from given samples.
+        reward: `file.py:function`, to use instead of the recorded scores.
+        without: Samples to leave out, as the uid of a prompt or `uid#sample`.
     """
 
     words: Sequence[str] = ()
@@ -80,17 +80,17 @@ class Changes:
         return bool(self.words or self.reward or self.without)
 
 
-NOTHING = Changes()
+NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenStep:
     """A step that was taken.
 
     Attributes:
-        metrics: by name.
-        samples: its batch, advantages included.
-        gradients: of the actor's updates, where they were looked at.
+        metrics: The metrics by name.
+        samples: The batch of the step, including advantages.
+        gradients: The gradients of the actor's updates, if they were recorded.
     """
 
     metrics: dict[str, float]
@@ -99,42 +99,42 @@ class Taken:
 
     @property
     def names(self) -> list[tuple[str, int]]:
-        """(B) uid and number of each sample."""
+        """(B) The uid and the sample number of each sample."""
         arrays = self.samples.non_tensor_batch
         return list(zip(arrays["uid"].tolist(), arrays["sample"].tolist(), strict=True))
 
 
 def same(a: float, b: float) -> bool:
-    """Equality to which NaN is equal to NaN."""
+    """Return whether two numbers are equal, with NaN equal to NaN."""
     return a == b or (a != a and b != b)
 
 
-class Recorded(Schedule[Gathered]):
-    """Steps that learn from what a run kept.
+class RecordedSchedule(Schedule[Gathered]):
+    """A schedule whose steps learn from the samples that a run kept.
 
     Args:
-        run: the run.
-        step: the one that is changed, if any is.
-        changes: in it.
+        run: The run.
+        step: The step to change, if there are changes.
+        changes: The changes.
     """
 
     def __init__(self, run: Run, step: int, changes: Changes) -> None:
         self._run, self._step, self._changes = run, step, changes
 
     def step(self, step: int, loop: Loop[Gathered]) -> dict[str, float]:
-        assert isinstance(loop, Replayer)
-        changes = self._changes if step == self._step else NOTHING
+        assert isinstance(loop, ReplayTrainer)
+        changes = self._changes if step == self._step else NO_CHANGES
         batch = read_batch(samples_file(self._run, step))
         if changes.without:
             batch = batch[kept_rows(batch, changes.without)]
         return loop.learn(step, _gathered(loop, batch, rescore=changes.reward is not None))
 
 
-class Unread:
-    """The rows of a replay, which learns from samples that are there and reads no data.
+class NoContent:
+    """The dataset of a replay. It has rows but no content, because a replay reads no data.
 
     Args:
-        rows: how many there are.
+        rows: The number of rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -144,18 +144,20 @@ class Unread:
         return len(self.digests)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        raise AssertionError("a replay takes the recorded samples")
+        raise AssertionError("a replay uses the recorded samples")
 
 
-def _unread(count: int) -> Read:
-    """Return what the data worker of a replay holds. It is made there: a loader does not travel to another
-    process."""
-    rows = Unread(count)
+def _no_data(count: int) -> Read:
+    """Return the data of a replay's data worker.
+
+    It is created in the worker, because a loader cannot be sent to another process.
+    """
+    rows = NoContent(count)
     return Read(rows, BatchLoader(rows, count, EpochOrder(shuffle=False, seed=0)), None)
 
 
-class Replayer(PPOTrainer):
-    """Takes steps whose samples are there already; see `Recorded`. Keeps the last one's batch."""
+class ReplayTrainer(PPOTrainer):
+    """A trainer that takes steps of a `RecordedSchedule`, and keeps the batch of the last step."""
 
     batch: BatchFuture
 
@@ -172,7 +174,7 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
         tensors, arrays = ([n for n in own if n in names] for own in (batch.batch, batch.non_tensor_batch))
         return BatchFuture.of(batch.select(tensors, arrays))
 
-    columns = set(batch.columns) - _MADE_ANEW
+    columns = set(batch.columns) - _RECOMPUTED
     samples = part(columns - _SCORED - _BASELINES - ({"columns"} if rescore else set()))
     scores = part(columns & _SCORED)
     if rescore:
@@ -187,8 +189,11 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
 
 
 def _columns(batch: DataProto) -> list[dict[str, Any]]:
-    """(B) what a reward is given that reads columns by name: what every run keeps of a row, and all of it
-    where the run's own reward reads so."""
+    """Return the columns for a reward that reads columns by name: (B) one dict per row.
+
+    Every run keeps the columns below. If the run's own reward reads columns by name, the run keeps all
+    columns.
+    """
     arrays = batch.non_tensor_batch
     kept: Iterable[Any] = arrays["columns"] if "columns" in batch else [{}] * len(batch)
     named = ("messages", "data_source", "ground_truth", "extra_info")
@@ -205,20 +210,21 @@ def _columns(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
-    """The tokens before the first that the policy wrote, of each of these rows."""
+    """Return the prompt tokens of each of these rows: all tokens before the first that the policy wrote."""
     chosen = batch[np.asarray(rows)]
     pairs = zip(chosen.ragged("tokens"), chosen.ragged("response_mask"), strict=True)
     return [ids[: int(mask.int().argmax()) if bool(mask.any()) else len(ids)] for ids, mask in pairs]
 
 
 def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
-    """The rows of a batch that are left.
+    """Return the rows of a batch that remain.
 
     Args:
-        without: see `Changes`.
+        batch: The batch.
+        without: The samples to leave out; see `Changes`.
 
     Raises:
-        ConfigError: one that is not there; nothing is left.
+        ConfigError: A sample in `without` does not exist, or no row remains.
     """
     uids, numbers = batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample"]
     names = [{str(uid), f"{uid}#{number}"} for uid, number in zip(uids, numbers, strict=True)]
@@ -226,47 +232,48 @@ def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
     for name in without:
         if name not in known:
             raise ConfigError(
-                "no such sample in this step",
+                "this step has no such sample",
                 field="--without",
                 got=name,
                 expected=f"a prompt's uid or uid#sample, such as {uids[0]} or {uids[0]}#{numbers[0]}",
             )
     rows = np.flatnonzero([not found & set(without) for found in names])
     if not len(rows):
-        raise ConfigError("nothing is left to learn from", field="--without", got=", ".join(without))
+        raise ConfigError("no samples are left to learn from", field="--without", got=", ".join(without))
     return rows
 
 
 def samples_file(run: Run, step: int) -> Path:
-    """Where the samples of a training step are, if they are."""
+    """Return the path of the samples file of a training step, which may not exist."""
     return run.path / "samples" / f"step_{step:06d}.parquet"
 
 
-class Stage:
-    """Where takes are made.
+class StepReplay:
+    """Takes a step of a run again, in a scratch folder.
 
     Args:
-        run, step: what is replayed.
-        scratch: an empty folder.
+        run: The run.
+        step: The step to replay.
+        scratch: An empty folder.
 
     Raises:
-        ConfigError: the run's config names code, and no run of this user wrote it.
+        ConfigError: The run's config names code, and the run was not written by this user.
     """
 
     def __init__(self, run: Run, step: int, scratch: Path) -> None:
         self._run, self._step, self._scratch = run, step, scratch
         self._takes = 0
         starts = [e for e in run.events if e["event"] == "start" and e["step"] < step]
-        self._total = starts[-1]["total_steps"] if starts else run.total_steps  # a run may be taken further
+        self._total = starts[-1]["total_steps"] if starts else run.total_steps  # a resumed run may be longer
         self._samples = samples_file(run, step)
         self._columns = set(_columns(read_batch(self._samples)[[0]])[0])
         shutil.copy(run.path / "config.yaml", scratch)
         require_own(run.path / "config.yaml", self.config(()).model_dump())
 
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
-        """The run's config with these words, for takes from given samples."""
+        """Return the run's config with these changes, for steps that learn from given samples."""
         samples = [str(self._samples)]
-        own: dict[str, Any] = {  # what may not be here, or is told not to be
+        own: dict[str, Any] = {  # what may be missing here or must not run
             "data.train_files": samples,
             "data.val_files": samples if self._run.setting("data.val_files") else None,
             "data.sampler": {"class_path": None, "class_name": None, "kwargs": {}},
@@ -276,7 +283,7 @@ class Stage:
         unread = [
             f"~{key}"
             for key, value in flat(self._run.config)
-            if refers(value) and any(fnmatchcase(key, pattern) for pattern in _UNREAD)
+            if refers(value) and any(fnmatchcase(key, pattern) for pattern in _UNUSED_KEYS)
         ]
         if reward is not None:
             path, _, name = reward.rpartition(":")
@@ -289,12 +296,12 @@ class Stage:
             lacks = sorted(set(scorer.reads.needs if scorer else ()) - self._columns)
             if lacks:
                 raise DataError(
-                    "the run kept no such column of the data, and the reward reads it",
+                    "the reward reads a column of the data that the run did not keep",
                     field="--reward",
                     got=f"{reward} reads {', '.join(lacks)}",
                     expected=f"of {', '.join(sorted(self._columns))}",
-                    remedy="give the parameter a default; a run keeps all columns where its own reward "
-                    "reads one by name",
+                    remedy="give the parameter a default; a run keeps all columns if its own reward reads a "
+                    "column by name",
                 )
         return config
 
@@ -302,25 +309,28 @@ class Stage:
         self,
         config: TrainConfig,
         checkpoint: Path | None,
-        changes: Changes = NOTHING,
+        changes: Changes = NO_CHANGES,
         *,
         watched: bool = False,
         shares: bool = False,
         keep: bool = False,
-    ) -> tuple[Taken, Path | None]:
-        """The step, and a checkpoint of the one before if it is to be kept.
+    ) -> tuple[TakenStep, Path | None]:
+        """Take the step, and return it with the checkpoint that it started from.
 
         Args:
-            checkpoint: where to begin; None: with the model that the run began with.
-            watched: whether the gradients of the actor's updates are looked at.
-            shares: whether they are taken apart too.
+            config: A result of `config`.
+            checkpoint: The checkpoint to start from; None: the model that the run started with.
+            changes: The changes to make in the step.
+            watched: Whether to record the gradients of the actor's updates.
+            shares: Whether to attribute these gradients to tokens as well.
+            keep: Whether to save a checkpoint right before the step, and to return that one.
         """
         self._takes += 1
         values: dict[str, Any] = {
             "data.gen_batch_size": None,
             "data.val_files": (),
-            "algorithm.filter_groups.enable": False,  # the samples are those that were left
-            "trainer.samples_freq": sys.maxsize,  # as in the run: what is written is computed; no step is due
+            "algorithm.filter_groups.enable": False,  # the samples were filtered in the run
+            "trainer.samples_freq": sys.maxsize,  # computes the columns of a samples file, but writes none
             "trainer.max_ckpt_to_keep": None,
             "trainer.profile": ProfileConfig(),
             "trainer.worst_batch_first": False,
@@ -334,11 +344,11 @@ class Stage:
         trainer = build_ppo(
             quiet(config, self._scratch / f"take_{self._takes}", self._total, values),
             say=lambda sentence: None,
-            trainer=Replayer,
-            schedule=Recorded(self._run, self._step, changes),
-            data=partial(_unread, max(config.data.train_batch_size, 1)),
+            trainer=ReplayTrainer,
+            schedule=RecordedSchedule(self._run, self._step, changes),
+            data=partial(_no_data, max(config.data.train_batch_size, 1)),
         )
-        assert isinstance(trainer, Replayer)
+        assert isinstance(trainer, ReplayTrainer)
         before = checkpoint
         try:
             if shares:
@@ -350,13 +360,13 @@ class Stage:
                     if keep and done.number == self._step - 1 and trainer.steps_taken:
                         before = trainer.save_last()
             gradients = trainer.roles.actor.take_gradients() if watched else []
-            return Taken(trainer.done.metrics, trainer.batch.get(), gradients), before
+            return TakenStep(trainer.done.metrics, trainer.batch.get(), gradients), before
         finally:
             trainer.shutdown()
 
 
-def alone(config: TrainConfig) -> TrainConfig:
-    """The same in one process."""
+def in_one_process(config: TrainConfig) -> TrainConfig:
+    """Return the same config for one process."""
     whole = {
         **{"trainer.backend": "local", "trainer.nnodes": 1, "trainer.n_gpus_per_node": 1},
         **{"trainer.resource_pools": {}, "trainer.placement": {}},

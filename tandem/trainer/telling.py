@@ -1,4 +1,4 @@
-"""What a run tells its user when it begins and when it has ended."""
+"""The messages of a run to its user when it starts and when it ends."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from tandem.observability.sinks.console import duration
 
 
 def beginning(model: str, rows: int, what: str, steps: int, folder: Path, checkpoint: Path | None) -> str:
-    """The sentence with which a run begins.
+    """Return the message for the start of a run.
 
     Args:
-        model: its folder.
-        rows: of the training data.
-        what: a step takes, in words.
-        steps: of the whole run.
-        checkpoint: where it goes on from, if anywhere.
+        model: The folder of the model.
+        rows: The number of rows in the training data.
+        what: What a step uses, in words.
+        steps: The number of steps of the whole run.
+        folder: The run folder.
+        checkpoint: The checkpoint that the run resumes from; None for a new run.
     """
     kind = stored_config(model).get("model_type", "unknown type")
     numbers = parameters(Path(model))
     size = "" if numbers is None else f", {short(numbers)} parameters"
-    there = f"goes on from {checkpoint.name}" if checkpoint else "begins anew"
+    there = f"resumes from {checkpoint.name}" if checkpoint else "new run"
     return f"{model} ({kind}{size}); {rows:,} rows; {steps:,} steps of {what}; {there} in {folder}"
 
 
 def parameters(model: Path) -> int | None:
-    """The numbers in the weights of a model folder, read from their headers; None where they are in another
-    format, or damaged, which is told as they are loaded."""
+    """Return the number of parameters in a model folder, read from the headers of its weight files.
+
+    Return None if the weights have another format or are damaged; loading them reports this.
+    """
     total = 0
     for path in sorted(model.glob("*.safetensors")):
         try:
@@ -43,7 +46,7 @@ def parameters(model: Path) -> int | None:
 
 
 def short(number: float) -> str:
-    """A count in three figures: 1.06 M, 7.62 B."""
+    """Format a count with three significant figures: 1.06 M, 7.62 B."""
     for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"
@@ -51,26 +54,27 @@ def short(number: float) -> str:
 
 
 def ending(folder: Path, *, steps_taken: int) -> str:
-    """What a run came to: its measures from first to last, where the model is, and what may follow."""
+    """Return the message for the end of a run: its measures, where the model is, and what you can do next."""
     run = Run(folder)
     newest = max(run.checkpoints.values(), default=None)
     if not steps_taken and run.state == "finished":
         more = (
-            "trainer.total_training_steps=… takes it further; another trainer.default_local_dir begins anew"
+            "set trainer.total_training_steps=… to train further, "
+            "or set another trainer.default_local_dir to start a new run"
         )
-        told = [f"{folder} has taken its {run.steps} steps already: {more}"]
+        lines = [f"{folder} has already taken all {run.steps} steps: {more}"]
     else:
-        told = [f"{run.steps} steps in {duration(run.seconds)}"]
+        lines = [f"{run.steps} {'step' if run.steps == 1 else 'steps'} in {duration(run.seconds)}"]
     for name in SHOWN:
         if curve := run.curve(name):
             least_or_most = min if name.endswith("loss") else max
             step, best = least_or_most(curve, key=lambda point: point[1])
             ends = f"first {curve[0][1]:.3f}, last {curve[-1][1]:.3f}"
-            told.append(f"{name}: {ends}, best {best:.3f} at step {step}")
+            lines.append(f"{name}: {ends}, best {best:.3f} at step {step}")
     if newest is not None:
-        told += [
+        lines += [
             f"model: {newest}",
             f"next:  tandem samples {folder} --worst",
             f"       tandem export {folder} DIR",
         ]
-    return "\n".join(told)
+    return "\n".join(lines)

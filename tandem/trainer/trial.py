@@ -1,5 +1,7 @@
-"""Tries whether a model folder's architecture can be trained: by the training engine on packed sequences, and
-by the native rollout engine, which has attention of its own."""
+"""Try whether the engines compute a model's architecture correctly.
+
+The training engine runs packed sequences; the native rollout engine has its own attention.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,27 @@ from tandem.models.small_copy import LONGEST, window_limits
 from tandem.protocol import Request, SamplingParams
 
 LIMIT = 1e-6
-"""Of the difference between the native engine's log-probs and transformers', relative above 1."""
+"""The largest accepted log-prob difference between the native engine and transformers, relative above 1."""
 _PROMPTS = (9, 2, 23)
 
 
 def require_sound_model(
     path: str | Path, *, longest: int, native: bool, scorer: bool = False, trust_remote_code: bool = False
 ) -> None:
-    """Refuses an architecture that training or the rollout would compute wrong. No weights are read; it takes
-    seconds.
+    """Check that training and the rollout compute an architecture correctly.
+
+    No weights are read. The check takes seconds.
 
     Args:
-        path: the model's folder.
-        longest: tokens of the longest sequence.
-        native: whether the native engine samples from it.
-        scorer: whether it is trained as a reward model.
-        trust_remote_code: run the model class that the folder brings along.
+        path: The folder of the model.
+        longest: The number of tokens of the longest sequence.
+        native: Whether the native engine samples from the model.
+        scorer: Whether the model is trained as a reward model.
+        trust_remote_code: Whether to run the model class that comes with the folder.
 
     Raises:
-        ModelError: packed sequences are not computed right; see also `check_packed`.
-        EngineError: the native engine cannot run it, or computes it wrong.
+        ModelError: Packed sequences are computed wrong; see also `check_packed`.
+        EngineError: The native engine cannot run the model, or computes it wrong.
     """
     found, model = check_packed(path, scorer=scorer, trust_remote_code=trust_remote_code)
     require_sound(found, path, longest)
@@ -47,24 +50,25 @@ def require_sound_model(
     difference = native_difference(model, beyond=beyond)
     if not difference <= LIMIT:
         raise EngineError(
-            "the native rollout engine does not compute this model",
+            "the native rollout engine computes this model wrong",
             field="actor_rollout_ref.rollout.name",
             got=f"{path}: log-probs differ from transformers' by {difference:.3g}",
             expected=f"at most {LIMIT:g}",
-            remedy="use rollout.name=hf for this model",
+            remedy="set actor_rollout_ref.rollout.name=hf for this model",
         )
 
 
 def native_difference(model: Any, *, beyond: bool) -> float:
-    """The largest difference of log-probs between the native engine and transformers' own attention, relative
-    above 1; NaN where there is one.
+    """Return the largest log-prob difference between the native engine and transformers' own attention.
+
+    The difference is relative where the log-prob is above 1 in size, else absolute. It is NaN if any is NaN.
 
     Args:
-        model: the small copy that `check_packed` gives.
-        beyond: whether sequences are longer than every window, chunk and angle limit of it.
+        model: The small copy of the model that `check_packed` returns.
+        beyond: Whether sequences are longer than the model's windows, chunks and rotary limits.
 
     Raises:
-        EngineError: the engine cannot run the model.
+        EngineError: The engine cannot run the model.
     """
     text = model.config.get_text_config()
     most = LONGEST if beyond else min([LONGEST, *window_limits(text)])
@@ -87,12 +91,12 @@ def native_difference(model: Any, *, beyond: bool) -> float:
             samples = [sample for part in finished(engine, requests) for sample in part]
         except TandemError:
             raise
-        except Exception as error:  # a model's class may raise anything
+        except Exception as error:  # the code of a model class may raise anything
             raise EngineError(
                 "the native rollout engine cannot run this model",
                 field="actor_rollout_ref.rollout.name",
                 got=f"{type(error).__name__}: {error}",
-                remedy="use rollout.name=hf for this model",
+                remedy="set actor_rollout_ref.rollout.name=hf for this model",
             ) from error
         finally:
             engine.close()

@@ -1,4 +1,4 @@
-"""What the page asks for: plain values of the runs on the shelf, by name."""
+"""The data that the page asks for: plain values from the runs, by name."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from tandem.viewer.sample import GROUP, whole
 from tandem.viewer.shelf import Shelf, Viewed
 from tandem.viewer.timeline import waits
 
+# Limits of one answer.
 EXCERPT = 300  # characters of a text in a list
-SIDE_BY_SIDE = 4_000  # characters of a text beside others
-LARGEST = 1e300  # of a value that is drawn; nothing that is measured is beyond
-POINTS = 4_000  # of a curve; of a longer one every so many steps the least and the greatest are given
-COMMUNICATION = "perf/communication_share"  # a metric that is made of others, here alone
-SPANS = 20_000
+SIDE_BY_SIDE = 4_000  # characters of a text that is shown next to others
+LARGEST = 1e300  # size of a value in a curve; no measured value is larger
+POINTS = 4_000  # points of a curve; a longer curve keeps the least and the greatest value of each stretch
+COMMUNICATION = "perf/communication_share"  # not a limit: a metric that is computed here from others
+SPANS = 20_000  # phases of a step
 LOG_BYTES = 200_000
-LISTED = 2_000  # of events, checkpoints, runs and lengths of an answer; of more, the last ones
+LISTED = 2_000  # events, checkpoints, runs and lengths; if there are more, the last ones are returned
 NAMES = 5_000  # names of metrics
-CURVES = 100  # curves of an answer
-STEPS = 20_000  # steps among which a page lets one choose
-FEW = 200  # names that a list of choices has, and files whose damage is told
-READ = 60  # answers to a prompt that one can read
-WAITS = 40
+CURVES = 100
+STEPS = 20_000  # steps that the page offers to choose from
+FEW = 200  # names in a list of choices, and damaged files
+READ = 60  # responses to one prompt
+WAITS = 40  # idle times of workers
 LONG = 4_000  # characters of an event
 _NUMBERS = (STEP, "val", "score", "length", "prompt")
 _TEXTS = {"asked": "prompt", "source": "source", "finish": "finish", "uid": "uid"}
-"""What the list has of a sample: columns of the index as they are, and the texts of codes."""
+"""Names in a listed sample whose values are texts, and the code in the index that holds each text."""
 _EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
 _COLUMNS = (*_EXPORTED, "finish_reason", "prompt_tokens", "response_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A file that is made while it is sent."""
+    """A file that is created while it is sent."""
 
     name: str
     kind: str
@@ -59,7 +60,7 @@ class Download:
 
 
 def metrics(view: Viewed, query: Query) -> dict[str, Any]:
-    """Return curves of the metrics asked for, and the names of all there are."""
+    """Return the curves of the requested metrics, and the names of all metrics."""
     rows = view.run.metrics
     for row in rows:
         row |= _communication(row)
@@ -85,7 +86,7 @@ def _choices(texts: list[str], most: int) -> list[str]:
 
 
 def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
-    """Return steps and values; of too many the extremes of each stretch."""
+    """Return steps and values of a curve. If there are too many, return the extremes of each stretch."""
     points = [point for point in curve if isinstance(point[1], int | float) and abs(point[1]) < LARGEST]
     stride = math.ceil(2 * len(points) / POINTS)
     if len(points) > POINTS:
@@ -96,7 +97,10 @@ def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
 
 
 def events(view: Viewed, _: Query) -> dict[str, Any]:
-    """Return what happened in the run: starts, ends, warnings, checkpoints; what it said; what is damaged."""
+    """Return the run's events and checkpoints, its log, its failure message and its damaged files.
+
+    Events are starts, ends and warnings.
+    """
     run, damage = view.run, dict(islice(view.samples.damage.items(), FEW))
     texts = {}
     for name, file in (("log", "run.log"), ("failure", "failure.txt")):
@@ -114,12 +118,12 @@ def events(view: Viewed, _: Query) -> dict[str, Any]:
 
 
 def _brief(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event; of a long one its kind and the beginning of what it says."""
-    said = json.dumps(event, ensure_ascii=False)
-    if len(said) <= LONG:
+    """Return an event. If it is long, keep only its kind and the start of its text."""
+    written = json.dumps(event, ensure_ascii=False)
+    if len(written) <= LONG:
         return event
     known = {name: str(event.get(name))[:EXCERPT] for name in ("event", "time", "name", "how")}
-    return {**known, STEP: None, "text": str(event.get("text", said))[:LONG]}
+    return {**known, STEP: None, "text": str(event.get("text", written))[:LONG]}
 
 
 def _manifest(checkpoint: Path, run: Path) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def _manifest(checkpoint: Path, run: Path) -> dict[str, Any]:
 
 
 def _tail(path: Path, run: Path) -> str:
-    """Return the end of a file of text within a run folder; "" where there is none."""
+    """Return the end of a text file within a run folder, or "" if there is no such file."""
     try:
         file = opened(path, run)
     except FileNotFoundError:
@@ -142,7 +146,7 @@ def _tail(path: Path, run: Path) -> str:
 
 
 def samples(view: Viewed, query: Query) -> dict[str, Any]:
-    """Return a page of the samples selected, and histograms of all of them."""
+    """Return one page of the selected samples, and histograms of all selected samples."""
     index = view.samples
     rows, histograms = selected(query, index)
     first, count = query.whole("offset", 0), query.whole("limit", 50, 200)
@@ -163,15 +167,18 @@ def samples(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def sample(view: Viewed, query: Query) -> dict[str, Any]:
-    """Return one sample whole, with others of its prompt's group: as many as `GROUP`, from the place asked
-    for on, else so that this one is amid."""
+    """Return one whole sample, with other samples of its prompt's group.
+
+    At most `GROUP` samples of the group are returned. They start at the requested position. Without a
+    requested position, this sample is in the middle.
+    """
     index = view.samples
     row = index.placed(query.text("id"))
     part = index.parts[index.table["part"][row]]
     found = whole(view.run, part.path, int(index.table["row"][row]), query.whole("start", 0))
     group = index.group(row)
-    amid = int(np.searchsorted(group, row)) - GROUP // 2
-    first = min(query.whole("group", max(amid, 0)), max(len(group) - GROUP, 0))
+    centered = int(np.searchsorted(group, row)) - GROUP // 2
+    first = min(query.whole("group", max(centered, 0)), max(len(group) - GROUP, 0))
     return {
         **_listed(index, np.array([row]), 0)[0],
         **found,
@@ -182,8 +189,10 @@ def sample(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def history(view: Viewed, query: Query) -> dict[str, Any]:
-    """Return what the policy answered to one prompt over the run: all scores and lengths, and as many answers
-    as one can read."""
+    """Return the policy's responses to one prompt over the run.
+
+    The result has all scores, and a number of responses that a person can read.
+    """
     table = view.samples.table
     rows = (table["prompt"] == query.whole("prompt", 0, 2**31)).nonzero()[0]
     return {
@@ -193,7 +202,7 @@ def history(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def _evenly(values: np.ndarray, most: int) -> np.ndarray:
-    """Return so many of some values at most, evenly chosen, the first and the last among them."""
+    """Return at most `most` of the values, evenly spaced. The first and the last are included."""
     if len(values) <= most:
         return values
     return values.take(np.linspace(0, len(values) - 1, most).astype(int))
@@ -213,8 +222,10 @@ def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str
 
 
 def export(view: Viewed, query: Query) -> Download:
-    """Return the samples selected, whole but for their tokens, as JSON lines or CSV. Files are read as rows
-    are taken."""
+    """Return the selected samples as JSON lines or CSV: all columns but the tokens.
+
+    Files are read while the rows are sent.
+    """
     index, run = view.samples, view.run.path
     rows, _ = selected(query, index)
     parts, within = index.table["part"][rows], index.table["row"][rows]
@@ -232,7 +243,7 @@ def export(view: Viewed, query: Query) -> Download:
 
 
 class _Line:
-    """A file for a writer of CSV, which hands on what its file returns."""
+    """A file object for a CSV writer. Its `write` returns the text, so the writer returns it too."""
 
     write = staticmethod(str)
 
@@ -244,7 +255,10 @@ def _csv(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def step_time(view: Viewed, query: Query) -> dict[str, Any]:
-    """Return the phases of one step, the last one unless it is told, and what waited for what."""
+    """Return the phases of one step, and what each idle worker waited for.
+
+    Without a step number, this is the last step.
+    """
     view.phases.look()
     steps = view.phases.steps
     if not steps:
@@ -252,7 +266,7 @@ def step_time(view: Viewed, query: Query) -> dict[str, Any]:
     number = query.whole(STEP, steps[-1])
     if number not in steps:
         raise DataError(
-            "no such step in the timeline", field=STEP, got=number, expected=f"{steps[0]} … {steps[-1]}"
+            "the timeline has no such step", field=STEP, got=number, expected=f"{steps[0]} … {steps[-1]}"
         )
     seconds, spans = view.phases.step(number)
     table = view.samples.table
@@ -281,13 +295,13 @@ _OF_A_RUN: Mapping[str, Callable[[Viewed, Query], Any]] = {
 
 
 class Api:
-    """Answers by name.
+    """The functions that answer the page's requests, by name.
 
     Args:
         shelf: the runs.
 
     Attributes:
-        routes: a function of the address's parameters for each name.
+        routes: for each name, a function of the address's parameters.
     """
 
     def __init__(self, shelf: Shelf) -> None:
@@ -296,7 +310,7 @@ class Api:
         self.routes: Mapping[str, Callable[[Query], Any]] = {"runs": self.runs, **of_a_run}
 
     def runs(self, _: Query) -> list[dict[str, Any]]:
-        """Return all runs, each with its state and how far it is."""
+        """Return all runs, each with its state and its progress."""
         found = []
         for view in self._shelf.runs()[-LISTED:]:
             with view.lock:
@@ -315,7 +329,7 @@ class Api:
 
 
 def _finite(found: Any) -> Any:
-    """Return the same with None for what JSON has no number for."""
+    """Return the same value with None for numbers that JSON cannot represent."""
     if isinstance(found, float):
         return found if math.isfinite(found) else None
     if isinstance(found, dict):

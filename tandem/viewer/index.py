@@ -1,4 +1,4 @@
-"""An index of all samples of a run, which grows with it: numbers as columns, texts as Arrow holds them."""
+"""An index of all samples of a run that grows with the run: numbers as columns, texts in Arrow arrays."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tandem.errors import DataError
 from tandem.observability.inside import inside
 from tandem.observability.sample_files import NEEDED, conversation
 
-TEXT_BYTES = 1 << 30  # of responses kept in memory. Those of later files are read again for each search
+TEXT_BYTES = 1 << 30  # bytes of responses kept in memory; responses of later files are read for each search
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, pa.ArrowException)
-"""What reading a damaged file raises, beside a `TandemError`."""
-BINS = 40  # of a histogram
+"""The errors that reading a damaged file raises, besides `TandemError`."""
+BINS = 40  # most bins of a histogram
 FILE = re.compile(r"step_\d{1,9}(_val\d*)?\.parquet")
 _READ = (*NEEDED, "messages", "uid", "data_source", "finish_reason")
 Columns = Mapping[str, np.ndarray]
@@ -28,13 +28,13 @@ Columns = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file of samples, read.
+    """The content of one file of samples.
 
     Attributes:
         path: the file.
-        columns: an entry for each sample: `step`, `val`, `row` (within the file), `score`, `length` (of the
-            response, tokens), and `source`, `finish`, `prompt`, `uid` as codes.
-        texts: the responses; None: they are not kept.
+        columns: arrays with an entry per sample: `step`, `val`, `row` (within the file), `score`, `length`
+            (of the response, in tokens), and the codes `source`, `finish`, `prompt` and `uid`.
+        texts: the responses. None: they are not kept in memory.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Part:
 
 
 class Codes:
-    """Texts and their numbers, in order of first appearance."""
+    """A mapping of texts to numbers, in order of first appearance."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -57,15 +57,15 @@ class Codes:
 
 
 class SampleIndex:
-    """Reads each file of samples once, and again when it was written anew.
+    """An index that reads each file of samples once, and again when the file has been rewritten.
 
     Args:
-        run: the run folder; its `samples` may come later.
+        run: the run folder. Its folder `samples` may not exist yet.
 
     Attributes:
-        parts: the files read, in the order of their names.
-        damage: what is wrong with those that cannot be read, by the file's name.
-        files: how many there are.
+        parts: the files that were read, sorted by name.
+        damage: for each file that cannot be read, what is wrong with it, by file name.
+        files: number of files of samples.
     """
 
     def __init__(self, run: Path) -> None:
@@ -74,13 +74,13 @@ class SampleIndex:
         self.damage: dict[str, str] = {}
         self.files = 0
         self.codes = {name: Codes() for name in ("source", "finish", "prompt", "uid")}
-        self._stamps: dict[str, tuple[int, int]] = {}  # of all files looked at, damaged ones too
+        self._stamps: dict[str, tuple[int, int]] = {}  # of all files that were read, including damaged ones
         self._table: Columns | None = None
         self._bins: dict[str, tuple[list[float], np.ndarray]] = {}
         self._found: tuple[str, dict[str, np.ndarray]] = ("", {})
 
     def pending(self) -> list[Path]:
-        """The files that are to be read; those that are gone are forgotten."""
+        """Return the files that must be read, and drop files that no longer exist."""
         self.damage.pop(self._folder.name, None)
         try:
             paths = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
@@ -94,7 +94,7 @@ class SampleIndex:
         return [path for name, path in there.items() if self._stamps.get(name) != _stamp(path)]
 
     def read(self, path: Path) -> None:
-        """Takes in one file; says in `damage` what is wrong with it."""
+        """Read one file. If it is damaged, note in `damage` what is wrong."""
         self._forget(path.name)
         try:
             self._stamps[path.name] = _stamp(path)
@@ -116,7 +116,7 @@ class SampleIndex:
             there = file.schema_arrow.names
             missing = [name for name in NEEDED if name not in there]
             if missing:
-                raise ValueError(f"no samples of this version: the file has no {', '.join(missing)}")
+                raise ValueError(f"these are not samples of this version: missing {', '.join(missing)}")
             table = file.read(columns=[name for name in _READ if name in there])
         table.validate(full=True)
         for name in set(_READ) - set(there):
@@ -147,7 +147,7 @@ class SampleIndex:
 
     @property
     def table(self) -> Columns:
-        """All samples, in the order of the files; `part` is the number among `parts`."""
+        """Return the columns of all samples, in the order of the files. `part` is an index into `parts`."""
         if self._table is None:
             parts = [
                 {**part.columns, "part": np.full(len(part.columns["row"]), number, np.int32)}
@@ -163,11 +163,13 @@ class SampleIndex:
 
     @property
     def indexed(self) -> int:
-        """How many files were read, damaged ones too."""
+        """Return the number of files that were read, including damaged ones."""
         return len(self.parts) + len(self.damage)
 
     def placed(self, name: str) -> int:
-        """Return the number within `table` of a sample, by its id: `step_000012:34` is row 34 of a file.
+        """Return the row in `table` of a sample with this id.
+
+        The id `step_000012:34` means row 34 of the file `step_000012.parquet`.
 
         Raises:
             DataError: there is no such sample.
@@ -176,20 +178,22 @@ class SampleIndex:
         stems = [part.path.stem for part in self.parts]
         rows = np.flatnonzero(self.table["part"] == stems.index(stem)) if stem in stems else np.zeros(0, int)
         if row not in map(str, range(len(rows))):
-            raise DataError("no such sample", field="id", got=name[:100], expected="step_000012:34")
+            raise DataError("there is no such sample", field="id", got=name[:100], expected="step_000012:34")
         return int(rows[int(row)])
 
     def group(self, row: int) -> np.ndarray:
-        """Return the numbers within `table` of the samples of one file that share a prompt with this one."""
+        """Return the rows in `table` of the samples in the same file that share this sample's prompt."""
         part, uid = self.table["part"], self.table["uid"]
         if not self.codes["uid"].texts[uid[row]]:
             return np.array([row])
         return np.flatnonzero((part == part[row]) & (uid == uid[row]))
 
     def bins(self, name: str) -> tuple[list[float], np.ndarray]:
-        """The edges of a histogram of a column over all samples, and for each sample its bin; one more, the
-        last, is for what is not finite."""
-        column = self.table[name]  # the bins of an earlier table go with it
+        """Return the edges of a column's histogram over all samples, and the bin of each sample.
+
+        An extra bin at the end holds values that are not finite.
+        """
+        column = self.table[name]  # reading the table drops the bins of an older table
         if name not in self._bins:
             values = column.astype(np.float64)
             finite = np.isfinite(values)
@@ -203,8 +207,10 @@ class SampleIndex:
         return self._bins[name]
 
     def containing(self, text: str) -> np.ndarray:
-        """Which samples have a text in their prompt or response, upper case and lower case alike. Of the last
-        text asked for, only files that are new are searched."""
+        """Return a mask of the samples whose prompt or response contains a text, ignoring case.
+
+        A repeated search for the same text only reads files that are new.
+        """
         if text != self._found[0]:
             self._found = (text, {})
         known = self._found[1]
@@ -216,17 +222,18 @@ class SampleIndex:
         return np.asarray(responses | prompts[self.table["prompt"]])
 
     def responses(self, part: Part) -> pa.Array:
-        """The responses of a file."""
+        """Return the responses of a file."""
         if part.texts is not None:
             return part.texts
         table = pq.read_table(inside(part.path, self._run), columns=["response_text"])
         return table["response_text"].cast(pa.large_string()).combine_chunks()
 
     def excerpts(self, rows: np.ndarray, longest: int) -> list[str]:
-        """The first characters of responses.
+        """Return the first characters of responses.
 
         Args:
-            rows: numbers within `table`.
+            rows: row numbers in `table`.
+            longest: the most characters of a response.
         """
         parts, within = self.table["part"][rows], self.table["row"][rows]
         found = np.full(len(rows), "", object)
@@ -243,7 +250,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _lengths(mask: pa.Array) -> np.ndarray:
-    """Return how many tokens of each sample the policy wrote."""
+    """Return the number of tokens that the policy wrote in each sample."""
     written = np.concatenate([[0], np.cumsum(mask.values.to_numpy(zero_copy_only=False).astype(np.int64))])
     return np.asarray(np.diff(written[mask.offsets.to_numpy()]), np.int32)
 

@@ -1,4 +1,4 @@
-"""What an address asks for, and which samples it selects."""
+"""The parameters of an address, and the selection of samples by them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from tandem.errors import ConfigError
 from tandem.viewer.index import SampleIndex
 
-RANGES = ("step", "score", "length")  # columns that are selected by a range, and have a histogram
+RANGES = ("step", "score", "length")  # columns with a histogram; samples can be selected by their range
 SORTED = (*RANGES, "order")
 _LONGEST_TEXT = 10_000
 
@@ -18,10 +18,10 @@ class Query:
     """The parameters of an address.
 
     Args:
-        text: what follows the `?`.
+        text: the part after the `?`.
 
     Raises:
-        ConfigError: there are too many.
+        ConfigError: there are too many parameters.
     """
 
     def __init__(self, text: str) -> None:
@@ -34,35 +34,48 @@ class Query:
         return self._given.get(name, [default])[-1][:_LONGEST_TEXT]
 
     def several(self, name: str) -> list[str]:
-        """All values of a parameter that may be given several times."""
+        """Return all values of a parameter that may be given several times."""
         return self._given.get(name, [])
 
     def whole(self, name: str, default: int, most: int = 10**9) -> int:
-        """A whole number from 0 to `most`."""
+        """Return a whole number from 0 to `most`.
+
+        Raises:
+            ConfigError: the value is not such a number.
+        """
         text = self.text(name, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
             raise ConfigError(
-                "not a whole number in its range", field=name, got=text[:40], expected=f"0 … {most}"
+                "must be a whole number in this range", field=name, got=text[:40], expected=f"0 … {most}"
             )
         return int(text)
 
     def span(self, name: str) -> tuple[float, float] | None:
-        """`LOW..HIGH`, either of which may be missing; or one number, which is both."""
+        """Return the range of a parameter `LOW..HIGH`, or None if it is not given.
+
+        LOW or HIGH may be missing. A single number is a range of one value.
+
+        Raises:
+            ConfigError: the value is not a range.
+        """
         text = self.text(name)
         low, dots, high = text.partition("..")
         try:
             return (float(low or "-inf"), float((high or "inf") if dots else low)) if text else None
         except ValueError as error:
-            raise ConfigError("not a range", field=name, got=text[:40], expected="LOW..HIGH") from error
+            raise ConfigError("must be a range", field=name, got=text[:40], expected="LOW..HIGH") from error
 
 
 def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, dict[str, list[float]]]]:
-    """Select the samples that meet all conditions of an address: `text` in the prompt or the response, `kind`
-    (train or val), `prompt` by its number, names of `source` and `finish`, and `RANGES`.
+    """Select the samples that meet all conditions of an address.
+
+    The conditions are: `text` in the prompt or the response, `kind` (train or val), `prompt` by its number,
+    names in `source` and `finish`, and ranges of the columns `RANGES`.
 
     Returns:
-        their numbers, in the order of the files, and for each column of `RANGES` its histogram over those
-        that meet all but its own condition: `edges` and `counts`.
+        The rows of the selected samples, in the order of the files. And for each column of `RANGES` a
+        histogram (`edges` and `counts`) of the samples that meet all conditions except the one on this
+        column.
     """
     table = index.table
     masks = {"all": np.ones(len(table["step"]), bool)}
@@ -89,9 +102,18 @@ def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, di
 
 
 def ordered(rows: np.ndarray, index: SampleIndex, by: str, *, descending: bool) -> np.ndarray:
-    """Rows by a column of `SORTED`; equal ones, and all by "order", as the files have them, or backwards."""
+    """Sort rows by a column of `SORTED`.
+
+    Equal rows keep the order of the files, or its reverse if `descending`. The same holds for all rows with
+    "order".
+
+    Raises:
+        ConfigError: the rows cannot be sorted by this column.
+    """
     if by not in SORTED:
-        raise ConfigError("cannot be sorted by", field="sort", got=by[:40], expected=", ".join(SORTED))
+        raise ConfigError(
+            "samples cannot be sorted by this", field="sort", got=by[:40], expected=", ".join(SORTED)
+        )
     backwards = rows[::-1] if descending else rows
     if by in ("order", "step"):
         return backwards

@@ -1,4 +1,4 @@
-"""One sample whole: its prompt in turns, its tokens with what is known of each, and its group."""
+"""One whole sample: its prompt as turns, its tokens with all values known of them, and its group."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from tandem.observability.inside import inside
 from tandem.observability.reading import Run
 from tandem.texts import parse_json
 
-LONGEST = 50_000  # characters of a text on the page; the export has all of them
-WINDOW = 4_000  # tokens of one answer
-COLUMNS = 64  # columns of a sample that are shown of each kind, by token and by sample
+LONGEST = 50_000  # characters of a text on the page; the export has the whole text
+WINDOW = 4_000  # tokens in one answer
+COLUMNS = 64  # columns that are shown, for each of the two kinds: per token and per sample
 TURNS = 1_000
 CHARACTERS = 1_000_000  # characters of all turns of a sample together
-GROUP = 32  # samples of a prompt's group beside one
+GROUP = 32  # samples of a prompt's group in one answer
 _TOKEN = 200  # characters of a token
 _TEXTS = ("response_text", "messages", "scores")
 _LACKING = {
-    "difference": "training recomputed no log-probs in this run (old_log_probs)",
-    "ratio": "training recomputed no log-probs in this run (old_log_probs)",
-    "entropy": "it is recorded where training recomputes log-probs",
+    "difference": "training did not recompute log-probs in this run (old_log_probs)",
+    "ratio": "training did not recompute log-probs in this run (old_log_probs)",
+    "entropy": "it is recorded only if training recomputes log-probs",
 }
-"""What a reader may look for, and why a run does not have it."""
+"""Values that a reader may look for, and the reason why a run may not have them."""
 
 
 def whole(run: Run, path: Path, row: int, start: int) -> dict[str, Any]:
-    """Return a sample with everything that its file holds of it.
+    """Return a sample with all that its file holds of it.
 
     Args:
-        path: of the file.
-        row: its place there.
-        start: the first token that is given; `WINDOW` are.
+        run: the run.
+        path: the file.
+        row: the row of the sample in the file.
+        start: the first token to return. At most `WINDOW` tokens are returned.
     """
     table = pq.read_table(inside(path, run.path))
     table.validate(full=True)
@@ -65,7 +66,7 @@ def whole(run: Run, path: Path, row: int, start: int) -> dict[str, Any]:
 
 
 def _turns(messages: Any) -> list[dict[str, str]]:
-    """Return the prompt's messages; what one has beside role and content, such as calls of tools, as JSON."""
+    """Return the prompt's messages. Fields besides role and content, such as tool calls, are JSON."""
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     found = []
     for turn in turns[:TURNS]:
@@ -85,20 +86,20 @@ def _turn(role: str, text: str, more: str = "") -> dict[str, str]:
 
 
 def _fewer(turns: list[dict[str, str]], total: int) -> list[dict[str, str]]:
-    """Return the first turns whose texts fit into `CHARACTERS`, and how many are left out."""
+    """Return the first turns whose texts fit into `CHARACTERS`, and a note on how many are left out."""
     lengths = accumulate(sum(map(len, turn.values())) for turn in turns)
     shown = [turn for turn, length in zip(turns, lengths, strict=True) if length <= CHARACTERS]
     if left := total - len(shown):
-        shown.append(_turn("", f"[{left:,} turns more; the export has them]"))
+        shown.append(_turn("", f"[{left:,} more turns; the export has them]"))
     return shown
 
 
 def _tokens(one: pa.Table, run: Run, start: int) -> dict[str, Any]:
-    """Return the tokens from `start` on, columns that have an entry for each, and the response's turns."""
+    """Return the tokens from `start` on, the columns with a value per token, and the response's turns."""
     lacking = dict(_LACKING)
     try:
         words = tokenizer(run)
-    except ConfigError as error:  # the model's path is in a variable that is not set here
+    except ConfigError as error:  # the model's path uses a variable that is not set here
         words, lacking["text"] = None, str(error)
     ids = one["tokens"][0].as_py() or []
     shown = ids[start : start + WINDOW]
@@ -126,13 +127,13 @@ def _tokens(one: pa.Table, run: Run, start: int) -> dict[str, Any]:
 
 
 def _answered(ids: list[int], mask: list[bool], words: Tokenizer | None) -> list[dict[str, str]]:
-    """Return the response in turns, where something else (a tool, an environment) wrote amid its tokens."""
+    """Return the response as turns if a tool or an environment wrote some of its tokens, else []."""
     if len(ids) != len(mask):
-        raise ValueError(f"{len(ids)} tokens, and a mask of {len(mask)}")
+        raise ValueError(f"the sample has {len(ids)} tokens, but its response_mask has {len(mask)} entries")
     by = np.array(mask, bool)
     edges = [0, *(np.flatnonzero(np.diff(by)) + 1).tolist(), len(ids)]
     if ids and not by[0]:
-        edges.pop(0)  # the prompt
+        edges.pop(0)  # skip the prompt
     if words is None or len(edges) < 3:
         return []
     turns = [
@@ -143,8 +144,10 @@ def _answered(ids: list[int], mask: list[bool], words: Tokenizer | None) -> list
 
 
 def tokenizer(run: Run) -> Tokenizer | None:
-    """Return the tokenizer of a run's model, from its folder or the hub's cache; None where it is not there,
-    or has no tokenizer.json."""
+    """Return the tokenizer of a run's model, from the model's folder or the Hugging Face cache.
+
+    Return None if it is not there, or has no tokenizer.json.
+    """
     model = "actor_rollout_ref.model."
     name = run.setting(f"{model}tokenizer_path") or run.setting(f"{model}path")
     if not isinstance(name, str) or not name:
@@ -160,12 +163,12 @@ def tokenizer(run: Run) -> Tokenizer | None:
 def _loaded(path: Path, _written: int) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception:  # the library raises nothing narrower; ids are shown then
+    except Exception:  # the library raises no narrower class; the page then shows token ids
         return None
 
 
 def _piece(words: Tokenizer, token: int) -> str:
-    """Return the text of one token; of one that is a part of a character, what the vocabulary calls it."""
+    """Return the text of one token. If it is part of a character, return its name in the vocabulary."""
     if not 0 <= token < 2**32:
         return ""
     text: str = words.decode([token], skip_special_tokens=False)
@@ -173,11 +176,11 @@ def _piece(words: Tokenizer, token: int) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… [{len(text) - LONGEST:,} characters more]"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… [{len(text) - LONGEST:,} more characters]"
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value in a form that JSON can represent."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, float | np.floating):

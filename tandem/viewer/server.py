@@ -1,4 +1,7 @@
-"""A server for one user on this machine: loopback alone, a token in its address, nothing but GET."""
+"""A web server for one user on this machine.
+
+It listens on the loopback address only, needs a token in the address, and answers GET only.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,13 @@ from tandem.viewer.query import Query
 _PAGE = Path(__file__).parent / "static"
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 64
-"""Connections that are held; for a further one the longest idle one is closed, else the oldest."""
-HEAD_S = 10.0  # seconds for the head of a request, and for which a connection may lie idle
-SEND_S = 60.0  # seconds for an answer to be taken; for each piece of a download
-ANSWER_BYTES = 16 << 20  # of an answer, other than a download, which is sent while it is made
+"""The most open connections.
+
+For a further connection, the longest idle connection is closed, or else the oldest.
+"""
+HEAD_S = 10.0  # seconds in which a request's head must arrive, and for which a connection may be idle
+SEND_S = 60.0  # seconds in which the reader must take an answer, or a piece of a download
+ANSWER_BYTES = 16 << 20  # most bytes of an answer; downloads have no limit, they are sent piece by piece
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
 _KINDS = MimeTypes()
 _HEADERS = {
@@ -43,26 +49,26 @@ _HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page and what it asks for, until closed.
+    """The server of the page and its data.
 
     Args:
-        api: what answers.
-        port: 0: a free one.
+        api: answers the page's requests.
+        port: the port. 0: any free port.
 
     Attributes:
-        files: all that the page is made of, by name: no address is ever turned into a path.
-        routes: what answers, by name.
+        files: the content of all files of the page, by name. No address is ever turned into a path.
+        routes: the functions that answer requests, by name.
         url: the page's address, with the token.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
     def __init__(self, api: Api, port: int = 0) -> None:
-        self._connections: dict[Any, tuple[bool, float]] = {}  # whether it is answered, and since when
+        self._connections: dict[Any, tuple[bool, float]] = {}  # whether it is being answered, and since when
         self._lock = threading.Lock()
         super().__init__((LOOPBACK, port), Handler)
         self.api = api
@@ -73,7 +79,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Takes a connection, and lets another one go where there are too many."""
+        """Accept a connection. If there are too many, close another one."""
         with self._lock:
             if len(self._connections) >= CONNECTIONS:
                 self._drop(min(self._connections, key=self._connections.__getitem__))
@@ -81,13 +87,13 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def note(self, request: Any, *, answered: bool) -> None:
-        """Notes that a request's head is there, or that its answer is out."""
+        """Note that a request's head has arrived, or that its answer has been sent."""
         with self._lock:
             if request in self._connections:
                 self._connections[request] = answered, time.monotonic()
 
     def service_actions(self) -> None:
-        """Closes the connections that have waited too long; called twice a second, at least."""
+        """Close the connections that have waited too long. This is called at least twice a second."""
         now = time.monotonic()
         with self._lock:
             for request, (answered, since) in list(self._connections.items()):
@@ -95,7 +101,7 @@ class Server(ThreadingHTTPServer):
                     self._drop(request)
 
     def _drop(self, request: Any) -> None:
-        """Ends a connection; its thread, which waits for it, then closes it."""
+        """Shut down a connection. Its thread, which waits for it, then closes it."""
         del self._connections[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -106,14 +112,14 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says what went wrong; a connection that ended is nothing to say."""
+        """Warn of an error, unless it means that the connection ended."""
         error = sys.exception()
         if not isinstance(error, OSError):
             warn(f"{type(error).__name__}: {error}")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """A handler of one connection."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -134,12 +140,15 @@ class Handler(BaseHTTPRequestHandler):
         token, _, name = path.removeprefix("/").partition("/")
         host = re.sub(r":\d+$", "", self.headers.get("Host", ""))
         if "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0":
-            self.close_connection = True  # a body would be taken for the next request
-            self._refuse(HTTPStatus.BAD_REQUEST, "a request has no body here")
-        elif host not in _HOSTS:  # another site's name
-            self._refuse(HTTPStatus.FORBIDDEN, f"the page is at {LOOPBACK} and localhost alone")
+            self.close_connection = True  # otherwise the body would be read as the next request
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request must not have a body")
+        elif host not in _HOSTS:  # the name of another site
+            self._refuse(HTTPStatus.FORBIDDEN, f"the page can only be opened as {LOOPBACK} or localhost")
         elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._refuse(HTTPStatus.FORBIDDEN, "the address lacks its token; `tandem view` prints it whole")
+            self._refuse(
+                HTTPStatus.FORBIDDEN,
+                "the token is missing from the address; open the whole address that `tandem view` prints",
+            )
         elif (route := self.server.routes.get(name)) is not None:
             self._answer(name, route, query)
         elif (content := self.server.files.get(name or "index.html")) is not None:
@@ -155,11 +164,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._download(found)
             else:
                 self._send_json(HTTPStatus.OK, found)
-        except ConnectionError:  # the reader has gone
+        except ConnectionError:  # the reader has closed the connection
             self.close_connection = True
         except TandemError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        except Exception as error:  # a folder may hold anything: said, and the server goes on
+        except Exception as error:  # a folder may hold anything, so report the error and go on
             warn(f"{name}: {type(error).__name__}: {error}")
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}"[:1000])
 
@@ -169,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             for piece in found.pieces:
                 self.wfile.write(piece.encode(errors="backslashreplace"))
-        except (TandemError, OSError, ValueError) as error:  # too late for a status: the file ends early
+        except (TandemError, OSError, ValueError) as error:  # too late for an error status: the file ends
             warn(f"export: {error}")
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
@@ -178,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send_json(self, status: HTTPStatus, found: Any) -> None:
         content = json.dumps(found, allow_nan=False).encode()
         if len(content) > ANSWER_BYTES:
-            why = f"the answer has {len(content):,} bytes, {ANSWER_BYTES:,} are allowed: ask for less"
+            why = f"the answer has {len(content):,} bytes, at most {ANSWER_BYTES:,} are allowed; ask for less"
             self._refuse(HTTPStatus.BAD_REQUEST, why)
         else:
             self._send(status, "application/json", content)
@@ -194,4 +203,4 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Says nothing of each request."""
+        """Log nothing about single requests."""

@@ -1,4 +1,4 @@
-"""The runs that the page shows, found anew as they come, each read on as it grows."""
+"""The runs that the page shows. New runs are found, and each run is read on as it grows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tandem.observability.reading import Run, find_runs
 from tandem.viewer.index import UNREADABLE, SampleIndex
 from tandem.viewer.timeline import Phases
 
-LOOK_S = 1.0  # between two looks for new files of samples
-SEARCH_S = 5.0  # between two searches for new runs
-KEYS = 10_000  # of a config; one with more is refused, since aliases in YAML can make a small file endless
+LOOK_S = 1.0  # seconds between two checks for new files of samples
+SEARCH_S = 5.0  # seconds between two searches for new runs
+KEYS = 10_000  # most keys of a config; YAML aliases can make a small file endless, so more are refused
 _LONGEST = 2_000  # characters of a key's value
 
 
 class Viewed:
-    """A run under one lock: what reads it is not made for several threads."""
+    """A run with a lock. The objects that read it are not made for several threads."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -33,14 +33,21 @@ class Viewed:
         self.phases = Phases(run.path)
 
     def config(self) -> dict[str, Any]:
-        """The config by dotted keys."""
+        """Return the config by dotted keys.
+
+        Raises:
+            DataError: it has too many keys.
+        """
         keys = dict(islice(flat(self.run.config), KEYS + 1))
         if len(keys) > KEYS:
-            raise DataError("more keys than a config has", field=str(self.run.path / "config.yaml"))
+            raise DataError(f"more than {KEYS:,} keys", field=str(self.run.path / "config.yaml"))
         return {name[:_LONGEST]: _beginning(value) for name, value in keys.items()}
 
     def summary(self) -> dict[str, Any]:
-        """What the list of runs shows; `stamp` changes when there is something new to show."""
+        """Return the facts that the list of runs shows.
+
+        `stamp` changes when there is something new to show.
+        """
         run, indexed = self.run, self.samples.indexed
         facts = {"run": self.name, "files": self.samples.files, "indexed": indexed}
         try:
@@ -59,23 +66,23 @@ class Viewed:
 
 
 def _beginning(value: Any) -> Any:
-    """A value; of one that is long as JSON, the beginning of that."""
-    said = ""
+    """Return a value. If its JSON text is long, return the start of that text."""
+    text = ""
     for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
-        said += piece
-        if len(said) > _LONGEST:
-            return f"{said[:_LONGEST]}…"
+        text += piece
+        if len(text) > _LONGEST:
+            return f"{text[:_LONGEST]}…"
     return value
 
 
 class Shelf:
-    """All runs under some folders.
+    """All runs in some folders.
 
     Args:
-        folders: run folders, or folders with runs somewhere below.
+        folders: run folders, or folders with runs anywhere below.
 
     Raises:
-        DataError: one is not there.
+        DataError: a folder does not exist.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -83,7 +90,9 @@ class Shelf:
         for folder in self._folders:
             if not folder.is_dir():
                 raise DataError(
-                    "no such folder", field=str(folder), remedy="name a run folder, or one with runs in it"
+                    "no such folder",
+                    field=str(folder),
+                    remedy="give a run folder, or a folder that contains runs",
                 )
         self._found: dict[str, Viewed] = {}
         self._searched = -SEARCH_S
@@ -100,7 +109,7 @@ class Shelf:
         self._reader.join()
 
     def runs(self) -> list[Viewed]:
-        """The runs there are now, by name."""
+        """Return the runs that exist now, sorted by name."""
         with self._lock:
             if time.monotonic() - self._searched > SEARCH_S:
                 there = {str(run.path): run for folder in self._folders for run in find_runs(folder)}
@@ -109,18 +118,18 @@ class Shelf:
             return list(self._found.values())
 
     def get(self, name: str) -> Viewed:
-        """A run by its name.
+        """Return a run by its name.
 
         Raises:
-            DataError: there is none of that name.
+            DataError: there is no run of that name.
         """
         runs = {view.name: view for view in self.runs()}
         if name not in runs:
-            raise DataError("no such run is shown", field="run", got=name, expected=", ".join(runs)[:500])
+            raise DataError("there is no such run", field="run", got=name, expected=", ".join(runs)[:500])
         return runs[name]
 
     def _read_on(self) -> None:
-        """Take new files of samples into the indices; others may read between two."""
+        """Read new files of samples into the indices. Between two files, other threads may read."""
         while True:
             for view in self.runs():
                 with view.lock:

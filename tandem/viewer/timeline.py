@@ -1,4 +1,4 @@
-"""A run's timeline, read on as it grows: what each worker did, by step, and what waited for what."""
+"""A run's timeline: what each worker did in a step, and what waited for what. It is read on as it grows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tandem.texts import parse_json
 from tandem.viewer.index import Codes
 
 _STEP = "step"
-_WHOLE = (_STEP, "testing")  # phases of the controller that are made of others' work
-_SHORTEST_WAIT = 0.02  # share of a step; shorter waits are not told
+_WHOLE = (_STEP, "testing")  # phases of the controller that consist of the work of others
+_SHORTEST_WAIT = 0.02  # share of a step; shorter waits are left out
 _LONGEST_LINE = 1 << 20
 _LONGEST_NAME = 300  # characters of a worker's or a phase's name
 
@@ -28,8 +28,9 @@ class Span(NamedTuple):
     Attributes:
         track: the worker, such as "actor rank 0".
         name: the phase.
-        start, end: seconds after the step began.
-        depth: of how many other phases it is part.
+        start: seconds after the start of the step.
+        end: seconds after the start of the step.
+        depth: number of phases that this phase lies in.
     """
 
     track: str
@@ -40,10 +41,10 @@ class Span(NamedTuple):
 
 
 class Phases:
-    """The finished phases of a `timeline.json`.
+    """The finished phases in a `timeline.json`.
 
     Args:
-        run: the run folder; the file may come later.
+        run: the run folder. The file may not exist yet.
     """
 
     def __init__(self, run: Path) -> None:
@@ -56,18 +57,19 @@ class Phases:
         self._workers: dict[int, str] = {}
         self._open: dict[int, list[tuple[str, float, int | None]]] = {}
         self._names = Codes()
-        self._spans = array("d")  # of each the codes of its track and name, its start, end and depth
+        self._spans = array("d")  # five numbers per phase: codes of track and name, start, end, depth
         self._steps: dict[int, tuple[float, float]] = {}
 
     def look(self) -> None:
-        """Read what was written since the last look. A damaged line ends the look; the next one goes on
-        behind it.
+        """Read the lines that were written since the last call.
+
+        A damaged line ends the call. The next call continues after that line.
 
         Raises:
-            ValueError: a line is no event of a timeline.
+            ValueError: a line is not an event of a timeline.
         """
-        anew, lines = self._file.look()
-        if anew:
+        rewritten, lines = self._file.look()
+        if rewritten:
             self._begin()
             _, lines = self._file.look()
         self._lines += lines
@@ -98,16 +100,20 @@ class Phases:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the steps that are finished; of one done again after a resume, the last counts."""
+        """Return the numbers of the finished steps.
+
+        If a step was repeated after a resume, the last one counts.
+        """
         return sorted(self._steps)
 
     def step(self, number: int) -> tuple[float, list[Span]]:
-        """Return how many seconds a step took, and the phases within, by their start: up to the next step's
-        begin and so with the validation and the checkpoint that follow it, though not what of a later step
-        ran ahead.
+        """Return the duration of a step in seconds, and its phases sorted by start.
+
+        Phases up to the start of the next step count, so the step includes the validation and the checkpoint
+        after it. Phases of a later step that ran ahead do not extend the duration.
 
         Raises:
-            KeyError: no such step.
+            KeyError: there is no such step.
         """
         start, end = self._steps[number]
         following = min((s for s, _ in self._steps.values() if s >= end), default=math.inf)
@@ -124,12 +130,14 @@ class Phases:
 
 
 def waits(spans: list[Span], seconds: float) -> list[dict[str, Any]]:
-    """Return where workers were idle in a step, the longest first: `track`, `start`, `end`, and what they
-    waited for, the phase of another worker that filled most of that time: `other`, `phase`, `share`.
+    """Return the times in which workers were idle in a step, the longest first.
+
+    Each has `track`, `start` and `end`, and what the worker waited for: `other`, `phase` and `share` name the
+    phase of another worker that filled most of that time, and its share.
 
     Args:
-        spans: of the step, by their start.
-        seconds: that it took.
+        spans: the phases of the step, sorted by start.
+        seconds: the duration of the step.
     """
     outer = [span for span in spans if span.depth == 0]
     work = [span for span in outer if span.name not in _WHOLE]

@@ -1,2 +1,5 @@
-"""What a run notices of itself: checks of its samples, of its rules and of its learning, with one memory.
-Workers count (`batches`, `gap`); the controller judges (`trust`, `integrity`, `learning`)."""
+"""Checks that a run makes of itself: of its samples, of rules that must hold, and of its learning.
+
+Workers count (`batches`, `gap`); the controller decides (`trust`, `integrity`, `learning`). One object,
+`Watch`, remembers the earlier steps.
+"""

@@ -1,6 +1,7 @@
-"""Checks of a batch against what must hold of it whatever the policy wrote: rows that belong together, masks
-that fit the log-probs, prompts and responses that begin and end where they should. Each counts the rows that
-break a rule; the controller names the cause, see `tandem.watch.integrity`.
+"""Checks of a batch against rules that must hold whatever the policy generated.
+
+For example: rows belong together, masks fit the log-probs, prompts and responses start and end correctly.
+Each check counts the rows that break a rule. The controller names the cause; see `tandem.watch.integrity`.
 
 Shapes: B samples, T their tokens, flat.
 """
@@ -22,16 +23,20 @@ from tandem.protocol import DataProto, Ragged
 from tandem.watch.gap import SAMPLED, SCORED, fingerprint
 
 CHECK = "trust/"
-"""Prefix of what is counted here; what is nought does not go into the run folder."""
+"""Prefix of the counts of this module. A count of zero is not written to the run folder."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
 _FEWEST = 8
 CERTAIN = -1e-3
 
 
 def certain(rollout: RolloutConfig) -> float:
-    """The log-prob of training, nats, below which a token was not the only one that sampling left to choose
-    from, so that the rollout has a log-prob other than 0 for it. Where it left all, a token below `CERTAIN`
-    was not certain."""
+    """Return the training log-prob, in nats, below which a token cannot have been the only possible choice.
+
+    Sampling settings such as top_p can leave a token as the only choice; its rollout log-prob is then 0. A
+    token below this value had alternatives, so its rollout log-prob must differ from 0. If the settings
+    exclude no token, the value is `CERTAIN`. With top_k=1 or min_p, any token can be the only choice, and the
+    value is -inf.
+    """
     if rollout.top_k == 1 or rollout.min_p > 0:
         return -math.inf
     return math.log(rollout.top_p) + CERTAIN
@@ -39,13 +44,13 @@ def certain(rollout: RolloutConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The ids of a vocabulary that have a meaning of their own.
+    """The ids of tokens in a vocabulary that have a special meaning.
 
     Attributes:
-        begin: of a text; None where there is none.
-        pad: that stands for nothing; None where there is none, or where it has a second meaning.
-        ends: of a text or of a turn.
-        stops: of these, at which the engine ends a response.
+        begin: the token that begins a text; None if there is none.
+        pad: the padding token; None if there is none, or if it has a second meaning.
+        ends: the tokens that end a text or a turn.
+        stops: those of them at which the engine ends a response.
     """
 
     begin: int | None = None
@@ -55,11 +60,15 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> SpecialTokens:
-        """Those of a tokenizer. Of the tokens with which the usual chat templates end a turn or a text
-        (`_TURN_ENDS`), those that its vocabulary has.
+        """Return the special tokens of a tokenizer.
+
+        `ends` includes the tokens of the vocabulary with which common chat templates end a turn or a text
+        (`_TURN_ENDS`).
 
         Args:
-            stops: at which responses end; with none, as with `ignore_eos`, no response is looked at.
+            tokenizer: the tokenizer.
+            stops: the tokens at which responses end. If empty, as with `ignore_eos`, responses are not
+                checked.
         """
         known = tokenizer.get_vocab()
         ends = {known[name] for name in _TURN_ENDS if name in known} | {*stops}
@@ -68,21 +77,24 @@ class SpecialTokens:
 
 
 def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens, certain: float) -> None:
-    """Counts the samples that break a rule.
+    """Add the number of samples that break each rule to the metrics.
 
-    - `mixed_groups`: samples of one uid that answer another prompt than its first.
-    - `repeated`: samples of the same uid and number as another.
-    - `foreign_scores`: samples whose score was given for other tokens.
-    - `late_mask`: samples with a log-prob of the rollout outside the response mask.
-    - `early_mask`: samples whose first token in the mask has none, while training finds it uncertain.
-    - `two_begins`, `ended_prompts`, `padded_prompts`: prompts that begin twice, that end like a text or a
-      turn, or hold padding.
-    - `run_on`: responses that go on after a token that ends a text or a turn.
-    - `advantage_correlation`: of rewards and mean advantages within groups.
+    - `mixed_groups`: samples that answer another prompt than the first sample with their uid.
+    - `repeated`: samples with the same uid and sample number as another sample.
+    - `foreign_scores`: samples whose score was computed for other tokens.
+    - `late_mask`: samples with a rollout log-prob outside the response mask.
+    - `early_mask`: samples whose first token in the mask has no rollout log-prob, although it was not
+      certain.
+    - `two_begins`, `ended_prompts`, `padded_prompts`: prompts with two begin tokens, prompts that end like a
+      text or a turn, and prompts that contain padding.
+    - `run_on`: responses that continue after a token that ends a text or a turn.
+    - `advantage_correlation`: the correlation of rewards and mean advantages within groups.
 
     Args:
-        batch: of a step, with its scores and advantages.
-        certain: see the function of that name.
+        metrics: the metrics to add to.
+        batch: the batch of a step, with its scores and advantages.
+        special: the special tokens.
+        certain: the result of the function `certain`.
     """
     tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
     prompt_T = _counted(mask) == 0
@@ -110,14 +122,14 @@ def add_checks(metrics: Metrics, batch: DataProto, special: SpecialTokens, certa
 
 
 def _counted(mask: Ragged) -> Tensor:
-    """(T) int64: tokens of the mask in its sample up to and including each."""
+    """Return (T) int64: for each token, the number of mask tokens in its sample so far, including itself."""
     total_T = mask.values.long().cumsum(0)
     before_B = torch.cat([total_T.new_zeros(1), total_T])[mask.offsets[:-1]]
     return total_T - before_B[mask.row_ids()]
 
 
 def _rows(of: Ragged, where_T: Tensor) -> int:
-    """How many samples have a token there."""
+    """Return the number of samples in which any token is true."""
     return int((segment_sum(where_T.long(), of.offsets) > 0).sum())
 
 
@@ -145,7 +157,7 @@ def _of_prompts(tokens: Ragged, prompt_T: Tensor, special: SpecialTokens) -> dic
 
 
 def _has_next(tokens: Ragged) -> Tensor:
-    """(T) bool: whether a token has another behind it in its sample."""
+    """Return (T) bool: whether a token is followed by another token of its sample."""
     has_T = torch.ones(len(tokens.values), dtype=torch.bool)
     has_T[(tokens.offsets[1:] - 1)[tokens.lengths > 0]] = False
     return has_T
@@ -163,8 +175,10 @@ def _is_any(ids_T: Tensor, wanted: frozenset[int]) -> Tensor:
 
 
 def _advantage_correlation(batch: DataProto, mask: Ragged) -> float | None:
-    """Pearson's, of each sample's score less its group's mean and its mean advantage less the group's; None
-    where fewer than `_FEWEST` samples differ from their group, or advantages do not."""
+    """Return Pearson's correlation of the samples' scores and mean advantages, both relative to their group.
+
+    None if fewer than `_FEWEST` samples differ from the mean of their group, or if no advantage does.
+    """
     _, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
     tokens_B = segment_sum(mask.values.double(), mask.offsets).clamp(min=1)
     advantages_T = torch.where(mask.values, batch.ragged("advantages").values.double(), 0.0)

@@ -1,4 +1,4 @@
-"""What a check of a run is, and what it must know of the run."""
+"""What a check of a run is, and what it must know about the run."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tandem.protocol import SamplingParams
 
 Row = Mapping[str, float]
 Numbers = tuple[float | str, ...] | None
-"""Of the sentence that says what is wrong; None where all is well."""
+"""The numbers for the sentence that says what is wrong; None if nothing is wrong."""
 Check = Callable[..., Numbers]
-"""A function of what it looks at; what it finds has its name."""
+"""A function whose name is the name of the problem that it finds."""
 _POSITIVE_KL = {"abs", "k2", "mse", "k3", "low_var_kl", "full"}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What must be known of a run to judge its steps.
+    """What must be known about a run to check its steps.
 
     Attributes:
         sampling: how its samples are drawn.
-        temperature: of training.
-        prompts: of a step.
-        updates: of the actor in a step.
-        recompute_old: whether these compare with log-probs that were computed before the first.
-        experiments: whether the actor can tell causes apart by further forwards.
-        learns: whether the learning rate that is asked for is not zero.
-        kl_is_positive: whether the KL's estimate cannot be negative.
+        temperature: the temperature of training.
+        prompts: prompts per step.
+        updates: updates of the actor per step.
+        recompute_old: whether the updates compare with log-probs that were computed before the first update.
+        experiments: whether the actor can find the cause of a problem by additional forward passes.
+        learns: whether the configured learning rate is above zero.
+        kl_is_positive: whether the KL estimate cannot be negative.
     """
 
     sampling: SamplingParams
@@ -43,10 +43,12 @@ class Facts:
 
     @classmethod
     def of(cls, config: TrainConfig, sampling: SamplingParams, **more: Any) -> Facts:
-        """Return those of a run with this config.
+        """Return the facts of a run with this config.
 
         Args:
-            more: those that are not in the config.
+            config: the config.
+            sampling: how its samples are drawn.
+            **more: the facts that the config does not contain.
         """
         actor = config.actor_rollout_ref.actor
         return cls(
@@ -60,11 +62,11 @@ class Facts:
 
 
 def findings(checks: Mapping[Check, str], *seen: object) -> Iterator[tuple[str, str]]:
-    """The names of the checks that find something wrong, each with its sentence.
+    """Yield the names of the checks that find a problem, each with its sentence.
 
     Args:
-        checks: with their sentences, in which the numbers that they return have places.
-        seen: what they look at.
+        checks: the checks, each with a sentence that has placeholders for the numbers that the check returns.
+        *seen: the arguments of the checks.
     """
     for check, sentence in checks.items():
         if (numbers := check(*seen)) is not None:

@@ -1,5 +1,6 @@
-"""Measures of the difference between the engine that sampled and the one that trains, and the evidence of its
-cause. The controller adds it up and names the cause; see `tandem.watch.trust`.
+"""Measures how the sampling engine and the training engine differ, and collects evidence of the cause.
+
+The controller combines the evidence and names the cause; see `tandem.watch.trust`.
 
 Shapes: B samples, T their tokens, flat.
 """
@@ -19,37 +20,39 @@ SAMPLED = "rollout_log_probs"
 UNTRUNCATED = "rollout_log_probs_untruncated"
 FINGERPRINT = "token_fingerprint"
 SCORED = "scored_fingerprint"
-"""The column of the fingerprints of the samples that a reward worker scored."""
+"""The column with the fingerprints of the samples that a reward worker scored."""
 MOMENT = "rollout/moment/"
-"""Prefix of the means from which the correlation is computed; they are no metrics of their own."""
+"""Prefix of the means from which the correlation is computed. They are not reported as metrics."""
 EXPERIMENT = "rollout/experiment/"
-"""Prefix of mean differences under a fault, nats; they are no metrics of their own."""
+"""Prefix of mean differences, in nats, with a deliberate fault. They are not reported as metrics."""
 AS_IT_IS = "as_it_is"
-"""The experiment without a fault."""
+"""The name of the experiment without a fault."""
 
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _APART = 0.01
 
 
 def gap_columns(batch: DataProto) -> frozenset[str]:
-    """The columns of a batch that `add_rollout_gap` reads; none where nobody says how it was sampled."""
+    """Return the columns of a batch that `add_rollout_gap` reads; none if there are no rollout log-probs."""
     return frozenset({SAMPLED, UNTRUNCATED} & set(batch.batch)) if SAMPLED in batch else frozenset()
 
 
 def add_rollout_gap(
     metrics: Metrics, log_probs_T: Tensor, columns: Mapping[str, Tensor], mask_T: Tensor
 ) -> None:
-    """Adds the distance of the sampling engine from the training engine, over the tokens of the mask.
+    """Add the differences between the sampling engine and the training engine, over the tokens of the mask.
 
-    With q the rollout's probability of a token and p training's: mean and maximum of |log p - log q| and of
-    |p - q|; the share of tokens with |p - q| > 0.01; the mean of p/q - 1 - log(p/q), which estimates
-    KL(q ‖ p) (k3 of Schulman 2020, "Approximating KL Divergence"); the mean of max(log q - log p, 0), which
-    is all of the difference where tokens were cut from q; moments of p and q.
+    Let q be the rollout's probability of a token, and p that of training. The metrics are: mean and maximum
+    of |log p - log q| and of |p - q|; the share of tokens with |p - q| > 0.01; the mean of p/q - 1 -
+    log(p/q), which estimates KL(q ‖ p) (k3 of Schulman 2020, "Approximating KL Divergence"); the mean of
+    max(log q - log p, 0), which is the whole difference if tokens were cut from q; moments of p and q.
 
     Args:
-        log_probs_T: training's, nats.
-        columns: the rollout's: `SAMPLED`, and `UNTRUNCATED`, which is compared where it is there and not NaN.
-        mask_T: the tokens that count.
+        metrics: the metrics to add to.
+        log_probs_T: log-probs of training, in nats.
+        columns: log-probs of the rollout: `SAMPLED`, and `UNTRUNCATED`, which is compared instead where it
+            exists and is not NaN.
+        mask_T: the tokens that are compared.
     """
     sampled_T = compared(columns)
     count = mask_T.sum()
@@ -75,7 +78,7 @@ def add_rollout_gap(
 
 
 def compared(columns: Mapping[str, Tensor]) -> Tensor:
-    """(T) nats: the rollout's log-probs before tokens were cut from its distribution, where known."""
+    """Return (T) in nats: the rollout's log-probs before tokens were cut from its distribution, if known."""
     sampled_T = columns[SAMPLED]
     if UNTRUNCATED not in columns:
         return sampled_T
@@ -83,15 +86,17 @@ def compared(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float) -> None:
-    """Adds the evidence by which the cause of a difference is told: how many optimizer steps the oldest
-    weights that wrote a response token are behind the weights that train; the samples whose tokens are not
-    those that the engine wrote; whether the engine gave only log-probs of a distribution that was reshaped;
-    the limit.
+    """Add the evidence that tells the causes of a difference apart.
+
+    This is: by how many optimizer steps the oldest weights that generated a response token are behind the
+    training weights; the number of samples whose tokens are not those that the engine generated; whether the
+    engine only returned log-probs of a reshaped distribution; the limit.
 
     Args:
-        batch: samples, with `policy_version` and `FINGERPRINT` where the rollout gave them.
-        version: of the weights that train.
-        limit: nats.
+        metrics: the metrics to add to.
+        batch: samples, with `policy_version` and `FINGERPRINT` if the rollout returned them.
+        version: the version of the training weights.
+        limit: the limit of the difference, in nats.
     """
     metrics.add_max("rollout/log_prob_diff_limit", limit)
     mask = batch.ragged("response_mask").values
@@ -107,17 +112,22 @@ def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float)
 
 
 def difference_limit(configured: float | None, dtype: torch.dtype, temperature: float) -> float:
-    """Nats of mean difference above which the cause is named. Above those of `LIMITS` it is no rounding:
-    between two bf16 engines 1e-3 to 1e-2 is usual, between two fp32 ones 1e-6.
+    """Return the mean difference, in nats, above which the cause is named.
+
+    A difference above `LIMITS` is more than rounding: 1e-3 to 1e-2 is common between two bf16 engines, and
+    1e-6 between two fp32 engines.
 
     Args:
-        configured: what the config says; None goes by the type.
-        dtype: of the forward.
-        temperature: below 1 it magnifies the logits' rounding.
+        configured: the limit in the config; None: the limit depends on the data type.
+        dtype: the data type of the forward pass.
+        temperature: the sampling temperature. A value below 1 magnifies the rounding of the logits.
     """
     return configured if configured is not None else LIMITS[dtype] / min(1.0, temperature)
 
 
 def fingerprint(tokens: Ragged) -> Tensor:
-    """(B) int64: Σ_t (t + 1)(token_t + 1) of each sample; a token that is changed, added or moved shows."""
+    """Return (B) int64: Σ_t (t + 1)(token_t + 1) of each sample.
+
+    A changed, added or moved token changes the result.
+    """
     return segment_sum((tokens.positions() + 1) * (tokens.values + 1), tokens.offsets)

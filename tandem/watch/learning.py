@@ -1,10 +1,12 @@
-"""Warnings about learning: what the history of a run's metrics says is wrong, and what to do.
+"""Warnings about learning: what the history of a run's metrics shows to be wrong, and what to do.
 
-A check is a pure function of the history and a window; it returns the numbers of its sentence in `CHECKS`, or
-None where all is well.
-Means and medians are over the window, so that a warning comes some ten steps after its cause, and no single
-step brings one. A task counts as solved once the mean reward is within a tenth of the way from the greatest
-to the least score seen: that all responses agree, or that nothing is uncertain, is then as it should be.
+A check is a pure function of the history and a window. It returns the numbers for its sentence in `CHECKS`,
+or None if nothing is wrong.
+
+Means and medians are taken over the window. A warning therefore comes about ten steps after its cause, and a
+single step never causes one. A task counts as solved once the mean reward is within a tenth of the range
+between the highest and the lowest score seen. In a solved task it is normal that all responses have the same
+reward, or that the policy is certain.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from statistics import fmean, median
 from tandem.watch.checks import Check, Numbers
 
 History = Mapping[str, Sequence[float]]
-"""For each metric of `READ` its finite values, in the order of the steps that had one."""
+"""The finite values of each metric of `READ`, in the order of the steps that had one."""
 WINDOW, PROMPTS = 10, 64
-"""A warning rests on at least so many steps and so many prompts."""
+"""A warning needs at least this many steps (`WINDOW`) and this many prompts (`PROMPTS`)."""
 ALIKE = 0.95
 CUT, RISEN = 0.95, 0.1
 ROSE, FELL = 0.2, 0.1
@@ -29,25 +31,29 @@ CLIPPED, MOVED, FAR_MOVED = 0.4, 0.05, 0.25
 
 
 def reward_constant(history: History, window: int) -> Numbers:
-    """No score has differed from any other since the run began."""
+    """Find that every score since the start of the run is the same."""
     low, high = history["reward/min"], history["reward/max"]
     return None if len(low) < window or min(low) != max(high) else (len(low), low[0])
 
 
 def groups_alike(history: History, window: int) -> Numbers:
-    """Nearly all prompts have responses that are all worth the same, in a task that is not solved. Above a
-    share of `ALIKE` at most one prompt in twenty teaches."""
+    """Find that the responses to nearly every prompt have the same reward, in a task that is not solved.
+
+    If more than the share `ALIKE` of the prompts is like this, at most one prompt in twenty teaches
+    something.
+    """
     shares = history["reward/zero_std_share"][-window:]
     alike = len(shares) >= window and fmean(shares) >= ALIKE and _range(history) != 0
     return (window, fmean(shares)) if alike and not _solved(history, window) else None
 
 
 def reward_fell(history: History, window: int) -> Numbers:
-    """The reward was well above the least score, and no longer is.
+    """Find that the reward was well above the lowest score, and no longer is.
 
-    A reward that once was at a fifth (`ROSE`) of the way from the usual least score of a step to the usual
-    greatest has fallen to nothing when it is at a tenth (`FELL`) of that rise. Of 64 prompts with a fifth
-    right answers, chance leaves no more than two right less than once in ten thousand times.
+    The usual lowest and highest scores are medians over the steps. The reward must once have reached a fifth
+    (`ROSE`) of the range between them, and must now be at most a tenth (`FELL`) of that rise above the
+    lowest. If a fifth of 64 prompts are answered correctly, chance leaves at most two correct less than once
+    in ten thousand times.
     """
     means = history["reward/mean"]
     if len(means) < 2 * window:
@@ -62,9 +68,11 @@ def reward_fell(history: History, window: int) -> Numbers:
 
 
 def all_cut(history: History, window: int) -> Numbers:
-    """Nearly all responses (`CUT`) end at the limit, and the reward has not risen all the same. Where answers
-    are of one length that is as it should be: there the reward rises, by a tenth (`RISEN`) of the range of
-    scores."""
+    """Find that nearly all responses (`CUT`) end at the length limit while the reward has not risen.
+
+    In a task whose responses all have the same length, ending at the limit is normal. The reward then rises,
+    by at least a tenth (`RISEN`) of the range of scores.
+    """
     shares, rewards = history["response_length/clip_ratio"][-window:], history["reward/mean"]
     if min(2 * len(shares), len(rewards)) < 2 * window or fmean(shares) < CUT or _solved(history, window):
         return None
@@ -74,9 +82,11 @@ def all_cut(history: History, window: int) -> Numbers:
 
 
 def entropy_collapsed(history: History, window: int) -> Numbers:
-    """The policy has become certain, is not right, and does not get better. An entropy has collapsed when it
-    is a tenth (`COLLAPSED`) of the first steps' and below `SMALL_ENTROPY` nats a token: then nearly every
-    token is certain (Cui et al. 2025, arXiv 2505.22617)."""
+    """Find that the policy has become certain, is not right, and does not improve.
+
+    The entropy has collapsed if it is a tenth (`COLLAPSED`) of that in the first steps and below
+    `SMALL_ENTROPY` nats per token. Nearly every token is then certain (Cui et al. 2025, arXiv 2505.22617).
+    """
     entropies, rewards = history["actor/entropy"], history["reward/mean"]
     if min(len(entropies), len(rewards)) < 2 * window or _solved(history, window):
         return None
@@ -88,7 +98,7 @@ def entropy_collapsed(history: History, window: int) -> Numbers:
 
 
 def gradient_zero(history: History, window: int) -> Numbers:
-    """The gradient of several steps is exactly zero although there was something to learn."""
+    """Find that the gradient of several steps is exactly zero although there was something to learn."""
     for role in ("actor", "sft", "rm"):
         norms = history[f"{role}/grad_norm"][-STEPS_WITHOUT_GRADIENT:]
         nothing = role == "actor" and (_nothing_to_learn(history) or _solved(history, STEPS_WITHOUT_GRADIENT))
@@ -98,18 +108,21 @@ def gradient_zero(history: History, window: int) -> Numbers:
 
 
 def kl_runs_away(history: History, window: int) -> Numbers:
-    """The policy is far from the reference. At `FAR`, 1 nat a token, it finds its own tokens e times as
-    likely as the reference does."""
+    """Find that the policy is far from the reference.
+
+    At `FAR`, 1 nat per token, the policy considers its own tokens e times as likely as the reference does.
+    """
     kls = history["actor/kl"][-window:]
     return None if len(kls) < window or median(kls) <= FAR else (window, median(kls))
 
 
 def updates_too_far(history: History, window: int) -> Numbers:
-    """The updates of a step leave the policy that wrote its samples far behind.
+    """Find that the updates of a step move the policy too far away from the one that generated its samples.
 
-    They have gone too far when they clip 40% (`CLIPPED`) of the tokens and move the policy by 0.05 nats a
-    token (`MOVED`): PPO's usual early stop is at 0.01 to 0.03. Narrow bounds, such as GSPO's, clip as many
-    while it hardly moves, and some losses clip nothing: for these 0.25 nats (`FAR_MOVED`) are too far.
+    This is the case if they clip 40% (`CLIPPED`) of the tokens and move the policy by 0.05 nats per token
+    (`MOVED`). PPO's usual early stop is at 0.01 to 0.03. Narrow clip ranges, such as GSPO's, clip as many
+    tokens while the policy hardly moves, and some losses clip nothing. For these, 0.25 nats (`FAR_MOVED`) is
+    too far.
     """
     moves, clips = history["actor/ppo_kl"][-window:], history["actor/clip_fraction"][-window:]
     if len(moves) < window:
@@ -121,37 +134,36 @@ def updates_too_far(history: History, window: int) -> Numbers:
 
 
 CHECKS: dict[Check, str] = {
-    reward_constant: "every response of the first {0} steps was scored {1:g}: there is nothing to learn "
-    "from. Look at responses (tandem samples RUN) and at what the reward function makes of them; if they "
-    "are fair, begin with easier prompts, a model that is sometimes right, or a reward that gives parts of "
-    "the score",
-    groups_alike: "in the last {0} steps {1:.0%} of the prompts had responses that were all worth the same: "
-    "their advantage is zero and they teach nothing. More responses to a prompt "
-    "(actor_rollout_ref.rollout.n), prompts that are sometimes right (algorithm.filter_groups.enable=true "
-    "leaves out the others), or a higher actor_rollout_ref.rollout.temperature bring differences",
-    reward_fell: "the reward was {0:.3g} and has fallen to {1:.3g}. See whether the reward function still "
-    "works (tandem samples RUN); if it does, go back to a checkpoint from before "
-    "(trainer.resume_mode=resume_path) with a lower actor_rollout_ref.actor.optim.lr, fewer updates a step, "
-    "or a KL term (actor_rollout_ref.actor.use_kl_loss=true)",
-    all_cut: "in the last {0} steps {1:.0%} of the responses were cut at the limit. Raise "
-    "data.max_response_length; if they never end, see whether the prompt's chat template and the "
-    "end-of-text token are the model's; or punish length (reward_model.overlong_buffer.enable=true)",
-    entropy_collapsed: "the entropy has fallen from {0:.2g} to {1:.2g} nats a token and the reward does not "
-    "rise: the policy tries nothing new. From a checkpoint before the fall, raise "
-    "actor_rollout_ref.actor.clip_ratio_high (0.28), hold the entropy "
+    reward_constant: "every response of the first {0} steps was scored {1:g}, so there is nothing to learn "
+    "from. Look at the responses and their scores (tandem samples RUN). If the scores are right, start with "
+    "easier prompts, a model that is sometimes right, or a reward that gives partial credit",
+    groups_alike: "in the last {0} steps, {1:.0%} of the prompts had responses with identical rewards. Their "
+    "advantage is zero, so they teach nothing. To get different rewards, generate more responses per prompt "
+    "(actor_rollout_ref.rollout.n), keep only prompts that are sometimes answered correctly "
+    "(algorithm.filter_groups.enable=true), or raise actor_rollout_ref.rollout.temperature",
+    reward_fell: "the reward was {0:.3g} and has fallen to {1:.3g}. Check whether the reward function still "
+    "works (tandem samples RUN). If it does, go back to an earlier checkpoint "
+    "(trainer.resume_mode=resume_path) with a lower actor_rollout_ref.actor.optim.lr, fewer updates per "
+    "step, or a KL term (actor_rollout_ref.actor.use_kl_loss=true)",
+    all_cut: "in the last {0} steps, {1:.0%} of the responses were cut at the length limit. Raise "
+    "data.max_response_length. If responses never end, check that the chat template and the end-of-text "
+    "token are those of the model. Or penalize long responses (reward_model.overlong_buffer.enable=true)",
+    entropy_collapsed: "the entropy has fallen from {0:.2g} to {1:.2g} nats per token and the reward does "
+    "not rise: the policy no longer explores. Go back to a checkpoint before the fall, and raise "
+    "actor_rollout_ref.actor.clip_ratio_high (0.28), keep the entropy at a target "
     "(actor_rollout_ref.actor.adaptive_entropy.enabled=true), or lower actor_rollout_ref.actor.optim.lr",
-    gradient_zero: "{0}/grad_norm was zero in the last {1} steps although there was something to learn. "
+    gradient_zero: "{0}/grad_norm was zero in the last {1} steps, although there was something to learn. "
     "Either no parameter is trained (LoRA's target_modules), or every token is masked or clipped "
-    "(algorithm.rollout_correction, the loss's clip_ratio), or the advantages are zero, as pass@k's are "
-    "once each prompt has two best responses",
-    kl_runs_away: "over the last {0} steps the policy was {1:.2g} nats a token from the reference. Raise "
-    "the KL's coefficient (actor_rollout_ref.actor.kl_loss_coef, algorithm.kl_ctrl.kl_coef), or lower "
-    "actor_rollout_ref.actor.optim.lr",
-    updates_too_far: "within a step the policy moves by {0:.2g} nats a token, and {1:.0%} of the tokens are "
-    "clipped. Lower actor_rollout_ref.actor.optim.lr, or make fewer updates a step (a larger "
+    "(algorithm.rollout_correction, the clip_ratio of the loss), or all advantages are zero, as those of "
+    "pass@k are once each prompt has two best responses",
+    kl_runs_away: "over the last {0} steps, the policy was {1:.2g} nats per token away from the reference. "
+    "Raise the coefficient of the KL (actor_rollout_ref.actor.kl_loss_coef, algorithm.kl_ctrl.kl_coef), or "
+    "lower actor_rollout_ref.actor.optim.lr",
+    updates_too_far: "within a step, the policy moves by {0:.2g} nats per token, and {1:.0%} of the tokens "
+    "are clipped. Lower actor_rollout_ref.actor.optim.lr, or make fewer updates per step (a larger "
     "actor_rollout_ref.actor.ppo_mini_batch_size, fewer actor_rollout_ref.actor.ppo_epochs)",
 }
-"""What each check warns of, with its numbers."""
+"""The warning of each check, with placeholders for its numbers."""
 
 
 READ = frozenset(
@@ -161,7 +173,7 @@ READ = frozenset(
         *("actor/grad_norm", "sft/grad_norm", "rm/grad_norm"),
     }
 )
-"""The metrics that checks look at."""
+"""The metrics that the checks read."""
 
 
 def _range(history: History) -> float:
@@ -169,13 +181,13 @@ def _range(history: History) -> float:
 
 
 def _solved(history: History, window: int) -> bool:
-    """Whether nearly all that can be had is had; not where no score differs."""
+    """Return whether the mean reward is close to the highest score. False if all scores are the same."""
     span = _range(history) if history["reward/mean"] else 0.0
     return span > 0 and fmean(history["reward/mean"][-window:]) >= max(history["reward/max"]) - 0.1 * span
 
 
 def _nothing_to_learn(history: History) -> bool:
-    """Whether all scores were alike in the last steps; within each group, where groups are compared."""
+    """Return whether all scores in the last steps were equal (within each group, if groups are compared)."""
     last = slice(-STEPS_WITHOUT_GRADIENT, None)
     shares = history["reward/zero_std_share"][last] or [
         float(low == high)

@@ -1,4 +1,4 @@
-"""Trust in the samples: the difference between rollout and training, and its cause."""
+"""The difference between the log-probs of rollout and training, and its cause."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tandem.watch.gap import AS_IT_IS, EXPERIMENT
 
 
 class Cause(Enum):
-    """Why the log-probs of rollout and training differ, and what to do about it."""
+    """Why the log-probs of rollout and training differ; `remedy` says what to do about it."""
 
     RETOKENISED = "tokens were changed between the engine and training"
     STALE = "stale weights"
-    RESHAPED = "the distribution sampled from is not the one trained on"
-    UNREPEATABLE = "training computes other log-probs each time it is asked"
-    LEAKED = "in training, samples that are packed together change each other"
+    RESHAPED = "samples are drawn from a different distribution than the one that is trained"
+    UNREPEATABLE = "training computes different log-probs each time"
+    LEAKED = "in training, samples that are packed together influence each other"
     UNADAPTED = "the rollout samples without the adapters that are trained"
     UNSCALED = "the rollout's log-probs are those of temperature 1"
     HEADLESS = "the rollout reads prompts without their first token"
-    EARLY = "the rollout's log-probs stand one token too early"
-    LATE = "the rollout's log-probs stand one token too late"
-    LEFTOVER = "it agreed with earlier weights and no longer does"
-    NUMERICS = "the engines' numerics"
+    EARLY = "the rollout's log-probs are shifted one token too early"
+    LATE = "the rollout's log-probs are shifted one token too late"
+    LEFTOVER = "rollout and training agreed with earlier weights and no longer do"
+    NUMERICS = "numerical differences between the engines"
 
     @property
     def remedy(self) -> str:
@@ -33,24 +33,24 @@ class Cause(Enum):
 
 
 _REMEDIES = {
-    Cause.RETOKENISED: "pass the engine's token ids on as they are; text that is encoded again gives others",
-    Cause.STALE: "bring the weights to the rollout before each generation",
+    Cause.RETOKENISED: "pass the engine's token ids on unchanged; encoding the text again changes them",
+    Cause.STALE: "send the weights to the rollout before each generation",
     Cause.RESHAPED: "sample with top_p=1, top_k=-1, min_p=0, no penalties and the temperature of training, "
-    "or with an engine that gives the log-probs before those, such as rollout.name=native",
-    Cause.UNREPEATABLE: "switch dropout off, or use fsdp_config.full_determinism",
-    Cause.LEAKED: "train with use_remove_padding=false, or with another attn_implementation, and report the "
-    "model's architecture",
-    Cause.UNADAPTED: "give the engine the merged weights (actor.weights()), not those of the base",
-    Cause.UNSCALED: "let the engine return log-probs after the temperature (vLLM: processed_logprobs)",
-    Cause.HEADLESS: "pass the prompt's token ids on as they are; the engine drops or adds a begin token",
-    Cause.EARLY: "log_probs[t] is that of token t given the tokens before it",
-    Cause.LATE: "log_probs[t] is that of token t given the tokens before it",
-    Cause.LEFTOVER: "look for what an update leaves behind in the rollout: a prefix cache that is not "
-    "emptied, packed copies of weights, captured graphs, adapters merged with another scale; "
-    "rollout.name=native has none of these. If it grows slowly it may be rounding: use the same precision "
-    "in both engines",
-    Cause.NUMERICS: "use the same precision and kernels in both engines, and rollout.name=native where it is "
-    "another; what then remains is rounding, which importance weights correct (algorithm.rollout_correction)",
+    "or use an engine that returns the log-probs before these settings apply, such as rollout.name=native",
+    Cause.UNREPEATABLE: "turn dropout off, or use fsdp_config.full_determinism",
+    Cause.LEAKED: "train with use_remove_padding=false, or with a different attn_implementation, and report "
+    "the model's architecture",
+    Cause.UNADAPTED: "give the engine the merged weights (actor.weights()), not those of the base model",
+    Cause.UNSCALED: "make the engine return log-probs after the temperature (vLLM: processed_logprobs)",
+    Cause.HEADLESS: "pass the prompt's token ids on unchanged; the engine drops or adds a begin token",
+    Cause.EARLY: "log_probs[t] must be that of token t given the tokens before it",
+    Cause.LATE: "log_probs[t] must be that of token t given the tokens before it",
+    Cause.LEFTOVER: "look for old state that an update leaves in the rollout: a prefix cache that is not "
+    "cleared, packed copies of weights, captured graphs, adapters merged with a different scale; "
+    "rollout.name=native has none of these. If the difference grows slowly, it may be rounding: use the same "
+    "precision in both engines",
+    Cause.NUMERICS: "use the same precision and kernels in both engines, and rollout.name=native if you use "
+    "another engine. The rest is rounding, which importance weights correct (algorithm.rollout_correction)",
 }
 _ONE_SIDED = 0.95
 _BY_EXPERIMENT = {
@@ -63,24 +63,27 @@ _BY_EXPERIMENT = {
 }
 _EXPLAINED = 0.1
 EXPLAINED_SAMPLES = 32
-"""Samples that experiments are made with."""
+"""The number of samples that experiments use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The evidence of one step's samples.
+    """The evidence in the samples of one step.
 
     Attributes:
-        difference: mean |log p - log q| over response tokens, nats; p is training's probability of a token, q
-            the rollout's.
-        raised: mean max(log q - log p, 0), the part of it in which the rollout is above.
-        limit: of the difference, nats.
-        version_lag: optimizer steps by which the oldest weights that wrote a token are behind training's.
-        changed_samples: samples whose tokens are not those that the engine wrote.
-        reshaped: whether q is known to be of a distribution that sampling parameters reshaped.
-        sampled_temperature, temperature: of sampling and of training.
-        experiments: mean differences, nats, under known faults, by name; see `add_experiments`.
-        agreed: whether rollout and training agreed at an earlier step.
+        difference: mean |log p - log q| over response tokens, in nats, where p is training's probability of a
+            token and q the rollout's.
+        raised: mean max(log q - log p, 0), the part of the difference in which the rollout's probability is
+            higher.
+        limit: the limit of the difference, in nats.
+        version_lag: the number of optimizer steps by which the oldest weights that generated a token are
+            behind those of training.
+        changed_samples: the number of samples whose tokens are not those that the engine generated.
+        reshaped: whether q is known to belong to a distribution that sampling parameters reshaped.
+        sampled_temperature: the temperature of sampling.
+        temperature: the temperature of training.
+        experiments: mean differences, in nats, with known faults, by name; see `add_experiments`.
+        agreed: whether rollout and training agreed in an earlier step.
     """
 
     difference: float
@@ -96,13 +99,13 @@ class Evidence:
 
 
 def diagnose(evidence: Evidence) -> Cause | None:
-    """The cause of a difference over its limit, or of changed tokens; None where there is neither.
+    """Return the cause of a difference above its limit, or of changed tokens; None if there is neither.
 
-    Told apart by what each leaves behind: changed tokens by their fingerprint, stale weights by the version
-    written beside each token, another distribution by the sampling parameters, or, where an engine cuts
-    tokens that nobody asked it to, by the sign: every other token's q rises. What is left is told by
-    experiments: the fault under which the difference vanishes. A difference of numerics has both signs, and
-    no fault makes it vanish.
+    Each cause leaves its own traces. Changed tokens have a different fingerprint. Stale weights have an older
+    version next to each token. A different distribution follows from the sampling parameters; if an engine
+    cuts tokens without being asked to, it follows from the sign, because q of every other token rises.
+    Experiments tell the other causes apart: they apply a known fault, and the right one makes the difference
+    disappear. A difference in numerics has both signs, and no fault makes it disappear.
     """
     if evidence.changed_samples > 0:
         return Cause.RETOKENISED
@@ -120,8 +123,11 @@ def diagnose(evidence: Evidence) -> Cause | None:
 
 
 def _by_experiment(evidence: Evidence) -> Cause | None:
-    """The fault under which most of the difference vanishes: a tenth (`_EXPLAINED`) is left, or what is
-    within the limit. None where none does, or none was tried."""
+    """Return the fault that makes most of the difference disappear.
+
+    At most a tenth (`_EXPLAINED`) of the difference, or a difference within the limit, may be left. None if
+    no fault does so, or if none was tried.
+    """
     gaps, limit = evidence.experiments, evidence.limit
     if gaps.get("again", 0.0) > limit:
         return Cause.UNREPEATABLE
@@ -137,10 +143,12 @@ def _by_experiment(evidence: Evidence) -> Cause | None:
 
 
 def evidence_of(metrics: Row, facts: Facts, *, agreed: bool) -> Evidence:
-    """The evidence that the metrics of a step hold.
+    """Return the evidence that the metrics of a step contain.
 
     Args:
-        agreed: whether rollout and training agreed at an earlier step.
+        metrics: the metrics of the step.
+        facts: the facts of the run.
+        agreed: whether rollout and training agreed in an earlier step.
     """
     return Evidence(
         difference=metrics["rollout/log_prob_diff_mean"],
@@ -157,24 +165,27 @@ def evidence_of(metrics: Row, facts: Facts, *, agreed: bool) -> Evidence:
 
 
 def below(metrics: Row, prefix: str) -> dict[str, float]:
-    """The metrics whose names begin with a prefix, by what follows it."""
+    """Return the metrics whose names start with a prefix, by the rest of the name."""
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def sentence(cause: Cause, evidence: Evidence) -> str:
-    """The cause, its numbers and its remedy. Changed tokens are one whether or not the log-probs show it."""
+    """Return a sentence with the cause, its numbers and its remedy.
+
+    Changed tokens are reported even if the log-probs do not differ.
+    """
     changed, lag = evidence.changed_samples, evidence.version_lag
     numbers = {Cause.RETOKENISED: f" in {changed:.0f} samples", Cause.STALE: f", {lag:.0f} updates behind"}
     what = f"{cause.value}{numbers.get(cause, '')}. Remedy: {cause.remedy}"
     if evidence.difference <= evidence.limit:
         return what[0].upper() + what[1:]
     return (
-        f"The rollout's log-probs differ from training's by {evidence.difference:.2g} nats on average (limit "
+        f"The log-probs of rollout and training differ by {evidence.difference:.2g} nats on average (limit "
         f"{evidence.limit:.2g}): {what}"
     )
 
 
 def pearson(p: float, q: float, pp: float, qq: float, pq: float) -> float | None:
-    """Pearson's correlation from the means of p, q, p², q² and pq; None where one of them does not vary."""
+    """Return Pearson's correlation, given the means of p, q, p², q² and pq; None if p or q does not vary."""
     variances = (pp - p * p) * (qq - q * q)
     return None if variances <= 0 else (pq - p * q) / math.sqrt(variances)

@@ -1,4 +1,4 @@
-"""The judge of a run's steps: tells what is wrong, each thing once in a run's life."""
+"""`Watch` checks the steps of a run and reports each problem once."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from tandem.watch.trust import Cause, below, diagnose, evidence_of, pearson, sen
 
 
 class Watch:
-    """The memory of a run: it judges each step beside those before.
+    """Checks each step of a run in the light of the earlier steps, which it remembers.
 
     Args:
-        prompts: of a step.
-        tell: tells the user what is wrong: its name, a sentence, the step.
+        prompts: prompts per step.
+        tell: reports a problem to the user. Its arguments are the problem's name, a sentence, and the step.
 
     Attributes:
-        named: the sentences of what was found, by name.
-        puzzled: whether only experiments on the next step's samples can tell why rollout and training differ.
+        named: the sentences of the problems found so far, by name.
+        needs_experiments: whether only experiments with the samples of the next step can tell why rollout and
+            training differ.
     """
 
     def __init__(self, prompts: int, tell: Callable[[str, str, int], None]) -> None:
         self.named: dict[str, str] = {}
-        self.puzzled = False
+        self.needs_experiments = False
         self._tell = tell
         self._window = max(WINDOW, -(-PROMPTS // prompts))
         self._history: dict[str, list[float]] = {name: [] for name in READ}
@@ -35,33 +36,37 @@ class Watch:
         self._agreed = self._tried = False
 
     def restore(self, rows: Iterable[Row], named: Mapping[str, str]) -> None:
-        """Go on where a run was left.
+        """Continue where an earlier run stopped.
 
         Args:
-            rows: metrics of the steps before.
-            named: what was told then.
+            rows: the metrics of the earlier steps.
+            named: the problems reported then.
         """
         self.named |= named
         for row in rows:
             self._remember(row)
 
-    def judge_learning(self, step: int, metrics: Row) -> None:
-        """Judge the history of a run that has taken one more step.
+    def check_learning(self, step: int, metrics: Row) -> None:
+        """Check the history of a run after one more step.
 
         Args:
-            metrics: of the step, as they are logged.
+            step: the number of the step.
+            metrics: the metrics of the step, as they are logged.
         """
         self._remember(metrics)
         self._name(findings(CHECKS, self._history, self._window), step)
 
-    def judge_samples(self, step: int, metrics: Row, facts: Facts) -> dict[str, float]:
-        """Judge the samples and the updates of a step, before it is logged.
+    def check_samples(self, step: int, metrics: Row, facts: Facts) -> dict[str, float]:
+        """Check the samples and the updates of a step, before it is logged.
 
         Args:
-            metrics: of the step, with those that are for this alone.
+            step: the number of the step.
+            metrics: the metrics of the step, including those that are only meant for this check.
+            facts: the facts of the run.
 
         Returns:
-            the metrics without these; with the correlation in place of the moments it is made of.
+            the metrics without those that are only meant for this check. The correlation replaces the moments
+            that it is computed from.
         """
         self._name(broken_rules(metrics, self._before, facts).items(), step)
         rest = {name: v for name, v in metrics.items() if not name.startswith((MOMENT, EXPERIMENT, CHECK))}
@@ -74,12 +79,14 @@ class Watch:
         return rest
 
     def _explain(self, step: int, metrics: Row, facts: Facts) -> None:
-        """Name the cause of a difference between rollout and training, or ask for experiments first."""
+        """Report the cause of a difference between rollout and training, or request experiments first."""
         evidence = evidence_of(metrics, facts, agreed=self._agreed)
         cause = diagnose(evidence)
         self._tried |= bool(evidence.experiments)
-        self.puzzled = cause in (Cause.NUMERICS, Cause.LEFTOVER) and facts.experiments and not self._tried
-        if cause is not None and not self.puzzled:
+        self.needs_experiments = (
+            cause in (Cause.NUMERICS, Cause.LEFTOVER) and facts.experiments and not self._tried
+        )
+        if cause is not None and not self.needs_experiments:
             self._name([(cause.name.lower(), sentence(cause, evidence))], step)
 
     def _remember(self, row: Row) -> None:
@@ -89,7 +96,7 @@ class Watch:
         self._step_before(row)
 
     def _step_before(self, row: Row) -> None:
-        """Make this the step before the next."""
+        """Store this step as the previous one for the next check."""
         self._before = row
         limit = row.get("rollout/log_prob_diff_limit", 0.0)
         self._agreed |= row.get("rollout/log_prob_diff_mean", math.inf) <= limit

@@ -1,5 +1,7 @@
-"""The policy's worker: actor, rollout and reference, alone or together in one process, so that the module
-that is trained can be the module that samples."""
+"""The policy's worker: actor, rollout and reference, alone or together in one process.
+
+In one process, the module that is trained can also be the module that samples.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +33,34 @@ from tandem.workers.parts import PolicyPart, offers
 from tandem.workers.reference_part import ReferencePart
 from tandem.workers.rollout_part import RolloutPart
 
-# Of these the rank with most counts; of all else that a rollout engine counts, all ranks together.
-_OF_THE_BUSIEST = frozenset({"decode_steps", "peak_running", "cache_bytes", "cache_use"})
+# Counters of the rollout engine whose maximum over ranks is reported. All other counters are summed.
+_MAX_OVER_RANKS = frozenset({"decode_steps", "peak_running", "cache_bytes", "cache_use"})
 
 
 @offers(actor=ActorPart, rollout=RolloutPart, ref=ReferencePart)
 class ActorWorker(EngineWorker):
-    """The policy's worker. Its parts do the work; a rollout without an actor holds the policy frozen and
-    takes over the weights of an actor elsewhere, bucket by bucket; see `export_weights` and `load_weights`.
+    """The policy's worker. Its parts do the work.
 
-    A subclass overrides methods, or names a class of its own for a part.
+    A rollout without an actor holds a frozen copy of the policy. It receives the weights of an actor in
+    another worker group, one bucket after another; see `export_weights` and `load_weights`.
+
+    A subclass overrides methods, or sets its own class for a part.
 
     Args:
-        config: the resolved run config.
-        parts: of "actor", "rollout" and "ref", those that live here.
-        tokenizer: decodes for stop strings; its eos ends responses.
-        total_steps: training steps in which it learns, for the schedule.
-        updates_per_step: optimizer steps in each.
-        device, run: see `EngineWorker`.
-        recompute_old: whether updates read an `old_log_probs` column.
-        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared", "ref_kl" and "entropy".
-        reference: which of several references its part "ref" is.
+        config: The resolved run config.
+        parts: The parts in this worker, from "actor", "rollout" and "ref".
+        tokenizer: The tokenizer, which decodes text to find stop strings. Its eos token ends responses.
+        total_steps: The number of training steps, for the learning rate schedule.
+        updates_per_step: The optimizer steps of each training step.
+        device: See `EngineWorker`.
+        run: See `EngineWorker`.
+        recompute_old: Whether updates read an `old_log_probs` column.
+        old_outputs: Further outputs of `compute_log_prob`, from "sum_pi_squared", "ref_kl" and "entropy".
+        reference: Which of several reference policies the part "ref" is.
 
     Raises:
-        ModelError: a reference over other tokens than the policy's.
-        ConfigError: a rollout engine that takes no weights cannot follow a policy that learns.
+        ModelError: A reference policy uses other tokens than the policy.
+        ConfigError: The rollout engine cannot receive weights, but the policy is trained.
     """
 
     actor_part = ActorPart
@@ -91,7 +96,7 @@ class ActorWorker(EngineWorker):
         elif "rollout" in parts:
             engine = self._add_engine("rollout", policy.actor)
         if "ref" in parts:
-            borrowed = "actor" in parts and policy.model.lora_rank > 0  # its base needs no second copy
+            borrowed = "actor" in parts and policy.model.lora_rank > 0  # the actor's base is the reference
             if borrowed:
                 self.register_mesh("ref", engine.share.rank, engine.share.size, collects=engine.share.leads)
             own = engine if borrowed else self._reference_engine(tokenizer, reference)
@@ -123,7 +128,7 @@ class ActorWorker(EngineWorker):
                 temperature=policy.rollout.temperature,
                 sequence_parallel=1 if role == "rollout" else section.ulysses_sequence_parallel_size,
                 device=self.device,
-                say=self.voice(role),
+                say=self.say_for(role),
             )
         return self.hold(role, engine)
 
@@ -142,7 +147,7 @@ class ActorWorker(EngineWorker):
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase, policy: TrainEngine) -> RolloutEngine:
         model, rollout = self._config.actor_rollout_ref.model, self._config.actor_rollout_ref.rollout
-        say = functools.partial(ActorWorker.say, weakref.proxy(self))  # so that no engine keeps its worker
+        say = functools.partial(ActorWorker.say, weakref.proxy(self))  # the engine must not keep its worker
         engine = make_rollout_engine(
             rollout.name,
             rollout,
@@ -161,16 +166,19 @@ class ActorWorker(EngineWorker):
         weakref.finalize(self, engine.close)
         if not engine.takes and not self._config.trainer.val_only:
             raise ConfigError(
-                "this engine's weights cannot be changed, and the policy's will",
+                "this rollout engine cannot receive new weights, but the policy is trained",
                 field="actor_rollout_ref.rollout.name",
                 got=rollout.name,
-                expected="an engine that takes weights",
+                expected="an engine that can receive weights",
                 remedy="set actor_rollout_ref.rollout.name=native, or trainer.val_only=true",
             )
         return engine
 
     def _split(self, size: int) -> LayerSplit:
-        """Joins the workers that split the rollout engine's layers, neighbours by rank."""
+        """Create the process groups of ranks that split the rollout engine's layers among them.
+
+        Each group has consecutive ranks.
+        """
         place = self.rank % size
         self.register_mesh("rollout", self.rank // size, self.world_size // size, collects=place == 0)
         if size == 1:
@@ -180,17 +188,20 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """See `EngineWorker.take_observed`; with it what the rollout engine counted, `rollout/COUNTER`."""
+        """Return the metrics of `EngineWorker.take_observed`, and counters of the rollout engine.
+
+        A counter's name is `rollout/COUNTER`.
+        """
         observed = super().take_observed()
         counted = self.parts["rollout"].engine.stats() if "rollout" in self.parts else {}
         if counted and not self.meshes()["rollout"].collects:
-            return observed  # another rank has counted the same
+            return observed  # another rank reports the same counters
         for name, value in counted.items():
-            add = observed.add_max if name in _OF_THE_BUSIEST else observed.add_sum
+            add = observed.add_max if name in _MAX_OVER_RANKS else observed.add_sum
             add(f"rollout/{name}", value)
         return observed
 
     @property
     def actor(self) -> TrainEngine:
-        """The engine of the policy that learns."""
+        """The engine of the trained policy."""
         return self.trained("actor")

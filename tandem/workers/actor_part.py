@@ -1,4 +1,4 @@
-"""The policy that learns in a worker: its log-probs, its updates, and its weights on their way to others."""
+"""The trained policy in a worker: its log-probs, its updates, and the export of its weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 
 class ActorPart:
-    """The policy that learns.
+    """The policy that is trained.
 
     Args:
-        config: the resolved run config.
-        engine: trains it.
-        recompute_old: whether updates read an `old_log_probs` column.
-        old_outputs: what `compute_log_prob` gives besides, of "sum_pi_squared", "ref_kl" and "entropy".
+        config: The resolved run config.
+        engine: The training engine.
+        recompute_old: Whether updates read an `old_log_probs` column.
+        old_outputs: Further outputs of `compute_log_prob`, from "sum_pi_squared", "ref_kl" and "entropy".
     """
 
     def __init__(
@@ -47,13 +47,16 @@ class ActorPart:
             correction=correction,
             references=config.actor_rollout_ref.ref.columns,
         )
-        self._export = ExitStack()  # what is held between the first bucket and the last
+        self._export = ExitStack()  # keeps the weights on the device from the first bucket to the last
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, balance="tokens")
     def compute_log_prob(self, worker: EngineWorker, batch: DataProto) -> DataProto:
-        """`old_log_probs`, ragged fp32 (fp64 for an fp64 model), nats; also measures how far the rollout's
-        own are from them. With it what `old_outputs` names: `sum_pi_squared`, `entropy`, nats, and `ref_kl`,
-        nats, for which the batch needs `ref_hidden`."""
+        """Return `old_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
+
+        This method also measures how far the rollout's own log-probs are from them. It returns the columns in
+        `old_outputs` too: `sum_pi_squared`, `entropy` in nats, and `ref_kl` in nats, for which the batch
+        needs `ref_hidden`.
+        """
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
             computed = self.engine.forward(batch, outputs=self._outputs, micro=micro)
@@ -67,10 +70,11 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", collect="first")
     def explain_gap(self, worker: EngineWorker, batch: DataProto) -> None:
-        """Measures under which fault the difference from the rollout would vanish; see `add_experiments`.
+        """Measure which possible fault would explain the difference to the rollout; see `add_experiments`.
 
         Args:
-            batch: a few samples that the weights wrote as they are now.
+            worker: The worker.
+            batch: A few samples that were generated with the current weights.
         """
         with worker.timeline.phase("explain_gap"), worker.on_device(self.engine):
             measured = Metrics()
@@ -94,12 +98,16 @@ class ActorPart:
         first: bool = False,
         entropy_coeff: float | None = None,
     ) -> Metrics:
-        """Takes one optimizer step on a mini-batch. Where its log-probs are the first under the policy that
-        sampled, it also measures how far the rollout's own are from them.
+        """Take one optimizer step on a mini-batch.
+
+        If the batch has no earlier log-probs of the policy that sampled it, this method also measures how far
+        the rollout's own log-probs are from the update's.
 
         Args:
-            first: whether no update on the same batch came before.
-            entropy_coeff: of the entropy bonus; None: the config's.
+            worker: The worker.
+            batch: The mini-batch.
+            first: Whether this is the first update on the batch.
+            entropy_coeff: The coefficient of the entropy bonus; None takes the coefficient of the config.
         """
         loss = self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
@@ -111,33 +119,38 @@ class ActorPart:
             return self.step_on(worker, without_rejected(batch), loss, rejects=rejects)
 
     def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
-        """The optimizer step of an update, on what the loss keeps of its batch.
+        """Take the optimizer step of an update, on the tokens of the batch that the loss keeps.
 
         Args:
-            rejects: whether some of it may be left out.
+            worker: The worker.
+            batch: The mini-batch.
+            loss: The loss.
+            rejects: Whether some tokens may be left out.
         """
         return worker.guarded_step("actor", batch, loss, self._actor, rejects=rejects)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worker: EngineWorker, worst: WorstBatch) -> None:
-        """See `tandem.workers.worst_batch.run_worst_batch`."""
+        """Run the largest micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
         run_worst_batch(worker, "actor", self.loss.outputs, self._actor.train_batching, worst)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hold_reference_head(self, worker: EngineWorker, head: Tensor) -> None:
-        """Keeps the reference's output embedding (V, D) beside the actor, as many bytes on each rank as the
-        actor's own in compute dtype, for the exact KL."""
+        """Keep the reference's output embedding (V, D) next to the actor, for the exact KL.
+
+        On each rank it takes as many bytes as the actor's own output embedding in compute dtype.
+        """
         self.engine.hold_reference_head(head)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset_optimizer(self, worker: EngineWorker) -> None:
-        """Lets the actor's optimizer begin anew."""
+        """Reset the state of the actor's optimizer."""
         with worker.on_device(self.engine, training=True):
             self.engine.reset_optimizer()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
     def weight_buckets(self, worker: EngineWorker) -> int:
-        """The number of buckets that `export_weights` packs the weights in."""
+        """Return the number of buckets into which `export_weights` packs the weights."""
         return len(self._buckets())
 
     def _buckets(self) -> list[tuple[str, ...]]:
@@ -147,8 +160,10 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, collect="first")
     def export_weights(self, worker: EngineWorker, number: int) -> WeightBucket | None:
-        """A bucket of the actor's weights in compute dtype, to be asked for in order from 0; None on all
-        ranks but the first. Collective."""
+        """Return one bucket of the actor's weights in compute dtype. Collective.
+
+        Buckets must be requested in order from 0. All ranks except the first return None.
+        """
         packed, engine = self._buckets(), self.engine
         last = number == len(packed) - 1
         with worker.timeline.phase("weight_sync"):
@@ -157,7 +172,7 @@ class ActorPart:
                 self._export.enter_context(worker.on_device(engine))
             tensors = {}
             for name, value in engine.weights(dtype=engine.compute_dtype, names=packed[number]):
-                if worker.rank == 0:  # of one process it may be the actor's own
+                if worker.rank == 0:  # with one process the tensor may be the actor's own, so copy it
                     tensors[name] = value.to("cpu", copy=worker.world_size == 1)
             sent = Sent(engine.version, engine.digest()) if last else None
             if last:
@@ -166,5 +181,5 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
     def weight_digest(self, worker: EngineWorker) -> Digest:
-        """The digest of the policy that learns, in compute dtype."""
+        """Return the digest of the trained policy in compute dtype."""
         return self.engine.digest()

@@ -1,5 +1,7 @@
-"""The inputs of advantages: the one check that they are finite, and a reward's numbers by name as one column,
-for estimators that weigh them apart."""
+"""The inputs of advantages: a check that they are finite, and the components of rewards as one column.
+
+Some estimators weight the components of a reward separately.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,26 @@ _REWARDS = ("token_level_scores", "reward_baselines")
 
 _REMEDIES = {
     **dict.fromkeys(_REWARDS, "let the reward return finite numbers"),
-    "ref_log_probs": "look at the weights of the reference policy",
+    "ref_log_probs": "check the weights of the reference policy",
     "values": "the critic has diverged: lower critic.optim.lr, or resume from an earlier checkpoint",
-    "rollout_log_probs": "an engine that gives no log-probs has NaN here: choose another "
+    "rollout_log_probs": "an engine that returns no log-probs has NaN here: set another "
     "actor_rollout_ref.rollout.name",
 }
 _DIVERGED = "the policy has diverged: lower its learning rate, or resume from an earlier checkpoint"
 
 
 def refuse_non_finite(batch: DataProto, columns: Iterable[str]) -> None:
-    """Refuses NaN and infinity: in rewards everywhere, in other columns by token at response tokens.
+    """Check that there is no NaN and no infinity in these columns.
+
+    Rewards are checked everywhere. Other columns with one value per token are checked at response tokens.
 
     Args:
-        batch: holds `response_mask` ragged.
-        columns: the names to look at; those that the batch lacks or that hold no floating-point numbers are
-            passed over.
+        batch: A batch with `response_mask` (ragged).
+        columns: The names of the columns. Columns that are missing or not floating-point are skipped.
 
     Raises:
-        RewardError: a reward is not finite.
-        NonFiniteError: another column is not.
+        RewardError: A reward is not finite.
+        NonFiniteError: A value of another column is not finite.
     """
     mask = batch.ragged("response_mask")
     for name in sorted(set(columns) & set(batch.batch)):
@@ -60,24 +63,25 @@ _KEYS = "algorithm.gdpo_reward_keys"
 
 
 def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]) -> Tensor:
-    """(B, K) fp64: the components of each sample's reward.
+    """Return the components of each sample's reward, (B, K) fp64.
 
     Args:
-        extras: (B) the finite numbers beside "score" that the reward returned for each sample, by name.
-        keys: the components, in the order of the columns; none: all numbers, in the order of their names,
-            which must then be the same for all samples.
+        extras: (B) For each sample: the finite numbers by name that the reward returned, except "score".
+        keys: The components in the order of the columns. If empty, all numbers are used in the order of their
+            names, and all samples must have the same names.
 
     Raises:
-        RewardError: a sample lacks a component, or has others than the first one; or there are none.
+        RewardError: A sample lacks a component or has other components than the first sample, or there are no
+            components.
     """
     names = tuple(keys) or tuple(sorted(extras[0]))
     if not names:
         raise RewardError(
-            "the advantage estimator weighs the components of the reward, and there are none",
+            "the advantage estimator needs components of the reward, but there are none",
             field="sample 0",
-            got="a reward without numbers beside 'score'",
+            got="a reward without numbers except 'score'",
             expected="a dict such as {'score': 1.0, 'format': 1.0, 'accuracy': 0.0}",
-            remedy="return one from the reward function, or name reward models in reward_model.models",
+            remedy="return such a dict from the reward function, or set reward models in reward_model.models",
         )
     for sample, extra in enumerate(extras):
         if not (set(names) <= set(extra) if keys else set(names) == set(extra)):
@@ -86,8 +90,8 @@ def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]
                 if not keys
                 else "the reward lacks a component",
                 field=f"sample {sample}",
-                got=", ".join(sorted(extra)) or "no numbers beside 'score'",
+                got=", ".join(sorted(extra)) or "no numbers except 'score'",
                 expected=", ".join(names) + (f" ({_KEYS})" if keys else ", as in sample 0"),
-                remedy=f"return the same numbers for every sample, or name in {_KEYS} those that all have",
+                remedy=f"return the same numbers for every sample, or list in {_KEYS} those that all have",
             )
     return torch.tensor([[extra[name] for name in names] for extra in extras], dtype=torch.float64)

@@ -1,10 +1,13 @@
-"""The gradient of each of the policy's updates, taken apart by samples and tokens, in float64 and by
-transformers' own forward: a reference for what the engine does, and what replays look at.
+"""The gradient of each policy update, divided among samples and tokens.
 
-Let g be the unclipped gradient of an update's loss L, a sum over samples of functions of their outputs o,
-the log-probs and entropies of their tokens. Token t's share is ⟨∂L/∂o_t · ∂o_t/∂θ, g⟩ / |g|². All shares add
-up to one, and a sample's is the sum of its tokens'. ∂o/∂θ · g is one forward-mode product. What Adam makes of
-g is another direction: the shares are the gradient's, not the displacement's.
+It is computed in float64 with transformers' own forward pass. It is a reference for the training engine, and
+replays inspect it.
+
+Let g be the unclipped gradient of an update's loss L. L is a sum over samples of functions of their outputs
+o, which are the log-probs and entropies of their tokens. The share of token t is ⟨∂L/∂o_t · ∂o_t/∂θ, g⟩ /
+|g|². All shares add up to one, and a sample's share is the sum of its tokens' shares. ∂o/∂θ · g is one
+forward-mode product. Adam turns g into another direction, so the shares describe the gradient and not the
+change of the weights.
 
 Shapes: T tokens of a sample.
 """
@@ -33,7 +36,7 @@ from tandem.workers.base import EngineWorker
 from tandem.workers.losses import ActorLoss
 
 OUTPUTS = ("log_probs", "entropy")
-"""What the reference computes of a model's outputs."""
+"""The outputs of a model that the reference computes."""
 Weights = dict[str, Tensor]
 
 
@@ -42,11 +45,11 @@ class UpdateGradient:
     """The gradient of one update.
 
     Attributes:
-        gradient: by parameter, float64.
-        norm: of it.
-        samples: (B) the uid and number of each sample of the mini-batch.
-        shares: (B) by token (T), float64; none where nobody asked.
-        seconds: that it took.
+        gradient: The gradient of each parameter, float64.
+        norm: The norm of the gradient.
+        samples: (B) The uid and the number of each sample of the mini-batch.
+        shares: (B) The shares of each sample's tokens (T), float64. Empty if they were not requested.
+        seconds: The time that the computation took.
     """
 
     gradient: Weights
@@ -57,12 +60,13 @@ class UpdateGradient:
 
 
 class Reference:
-    """A policy's outputs in float64, sample by sample.
+    """A policy whose outputs are computed in float64, one sample at a time.
 
     Args:
-        path: of the model, for its architecture.
-        weights: by Hugging Face name.
-        temperature: divides the logits.
+        path: The path of the model, for its architecture.
+        weights: The weights by Hugging Face name.
+        temperature: The temperature, which divides the logits.
+        options: Further options for loading the model's config.
     """
 
     def __init__(self, path: str, weights: Mapping[str, Tensor], temperature: float, **options: Any) -> None:
@@ -77,7 +81,7 @@ class Reference:
         self.parameters = {name: value.detach() for name, value in self._model.named_parameters()}
 
     def outputs(self, parameters: Weights, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(T) log-probs and entropies, nats, zero outside the mask."""
+        """Return the (T) log-probs and entropies in nats, which are zero outside the mask."""
         given = (ids_T[None], torch.ones_like(ids_T)[None])
         logits = torch.func.functional_call(self._model, parameters, given, {"use_cache": False}).logits[0]
         log_probs_TV = torch.log_softmax(logits[:-1] / self._temperature, -1)
@@ -88,11 +92,13 @@ class Reference:
 
 
 def attribute(reference: Reference, batch: DataProto, loss: ActorLoss, *, shares: bool) -> UpdateGradient:
-    """The gradient of an update's loss, and the tokens' shares in it.
+    """Return the gradient of an update's loss, and optionally the shares of the tokens.
 
     Args:
-        batch: the mini-batch, with what the loss reads.
-        shares: whether they are wanted; they take a forward-mode product for each sample.
+        reference: The policy.
+        batch: The mini-batch, with the columns that the loss reads.
+        loss: The loss.
+        shares: Whether to compute the shares. This takes one forward-mode product per sample.
     """
     began = time.perf_counter()
     loss = replace(loss, compared=frozenset())
@@ -136,16 +142,16 @@ def _columns(batch: DataProto, loss: ActorLoss, row: int) -> dict[str, Tensor]:
 
 
 def dot(a: Weights, b: Weights) -> float:
-    """The inner product of two gradients."""
+    """Return the inner product of two gradients."""
     return sum(float((a[name] * b[name]).sum()) for name in a)
 
 
 class WatchedActorPart(ActorPart):
-    """Keeps the gradient of each update, taken before it.
+    """An actor that computes and keeps the gradient of each update before the update.
 
     Attributes:
-        found: those since the last call of `take_gradients`.
-        shares: whether they are taken apart.
+        found: The gradients since the last call of `take_gradients`.
+        shares: Whether the gradients are divided among samples and tokens.
     """
 
     def __init__(self, config: TrainConfig, engine: TrainEngine, **options: Any) -> None:
@@ -155,7 +161,7 @@ class WatchedActorPart(ActorPart):
         self.shares = False
 
     def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
-        """Takes the step, after a look at its gradient where something is learnt."""
+        """Take the step. If there are tokens to learn from, compute the gradient first."""
         if bool(batch.ragged("response_mask").values.any()):
             weights = dict(self.engine.weights(dtype=torch.float64))
             options = {"trust_remote_code": self._model.trust_remote_code}
@@ -165,18 +171,18 @@ class WatchedActorPart(ActorPart):
 
 
 class WatchedActor(ActorWorker):
-    """An actor whose gradients are looked at, of one process."""
+    """An actor of one process that keeps the gradient of each update."""
 
     actor_part = WatchedActorPart
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def take_apart(self) -> None:
-        """Takes the gradients apart from now on."""
+        """Divide gradients among samples and tokens from now on."""
         self.parts["actor"].shares = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def take_gradients(self) -> list[UpdateGradient]:
-        """Those since the last call."""
+        """Return the gradients since the last call."""
         part = self.parts["actor"]
         found, part.found = part.found, []
         return list(found)

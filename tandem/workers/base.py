@@ -1,5 +1,8 @@
-"""The base of workers: timed phases and observations; for a worker with an engine also its device, its share
-of the process group, and the record of an update that went wrong."""
+"""The base classes of workers.
+
+They provide timed phases and observed metrics. A worker with an engine also has a device, a share of the
+process group, and a record of updates that failed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from tandem.runtime import Dispatch, Worker, register
 
 AnyEngine = TypeVar("AnyEngine", bound=TrainEngine)
 Learning = ActorConfig | CriticConfig | SupervisedConfig
-"""The section of a model that learns."""
+"""The config section of a model that is trained."""
 
 
 def micro_batching(batching: Batching) -> MicroBatching:
@@ -39,28 +42,30 @@ def micro_batching(batching: Batching) -> MicroBatching:
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list[str]:
-    """The text that the policy wrote in each sample, decoded, without special tokens."""
+    """Return the decoded response of each sample, without special tokens."""
     rows = zip(batch.ragged("tokens"), batch.ragged("response_mask"), strict=True)
-    # One by one: `batch_decode` takes an empty list for one empty response.
+    # Decode one by one, because `batch_decode` treats an empty list as one empty response.
     return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds what is drawn inside, such as weights that no folder holds, the same on every rank; afterwards
-    the generator goes on as if nothing had been drawn."""
+    """Seed random draws inside the block, such as weights that are not in any file, equally on every rank.
+
+    After the block, the random generator continues as if nothing had been drawn.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 class TimedWorker(Worker):
-    """A worker with timed phases, observations, and a voice.
+    """A worker with timed phases, observed metrics, and messages for the user.
 
     Args:
-        run: the run folder: phases go to its timeline, sentences to its log.
-        name: what the timeline calls this worker, its role.
-        device: where its work is done, if the clock must wait for it.
+        run: The run folder. Phases are written to its timeline, and messages to its log.
+        name: The worker's name in the timeline, which is its role.
+        device: The device of its work, if the clock must wait for the device.
     """
 
     def __init__(self, run: RunFolder, name: str, device: torch.device | None = None) -> None:
@@ -75,40 +80,40 @@ class TimedWorker(Worker):
             ranges=torch.cuda.nvtx.range if on_cuda else None,
         )
         self.observed = Metrics()
-        self._told: set[str] = set()
+        self._said_topics: set[str] = set()
 
     def say(self, sentence: str) -> None:
-        """To the user and to the run's log. Of several ranks the user hears the first, the log all."""
+        """Write a message to the run's log, and show it to the user if this is the first rank."""
         self.run.log(sentence if self.world_size == 1 else f"[{self._track}] {sentence}")
         if self.rank == 0:
             self.tell(sentence)
 
     def say_once(self, about: str, sentence: str) -> None:
-        """Say a sentence, unless one about the same thing was said before."""
-        if about not in self._told:
-            self._told.add(about)
+        """Write a message, unless a message about the same topic was written before."""
+        if about not in self._said_topics:
+            self._said_topics.add(about)
             self.say(sentence)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """The metrics that were observed besides the methods' results since the last call."""
+        """Return the metrics that were observed since the last call, apart from the results of methods."""
         observed, self.observed = self.observed, Metrics()
         return observed
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_timings(self) -> dict[str, float]:
-        """Seconds per phase since the last call, as `timing/PHASE`."""
+        """Return the seconds per phase since the last call, as `timing/PHASE`."""
         return self.timeline.take()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_profile(self, ranks: Collection[int] | None, memory: bool) -> None:
-        """Begins to profile this process, if its rank is one of these; None: all are."""
+        """Start to profile this process if its rank is in `ranks`; None means all ranks."""
         if ranks is None or self.rank in ranks:
             profile.begin(self._track.replace(" ", "_"), memory=memory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_profile(self, folder: Path, memory: bool) -> None:
-        """Ends it and writes it into the folder; see `tandem.observability.profile.end`."""
+        """End the profile and write it into the folder; see `tandem.observability.profile.end`."""
         profile.end(folder, memory=memory)
 
 
@@ -116,10 +121,10 @@ class EngineWorker(TimedWorker):
     """A worker that holds engines, in the process group of its pool.
 
     Args:
-        run: see `TimedWorker`; the batch of a non-finite update goes to its log folder.
-        name: see `TimedWorker`.
-        device: where its models live, "auto", "cpu" or "cuda"; chosen in the worker's own process.
-        collective_timeout_s: seconds one collective may take; None: PyTorch's own limit.
+        run: See `TimedWorker`. The batch of a non-finite update is saved in its log folder.
+        name: See `TimedWorker`.
+        device: The device of the models: "auto", "cpu" or "cuda". It is chosen in the worker's own process.
+        collective_timeout_s: The time limit of one collective, in seconds; None takes PyTorch's own limit.
     """
 
     def __init__(
@@ -129,60 +134,66 @@ class EngineWorker(TimedWorker):
         init_distributed(self.device, timeout_s=collective_timeout_s)
         super().__init__(run, name, self.device)
         self.engines: dict[str, TrainEngine] = {}
-        self._in_succession = Counter[str]()  # by role, its last steps that were skipped
+        self._consecutive_skips = Counter[str]()  # by role: the number of steps skipped in a row
         self._skipped = Counter[str]()
         self._writes = defaultdict[str, BackgroundWrite](BackgroundWrite)
 
     def trained(self, role: str = "") -> TrainEngine:
-        """The engine whose state goes into checkpoints: that of a role, or the worker's own.
+        """Return the engine whose state goes into checkpoints: the engine of a role, or the worker's own.
 
         Raises:
-            EngineError: this worker has no such engine.
+            EngineError: This worker has no such engine.
         """
         wanted = role or self._name
         if wanted not in self.engines:
             raise EngineError(
-                "this worker holds no weights of its own for that role",
+                "this worker has no weights of its own for this role",
                 got=f"{self._track}, with {', '.join(self.engines)}",
                 expected=wanted,
-                remedy="call the method on the group whose workers were made with that role",
+                remedy="call the method on the worker group that was created with this role",
             )
         return self.engines[wanted]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, role: str = "") -> None:
-        """Writes a model, its optimizer and version into the empty folder `path`; see `trained`."""
+        """Write a model, its optimizer state and its version into the empty folder `path`; see `trained`."""
         self.trained(role).save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_save(self, path: Path, role: str = "") -> None:
-        """Begins a save in the background: returns once the state is copied to the host. The folder's
-        `written_mark` appears when all ranks have written."""
+        """Start a save in the background, and return once the state is copied to the host.
+
+        The folder's `written_mark` appears after all ranks have written their state.
+        """
         write = self.trained(role).stage(path)
         self._writes[role].start(write, written_mark(path) if self.rank == 0 else None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_save(self, role: str = "") -> None:
-        """
+        """Check the save that `begin_save` started.
+
         Raises:
-            Exception: what a write begun by `begin_save` met with.
+            Exception: The error that stopped the save.
         """
         self._writes[role].check()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path, role: str = "") -> None:
-        """Goes on from what was saved, at this or another number of ranks."""
+        """Load a checkpoint, which may come from a different number of ranks."""
         self.trained(role).load(path)
 
-    def voice(self, role: str) -> Callable[[str], None]:
-        """What says a sentence of that role's engine, which keeps no worker by it."""
+    def say_for(self, role: str) -> Callable[[str], None]:
+        """Return a function that writes messages of a role's engine. It keeps no reference to the worker."""
         worker = weakref.proxy(self)
         return lambda sentence: worker.say(f"{role}: {sentence}")
 
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
-        """Takes a new engine in: its collectives are reported under `role`, and batches for it are divided
-        over the mesh of that name; it starts offloaded. Where not all of its parameters are trained, the user
-        hears how many are; on a CUDA device, on which kernels it runs."""
+        """Register a new engine under a role, and offload it.
+
+        Its collectives are reported under `role`, and batches for it are divided over the mesh of that name.
+        A message tells the user how many parameters are trained if not all are, and on a CUDA device which
+        kernels the engine uses.
+        """
         self.engines[role] = engine
         if self.device.type == "cuda":
             self.say(f"{role}: {engine.kernels}.")
@@ -196,11 +207,14 @@ class EngineWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """The metrics that were observed besides the methods' results since the last call; with them the
-        seconds and bytes of collectives by role, `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`,
-        the threads of CPU kernels, on which bits depend, `perf/threads/ROLE`,
-        and where state went to the host or came back those of the copies, `perf/offload_s/ROLE`,
-        `perf/onload_s/ROLE` and `_bytes`; they are averaged over ranks."""
+        """Return the metrics that were observed since the last call, apart from the results of methods.
+
+        They include the seconds and bytes of collectives by role, `perf/collective_s/ROLE` and
+        `perf/collective_bytes/ROLE`, and the number of threads of CPU kernels, `perf/threads/ROLE`, which
+        affects the exact bits of results. If state was copied to the host or back, the seconds and bytes of
+        these copies are `perf/offload_s/ROLE`, `perf/onload_s/ROLE` and `_bytes`. Seconds and bytes are
+        averaged over ranks.
+        """
         observed = super().take_observed()
         for role, engine in self.engines.items():
             seconds, received = engine.take_collectives()
@@ -215,33 +229,41 @@ class EngineWorker(TimedWorker):
 
     @contextmanager
     def on_device(self, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
-        """The engine's offloaded parameters, and for training its optimizer state, are on its device
-        inside, and offloaded again afterwards.
+        """Load the engine's offloaded parameters to its device, and offload them again after the block.
+
+        Args:
+            engine: The engine.
+            training: Whether to load the optimizer state too.
 
         Raises:
-            DeviceMemoryError: the device's memory did not suffice inside; it says what was held.
+            DeviceMemoryError: The device did not have enough memory. The error lists what the memory was used
+                for.
         """
         engine.onload(optimizer=training)
         try:
             yield
         except DeviceMemoryError as short:
-            self._account(short, engine, training=training)
+            self._add_memory_use(short, engine, training=training)
             raise
         except torch.OutOfMemoryError as error:
             found = DeviceMemoryError(
-                "the memory of the GPU does not suffice for a pass without gradient",
+                "the GPU does not have enough memory for a forward pass without gradient",
                 use=memory_use(self.device),
                 got=str(error).partition("\n")[0],
-                remedy="fewer tokens per micro-batch and device",
+                remedy="use fewer tokens per micro-batch and device",
             )
-            self._account(found, engine, training=training)
+            self._add_memory_use(found, engine, training=training)
             raise found from error
         finally:
             engine.offload()
 
-    def _account(self, short: DeviceMemoryError, engine: TrainEngine, *, training: bool) -> None:
-        """Adds what the device held: of PyTorch's memory that of the engine, of the others, and the rest,
-        which is the pass's; what its allocator could not join; what others have taken."""
+    def _add_memory_use(self, short: DeviceMemoryError, engine: TrainEngine, *, training: bool) -> None:
+        """Add the use of the device's memory to the error.
+
+        PyTorch's memory is divided into that of this engine, that of other engines, and the rest, which
+        belongs to the pass. The error also names memory that the allocator could not use because of gaps, and
+        memory outside PyTorch.
+        """
         bytes_of = {
             role: [size for key, size in each.state_info().items() if f"@{self.device.type}" in key]
             for role, each in self.engines.items()
@@ -261,18 +283,21 @@ class EngineWorker(TimedWorker):
 
     @contextmanager
     def working(self, phase: str, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
-        """A timed phase with the engine on its device; see `on_device`. On a GPU the most memory that
-        PyTorch's allocator held in it is a metric, `perf/memory_peak_bytes/PHASE`."""
+        """Time a phase that has the engine on its device; see `on_device`.
+
+        On a GPU, the peak memory of PyTorch's allocator is the metric `perf/memory_peak_bytes/PHASE`.
+        """
         peak = self.counted_memory(f"perf/memory_peak_bytes/{phase}", beyond=False)
         with self.timeline.phase(phase), peak, self.on_device(engine, training=training):
             yield
 
     @contextmanager
     def counted_memory(self, name: str, *, beyond: bool = True) -> Iterator[None]:
-        """The most memory that was held inside, on a GPU, as a metric.
+        """Add the peak GPU memory of a block to the metrics.
 
         Args:
-            beyond: count what was taken beyond that in use before.
+            name: The name of the metric.
+            beyond: Whether to count only memory beyond what was in use before.
         """
         if self.device.type != "cuda":
             yield
@@ -286,25 +311,29 @@ class EngineWorker(TimedWorker):
     def guarded_step(
         self, role: str, batch: DataProto, loss: LossFn, section: Learning, *, rejects: bool = False
     ) -> Metrics:
-        """Take one optimizer step, or none where the loss or gradient is not finite and fewer than
-        `skip_non_finite_steps` were skipped just before: then nothing changes, the version and so the
-        schedule included. Where steps may be skipped the metrics hold skipped_steps, the number since this
-        worker began; those of a skipped step hold nothing else.
+        """Take one optimizer step, and skip the step if its loss or gradient is not finite.
+
+        A step is skipped only if fewer than `skip_non_finite_steps` steps were skipped right before it. Then
+        nothing changes, also not the version and the learning rate schedule. If steps may be skipped, the
+        metrics include `skipped_steps`, the number since this worker started. A skipped step has no other
+        metrics.
 
         Args:
-            role: of the engine that learns.
-            section: says how its updates are cut, and what its optimizer is.
-            rejects: whether the loss may leave every token out.
+            role: The role of the trained engine.
+            batch: The mini-batch.
+            loss: The loss.
+            section: The config section with the batching of the updates and the optimizer.
+            rejects: Whether the loss may leave out every token.
 
         Raises:
-            NonFiniteError: as the engine raised it on every rank, with the path this rank's share of
-                the batch was saved to.
+            NonFiniteError: The error that the engine raised on every rank, with the path of this rank's saved
+                share of the batch.
         """
         engine, optim = self.engines[role], section.optim
-        before, version = self._in_succession[role], engine.version
+        before, version = self._consecutive_skips[role], engine.version
         try:
             metrics = engine.train_step(batch, loss, micro=micro_batching(section.train_batching))
-            self._in_succession[role] = 0
+            self._consecutive_skips[role] = 0
             rejected = engine.version == version
         except NoTokensError:
             if not rejects:
@@ -316,21 +345,21 @@ class EngineWorker(TimedWorker):
             batch.save(path)
             error.field = f"{role} update {engine.version}"
             error.remedy = (
-                f"look at the batch: DataProto.load('{path}')"
-                + (" and the other ranks' shares beside it" if self.world_size > 1 else "")
+                f"inspect the batch with DataProto.load('{path}')"
+                + (" and the other ranks' shares in addition to it" if self.world_size > 1 else "")
                 + "; lower the learning rate or check the rewards"
             )
             if before >= optim.skip_non_finite_steps:
                 raise
-            self._in_succession[role] += 1
+            self._consecutive_skips[role] += 1
             self._skipped[role] += 1
             self.say(
-                f"{error.field}: {error.message}; skipped, {before + 1} in succession of "
-                f"{optim.skip_non_finite_steps} allowed; {error.remedy}"
+                f"{error.field}: {error.message}; skipped ({before + 1} in a row, "
+                f"{optim.skip_non_finite_steps} allowed); {error.remedy}"
             )
             metrics, rejected = Metrics(), False
         if rejected:
-            self.say(f"{role} update {version}: every token was rejected; nothing is learnt from it")
+            self.say(f"{role} update {version}: every token was rejected, so no step was taken")
         if optim.skip_non_finite_steps:
             metrics.add_max("skipped_steps", self._skipped[role])
         return metrics

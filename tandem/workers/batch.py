@@ -1,5 +1,7 @@
-"""Computations over a whole batch at once: KL in the reward, advantages, files of samples. They need
-every sample of a group together, so one process does them, off the controller."""
+"""Computations over a whole batch: KL in the reward, advantages, metrics and sample files.
+
+They need all samples of a group together. So one process does them, outside the controller.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,12 @@ class BatchWorker(TimedWorker):
     """The worker that computes advantages, measures whole batches and writes sample files.
 
     Args:
-        config: the resolved algorithm section.
-        run: the run folder.
-        actor: the policy's section, whose loss may choose tokens over the whole batch.
-        special, certain: what a batch is checked by, see `tandem.watch.batches`.
-        references: the weight of each reference's KL, by the column of its log-probs.
+        config: The resolved `algorithm` section.
+        run: The run folder.
+        actor: The actor's section, whose loss may select tokens over the whole batch.
+        special: Special tokens for the checks of a batch, see `tandem.watch.batches`.
+        certain: A threshold for the checks of a batch, see `tandem.watch.batches`.
+        references: For each reference policy: the weight of its KL, by the column of its log-probs.
     """
 
     stand_in = shaping.stand_in
@@ -57,7 +60,7 @@ class BatchWorker(TimedWorker):
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> None:
         super().__init__(run, "batch")
-        assert self.world_size == 1, "groups must not be split"
+        assert self.world_size == 1, "one process must have all samples of a group"
         self.config = config
         self.special, self.certain = special or SpecialTokens(), certain
         self.references = references
@@ -74,18 +77,21 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_advantages(self, batch: DataProto, kl_coef: float) -> DataProto:
-        """`token_level_rewards`, `advantages`, `returns`, ragged fp32; fp64 where a column is; and what the
-        rollout correction adds. Advantages are those of all response tokens: what is rejected is left out of
-        the updates, and the reward that stands at a rejected token still counts for those before it. With a
-        policy loss that treats some tokens apart, `selected_tokens`, ragged bool.
+        """Compute advantages for all response tokens.
+
+        The result has `token_level_rewards`, `advantages` and `returns`, ragged fp32 (fp64 if a column is
+        fp64), and the columns of the rollout correction. Rejected tokens also get advantages. The updates
+        leave them out, but a reward at a rejected token still counts for the tokens before it. If the policy
+        loss treats some tokens separately, the result has `selected_tokens`, ragged bool.
 
         Args:
-            batch: what the estimator's signature names, and where the reward is penalised `old_log_probs`
-                and the references' log-probs, or `ref_kl` where that KL is exact.
-            kl_coef: nats to reward; 0 leaves the reward as it is.
+            batch: The columns that the estimator's signature names. If the reward has a KL penalty, also
+                `old_log_probs` and the references' log-probs, or `ref_kl` if the KL is exact.
+            kl_coef: The reward per nat of KL; 0 leaves the reward unchanged.
 
         Raises:
-            RewardError, NonFiniteError: one of these columns is not finite where it counts.
+            RewardError: A reward is not finite.
+            NonFiniteError: Another column is not finite at a response token.
         """
         with self.timeline.phase("adv"):
             corrected = correction_columns(self.correction, batch, self.observed)
@@ -99,19 +105,22 @@ class BatchWorker(TimedWorker):
             rewards = {"token_level_rewards": mask.with_values(rewards_T)}
             batch = batch.union(DataProto(rewards))
             found: dict[str, Ragged | Tensor] = {**corrected, **rewards}
-            taught_B = ~self._untaught(batch)
-            if bool(taught_B.all()):
+            learns_B = ~self._without_signal(batch)
+            if bool(learns_B.all()):
                 return DataProto(found | self._estimated(batch))
-            taught_T = taught_B[mask.row_ids()]
-            for name, column in self._estimated(batch[taught_B]).items():  # as if the others were not there
+            learns_T = learns_B[mask.row_ids()]
+            for name, column in self._estimated(batch[learns_B]).items():  # the other samples are ignored
                 values_T = torch.zeros(len(mask.values), dtype=column.dtype)
-                values_T[taught_T] = column.values
+                values_T[learns_T] = column.values
                 found[name] = mask.with_values(values_T)
             return DataProto(found)
 
-    def _untaught(self, batch: DataProto) -> Tensor:
-        """(B) bool: samples that teach nothing, as their score failed, or as the estimator compares the
-        samples of a prompt and those of all others failed."""
+    def _without_signal(self, batch: DataProto) -> Tensor:
+        """Return (B) bool: the samples that give no learning signal.
+
+        These are samples whose score failed. If the estimator compares the samples of a prompt, a sample also
+        counts if all other samples of its prompt failed.
+        """
         failed_B = failed(batch)
         if FAILED not in batch or "group" not in self.spec.columns:
             return failed_B
@@ -120,7 +129,7 @@ class BatchWorker(TimedWorker):
         return failed_B | ((left_B == 1) & (group_B.bincount()[group_B] > 1))
 
     def _estimated(self, batch: DataProto) -> dict[str, Ragged]:
-        """`advantages`, `returns`, and `selected_tokens` where the loss has them."""
+        """Return `advantages`, `returns` and, if the loss selects tokens, `selected_tokens`."""
         mask, rewards_T = batch.ragged("response_mask"), batch.ragged("token_level_rewards").values
         if not len(batch):
             nothing = mask.with_values(rewards_T)
@@ -148,25 +157,31 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def left_out(self, batch: DataProto, truncated: bool) -> np.ndarray:
-        """The samples that are in no update, (B) bool.
+        """Return (B) bool: the samples that no update uses.
 
         Args:
-            batch: `finish_reason` and `uid`; `reward_failed`, where failed scores leave their samples out.
-            truncated: whether responses that were cut at the greatest length are left out.
+            batch: `finish_reason` and `uid`, and `reward_failed` if samples with failed scores are left out.
+            truncated: Whether responses that were cut at the maximum length are left out.
         """
         cut_B = torch.from_numpy(np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool))
-        out: np.ndarray = (self._untaught(batch) | cut_B & truncated).numpy()
+        out: np.ndarray = (self._without_signal(batch) | cut_B & truncated).numpy()
         return out
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def reward_baselines(self, scores: DataProto) -> DataProto:
-        """`reward_baselines` (B): the total rewards of other responses to the same prompts, row by row."""
+        """Return the total rewards of other responses to the same prompts, row by row.
+
+        The column is `reward_baselines` (B).
+        """
         return DataProto({"reward_baselines": scores.dense("scores")})
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure(self, batch: DataProto) -> Metrics:
-        """Rewards, the share of prompts whose responses score alike, lengths, advantages, values, KL to the
-        reference, the critic's explained variance."""
+        """Return metrics of rewards, lengths, advantages, values and KL to the reference.
+
+        They include the share of prompts whose responses all have the same score, and the explained variance
+        of the critic.
+        """
         with self.timeline.phase("measure"):
             mask = batch.ragged("response_mask")
             metrics = score_metrics(batch, "reward", "mean")
@@ -198,8 +213,11 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure_validation(self, batch: DataProto) -> Metrics:
-        """`val/accuracy`, `val/reward` and both per data source; response lengths. A sample is right
-        when its reward says so (`acc`), else when its score is at least 1."""
+        """Return `val/accuracy` and `val/reward`, both also per data source, and response lengths.
+
+        A sample is correct if its reward says so with `acc`. Without `acc`, it is correct if its score is at
+        least 1.
+        """
         metrics = score_metrics(batch, "val", "reward")
         scores = batch.dense("scores").tolist()
         arrays = batch.non_tensor_batch
@@ -214,9 +232,12 @@ class BatchWorker(TimedWorker):
     def _kl_penalised(
         self, batch: DataProto, kl_coef: float, references: Mapping[str, float] | None = None
     ) -> PenalisedRewards:
-        """
+        """Apply the KL penalty to the rewards.
+
         Args:
-            references: the weights of the KLs, by column; None: the config's.
+            batch: The batch.
+            kl_coef: The reward per nat of KL.
+            references: The weights of the KLs, by column; None takes those of the config.
         """
         references = references or self.references
         mask = batch.ragged("response_mask")
@@ -237,30 +258,35 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def write_samples(self, step: int, batch: DataProto, *, part: str = "") -> None:
-        """Every sample with its per-token columns into the run folder.
+        """Write every sample with its per-token columns into the run folder.
 
         Args:
-            part: tells several files of one step apart.
+            step: The training step.
+            batch: The samples.
+            part: A name that distinguishes several files of one step.
         """
         with self.timeline.phase("write_samples"):
             self.run.write_samples(step, {**batch.batch, **batch.non_tensor_batch}, part=part)
 
 
 def widest_float(batch: DataProto) -> torch.dtype:
-    """The widest floating type among the per-token columns, fp32 at least."""
+    """Return the widest floating-point type among the per-token columns, at least fp32."""
     types = [column.values.dtype for column in batch.batch.values() if isinstance(column, Ragged)]
     floats = [dtype for dtype in types if dtype.is_floating_point]
     return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
 def group_ids(uids: np.ndarray) -> Tensor:
-    """(B) int64: samples of one uid share a number, in order of first appearance."""
+    """Return (B) int64: one number per uid, in the order of first appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
 
 
 def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
-    """Mean score over all samples and per data source, and the means of what rewards add to it."""
+    """Return metrics of the scores, over all samples and per data source.
+
+    They include the means of the other numbers that the reward returned.
+    """
     metrics = Metrics()
     scores_B, arrays = batch.dense("scores"), batch.non_tensor_batch
     extras, sources = arrays["reward_extra"], arrays["data_source"]
@@ -275,7 +301,10 @@ def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
 
 
 def _add_groups(metrics: Metrics, batch: DataProto) -> None:
-    """The share of prompts, of those with several responses, whose responses all have one score."""
+    """Add the share of prompts whose responses all have the same score.
+
+    Only prompts with several responses count.
+    """
     groups: dict[str, set[float]] = {}
     sizes = Counter(batch.non_tensor_batch["uid"])
     for uid, score in zip(batch.non_tensor_batch["uid"], batch.dense("scores").tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Methods of the batch's worker that make one reward of several parts' scores."""
+"""Methods of the batch worker that combine the scores of several parts into one reward."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from tandem.workers.reward import at_last_token, failed, scored_batch
 
 @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
 def running_scores(
-    worker: TimedWorker, before: Mapping[str, Running], combination: Combination, *said: DataProto
+    worker: TimedWorker, before: Mapping[str, Running], combination: Combination, *scored_parts: DataProto
 ) -> dict[str, Running]:
-    """The statistics of the scores that are normalised, with those of a batch.
+    """Return the running statistics of the scores that are normalized, updated with a batch.
 
     Args:
-        before: of earlier batches, by part.
-        said: what each part's worker returned.
+        worker: The worker.
+        before: The statistics of earlier batches, by part.
+        combination: How the parts are combined.
+        scored_parts: The result of each part's worker.
     """
     return {
         part.name: before.get(part.name, Running()).after(scored.dense("scores")[~failed(scored)].tolist())
-        for part, scored in zip(combination.parts, said, strict=True)
+        for part, scored in zip(combination.parts, scored_parts, strict=True)
         if part.normalize
     }
 
@@ -39,32 +41,35 @@ def combine_scores(
     batch: DataProto,
     running: Mapping[str, Running],
     combination: Combination,
-    *said: DataProto,
+    *scored_parts: DataProto,
 ) -> DataProto:
-    """One reward of several parts' scores.
+    """Combine the scores of several parts into one reward.
 
     Args:
+        worker: The worker.
         batch: `response_mask` and `index`.
-        running: the statistics by which scores are normalised, by part.
-        said: what each part's worker returned.
+        running: The statistics that normalize scores, by part.
+        combination: How the parts are combined.
+        scored_parts: The result of each part's worker.
 
     Returns:
-        the same columns as one reward worker's; where failed scores leave samples out, `reward_failed`.
+        The same columns as the result of one reward worker. If samples with failed scores are left out, also
+        `reward_failed`.
 
     Raises:
-        RewardError: a score has failed, and `reward.on_error` is raise.
+        RewardError: A score failed, and `reward.on_error` is raise.
     """
     with worker.timeline.phase("combine"):
         mask = batch.ragged("response_mask")
         scores_B, tokens_T = torch.zeros(len(mask)), torch.zeros(len(mask.values))
         failed_B = torch.zeros(len(mask), dtype=torch.bool)
-        rows = [_Told() for _ in range(len(mask))]
-        for part, scored in zip(combination.parts, said, strict=True):
+        rows = [_SampleScores() for _ in range(len(mask))]
+        for part, scored in zip(combination.parts, scored_parts, strict=True):
             failed_B |= _failures(worker, part, scored, batch, combination.on_error)
             counted_B, counted = _counted(worker, part, scored, running, mask)
             scores_B += part.weight * counted_B
             tokens_T += part.weight * counted.values
-            _tell(rows, part, scored, counted_B, combination)
+            _add_part(rows, part, scored, counted_B, combination)
         if combination.function is not None:
             index = batch.non_tensor_batch["index"]
             made = [
@@ -75,14 +80,14 @@ def combine_scores(
             tokens_T = at_last_token(scores_B, mask).values
         asked_B = failed_B if combination.on_error == "drop" else None
         extras, whys = [row.extra for row in rows], ["; ".join(row.whys) for row in rows]
-        texts = said[0].non_tensor_batch["response_text"].tolist()
+        texts = scored_parts[0].non_tensor_batch["response_text"].tolist()
         return scored_batch(scores_B, mask.with_values(tokens_T), asked_B, extras, whys, texts)
 
 
 def _counted(
     worker: TimedWorker, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
 ) -> tuple[Tensor, Ragged]:
-    """A part's scores as they count, of samples and of tokens."""
+    """Return a part's final scores of samples and of tokens, normalized if the part asks for it."""
     scores_B = scored.dense("scores")
     if not part.normalize:
         return scores_B, scored.ragged("token_level_scores")
@@ -95,13 +100,13 @@ def _counted(
 
 
 def _failures(worker: TimedWorker, part: Part, scored: DataProto, batch: DataProto, on_error: str) -> Tensor:
-    """The samples that a part could not score; of a model the user hears of the first.
+    """Return the samples that a part could not score; the first failure of a model is shown to the user.
 
     Raises:
-        RewardError: a model's score has failed, and `reward.on_error` is raise.
+        RewardError: A model's score failed, and `reward.on_error` is raise.
     """
     failed_B = failed(scored)
-    if part.functions is not None:  # theirs are told by their own worker
+    if part.functions is not None:  # their own worker reports their failures
         return failed_B
     if on_error != "raise":
         worker.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
@@ -111,7 +116,7 @@ def _failures(worker: TimedWorker, part: Part, scored: DataProto, batch: DataPro
             field=f"sample {row}, row {batch.non_tensor_batch['index'][row]} of the data",
             got=scored.non_tensor_batch["reward_why"][row],
             expected="a sequence that it can read",
-            remedy="let it count as nothing: reward.on_error=zero, or drop",
+            remedy="set reward.on_error=zero to count such scores as 0, or drop to leave out the samples",
         )
         if on_error == "raise":
             raise error
@@ -120,12 +125,13 @@ def _failures(worker: TimedWorker, part: Part, scored: DataProto, batch: DataPro
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the parts say of one sample.
+class _SampleScores:
+    """The results of all parts for one sample.
 
     Attributes:
-        by_name: the scores that a user's function is given.
-        extra, whys: numbers and texts for metrics and samples.
+        by_name: The scores that the user's function receives.
+        extra: Numbers for metrics and samples.
+        whys: Explanations for metrics and samples.
     """
 
     by_name: dict[str, float] = field(default_factory=dict)
@@ -133,10 +139,10 @@ class _Told:
     whys: list[str] = field(default_factory=list)
 
 
-def _tell(
-    rows: Sequence[_Told], part: Part, scored: DataProto, counted_B: Tensor, combination: Combination
+def _add_part(
+    rows: Sequence[_SampleScores], part: Part, scored: DataProto, counted_B: Tensor, combination: Combination
 ) -> None:
-    """Adds what a part says of each sample: its score, as it is and as it counts, its numbers, and why."""
+    """Add a part's result for each sample: raw score, final score, other numbers and explanation."""
     arrays = scored.non_tensor_batch
     whys = arrays.get("reward_why", [""] * len(rows))
     numbers = scored.dense("scores").tolist(), counted_B.tolist()

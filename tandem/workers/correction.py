@@ -1,11 +1,13 @@
-"""The rollout correction of a run, as the config says: importance weights and rejection, put together from
-the algorithms' pure functions, and where they are applied.
+"""The rollout correction of a run: importance weights and rejection, as the config sets them.
 
-Old log-probs that are a column of the batch are compared with the rollout's once, before the updates; the
-batch gets the columns `rollout_is_weights` and `kept_mask`. Where none are recomputed (one update per batch,
-whose own are the old ones; or bypass mode, where the policy being trained is compared with the rollout) the
-loss compares, of each micro-batch. How many tokens it keeps is known when all are through: the gradient is
-linear in one over that number, and is rescaled then.
+It is assembled from the pure functions of the algorithms and applied here.
+
+If the batch has a column of old log-probs, they are compared with the rollout's log-probs once, before the
+updates, and the batch gets the columns `rollout_is_weights` and `kept_mask`. If old log-probs are not
+recomputed, the loss compares the log-probs of each micro-batch. This is the case with one update per batch,
+whose own log-probs are the old ones, and in bypass mode, which compares the trained policy with the rollout.
+Then the number of kept tokens is known only after all micro-batches. The gradient is proportional to one over
+that number, so it is rescaled at the end.
 
 Shapes: N tokens of all sequences together, B sequences.
 """
@@ -37,7 +39,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.watch.gap import SAMPLED
 
 KEPT = "kept_mask"
-"""Response tokens that were not rejected, ragged bool."""
+"""The column of response tokens that were not rejected, ragged bool."""
 WEIGHTS = "rollout_is_weights"
 PREFIX = "rollout_corr/"
 _TOKENS, _SEQUENCES = f"{PREFIX}kept_tokens", f"{PREFIX}kept_sequences"
@@ -47,7 +49,7 @@ class Corrected(NamedTuple):
     """The result of a correction.
 
     Attributes:
-        weights: (N), detached, zero outside the mask; None without importance weights.
+        weights: (N) Detached weights, zero outside the mask. None if there are no importance weights.
         kept: (N) bool, the tokens of the mask that were not rejected.
     """
 
@@ -56,17 +58,17 @@ class Corrected(NamedTuple):
 
 
 class Correction:
-    """Importance weights, rejection, and the measures of both.
+    """Importance weights and rejection, and metrics of both.
 
     Args:
-        config: the resolved section.
+        config: The resolved section.
 
     Attributes:
-        weight: of a token, before it is bounded; None without.
-        rejections: the statistics, each with its bounds; a token is kept if it is within all.
+        weight: The importance weight of a token before it is bounded; None if there is none.
+        rejections: The statistics, each with its bounds. A token is kept if it is within all bounds.
 
     Raises:
-        ConfigError: a user's function that cannot be used.
+        ConfigError: A function given by the user cannot be used.
     """
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
@@ -79,13 +81,14 @@ class Correction:
     def __call__(
         self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, offsets: Tensor, metrics: Metrics
     ) -> Corrected:
-        """Compares training's log-probs with the rollout's.
+        """Compare the training engine's log-probs with the rollout's.
 
         Args:
-            log_probs, rollout_log_probs: (N) nats.
+            log_probs: (N) The training engine's log-probs, in nats.
+            rollout_log_probs: (N) The rollout's log-probs, in nats.
             mask: (N) bool, response tokens.
             offsets: (B+1) int64.
-            metrics: gets `rollout_corr/...`.
+            metrics: The metrics to which `rollout_corr/...` are added.
         """
         columns = {
             "old_log_probs": torch.where(mask, log_probs, 0).double(),
@@ -134,7 +137,10 @@ class Correction:
 
 
 def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None:
-    """Under `rollout_corr/`. What is observed of several parts adds up to that of the whole."""
+    """Add observations to the metrics, under `rollout_corr/`.
+
+    The observations of several parts combine to those of the whole.
+    """
     for name, (values, counted, reduction) in found.items():
         name, values = PREFIX + name, values.double()
         inside = torch.where(counted, values, 0.0)
@@ -150,14 +156,18 @@ def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None
 
 
 def correction_columns(correction: Correction, batch: DataProto, metrics: Metrics) -> dict[str, Ragged]:
-    """The columns that are known before the updates: in bypass mode `old_log_probs`, the rollout's; else,
-    where they were recomputed, `rollout_is_weights` and `kept_mask` by what is asked for.
+    """Return the columns of the correction that are known before the updates.
+
+    In bypass mode this is `old_log_probs`, with the rollout's log-probs. Otherwise, if old log-probs were
+    recomputed, these are `rollout_is_weights` and `kept_mask`, as far as the config asks for them.
 
     Args:
-        metrics: gets `rollout_corr/...`.
+        correction: The correction.
+        batch: The batch.
+        metrics: The metrics to which `rollout_corr/...` are added.
 
     Raises:
-        EngineError: the rollout gave no log-probs.
+        EngineError: The rollout returned no log-probs.
     """
     if not (correction.config.corrects or correction.config.bypass_mode):
         return {}
@@ -173,17 +183,18 @@ def correction_columns(correction: Correction, batch: DataProto, metrics: Metric
     return columns | ({KEPT: mask.with_values(kept)} if correction.rejections else {})
 
 
-def bypassing(actor: ActorConfig, loss_type: str) -> ActorConfig:
-    """The section with the policy loss of bypass mode."""
+def with_bypass_loss(actor: ActorConfig, loss_type: str) -> ActorConfig:
+    """Return the section with the policy loss of bypass mode."""
     kwargs = {**actor.policy_loss.kwargs, "loss_type": loss_type}
     loss = actor.policy_loss.model_copy(update={"loss_mode": "bypass_mode", "kwargs": kwargs})
     return actor.model_copy(update={"policy_loss": loss})
 
 
 def check_rollout_log_probs(batch: DataProto) -> None:
-    """
+    """Check that every response token has a finite log-prob of the rollout.
+
     Raises:
-        EngineError: there are none, or one of a response token is not finite.
+        EngineError: There are no log-probs, or one is not finite.
     """
     what, got = "no log-probs", None
     if SAMPLED in batch:
@@ -194,18 +205,20 @@ def check_rollout_log_probs(batch: DataProto) -> None:
         what, row = "log-probs that are not finite", int(sampled.row_ids()[bad][0])
         got = f"{int(bad.sum())} of {int(mask.sum())} response tokens, the first in sample {row}"
     raise EngineError(
-        f"the rollout gave {what}",
+        f"the rollout returned {what}",
         field="algorithm.rollout_correction",
         got=got,
         expected="the log-prob of every token that the engine sampled",
-        remedy="choose an engine that gives them, such as actor_rollout_ref.rollout.name=native, or no "
-        "correction",
+        remedy="use an engine that returns them, such as actor_rollout_ref.rollout.name=native, or turn off "
+        "the correction",
     )
 
 
 def without_rejected(batch: DataProto) -> DataProto:
-    """The batch as an update sees it: rejected tokens are none of the response, and no denominator counts
-    them."""
+    """Return the batch with rejected tokens removed from the response mask.
+
+    Updates then ignore these tokens, also in denominators.
+    """
     if KEPT not in batch:
         return batch
     columns = {**batch.batch, "response_mask": batch.ragged(KEPT)}
@@ -214,14 +227,16 @@ def without_rejected(batch: DataProto) -> DataProto:
 
 
 def count_kept(metrics: Metrics, kept: Tensor, offsets: Tensor) -> None:
-    """A micro-batch's share of what `recounted` reads."""
+    """Add a micro-batch's numbers of kept tokens and sequences to the metrics, for `recount_factor`."""
     metrics.add_sum(_TOKENS, kept.sum())
     metrics.add_sum(_SEQUENCES, (segment_sum(kept, offsets) > 0).sum())
 
 
-def recounted(metrics: Metrics, counts: Counts, mode: str) -> float:
-    """See `RecountingLoss.recount`, for a loss aggregated by `mode` whose micro-batches counted what they
-    kept."""
+def recount_factor(metrics: Metrics, counts: Counts, mode: str) -> float:
+    """Return the factor that rescales the gradient of a loss whose micro-batches counted what they kept.
+
+    `mode` is the aggregation of the loss; see `RecountingLoss.recount`.
+    """
     tokens, sequences = (float(metrics.pop(name).value) for name in (_TOKENS, _SEQUENCES))
     if tokens == 0:
         return 0.0

@@ -18,12 +18,14 @@ class CriticWorker(EngineWorker):
     """The worker that estimates and learns values.
 
     Args:
-        config: the resolved critic section.
-        norm_length: divisor of "seq-mean-token-sum-norm", tokens.
-        total_steps: training steps in which it learns, for the schedule.
-        updates_per_step: optimizer steps in each.
-        seed: draws what is new in the model and no folder holds, such as adapters; the head starts at zero.
-        device, collective_timeout_s, run: see `EngineWorker`.
+        config: The resolved critic section.
+        norm_length: The divisor of "seq-mean-token-sum-norm", in tokens.
+        total_steps: The number of training steps, for the learning rate schedule.
+        updates_per_step: The optimizer steps of each training step.
+        seed: The seed of weights that are not in any file, such as adapters. The value head starts at zero.
+        device: See `EngineWorker`.
+        collective_timeout_s: See `EngineWorker`.
+        run: See `EngineWorker`.
     """
 
     def __init__(
@@ -52,26 +54,28 @@ class CriticWorker(EngineWorker):
                 updates_per_step=updates_per_step,
                 sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
-                say=self.voice("critic"),
+                say=self.say_for("critic"),
             )
         self.engine = self.hold("critic", engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worst: WorstBatch) -> None:
-        """See `tandem.workers.worst_batch.run_worst_batch`."""
+        """Run the largest micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
         run_worst_batch(self, "critic", self.loss.outputs, self.config.train_batching, worst)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, balance="tokens")
     def compute_values(self, batch: DataProto) -> DataProto:
-        """`values`, ragged fp32 (fp64 for an fp64 model): the expected return before each token."""
+        """Return `values`, ragged fp32 (fp64 for an fp64 model): the expected return before each token."""
         with self.working("values", self.engine):
             micro = micro_batching(self.config.forward_batching)
             return self.engine.forward(batch, outputs=frozenset({"values"}), micro=micro)
 
     @register(Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, collect="first", balance="tokens")
     def update_critic(self, batch: DataProto) -> Metrics:
-        """One optimizer step on a mini-batch with `values`, `returns` and `response_mask`, less the
-        tokens that were rejected."""
+        """Take one optimizer step on a mini-batch with `values`, `returns` and `response_mask`.
+
+        Rejected tokens are left out.
+        """
         with self.working("update_critic", self.engine, training=True):
             share = without_rejected(batch)
             return self.guarded_step("critic", share, self.loss, self.config, rejects=KEPT in batch)

@@ -1,4 +1,4 @@
-"""The data files: read, checked and tokenised in a process of their own, beside the controller."""
+"""The worker that reads, checks and tokenizes data files in its own process, parallel to the controller."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from tandem.workers.base import TimedWorker
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """The facts of the data that the controller needs.
+    """The facts about the data that the controller needs.
 
     Attributes:
-        rows: training prompts.
-        val_batches: validation batches; 0 without validation data.
-        digest: of all training prompts in their order.
-        sources: the data sources of both, sorted.
-        longest_prompt: of both, tokens; 0 where examples hold their responses.
+        rows: The number of training prompts.
+        val_batches: The number of validation batches; 0 without validation data.
+        digest: A digest of all training prompts in their order.
+        sources: The data sources of training and validation data, sorted.
+        longest_prompt: The length in tokens of the longest prompt in training and validation data; 0 if the
+            rows are examples with responses.
     """
 
     rows: int
@@ -49,14 +50,14 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Read:
-    """Data files that were read, checked and tokenised.
+    """Data files that were read, checked and tokenized.
 
     Attributes:
-        train: the rows to train on.
-        batches: made of them.
-        validation: batches of rows to validate on, if any.
-        sources: the data sources of both.
-        longest_prompt: of both, tokens.
+        train: The training rows.
+        batches: The batches of the training rows.
+        validation: The batches of the validation rows, if there are any.
+        sources: The data sources of training and validation data.
+        longest_prompt: The length of the longest prompt in both, in tokens.
     """
 
     train: Dataset
@@ -71,20 +72,20 @@ class Read:
         return DataFacts(rows, held_out, self.digest(rows), tuple(sorted(self.sources)), self.longest_prompt)
 
     def digest(self, rows: int) -> str:
-        """A text that tells the first so many training rows from others."""
+        """Return a digest of the first `rows` training rows."""
         return hashlib.blake2b(self.train.digests[:rows].tobytes(), digest_size=16).hexdigest()
 
 
 def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, reads: Reads = VERLS) -> Read:
-    """Read the prompts of a run of reinforcement.
+    """Read the prompts of a reinforcement learning run.
 
     Args:
-        config: the resolved data section.
-        tokenizer: formats and tokenises the prompts.
-        reads: the columns that the reward reads.
+        config: The resolved data section.
+        tokenizer: The tokenizer, which formats and tokenizes the prompts.
+        reads: The columns that the reward reads.
 
     Raises:
-        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+        DataError: Something is wrong with the files or their rows, or there are too few rows for a batch.
     """
     train = prompt_dataset(config, tokenizer, config.train_files, config.train_max_samples, reads)
     sources, held_out, longest = set(train.data_sources), None, train.longest
@@ -93,7 +94,7 @@ def read_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, reads: 
         sources |= set(validation.data_sources)
         longest = max(longest, validation.longest)
         held_out = EveryRow(validation, config.val_batch_size)
-    drawn = _drawn(config, train)
+    drawn = _sampler_batches(config, train)
     field = "data.gen_batch_size" if config.gen_batch_size else "data.train_batch_size"
     weights, shuffle, seed = config.mixture, config.shuffle, config.seed
     order: Order = EpochOrder(shuffle=shuffle, seed=seed)
@@ -108,11 +109,11 @@ def read_examples(config: SupervisedDataConfig, read: Callable[[tuple[str, ...]]
     """Read the examples of a supervised run.
 
     Args:
-        config: the resolved data section.
-        read: makes a dataset of files.
+        config: The resolved data section.
+        read: A function that makes a dataset from files.
 
     Raises:
-        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+        DataError: Something is wrong with the files or their rows, or there are too few rows for a batch.
     """
     train = read(config.train_files)
     held_out = EveryRow(read(config.val_files), config.train_batch_size) if config.val_files else None
@@ -121,18 +122,20 @@ def read_examples(config: SupervisedDataConfig, read: Callable[[tuple[str, ...]]
 
 
 class DatasetWorker(TimedWorker):
-    """Rows to train on and to validate on. A batch is a function of its number, so that one can be
-    asked for before it is needed, and again after a resume.
+    """The worker that holds training and validation rows.
+
+    A batch depends only on its number. So a batch can be requested before it is needed, and again after a
+    resume.
 
     Args:
-        read: reads the rows, in the worker's process.
-        run: the run folder.
+        read: A function that reads the rows. It runs in the worker's process.
+        run: The run folder.
     """
 
     def __init__(self, read: Callable[[], Read], run: RunFolder) -> None:
         self._read = read()
         self.train, self.validation = self._read.batches, self._read.validation
-        super().__init__(run, "data")  # last: data that are refused leave no trace in the run folder
+        super().__init__(run, "data")  # last, so that invalid data leave the run folder unchanged
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def describe(self) -> DataFacts:
@@ -140,40 +143,40 @@ class DatasetWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def digest(self, rows: int) -> str:
-        """Tells the first so many training rows from others."""
+        """Return a digest of the first `rows` training rows."""
         return self._read.digest(rows)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def grow(self, stretches: tuple[Stretch, ...]) -> None:
-        """Says how many rows there were in earlier epochs; see `BatchOrder`."""
+        """Set how many rows there were in earlier epochs; see `BatchOrder`."""
         assert isinstance(self.train, BatchLoader), "a sampler draws from all rows"
         self.train.stretches = stretches
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def train_batch(self, number: int) -> DataProto:
-        """The training batch of that number, from 0; see the dataset's `batch`."""
+        """Return the training batch with this number, from 0; see the dataset's `batch`."""
         with self.timeline.phase("data"):
             return self.train.batch(number)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def val_batch(self, number: int) -> DataProto:
-        """The validation batch of that number, from 0."""
-        assert self.validation is not None, "there are no validation data"
+        """Return the validation batch with this number, from 0."""
+        assert self.validation is not None, "there is no validation data"
         with self.timeline.phase("data"):
             return self.validation[number]
 
 
 class DataWorker(DatasetWorker):
-    """The worker that reads prompts: training batches by number.
+    """The worker that reads prompts and returns training batches by number.
 
     Args:
-        config: the resolved data section.
-        tokenizer: formats and tokenises the prompts.
-        run: the run folder.
-        reads: the columns that the reward reads.
+        config: The resolved data section.
+        tokenizer: The tokenizer, which formats and tokenizes the prompts.
+        run: The run folder.
+        reads: The columns that the reward reads.
 
     Raises:
-        DataError: anything wrong with the files or their rows, or too few of them for a batch.
+        DataError: Something is wrong with the files or their rows, or there are too few rows for a batch.
     """
 
     def __init__(
@@ -183,33 +186,33 @@ class DataWorker(DatasetWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def recall(self, uids: tuple[str, ...]) -> DataProto:
-        """Prompts that were in earlier training batches; see `PromptDataset.recall`."""
+        """Return prompts from earlier training batches; see `PromptDataset.recall`."""
         assert isinstance(self._read.train, PromptDataset)
         with self.timeline.phase("data"):
             return self._read.train.recall(uids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def observe(self, batch: DataProto) -> None:
-        """Tells the sampler how some prompts were answered; see `DrawnBatches.observe`."""
-        self._drawn().observe(batch)
+        """Pass the scores of some prompts' responses to the sampler; see `DrawnBatches.observe`."""
+        self._sampler_batches().observe(batch)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sampler_state(self) -> dict[str, Any]:
-        """What `load_sampler_state` needs to go on."""
-        return self._drawn().state_dict()
+        """Return the state for `load_sampler_state`."""
+        return self._sampler_batches().state_dict()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_sampler_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
-        self._drawn().load_state_dict(state)
+        """Continue where `state` was saved."""
+        self._sampler_batches().load_state_dict(state)
 
-    def _drawn(self) -> DrawnBatches:
+    def _sampler_batches(self) -> DrawnBatches:
         assert isinstance(self.train, DrawnBatches), "there is no sampler"
         return self.train
 
 
-def _drawn(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
-    """The batches of the sampler that the config names, if any."""
+def _sampler_batches(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
+    """Return the batches of the sampler that the config names, or None."""
     sampler, size = config.sampler, config.prompts_at_a_time
     if sampler.class_name is None:
         return None
@@ -257,7 +260,7 @@ def prompt_dataset(
 
 
 def prompt_form(config: DataConfig, reads: Reads) -> PromptForm:
-    """What stands in the rows of prompts."""
+    """Return the form of the rows of prompts."""
     return PromptForm(
         prompt_key=config.prompt_key,
         apply_chat_template=config.apply_chat_template,

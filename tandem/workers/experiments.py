@@ -1,6 +1,7 @@
-"""Experiments that tell why the log-probs of rollout and training differ: training's forward is made once
-more, each time with one thing as a known fault would have it. The fault under which the difference vanishes
-is the cause.
+"""Experiments that find out why the log-probs of rollout and training differ.
+
+The training engine's forward pass is repeated, each time with one change that imitates a known fault. The
+fault that makes the difference vanish is the cause.
 
 Shapes: T tokens of all samples, flat.
 """
@@ -21,20 +22,23 @@ from tandem.watch.gap import AS_IT_IS, EXPERIMENT, compared, gap_columns
 def add_experiments(
     metrics: Metrics, engine: TrainEngine, batch: DataProto, *, adapters: bool, temperature: float
 ) -> None:
-    """Adds mean |log p - log q| over response tokens, nats, as it is and under each fault, where p is
-    training's probability of a token and q the rollout's. Collective.
+    """Add mean |log p - log q| over response tokens, in nats, without a fault and under each fault.
 
-    - `again`: between two forwards that should be the same.
-    - `alone`: each sample in a forward of its own.
-    - `without_adapters`: the base model, where adapters are trained.
+    p is the training engine's probability of a token, and q is the rollout's. Collective.
+
+    - `again`: between two forward passes that should be equal.
+    - `alone`: each sample in its own forward pass.
+    - `without_adapters`: the base model, if adapters are trained.
     - `unscaled`: at temperature 1.
     - `headless`: samples without their first token.
-    - `early`, `late`: q as it stands one token before, or behind.
+    - `early`, `late`: with q shifted by one token.
 
     Args:
-        batch: this rank's samples, a few, with `rollout_log_probs`.
-        adapters: whether these are trained.
-        temperature: of training.
+        metrics: The metrics to which the results are added.
+        engine: The training engine.
+        batch: A few samples of this rank, with `rollout_log_probs`.
+        adapters: Whether adapters are trained.
+        temperature: The temperature of training.
     """
 
     def log_probs(of: DataProto = batch, **how: Any) -> Ragged:

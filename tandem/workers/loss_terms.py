@@ -1,13 +1,14 @@
-"""The terms that the policy's loss is the sum of. A new term is a class like these, and a line of
-`configured_terms`. Of each:
+"""The terms of the policy's loss, which is their sum.
 
-- `outputs`: what it reads of the model's outputs; see `LossFn`.
-- `columns`: what it reads of the batch's columns besides `response_mask`.
-- `coefficient`: its weight in the sum; with 0 it has no gradient and is only reported.
-- `share`: the metric that its aggregated value is reported as, before the coefficient; None: it is not.
-- A call is given outputs and columns (T), zero outside the response, and `offsets`. It returns the term's
-  value of each token (T), and what is reported of it: by metric, values (T) that are averaged over the
-  response tokens.
+A new term is a class like these and a line in `configured_terms`. Each term has:
+
+- `outputs`: the outputs of the model that it reads; see `LossFn`.
+- `columns`: the columns of the batch that it reads, besides `response_mask`.
+- `coefficient`: its weight in the sum. A term with weight 0 has no gradient and is only reported.
+- `share`: the metric that reports its aggregated value before the coefficient; None for no metric.
+- a call that receives outputs and columns (T), which are zero outside the response, and `offsets`. It returns
+  the term's value for each token (T), and values (T) by metric, which are averaged over the response tokens
+  and reported.
 
 Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 """
@@ -32,10 +33,11 @@ ENTROPY = "entropy"
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy loss, times the rollout correction's weights unless the loss itself reads them.
+    """The policy loss, times the weights of the rollout correction unless the loss itself reads them.
 
     Attributes:
-        spec, options: the policy loss and its numbers.
+        spec: The policy loss.
+        options: The options of the policy loss.
     """
 
     spec: PolicyLossSpec
@@ -60,13 +62,15 @@ class PolicyTerm:
 
 @dataclass(frozen=True)
 class OutputTerm:
-    """An output of the model as it is. The `entropy` of the policy's distribution at each token, nats, is a
-    bonus where the coefficient is negative. `ref_kl` is the KL to the reference, nats, exact over the
-    vocabulary, of a model that holds the reference's head and reads its hidden states.
+    """An output of the model, used unchanged.
+
+    `entropy` is the entropy of the policy's distribution at each token, in nats. With a negative coefficient
+    it is a bonus. `ref_kl` is the exact KL to the reference over the vocabulary, in nats. For it, the model
+    holds the reference's output head and reads the reference's hidden states.
 
     Attributes:
-        output: its name.
-        metric: the name that its mean is reported under.
+        output: The name of the output.
+        metric: The name of the metric for its mean.
     """
 
     output: str
@@ -85,12 +89,13 @@ class OutputTerm:
 
 @dataclass(frozen=True)
 class SampledKLTerm:
-    """The KL to the reference, nats, estimated from the tokens that were sampled; to several, the weighted
-    sum.
+    """The KL to the reference in nats, estimated from the sampled tokens.
+
+    With several references, it is the weighted sum of their KLs.
 
     Attributes:
-        kind: the estimator; see `kl_penalty`.
-        references: the weight of each reference's KL, by the column of its log-probs.
+        kind: The estimator; see `kl_penalty`.
+        references: For each reference: the weight of its KL, by the column of its log-probs.
     """
 
     coefficient: float
@@ -118,13 +123,16 @@ Term = PolicyTerm | OutputTerm | SampledKLTerm
 
 
 def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_REFERENCE) -> tuple[Term, ...]:
-    """The terms of the policy's loss that a config asks for. The entropy is reported without a bonus too.
+    """Return the terms of the policy's loss that the config asks for.
+
+    The entropy is reported even if there is no bonus.
 
     Args:
-        references: see `SampledKLTerm`.
+        actor: The actor's section.
+        references: See `SampledKLTerm`.
 
     Raises:
-        ConfigError: see `configured_loss`.
+        ConfigError: See `configured_loss`.
     """
     policy = PolicyTerm(*configured_loss(actor))
     terms: tuple[Term, ...] = (policy, OutputTerm(ENTROPY, ENTROPY, -actor.entropy_coeff))
@@ -136,10 +144,10 @@ def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_R
 
 
 def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:
-    """The policy loss that a config names, and its options.
+    """Return the policy loss that the config names, and its options.
 
     Raises:
-        ConfigError: an option that it does not take, or of another type.
+        ConfigError: The loss does not accept an option, or an option has the wrong type.
     """
     spec = policy_loss(actor.policy_loss.loss_mode)
     shared = {option: attrgetter(key)(actor) for option, key in LOSS_KEYS.items()}

@@ -1,5 +1,7 @@
-"""The losses that workers hand to a training engine: algorithms' pure functions, put together as
-the config says and normalised over the global mini-batch.
+"""The losses that workers pass to a training engine.
+
+They combine the pure functions of the algorithms as the config says, and are normalized over the global
+mini-batch.
 
 Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 """
@@ -21,30 +23,34 @@ from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.engines.train.base import Counts
 from tandem.observability.metrics import Metrics
 from tandem.watch.gap import SAMPLED, add_rollout_gap
-from tandem.workers.correction import WEIGHTS, Correction, bypassing, count_kept, recounted
+from tandem.workers.correction import WEIGHTS, Correction, count_kept, recount_factor, with_bypass_loss
 from tandem.workers.loss_terms import ENTROPY, OutputTerm, Term, configured_terms
 
 Named = Mapping[str, Tensor]
 TOKEN_SHARE = "trust/token_share"
-"""Tokens of all micro-batches over those that the loss was divided by: 1, or its scale is wrong."""
+"""The tokens of all micro-batches divided by the tokens that the loss was divided by.
+
+Any value except 1 means that the scale of the loss is wrong.
+"""
 
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """The policy's loss: Σ coefficient · aggregated term, over the policy loss, the entropy bonus and the KL
-    to the reference, in this order.
+    """The policy's loss: Σ coefficient · aggregated term.
 
-    Where the batch holds no `old_log_probs` column, the policy that wrote the batch is the one being
-    trained (one update per batch), and the update's own log-probs, detached, stand for it.
+    The terms are the policy loss, the entropy bonus and the KL to the reference, in this order.
+
+    If the batch has no `old_log_probs` column, the trained policy is the policy that wrote the batch (one
+    update per batch). Then the update's own log-probs, detached, replace the old ones.
 
     Attributes:
-        terms: see `Term`.
-        agg_mode, norm_length: how tokens become one number.
-        recomputed: whether `old_log_probs` is a column of the batch.
-        compared: columns of the rollout's log-probs that the update's own are compared with; see
-            `add_rollout_gap`.
-        weighted: whether the batch has a column of importance weights.
-        correction: the rollout correction, where it is made here; see `tandem.workers.correction`.
+        terms: See `Term`.
+        agg_mode: How token values are aggregated into one number.
+        norm_length: The length that some aggregations divide by.
+        recomputed: Whether `old_log_probs` is a column of the batch.
+        compared: Columns of the rollout's log-probs to compare with the update's own; see `add_rollout_gap`.
+        weighted: Whether the batch has a column of importance weights.
+        correction: The rollout correction, if the loss applies it; see `tandem.workers.correction`.
     """
 
     terms: tuple[Term, ...]
@@ -57,12 +63,12 @@ class ActorLoss:
 
     @property
     def outputs(self) -> frozenset[str]:
-        """See `LossFn`."""
+        """The outputs of the model that the loss reads; see `LossFn`."""
         return frozenset({"log_probs"}.union(*(term.outputs for term in self.terms)))
 
     @property
     def columns(self) -> frozenset[str]:
-        """See `LossFn`."""
+        """The columns of the batch that the loss reads; see `LossFn`."""
         columns = {"response_mask"}.union(*(term.columns for term in self.terms)) - {WEIGHTS}
         columns -= set() if self.recomputed else {"old_log_probs"}
         columns |= {SAMPLED} if self.correction is not None else set()
@@ -77,15 +83,17 @@ class ActorLoss:
         correction: RolloutCorrectionConfig | None = None,
         references: Mapping[str, float] = ONE_REFERENCE,
     ) -> ActorLoss:
-        """
+        """Create the loss from the config.
+
         Args:
-            recomputed: whether old log-probs are recomputed before the updates.
-            correction: of the rollout; None: none.
-            references: see `SampledKLTerm`.
+            actor: The actor's section.
+            recomputed: Whether old log-probs are recomputed before the updates.
+            correction: The section of the rollout correction; None for no correction.
+            references: See `SampledKLTerm`.
         """
         correction = correction or RolloutCorrectionConfig()
         bypasses = correction.bypass_mode
-        actor = bypassing(actor, correction.loss_type) if bypasses else actor
+        actor = with_bypass_loss(actor, correction.loss_type) if bypasses else actor
         here = bypasses or (correction.corrects and not recomputed)
         return cls(
             terms=configured_terms(actor, references),
@@ -97,7 +105,7 @@ class ActorLoss:
         )
 
     def with_entropy_coeff(self, coefficient: float) -> ActorLoss:
-        """The same loss with another weight of the entropy bonus."""
+        """Return the same loss with another coefficient of the entropy bonus."""
         terms = tuple(
             replace(term, coefficient=-coefficient)
             if isinstance(term, OutputTerm) and term.output == ENTROPY
@@ -115,7 +123,7 @@ class ActorLoss:
         self._correct(given, metrics)
         mask = given["response_mask"]
         for name in given.keys() - {"offsets"}:
-            if given[name].is_floating_point():  # what is outside, NaN included, reaches no loss or gradient
+            if given[name].is_floating_point():  # keeps NaN outside the mask out of loss and gradient
                 given[name] = torch.where(mask, given[name], 0)
         shares = []
         for term in self.terms:
@@ -133,7 +141,7 @@ class ActorLoss:
         return loss, metrics
 
     def _correct(self, given: dict[str, Tensor], metrics: Metrics) -> None:
-        """Adds the weights, and takes rejected tokens out of the mask, where this is done here."""
+        """Apply the rollout correction, if the loss does so: add weights and mask rejected tokens out."""
         if self.correction is not None:
             mask, offsets = given["response_mask"], given["offsets"]
             found = self.correction(given["log_probs"].detach(), given[SAMPLED], mask, offsets, metrics)
@@ -146,18 +154,18 @@ class ActorLoss:
             given.setdefault(WEIGHTS, torch.ones_like(given["log_probs"]))
 
     def recount(self, metrics: Metrics, counts: Counts) -> float:
-        """See `RecountingLoss`."""
-        return recounted(metrics, counts, self.agg_mode) if self.rejects else 1.0
+        """Return the factor that rescales the gradient; see `RecountingLoss`."""
+        return recount_factor(metrics, counts, self.agg_mode) if self.rejects else 1.0
 
     @property
     def rejects(self) -> bool:
-        """Whether tokens are rejected here."""
+        """Whether the loss rejects tokens."""
         return self.correction is not None and bool(self.correction.rejections)
 
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped squared error of the values against the returns (PPO's value loss)."""
+    """The clipped squared error of the values against the returns (PPO's value loss)."""
 
     cliprange_value: float
     agg_mode: str
@@ -179,7 +187,7 @@ class CriticLoss:
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Cross-entropy over the tokens of `response_mask`, token-mean over the mini-batch."""
+    """The cross-entropy over the tokens of `response_mask`, averaged over the tokens of the mini-batch."""
 
     outputs: frozenset[str] = frozenset({"log_probs"})
     columns: frozenset[str] = frozenset({"response_mask"})
@@ -194,11 +202,12 @@ class NextTokenLoss:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Bradley-Terry loss over the pairs of sequences of a batch, mean over the mini-batch. A row of the batch
-    holds a pair, the chosen sequence first.
+    """The Bradley-Terry loss over the pairs of sequences of a batch, averaged over the mini-batch.
+
+    A row of the batch holds a pair, the chosen sequence first.
 
     Attributes:
-        center_coefficient: weight of (r_chosen + r_rejected)².
+        center_coefficient: The weight of (r_chosen + r_rejected)².
     """
 
     center_coefficient: float = 0.0
@@ -207,7 +216,7 @@ class PreferenceLoss:
 
     def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         scores = out["scores"][offsets[1:] - 1]
-        pairs = len(scores) // 2  # none in a ghost, which is a single sequence
+        pairs = len(scores) // 2  # an empty rank's placeholder batch is one sequence and has no pair
         chosen_P, rejected_P = scores[: 2 * pairs].view(pairs, 2).unbind(1)
         margin_P = columns["margin"][:pairs].to(scores.dtype)
         losses_P = bradley_terry_loss(
@@ -229,7 +238,7 @@ class PreferenceLoss:
 def _aggregated(
     loss: ActorLoss | CriticLoss, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts
 ) -> Tensor:
-    """One number of the tokens' values, as the loss says."""
+    """Aggregate the tokens' values into one number, as the loss says."""
     return aggregate(
         values_T,
         mask,

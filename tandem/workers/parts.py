@@ -1,8 +1,7 @@
-"""The parts of a worker: it holds some, such as actor, rollout and reference, and offers their methods as its
-own.
+"""The parts of a worker, such as actor, rollout and reference.
 
-A part's method takes the worker after `self`, for its timeline, its observations and its process group; the
-part keeps no worker.
+A worker offers the methods of its parts as its own. A part's method receives the worker after `self`, for its
+timeline, its metrics and its process group. The part keeps no reference to the worker.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ W = TypeVar("W", bound=type[Worker])
 def offers(**parts: type[Any]) -> Callable[[W], W]:
     """Give a worker class the registered methods of its parts, with their registrations and docstrings.
 
-    The worker has its parts in `parts`, by name. One whose class is a subclass of that given here may have
-    methods of its own under these names.
+    The worker has its parts in `parts`, by name. If the class of a part is a subclass of the class given
+    here, the subclass may override these methods.
 
     Args:
-        parts: the parts' classes by name.
+        parts: The classes of the parts, by name.
     """
 
     def add(worker: W) -> W:
         for part, kind in parts.items():
             for name in registrations(kind):
-                setattr(worker, name, _offered(part, getattr(kind, name)))
+                setattr(worker, name, _delegating(part, getattr(kind, name)))
         return worker
 
     return add
 
 
-def _offered(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A worker's method that one of its parts does.
+def _delegating(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a worker's method that calls the method of one of its parts.
 
     Raises:
-        EngineError: when called, the worker was made without the part.
+        EngineError: (when the method is called) The worker does not have the part.
     """
 
     @functools.wraps(method)
@@ -56,8 +55,8 @@ def _offered(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def missing(wanted: str, got: str) -> EngineError:
     return EngineError(
-        "this worker does not hold that part",
+        "this worker does not have the part for this method",
         got=f"the parts {got}",
         expected=wanted,
-        remedy="call the method on the group whose workers were made with that part",
+        remedy="call the method on the worker group that was created with this part",
     )

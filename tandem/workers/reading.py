@@ -1,5 +1,8 @@
-"""What a reward model reads of samples: the policy's token ids, or, where its tokenizer or chat template is
-another, the conversation anew from text; and where in it the model judges."""
+"""Prepare the sequences that a reward model reads, and the places in them that it scores.
+
+A reward model reads the policy's token ids. If it has another tokenizer or chat template, it reads the
+conversation, formatted again from text.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,15 @@ from tandem.rewards.steps import ending_tokens, step_ends, steps_of_ids
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a model reads of some samples.
+    """The sequences of some samples for a reward model.
 
     Attributes:
-        tokens: B sequences of its own ids.
-        judged: ragged bool beside `tokens`, where steps are judged; None: at each sequence's last token.
-        places: (K) int64, for each judged token in their order, where in the samples' flat `tokens` the step
-            ends; None as above.
-        failures: why a sample is not read, by row; a single token stands for it.
+        tokens: B sequences of the model's own token ids.
+        judged: Ragged bool like `tokens`, true where steps are scored. None if each sequence is scored at
+            its last token.
+        places: (K) int64, for each scored token in order: the place of the step's end in the samples' flat
+            `tokens`. None if each sequence is scored at its last token.
+        failures: By row: why a sample cannot be read. Such a row has a single token instead.
     """
 
     tokens: Ragged
@@ -38,31 +42,33 @@ class Reading:
     failures: dict[int, str]
 
 
-class NotRead(Exception):
-    """A sample that the model cannot read; says why."""
+class UnreadableSample(Exception):
+    """A sample that the model cannot read. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Makes what a reward model reads.
+    """A converter from samples to the sequences that a reward model reads.
 
     Attributes:
-        policys: the policy's tokenizer.
-        own: the model's, with which it reads conversations anew; None: it reads the policy's ids.
-        separator: the text that ends a step; None: responses are judged as a whole.
-        most: the tokens of its longest sequence; None: any.
+        policy_tokenizer: The policy's tokenizer.
+        own: The model's tokenizer, with which conversations are formatted again. None if the model reads the
+            policy's ids.
+        separator: The text that ends a step. None if whole responses are scored.
+        most: The length of the model's longest sequence, in tokens. None if there is no limit.
     """
 
-    policys: PreTrainedTokenizerBase
+    policy_tokenizer: PreTrainedTokenizerBase
     own: PreTrainedTokenizerBase | None = None
     separator: str | None = None
     most: int | None = None
 
     def read(self, batch: DataProto, texts: list[str]) -> Reading:
-        """
+        """Return the sequences for the model.
+
         Args:
             batch: `tokens`, `response_mask`, `messages`.
-            texts: the responses.
+            texts: The responses as text.
         """
         tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
         fits = self.most is None or not len(tokens) or int(tokens.lengths.max()) <= self.most
@@ -79,17 +85,17 @@ class Reader:
             try:
                 wrote = written.nonzero().flatten().tolist()
                 if self.separator is not None:
-                    found = steps_of_ids(self.policys, ids[written].tolist(), self.separator)
+                    found = steps_of_ids(self.policy_tokenizer, ids[written].tolist(), self.separator)
                     steps = [wrote[place] for place in found]
                 read, at = self._row(ids, written, before, text, steps)
                 if self.most is not None and len(read) > self.most:
-                    raise NotRead(f"{len(read)} tokens, of at most {self.most}")
+                    raise UnreadableSample(f"{len(read)} tokens, but at most {self.most} are allowed")
                 if steps and text.rpartition(self.separator or "\n")[2].strip():
-                    steps[-1], at[-1] = wrote[-1], len(read) - 1  # with the token that ends the sequence
-                # without steps that end in the same token as the next, in the one text or in the other
+                    steps[-1], at[-1] = wrote[-1], len(read) - 1  # the last step includes the end token
+                # Drop steps that end in the same token as the next step, in either sequence.
                 last = {step: place for place, step in dict(zip(at, steps, strict=True)).items()}
                 steps, at = list(last), list(last.values())
-            except NotRead as problem:
+            except UnreadableSample as problem:
                 failures[row] = str(problem)
                 read, at, steps = [0], [], []
             rows.append(read)
@@ -107,7 +113,7 @@ class Reader:
     def _row(
         self, ids: Tensor, written: Tensor, messages: Any, text: str, steps: list[int]
     ) -> tuple[list[int], list[int]]:
-        """The ids that the model reads of a sample, and the places of its steps among them."""
+        """Return the ids that the model reads for a sample, and the places of its steps among them."""
         if self.own is None:
             return ids.tolist(), steps
         pieces = self._pieces(ids, written, messages, text)
@@ -115,32 +121,39 @@ class Reader:
         read: list[int] = np.concatenate(parts).tolist()
         at = self._steps(str(pieces[-1][0]), text, len(read)) if self.separator is not None else []
         if len(at) != len(steps):
-            raise NotRead(f"{len(steps)} steps were written, and {len(at)} are read")
+            raise UnreadableSample(f"the response has {len(steps)} steps, but the model reads {len(at)}")
         alone = not (messages and messages[0]["role"])
-        if alone and parts[-1][-1:].tolist() != [self.own.eos_token_id]:  # as `tandem rm` reads texts
+        if alone and parts[-1][-1:].tolist() != [self.own.eos_token_id]:  # like `tandem rm`
             read.append(int(self.own.eos_token_id))
         return read, at
 
     def _pieces(self, ids: Tensor, written: Tensor, messages: Any, text: str) -> list[Piece]:
-        """The conversation as text, the response last."""
+        """Return the conversation as text, with the response last."""
         assert self.own is not None
         template = ChatTemplate(self.own, None, "custom_chat_template")
         if not messages or not messages[0]["role"]:
-            prompt = messages[0]["content"] if messages else str(self.policys.decode(ids[~written].tolist()))
+            prompt = (
+                messages[0]["content"]
+                if messages
+                else str(self.policy_tokenizer.decode(ids[~written].tolist()))
+            )
             return [*template.prompt(prompt), (text, True)]
         try:
             pieces = answered(template, [*messages, {"role": "assistant", "content": text}])
         except (TemplateError, DataError) as error:
-            raise NotRead(f"its chat template does not format the conversation: {error}") from error
+            raise UnreadableSample(f"its chat template cannot format the conversation: {error}") from error
         return pieces
 
     def _steps(self, response: str, text: str, total: int) -> list[int]:
-        """The tokens in which the steps of a response end; it ends a sequence of `total` tokens."""
+        """Return the tokens in which the steps of a response end.
+
+        The response is at the end of a sequence of `total` tokens.
+        """
         start, inner = response.rfind(text), text
         if start < 0:
             start, inner = response.rfind(text.strip()), text.strip()
         if start < 0:
-            raise NotRead("its chat template changes the response, whose steps are not found in it")
+            raise UnreadableSample("its chat template changes the response, so the steps cannot be found")
         assert self.separator is not None and self.own is not None
         ends = [start + end for end in step_ends(inner, self.separator)]
         alone = self.own(response, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

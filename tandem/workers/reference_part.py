@@ -1,5 +1,7 @@
-"""The reference policy of the KL terms in a worker: its log-probs, what an exact KL needs of it, the actor's
-weights that it takes when it is reset."""
+"""The reference policy of KL terms in a worker.
+
+It computes log-probs and the inputs of an exact KL, and it receives the actor's weights when it is reset.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ class ReferencePart:
     """The reference policy.
 
     Args:
-        config: the resolved run config.
-        engine: the reference's own, or an actor's that trains adapters and whose base is the reference.
-        borrowed: whether the engine is the actor's.
-        role: which of the references it is, of `config.actor_rollout_ref.ref.references`.
+        config: The resolved run config.
+        engine: The reference's own engine, or the engine of an actor that trains adapters. The base model of
+            such an actor is the reference.
+        borrowed: Whether the engine is the actor's.
+        role: The name of the reference in `config.actor_rollout_ref.ref.references`.
     """
 
     def __init__(
@@ -35,11 +38,11 @@ class ReferencePart:
         self._arrival = Arrival()
 
     @property
-    def _own(self) -> TrainEngine:
-        """The engine, where it may get other weights.
+    def _own_engine(self) -> TrainEngine:
+        """The engine, if its weights may be changed.
 
         Raises:
-            EngineError: it is the actor's.
+            EngineError: The engine is the actor's.
         """
         if self._borrowed:
             raise missing("ref, with weights of its own", "actor and ref over the same weights")
@@ -47,10 +50,12 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="ref", blocking=False, balance="tokens")
     def compute_ref_log_prob(self, worker: EngineWorker, batch: DataProto) -> DataProto:
-        """`ref_log_probs` (of one of several references `ref_log_probs.NAME`), ragged fp32 (fp64 for an fp64
-        model), nats. Where a KL term is exact, `ref_hidden`
-        too, ragged (T, D) in the compute dtype: the last hidden states that predict each token, as many
-        bytes per token as the model is wide."""
+        """Return `ref_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
+
+        With several references the column is `ref_log_probs.NAME`. If a KL term is exact, the result also has
+        `ref_hidden`, ragged (T, D) in the compute dtype: the last hidden states that predict each token.
+        `ref_hidden` takes one hidden state of the model per token.
+        """
         micro = micro_batching(self._batching)
         with worker.working("ref", self.engine):
             out = self.engine.forward(batch, outputs=self._outputs, micro=micro, adapter=not self._borrowed)
@@ -61,22 +66,25 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, collect="first")
     def reference_head(self, worker: EngineWorker) -> Tensor | None:
-        """(V, D): the reference's output embedding, on the host; None on all ranks but the first.
-        Collective."""
+        """Return the reference's output embedding (V, D) on the host. Collective.
+
+        All ranks except the first return None.
+        """
         with worker.timeline.phase("weight_sync"), worker.on_device(self.engine):
             head = self.engine.output_head()
         return head.cpu() if worker.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_reference(self, worker: EngineWorker, bucket: WeightBucket) -> None:
-        """Takes over a bucket of the actor's weights, each rank its shards; see `export_weights`. After the
-        last the reference is the actor as it is now.
+        """Load a bucket of the actor's weights; each rank takes its shards. See `export_weights`.
+
+        After the last bucket, the reference equals the current actor.
 
         Raises:
-            EngineError: weights of another model.
-            WeightSyncError: a bucket was left out, or a weight is not what was sent.
+            EngineError: The weights belong to another model.
+            WeightSyncError: A bucket is missing, or a weight differs from what was sent.
         """
-        engine = self._own
+        engine = self._own_engine
         self._arrival.expect(bucket)
         with worker.timeline.phase("weight_sync"), worker.on_device(engine):
             engine.load_weights(bucket.tensors.items(), bucket.version, whole=False)
@@ -86,5 +94,5 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
     def reference_version(self, worker: EngineWorker) -> int:
-        """The number of updates that the reference's weights had gone through as the actor's."""
-        return self._own.version
+        """Return the number of updates that the actor had done when the reference received its weights."""
+        return self._own_engine.version

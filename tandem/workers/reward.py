@@ -1,5 +1,7 @@
-"""Scores responses with reward functions: decodes, calls, and places each score at the response's
-last token."""
+"""Score responses with reward functions.
+
+The worker decodes the responses, calls the functions, and puts each score at the response's last token.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ class RewardWorker(TimedWorker):
     """The worker that scores responses with reward functions.
 
     Args:
-        tokenizer: decodes responses.
-        reward: the user's own; None takes each data source's.
-        config: how functions are called.
-        run: the run folder; what functions print goes to its log/rewards-RANK.log.
+        tokenizer: The tokenizer, which decodes responses.
+        reward: The user's reward function; None takes the function of each data source.
+        config: The settings for calls of the functions.
+        run: The run folder. The output of the functions goes to its log/rewards-RANK.log.
     """
 
-    aside = True
+    in_thread = True
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, reward: Scorer | None, config: RewardConfig, run: RunFolder
@@ -43,12 +45,15 @@ class RewardWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
-        """Scores the responses of some samples.
+        """Score the responses of some samples.
+
+        Args:
+            batch: The samples.
 
         Returns:
-            `scores` (B) fp32, `token_level_scores` ragged fp32 with the score at the last response
-            token, `reward_extra` (B) dicts of numbers, `reward_why` (B) texts that say what a score is for,
-            and the decoded `response_text`; where failed scores leave their samples out, `reward_failed` (B)
+            `scores` (B) fp32; `token_level_scores` ragged fp32, with the score at the last response token;
+            `reward_extra` (B) dicts of numbers; `reward_why` (B) texts that explain the scores; and the
+            decoded `response_text`. If samples with failed scores are left out, also `reward_failed` (B)
             bool.
         """
         with self.timeline.phase("reward"):
@@ -78,7 +83,7 @@ class RewardWorker(TimedWorker):
     compute_scores = compute_rewards
 
     def _observe(self, scored: Sequence[Scored]) -> None:
-        """Measures what failed since the last batch, and tells the user of the first failure of a run."""
+        """Add metrics of failures since the last batch, and show the user the first failure of a run."""
         counts, self.pool.counts = self.pool.counts, Counter()
         for name in ("retried", "timeouts", "died", "recycled"):
             if counts[name]:
@@ -87,16 +92,16 @@ class RewardWorker(TimedWorker):
         if self.pool.config.on_error != "raise":
             self.observed.add_mean("reward/failed", len(failures), len(scored))
         if failures:
-            became = {"zero": "counts as 0", "drop": "leaves its sample out of training"}
+            became = {"zero": "it counts as 0", "drop": "its sample is left out of training"}
             self.say_once(
                 "failed",
-                f"a score failed, and {became[self.pool.config.on_error]} (reward.on_error; reward/failed is "
-                f"the share of such scores):\n{next(iter(failures.values()))}",
+                f"a score failed, so {became[self.pool.config.on_error]} (reward.on_error). The metric "
+                f"reward/failed is the share of such scores. The error:\n{next(iter(failures.values()))}",
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_call_seconds(self) -> list[float]:
-        """The seconds that each sample took to be scored since the last call, of the newest."""
+        """Return the seconds that each recent sample took to be scored, since the last call."""
         found = list(self.pool.seconds)
         self.pool.seconds.clear()
         return found
@@ -113,11 +118,15 @@ def scored_batch(
     whys: Sequence[str],
     texts: Sequence[str],
 ) -> DataProto:
-    """What a reward worker returns; see `RewardWorker.compute_rewards`.
+    """Return a table in the form that reward workers return; see `RewardWorker.compute_rewards`.
 
     Args:
-        placed: the scores where they stand in the responses.
-        failed_B: the samples that could not be scored, where somebody asks.
+        scores_B: The score of each sample.
+        placed: The scores at their places in the responses.
+        failed_B: The samples that could not be scored, if this column is needed.
+        extras: Further numbers of each sample.
+        whys: The explanation of each score.
+        texts: The decoded responses.
     """
     found: dict[str, torch.Tensor | Ragged] = {"scores": scores_B, "token_level_scores": placed}
     if failed_B is not None:
@@ -126,13 +135,15 @@ def scored_batch(
 
 
 def failed(batch: DataProto) -> torch.Tensor:
-    """(B) bool: the samples that could not be scored; none where nobody says so."""
+    """Return (B) bool: the samples that could not be scored, which is none if the column is missing."""
     return batch.dense(FAILED) if FAILED in batch else torch.zeros(len(batch), dtype=torch.bool)
 
 
 def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:
-    """Each sample's score at its last true entry of `mask`, zero elsewhere. A sample without
-    response tokens has no place for its score and keeps zeros."""
+    """Return each sample's score at its last true entry of `mask`, and zero elsewhere.
+
+    A sample without response tokens has no place for its score and keeps zeros.
+    """
     values_T = torch.zeros(len(mask.values), dtype=scores_B.dtype)
     place_T = torch.where(mask.values, mask.positions() + 1, 0)
     last_B = torch.zeros(len(mask), dtype=torch.int64).scatter_reduce(0, mask.row_ids(), place_T, "amax")

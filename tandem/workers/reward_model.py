@@ -1,5 +1,7 @@
-"""A trained reward model: a classifier reads prompt and response and scores the response, or each of its
-steps."""
+"""A trained reward model: a classifier that reads prompt and response.
+
+It scores the whole response or each of its steps.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ class RewardModelWorker(EngineWorker):
     """The worker that scores sequences, or their steps, with a model.
 
     Args:
-        config: the resolved reward_model section.
-        tokenizer: the policy's; decodes responses.
-        device, collective_timeout_s, run: see `EngineWorker`.
-        role: which of the models it is, of `config.scorers`.
+        config: The resolved `reward_model` section.
+        tokenizer: The policy's tokenizer, which decodes responses.
+        device: See `EngineWorker`.
+        collective_timeout_s: See `EngineWorker`.
+        run: See `EngineWorker`.
+        role: The name of the model in `config.scorers`.
 
     Raises:
-        ModelError: a folder that is no reward model, or does not know the tokens that it is to read.
+        ModelError: The folder is not a reward model, or the model does not know the tokens that it would have
+            to read.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class RewardModelWorker(EngineWorker):
             else f"reward_model.models.{role.partition('.')[2]}.path"
         )
         require_scorer(folder, stored, field)
-        self.reader = self._made_reader(stored, field)
+        self.reader = self._make_reader(stored, field)
         self.engine = self.hold(
             "reward_model",
             FSDPEngine(
@@ -74,11 +79,11 @@ class RewardModelWorker(EngineWorker):
         )
         if self.reader.own is not None:
             self.say(
-                f"the reward model {folder} has another tokenizer or chat template than the policy: it reads "
-                "conversations anew from text."
+                f"the reward model {folder} has another tokenizer or chat template than the policy, so it "
+                "reads conversations that are formatted again from text."
             )
 
-    def _made_reader(self, stored: PreTrainedConfig, field: str) -> Reader:
+    def _make_reader(self, stored: PreTrainedConfig, field: str) -> Reader:
         term, remote = self.term, self.config.model.trust_remote_code
         own = tokenizer_of_scorer(
             term.path,
@@ -91,15 +96,15 @@ class RewardModelWorker(EngineWorker):
         check_size(term.path, size, own or self.tokenizer, field=field)
         if judges_tokens(stored) and term.step_separator is None:
             raise ModelError(
-                "a token classifier scores the steps of a response, and what parts them is not said",
+                "a token classifier scores the steps of a response, but step_separator is missing",
                 field=field,
                 got=term.path,
-                expected="step_separator beside it",
-                remedy='name it in reward_model.models, such as {steps: {path: …, step_separator: "\\n"}}',
+                expected="the path and a step_separator",
+                remedy='set it in reward_model.models, such as {steps: {path: …, step_separator: "\\n"}}',
             )
         if own is not None and term.step_separator is not None and not own.is_fast:
             raise ModelError(
-                "where steps end cannot be found with a tokenizer that does not tell where its tokens stand",
+                "this tokenizer cannot find the ends of steps, because it does not return token offsets",
                 field=field,
                 got=type(own).__name__,
                 expected="a fast tokenizer (tokenizer.json)",
@@ -112,13 +117,17 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="reward_model", blocking=False, balance="tokens")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Scores prompt and response together.
+        """Score prompt and response together.
+
+        Args:
+            batch: The samples.
 
         Returns:
-            `scores` (B) fp32: the head's output at the last token, or what `step_score` makes of its outputs
-            at the ends of the steps; `token_level_scores` ragged fp32 with the former at the last response
-            token, or the latter where the steps end; `reward_failed` (B) bool and `reward_why` (B), why a
-            sample could not be read; `reward_extra` (B) empty dicts; the decoded `response_text`.
+            `scores` (B) fp32: the head's output at the last token, or, with steps, the combination that
+                `step_score` sets of the outputs at the ends of the steps; `token_level_scores` ragged fp32,
+                with the score at the last response token, or the steps' scores where the steps end;
+                `reward_failed` (B) bool and `reward_why` (B): whether and why a sample could not be read;
+                `reward_extra` (B) empty dicts; the decoded `response_text`.
         """
         micro, mask = micro_batching(self.config.forward_batching), batch.ragged("response_mask")
         texts = response_texts(self.tokenizer, batch)
@@ -136,7 +145,7 @@ class RewardModelWorker(EngineWorker):
         else:
             values_K = scores.values[reading.judged.values].to(torch.float32)
             rows_K = scores.row_ids()[reading.judged.values]
-            scores_B = of_steps(values_K, rows_K, len(mask), self.term)
+            scores_B = combine_step_scores(values_K, rows_K, len(mask), self.term)
             placed = mask.with_values(torch.zeros(len(mask.values)).index_put((reading.places,), values_K))
         failed_B = torch.zeros(len(texts), dtype=torch.bool)
         failed_B[list(reading.failures)] = True
@@ -146,13 +155,14 @@ class RewardModelWorker(EngineWorker):
     compute_scores = compute_rm_score
 
 
-def of_steps(values_K: Tensor, rows_K: Tensor, samples: int, term: ScorerTerm) -> Tensor:
-    """(B): what the steps' scores make together, as `term.step_score` says; 0 without steps.
+def combine_step_scores(values_K: Tensor, rows_K: Tensor, samples: int, term: ScorerTerm) -> Tensor:
+    """Return (B): the combined step scores of each sample, as `term.step_score` says; 0 without steps.
 
     Args:
-        values_K: the steps' scores, sample by sample.
-        rows_K: the sample of each.
+        values_K: The scores of the steps, sample by sample.
+        rows_K: The sample of each step.
         samples: B.
+        term: The settings of the model.
     """
     counts_B = torch.bincount(rows_K, minlength=samples)
     if term.step_score == "sum":

@@ -1,5 +1,7 @@
-"""The rollout in a worker: a rollout engine, the policy whose weights it samples from, and the batch of what
-it wrote."""
+"""The rollout in a worker.
+
+It consists of a rollout engine and the policy that provides its weights, and returns samples as a batch.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,21 @@ from tandem.workers.base import EngineWorker
 from tandem.workers.parts import missing
 from tandem.workers.samples import requests_of, rollout_batch
 
-# A stream gives its samples in about so many parts: enough to overlap, few enough to cost nothing.
+# A stream has about this many parts: enough to overlap work, few enough to add no cost.
 _PARTS = 4
 
 
 class RolloutPart:
     """The rollout.
 
-    Whatever way weights take, their digests are compared before anything is sampled from them.
+    After every weight sync, the digests of sender and receiver are compared before anything is sampled.
 
     Args:
-        config: the resolved run config.
-        policy: holds the weights: the actor's engine, or a frozen one that follows an actor elsewhere.
-        follows: whether it is a frozen one; see `load_weights`.
-        engine: samples.
+        config: The resolved run config.
+        policy: The engine with the weights: the actor's engine, or a frozen engine that receives the weights
+            of an actor elsewhere.
+        engine: The rollout engine.
+        follows: Whether `policy` is such a frozen engine; see `load_weights`.
     """
 
     def __init__(
@@ -49,21 +52,24 @@ class RolloutPart:
         self._follows = follows
         self._rollout = config.actor_rollout_ref.rollout
         self._longest = self._rollout.longest(config.data)
-        self._sent: dict[str, Sent] = {}  # by receiver, what it was sent last
+        self._sent: dict[str, Sent] = {}  # by receiver: the last sent weights
         self._arrival = Arrival()
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, mesh="rollout")
     def generate_sequences(
         self, worker: EngineWorker, prompts: DataProto, n: int, params: SamplingParams, *, phase: str = "gen"
     ) -> DataProto:
-        """n responses to each prompt, prompt by prompt, timed as `phase`.
+        """Generate n responses to each prompt, ordered by prompt, in a phase of the name `phase`.
 
-        Adds `tokens`, `response_mask`, `rollout_log_probs` (and `rollout_log_probs_untruncated` where the
-        sampling parameters reshape the distribution; NaN where the engine does not give them),
-        `policy_version`, `token_fingerprint`, `sample`, `finish_reason`.
+        The result has the further columns `tokens`, `response_mask`, `rollout_log_probs`, `policy_version`,
+        `token_fingerprint`, `sample` and `finish_reason`. If the sampling parameters reshape the
+        distribution, it also has `rollout_log_probs_untruncated`, which is NaN if the engine does not provide
+        it.
         """
         requests = self.requests(prompts, n, params)
-        done = {sample.id: sample for part in self._written(worker, requests, phase) for sample in part}
+        done = {
+            sample.id: sample for part in self._finished_samples(worker, requests, phase) for sample in part
+        }
         samples = [done[request.id] for request in requests]
         return self.batch(prompts.repeat(n), requests, samples, params)
 
@@ -71,27 +77,32 @@ class RolloutPart:
     def stream_sequences(
         self, worker: EngineWorker, prompts: DataProto, n: int, params: SamplingParams, *, phase: str = "gen"
     ) -> Iterator[Part]:
-        """The rows of `generate_sequences`, in parts of about a quarter of this worker's share, as they
-        are finished. An empty share has no parts."""
+        """Yield the rows of `generate_sequences` in parts, as soon as they are finished.
+
+        A part has about a quarter of this worker's share. An empty share has no parts.
+        """
         requests = self.requests(prompts, n, params)
         place = {request.id: row for row, request in enumerate(requests)}
         table = prompts.repeat(n)
-        with closing(self._written(worker, requests, phase)) as parts:
+        with closing(self._finished_samples(worker, requests, phase)) as parts:
             for samples in parts:
                 samples.sort(key=lambda sample: place[sample.id])
                 rows = [place[sample.id] for sample in samples]
                 yield Part(rows, self.batch(table[rows], [requests[row] for row in rows], samples, params))
 
     def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
-        """What the engine is asked for: n responses to each prompt, prompt by prompt."""
+        """Return the requests for the engine: n per prompt, ordered by prompt."""
         return requests_of(prompts, n, params, self._longest)
 
-    def _written(
+    def _finished_samples(
         self, worker: EngineWorker, requests: list[Request], phase: str
     ) -> Generator[list[Sample], None, None]:
-        """Samples as they are finished. All ranks take part in gathering the weights, whether they have
-        requests or not. However it ends, the engine sleeps and the model is sharded afterwards; the
-        clock stands still while the reader has the samples."""
+        """Yield samples as they are finished.
+
+        All ranks must call this method, with or without requests, because gathering the weights is
+        collective. At the end, also after an error, the engine sleeps and the model is sharded. The clock
+        does not run while the caller handles the samples.
+        """
         sampling = "generate_sequences" if phase == "gen" else f"{phase}_sequences"
         limit_s = stall_timeout_s(self._rollout)
         held = ExitStack()
@@ -108,7 +119,10 @@ class RolloutPart:
                     break
                 yield samples
         except (Exception, KeyboardInterrupt):
-            with worker.timeline.phase(phase), suppress(EngineError):  # it comes of the first, which is told
+            with (
+                worker.timeline.phase(phase),
+                suppress(EngineError),
+            ):  # it follows from the error raised below
                 held.close()
             raise
         finally:
@@ -116,12 +130,14 @@ class RolloutPart:
                 held.close()
 
     def _give_weights(self, worker: EngineWorker, held: ExitStack) -> None:
-        """Gives the policy's weights to the engine: the policy's own module where the engine can share it,
-        unsharded while `held` is open, or until the engine has copied it; else a stream. What is trained may
-        then be offloaded. An engine that takes none keeps its own.
+        """Give the policy's weights to the rollout engine.
+
+        If the engine can share the policy's own module, the module stays unsharded while `held` is open, or
+        until the engine has copied it. Otherwise the weights are streamed, and the trained model may be
+        offloaded afterwards. An engine that cannot receive weights keeps its own.
 
         Raises:
-            WeightSyncError: the engine holds others than it was given.
+            WeightSyncError: The engine's weights differ from what was sent.
         """
         tags = SLEEP_TAGS if self._rollout.free_cache_engine else ()
         policy, engine = self.policy, self.engine
@@ -131,7 +147,7 @@ class RolloutPart:
             sent = self._digest(worker)
             with worker.timeline.phase("reshard"), worker.counted_memory("perf/weight_sync_peak_bytes"):
                 module = lent.enter_context(policy.unsharded())
-            held.callback(engine.sleep, tags or ("weights",))  # these go when the module is sharded again
+            held.callback(engine.sleep, tags or ("weights",))  # sharding the module frees the weights
             self._update(worker, SharedModule(module, release=lent.close), sent)
         else:
             if tags:
@@ -150,10 +166,12 @@ class RolloutPart:
             self._check(worker, "engine", sent, self.engine.update_weights(source, sent.version))
 
     def _check(self, worker: EngineWorker, receiver: str, sent: Sent, found: Digest) -> None:
-        """Counts the updates since the weights that were sent before, apart for those that changed nothing.
+        """Check the digest of received weights, and count the updates since the previous weight sync.
+
+        Updates that changed no weight are counted separately.
 
         Raises:
-            WeightSyncError: the receiver holds others than it was sent.
+            WeightSyncError: The receiver's weights differ from what was sent.
         """
         before = self._sent.get(receiver)
         check_arrival(sent, found, engine=self._rollout.name, before=before)
@@ -165,17 +183,23 @@ class RolloutPart:
     def batch(
         self, table: DataProto, requests: list[Request], samples: list[Sample], params: SamplingParams
     ) -> DataProto:
-        """See `rollout_batch`; the log-probs have the type of the policy's outputs."""
+        """Return the samples as a batch; see `rollout_batch`.
+
+        Log-probs have the dtype of the policy's outputs.
+        """
         dtype = self.policy.output_dtype
         return rollout_batch(table, requests, samples, dtype=dtype, reshaped=params.reshapes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, worker: EngineWorker, bucket: WeightBucket) -> None:
-        """Takes over a bucket, each rank its shards. After the last the rollout samples from these weights.
+        """Load a bucket of weights; each rank takes its shards.
+
+        After the last bucket, the rollout samples from these weights.
 
         Raises:
-            EngineError: weights of another model; the policy here is the actor itself.
-            WeightSyncError: a bucket was left out, or a weight is not what was sent.
+            EngineError: The weights belong to another model, or the policy in this worker is the actor
+                itself.
+            WeightSyncError: A bucket is missing, or a weight differs from what was sent.
         """
         if not self._follows:
             raise missing("rollout, apart from the actor", "actor and rollout over the same weights")

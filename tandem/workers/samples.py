@@ -1,4 +1,4 @@
-"""Prompts as requests to a rollout engine, and its samples as a batch."""
+"""Convert prompts to requests for a rollout engine, and its samples to a batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tandem.watch.gap import FINGERPRINT, SAMPLED, UNTRUNCATED, fingerprint
 
 
 def requests_of(prompts: DataProto, n: int, params: SamplingParams, longest: int) -> list[Request]:
-    """n requests for each prompt.
+    """Return n requests for each prompt.
 
     Args:
-        longest: tokens of a prompt and its response together, at most.
+        prompts: The prompts.
+        n: The number of responses per prompt.
+        params: The sampling parameters.
+        longest: The largest number of tokens of a prompt and its response together.
     """
     requests = []
     for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True):
@@ -38,13 +41,18 @@ def rollout_batch(
     dtype: torch.dtype,
     reshaped: bool,
 ) -> DataProto:
-    """The samples as a batch: one row a sample, prompt then response, columns aligned with `tokens`.
+    """Return the samples as a batch.
+
+    Each sample is one row, prompt first and then response. All columns are aligned with `tokens`.
 
     Args:
-        table: the prompts' other columns, already one row a sample.
-        dtype: of log-probs.
-        reshaped: whether the distributions drawn from were others than softmax(logits / temperature); the
-            log-probs under those come with it, NaN where the engine does not give them.
+        table: The other columns of the prompts, already with one row per sample.
+        requests: The requests.
+        samples: The finished samples, in the order of the requests.
+        dtype: The dtype of log-probs.
+        reshaped: Whether the sampled distributions differ from softmax(logits / temperature). If so, the
+            log-probs under softmax(logits / temperature) are added; they are NaN if the engine does not
+            provide them.
     """
     prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
     response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)

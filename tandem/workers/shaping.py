@@ -1,4 +1,4 @@
-"""Methods of the batch's worker that choose the samples to learn from, and that punish their length."""
+"""Methods of the batch worker that select the samples to learn from, and that punish long responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.workers.base import TimedWorker
 from tandem.workers.reward import at_last_token, failed
 
 SCORE = "score"
-"""In `reward_extra`: what the reward said before the punishment of long responses."""
+"""The entry of `reward_extra` with the reward before the punishment of long responses."""
 
 
 class Spread(NamedTuple):
@@ -24,7 +24,7 @@ class Spread(NamedTuple):
 
     Attributes:
         differs: (P) bool, whether the responses to a prompt differ in the metric.
-        reward: mean reward of all responses.
+        reward: The mean reward of all responses.
     """
 
     differs: np.ndarray
@@ -33,11 +33,13 @@ class Spread(NamedTuple):
 
 @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
 def stand_in(worker: TimedWorker, batch: DataProto) -> DataProto:
-    """The scores where those that failed are the mean of the others' to the same prompt, or 0 where there
-    are none: they say nothing of the prompt, nor of the batch.
+    """Replace failed scores, so that they carry no information about the prompt or the batch.
+
+    A failed score becomes the mean score of the other responses to the same prompt, or 0 if there are none.
 
     Args:
-        batch: `response_mask`, `uid`, and what a reward worker returns.
+        worker: The worker.
+        batch: `response_mask`, `uid`, and the columns that a reward worker returns.
 
     Returns:
         `scores`, `token_level_scores`.
@@ -56,16 +58,20 @@ def stand_in(worker: TimedWorker, batch: DataProto) -> DataProto:
 def punish_overlong(
     worker: TimedWorker, batch: DataProto, max_length: int, buffer: int, penalty_factor: float, log: bool
 ) -> DataProto:
-    """The scores after the punishment of long responses, which is added at the last response token.
+    """Add the punishment of long responses to the scores, at the last response token.
 
     Args:
-        batch: `response_mask` and what a reward worker returns.
-        max_length, buffer, penalty_factor: see `soft_overlong_punishment`.
-        log: also say the punishment, `overlong_reward`, and whether there is one, `overlong`.
+        worker: The worker.
+        batch: `response_mask` and the columns that a reward worker returns.
+        max_length: See `soft_overlong_punishment`.
+        buffer: See `soft_overlong_punishment`.
+        penalty_factor: See `soft_overlong_punishment`.
+        log: Whether to add the punishment, `overlong_reward`, and whether there is one, `overlong`, to
+            `reward_extra`.
 
     Returns:
-        what the reward worker returned, with other `scores` and `token_level_scores`; `reward_extra` also
-        holds the `score` before.
+        The columns of the reward worker with new `scores` and `token_level_scores`. `reward_extra` also holds
+        the `score` before the punishment.
     """
     with worker.timeline.phase("overlong"):
         mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
@@ -78,8 +84,8 @@ def punish_overlong(
         for extra, score, taken in zip(
             batch.non_tensor_batch["reward_extra"], scores_B.tolist(), punishment_B.tolist(), strict=True
         ):
-            told = {"overlong_reward": taken, "overlong": float(taken < 0)} if log else {}
-            extras.append({**extra, SCORE: score, **told})
+            length_numbers = {"overlong_reward": taken, "overlong": float(taken < 0)} if log else {}
+            extras.append({**extra, SCORE: score, **length_numbers})
         added = at_last_token(punishment_B, mask).values.to(scored.values.dtype)
         found = {name: column for name, column in batch.batch.items() if name != "response_mask"}
         found["scores"] = scores_B + punishment_B
@@ -89,15 +95,17 @@ def punish_overlong(
 
 @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
 def group_spread(worker: TimedWorker, batch: DataProto, n: int, metric: str) -> Spread:
-    """Tells which prompts' responses differ.
+    """Find the prompts whose responses differ.
 
     Args:
-        batch: `scores` and `reward_extra`, prompt by prompt, n rows each; `reward_failed`, where samples
-            whose score failed are left out: the others are compared as if these were not there.
-        metric: see `algorithm.filter_groups.metric`.
+        worker: The worker.
+        batch: `scores` and `reward_extra`, ordered by prompt, with n rows each. With `reward_failed`, samples
+            whose score failed are ignored.
+        n: The number of responses per prompt.
+        metric: See `algorithm.filter_groups.metric`.
 
     Raises:
-        RewardError: the reward function does not return that number, or it is not finite.
+        RewardError: The reward function does not return the metric, or a value is not finite.
     """
     scores_B = batch.dense("scores")
     counts_B = ~failed(batch)
@@ -117,10 +125,12 @@ def group_spread(worker: TimedWorker, batch: DataProto, n: int, metric: str) -> 
 
 
 def metric_values(batch: DataProto, metric: str) -> torch.Tensor:
-    """(B) float64: a number of each response. "acc" is the score where the reward says nothing else.
+    """Return the metric of each response, (B) float64.
+
+    "acc" is the score if the reward does not return `acc`.
 
     Raises:
-        RewardError: the reward function does not return that number.
+        RewardError: The reward function does not return the metric.
     """
     scores = batch.dense("scores").double()
     if metric in ("reward", "seq_reward", "seq_final_reward"):
@@ -139,7 +149,7 @@ def metric_values(batch: DataProto, metric: str) -> torch.Tensor:
                 "the reward does not return the number that prompts are filtered by",
                 field="algorithm.filter_groups.metric",
                 got=f"{metric}; sample {row} has {', '.join(sorted(extra)) or 'its score only'}",
-                expected="acc, score, reward, seq_reward, seq_final_reward, or a number that it returns",
+                expected="acc, score, reward, seq_reward, seq_final_reward, or a number of the reward",
                 remedy=f"return it, as {{'score': …, '{metric}': …}}, or choose another metric",
             )
     return torch.tensor(values, dtype=torch.float64)

@@ -17,15 +17,15 @@ from tandem.workers.base import EngineWorker, micro_batching, seeded
 
 
 class SupervisedWorker(EngineWorker):
-    """The worker that learns from examples and is tested on others.
+    """The worker that trains on examples and validates on others.
 
     Args:
-        config: the resolved config.
-        role: its name in the run.
-        kind: of model.
-        loss: what it minimises; its metrics are those of the validation too.
-        total_steps: optimizer steps of the whole run, for the schedule.
-        run: see `EngineWorker`.
+        config: The resolved config.
+        role: The name of the worker in the run.
+        kind: The kind of model.
+        loss: The loss to minimize. Validation reports the same metrics as the loss.
+        total_steps: The optimizer steps of the whole run, for the learning rate schedule.
+        run: See `EngineWorker`.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class SupervisedWorker(EngineWorker):
                 total_steps=total_steps,
                 sequence_parallel=config.ulysses_sequence_parallel_size,
                 device=self.device,
-                say=self.voice(role),
+                say=self.say_for(role),
             )
         self.engine = self.hold(role, engine)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
     def update(self, batch: DataProto) -> Metrics:
-        """Takes one optimizer step."""
+        """Take one optimizer step."""
         with self.timeline.phase("update"), self.on_device(self.engine, training=True):
             return self.guarded_step(self.role, batch, self.loss, self.config)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
     def validate(self, batch: DataProto) -> Metrics:
-        """The loss's metrics on a batch, over all ranks."""
+        """Return the loss's metrics on a batch, over all ranks."""
         with self.timeline.phase("validate"), self.on_device(self.engine):
             micro = micro_batching(self.config.train_batching)
             out = self.engine.forward(batch, outputs=self.loss.outputs, micro=micro)
@@ -73,6 +73,6 @@ class SupervisedWorker(EngineWorker):
                 {name: flat(out, name) for name in self.loss.outputs},
                 {name: flat(batch, name) for name in self.loss.columns},
                 sequences(batch).offsets,
-                Counts(tokens=1, sequences=1),  # of the loss itself, which is not looked at
+                Counts(tokens=1, sequences=1),  # only the value of the loss needs them, and it is not used
             )
             return metrics.all_reduced(None, torch.device("cpu"))

@@ -1,5 +1,7 @@
-"""The largest micro-batches that updates can come to, run before the first of them, so that memory that does
-not suffice is known at once."""
+"""Run the largest possible micro-batches before the first update.
+
+If the memory is too small, the run fails at once and not after hours.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ class WorstBatch(NamedTuple):
     """The largest micro-batches of a rank.
 
     Attributes:
-        rows: sequences in one.
-        length: tokens of each.
-        several: whether an update has more than one; two are run then, as gradients add up between them.
-        on_cpu: whether it is run on a CPU too.
+        rows: The number of sequences in one micro-batch.
+        length: The tokens of each sequence.
+        several: Whether an update has more than one micro-batch. Then two are run, because gradients add up
+            between them.
+        on_cpu: Whether to run it on a CPU too.
     """
 
     rows: int
@@ -34,8 +37,8 @@ class WorstBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Discarded:
-    """A loss of which nothing is learnt: the engine takes no step where nothing is left."""
+class _NoStepLoss:
+    """A loss without a step: it reports that no tokens are left, so the engine takes no optimizer step."""
 
     outputs: frozenset[str]
     columns: frozenset[str] = frozenset()
@@ -54,17 +57,20 @@ class _Discarded:
 def run_worst_batch(
     worker: EngineWorker, role: str, outputs: frozenset[str], batching: Batching, worst: WorstBatch
 ) -> None:
-    """Runs forward and backward of the largest micro-batches, of one token over and over, without a step of
-    the optimizer. Weights, moments, gradients, version and generators are afterwards what they were, bit for
-    bit. Collective.
+    """Run forward and backward passes of the largest micro-batches without an optimizer step. Collective.
+
+    All tokens are the same. Afterwards weights, moments, gradients, version and random generators are bit for
+    bit as before.
 
     Args:
-        role: of the engine.
-        outputs: of the model, that its loss reads.
-        batching: of its updates.
+        worker: The worker.
+        role: The role of the engine.
+        outputs: The outputs of the model that its loss reads.
+        batching: The batching of its updates.
+        worst: The largest micro-batches.
 
     Raises:
-        DeviceMemoryError: the memory of a GPU does not suffice.
+        DeviceMemoryError: The GPU does not have enough memory.
     """
     if worker.device.type == "cpu" and not worst.on_cpu:
         return
@@ -73,12 +79,12 @@ def run_worst_batch(
     mask = torch.ones(len(tokens.values), dtype=torch.bool)
     batch = DataProto({"tokens": tokens, "response_mask": tokens.with_values(mask)})
     devices = [worker.device] if worker.device.type == "cuda" else []
-    loss = _Discarded(outputs - {"ref_kl"})  # which needs the reference's hidden states
+    loss = _NoStepLoss(outputs - {"ref_kl"})  # ref_kl needs the reference's hidden states
     with (
         worker.timeline.phase("worst_batch"),
         torch.random.fork_rng(devices=devices),
         worker.on_device(worker.trained(), training=True),
     ):
         found = worker.trained().train_step(batch, loss, micro=micro_batching(batching)).to_floats()
-    times = "twice, as gradients add up, " if worst.several else ""
-    worker.say(f"{role}: the worst batch ran before the first step: {times}{found['tokens']:,.0f} tokens")
+    times = "2 × " if worst.several else ""
+    worker.say(f"{role}: the largest batch ran before the first step: {times}{found['tokens']:,.0f} tokens")

@@ -1,6 +1,4 @@
-"""pass@k, maj@k and their intervals against hand-computed cases and against every draw there is."""
-
-from __future__ import annotations
+"""pass@k, maj@k and their intervals, compared with cases computed by hand and with all possible draws."""
 
 import math
 from collections import Counter
@@ -13,21 +11,14 @@ from tandem.algorithms.evaluation import estimate, majority_at_k, pass_at_k
 
 
 @pytest.mark.equation("parts/pass_at_k")
-def test_pass_at_k_by_hand() -> None:
-    # Of 4 responses 1 is right: two draws miss it in C(3,2)/C(4,2) = 3/6. Of 5, 3: C(2,2)/C(5,2) = 1/10.
-    found = pass_at_k(np.array([4, 5, 4, 4]), np.array([1, 3, 0, 4]), 2)
-    np.testing.assert_allclose(found, [0.5, 0.9, 0.0, 1.0], rtol=1e-15)
-
-
-@pytest.mark.equation("parts/pass_at_k")
 @pytest.mark.parametrize(("n", "right", "k"), [(1, 1, 1), (7, 2, 3), (7, 5, 3), (8, 3, 8), (200, 4, 100)])
-def test_pass_at_k_is_the_quotient_of_binomials(n: int, right: int, k: int) -> None:
+def test_pass_at_k_is_the_quotient_of_binomials(n, right, k):
     expected = 1 - math.comb(n - right, k) / math.comb(n, k)
     assert pass_at_k(np.array([n]), np.array([right]), k)[0] == pytest.approx(expected, rel=1e-12)
 
 
-def by_every_draw(answers: list[str | None], right: list[bool], k: int) -> float:
-    """maj@k by counting out every subset of k responses."""
+def by_every_draw(answers, right, k):
+    """Compute maj@k by counting over every subset of k responses."""
     value = {a: np.mean([r for b, r in zip(answers, right, strict=True) if b == a]) for a in answers}
     won = []
     for draw in combinations(answers, k):
@@ -39,15 +30,17 @@ def by_every_draw(answers: list[str | None], right: list[bool], k: int) -> float
 
 
 @pytest.mark.equation("parts/majority_at_k")
-def test_majority_by_hand() -> None:
-    # a a b, a right: of the three pairs aa is won, and ab twice is a tie, won half of the time.
+def test_majority_by_hand():
+    # Answers a a b, a is correct: the pair aa wins, and the two pairs ab tie and win half of the time.
     assert majority_at_k(["a", "a", "b"], [True, True, False], 2) == pytest.approx(2 / 3, rel=1e-12)
     assert majority_at_k(["a", "a", "b"], [True, True, False], 3) == 1.0
     assert majority_at_k([None, None], [False, False], 1) == 0.0
+    # Two equally frequent answers, 255 of 512 responses drawn: by symmetry, each wins half of the time.
+    assert majority_at_k(["a", "b"] * 256, [True, False] * 256, 255) == pytest.approx(0.5, abs=1e-9)
 
 
 @pytest.mark.equation("parts/majority_at_k")
-def test_majority_is_the_mean_over_every_draw() -> None:
+def test_majority_is_the_mean_over_every_draw():
     rng = np.random.default_rng(0)
     for n in (1, 2, 5, 9):
         for _ in range(12):
@@ -58,43 +51,36 @@ def test_majority_is_the_mean_over_every_draw() -> None:
                 assert majority_at_k(answers, right, k) == pytest.approx(expected, abs=1e-12), (answers, k)
 
 
-@pytest.mark.equation("parts/majority_at_k")
-def test_majority_of_many_responses_keeps_its_precision() -> None:
-    # Two answers, drawn 255 of 512 times each way: symmetric, so each wins half of the time.
-    answers = ["a", "b"] * 256
-    right = [True, False] * 256
-    assert majority_at_k(answers, right, 255) == pytest.approx(0.5, abs=1e-9)
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        # 8 of 10 at z = 1.959964: (0.8 + z²/20) / (1 + z²/10) ± z / (1 + z²/10) · sqrt(0.016 + z²/400).
+        ([1.0] * 8 + [0.0] * 2, (0.8, 0.490162, 0.943318)),
+        ([1.0] * 10, (1.0, 0.722467, 1.0)),
+        # One problem, half correct: 0.5 ± z / (1 + z²) · sqrt(0.25 + z²/4).
+        ([0.5], (0.5, 0.054620, 0.945380)),
+    ],
+)
+def test_wilsons_interval_by_hand(values, wanted):
+    found = estimate(np.array(values), confidence=0.95, resamples=100, seed=0)
+    assert found.method == "wilson"
+    assert (found.value, found.low, found.high) == pytest.approx(wanted, abs=1e-6)
 
 
-def test_wilsons_interval_by_hand() -> None:
-    # 8 of 10 at z = 1.959964: (0.8 + z²/20) / (1 + z²/10) ± z / (1 + z²/10) · sqrt(0.016 + z²/400).
-    found = estimate(np.array([1.0] * 8 + [0.0] * 2), confidence=0.95, resamples=100, seed=0)
-    assert (found.value, found.method) == (0.8, "wilson")
-    assert (found.low, found.high) == pytest.approx((0.490162, 0.943318), abs=1e-6)
-    sure = estimate(np.ones(10), confidence=0.95, resamples=100, seed=0)
-    assert (sure.low, sure.high) == pytest.approx((0.722467, 1.0), abs=1e-6)
+@pytest.mark.parametrize(("values", "wanted"), [([0.0, 1.0], (0.0, 0.5, 1.0)), ([0.0] * 3, (0.0, 0.0, 0.0))])
+def test_values_without_bounds_have_no_wilsons_interval(values, wanted):
+    """Scores of -1 and 1 may average to 0 or 1 in every problem, but they are not success rates."""
+    found = estimate(np.array(values), confidence=0.95, resamples=1000, seed=0, bounded=False)
+    assert (found.low, found.value, found.high, found.method) == (*wanted, "bootstrap")
 
 
-def test_what_is_alike_in_between_has_wilsons_interval() -> None:
-    # One problem, half right, at z = 1.959964: 0.5 ± z / (1 + z²) · sqrt(0.25 + z²/4).
-    found = estimate(np.array([0.5]), confidence=0.95, resamples=100, seed=0)
-    assert (found.value, found.method) == (0.5, "wilson")
-    assert (found.low, found.high) == pytest.approx((0.054620, 0.945380), abs=1e-6)
-
-
-def test_values_without_bounds_have_no_wilsons_interval() -> None:
-    """Scores of -1 and 1 may average 0 or 1 in each problem; that makes them no shares of right ones."""
-    found = estimate(np.array([0.0, 1.0]), confidence=0.95, resamples=1000, seed=0, bounded=False)
-    assert (found.low, found.value, found.high, found.method) == (0.0, 0.5, 1.0, "bootstrap")
-    alike = estimate(np.zeros(3), confidence=0.95, resamples=100, seed=0, bounded=False)
-    assert (alike.low, alike.high, alike.method) == (0.0, 0.0, "bootstrap")
-
-
-def test_bootstrap_interval_against_every_resample() -> None:
-    values = np.array([0.0, 0.25, 0.5, 1.0, 1.0])
+def test_bootstrap_interval_against_every_resample():
+    values, options = (
+        np.array([0.0, 0.25, 0.5, 1.0, 1.0]),
+        {"confidence": 0.9, "resamples": 20_000, "seed": 3},
+    )
     every = np.sort([np.mean(draw) for draw in product(values, repeat=5)])
-    found = estimate(values, confidence=0.9, resamples=20_000, seed=3)
+    found = estimate(values, **options)
     assert (found.value, found.method) == (0.55, "bootstrap")
     assert (found.low, found.high) == (every[round(0.05 * len(every))], every[round(0.95 * len(every))])
-    again = estimate(values, confidence=0.9, resamples=20_000, seed=3)
-    assert found == again
+    assert found == estimate(values, **options)

@@ -1,32 +1,23 @@
-from __future__ import annotations
-
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.algorithms.responses import Responses
+from tests.algorithms.batches import batches, ragged_columns, rows, whitened
 
 
-@given(
-    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=8),
-    seed=st.integers(0, 2**31),
-    holes=st.sampled_from([0.0, 0.05, 0.9]),
-)
-@settings(deadline=None, max_examples=60)
-def test_response_tokens_follow_each_other(lengths, seed, holes, ragged_columns, rows, whitened) -> None:
+@batches(60, holes=st.sampled_from([0.0, 0.05, 0.9]))
+def test_response_tokens_follow_each_other(lengths, seed, holes):
     columns = ragged_columns(lengths, seed, torch.float64, holes)
     mask, values = columns["response_mask"], columns["values"]
-    tokens, spans = Responses.of(mask, columns["offsets"]), rows(columns)
+    tokens = Responses.of(mask, columns["offsets"])
     taken = tokens.take(values)
-    for i, row in enumerate(spans):
+    for i, row in enumerate(rows(columns)):
         mine = taken[tokens.offsets[i] : tokens.offsets[i + 1]]
-        inside = values[row][mask[row]]
         if tokens.indices is None:
-            assert len(mine) == row.stop - row.start
-            assert not mine[~mask[row]].any()
+            assert len(mine) == row.stop - row.start and not mine[~mask[row]].any()
             mine = mine[mask[row]]
-        assert torch.equal(mine, inside)
+        assert torch.equal(mine, values[row][mask[row]])
     added = tokens.put(tokens.add_(taken.clone(), values))
     torch.testing.assert_close(added, torch.where(mask, 2 * values, 0), rtol=0, atol=0)
     torch.testing.assert_close(tokens.put(taken.clone()), torch.where(mask, values, 0), rtol=0, atol=0)
@@ -36,22 +27,17 @@ def test_response_tokens_follow_each_other(lengths, seed, holes, ragged_columns,
 @pytest.mark.parametrize(
     ("mask", "moved"),
     [
-        ([1, 1, 1, 1, 1, 1], False),
-        ([0, 1, 1, 0, 1, 1], False),
-        ([1, 1, 0, 1, 1, 0], False),
-        ([0, 0, 0, 0, 0, 0], False),
-        ([0, 0, 1, 1, 0, 0], False),
-        ([1, 0, 1, 0, 0, 0], True),
-        ([0, 1, 0, 1, 0, 1], True),
+        *((mask, False) for mask in ("111111", "011011", "110110", "000000", "001100")),
+        *((mask, True) for mask in ("101000", "010101")),
     ],
 )
-def test_tokens_are_moved_only_where_a_tool_wrote_in_between(mask: list[int], moved: bool) -> None:
-    """Two sequences of three tokens and an empty one at either end."""
-    found = Responses.of(torch.tensor(mask).bool(), torch.tensor([0, 0, 3, 6, 6]))
-    assert (found.indices is not None) == moved
+def test_tokens_are_moved_only_where_a_tool_wrote_in_between(mask, moved):
+    """The batch has two sequences of three tokens, and an empty sequence at either end."""
+    inside = torch.tensor([each == "1" for each in mask])
+    assert (Responses.of(inside, torch.tensor([0, 0, 3, 6, 6])).indices is not None) == moved
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 10_001])
-def test_whitening_equal_values_gives_exact_zeros(count: int) -> None:
+def test_whitening_equal_values_gives_exact_zeros(count):
     tokens = Responses.of(torch.ones(count, dtype=torch.bool), torch.tensor([0, count]))
     assert tokens.whitened(torch.full((count,), 0.1)).tolist() == [0.0] * count

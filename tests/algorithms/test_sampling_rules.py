@@ -1,7 +1,4 @@
-"""Punishment of long responses, prompts that differ, and the entropy's coefficient, against the papers' rules
-written out sample by sample."""
-
-from __future__ import annotations
+"""The penalty on long responses, the filter of prompts and the entropy coefficient, sample by sample."""
 
 import random
 
@@ -12,27 +9,20 @@ from tandem.algorithms.dapo import groups_with_spread, soft_overlong_punishment
 from tandem.algorithms.entropy import AdaptiveEntropyController
 
 
-def punishment(length: int, limit: int, buffer: int, factor: float) -> float:
-    """DAPO, eq. 13, for a response no longer than the limit."""
-    if length <= limit - buffer:
-        return 0.0
-    return factor * ((limit - buffer) - length) / buffer
-
-
 @pytest.mark.equation("parts/soft_overlong_punishment")
 @pytest.mark.parametrize(("limit", "buffer", "factor"), [(20, 5, 1.0), (20, 20, 0.5), (7, 1, 3.0)])
-def test_the_punishment_is_the_equations(limit: int, buffer: int, factor: float) -> None:
-    lengths = torch.arange(limit + 1)
+def test_the_punishment_is_the_equations(limit, buffer, factor):
+    """DAPO, eq. 13, for responses that are not longer than the limit."""
+    lengths, free = torch.arange(limit + 1), limit - buffer
     found = soft_overlong_punishment(lengths, max_length=limit, buffer=buffer, penalty_factor=factor)
     assert found.dtype == torch.float64
-    expected = [punishment(length, limit, buffer, factor) for length in range(limit + 1)]
+    expected = [0.0 if n <= free else factor * (free - n) / buffer for n in range(limit + 1)]
     assert found.tolist() == pytest.approx(expected, abs=1e-15)
-    assert found[-1] == -factor
-    assert found[limit - buffer] == 0
+    assert (found[-1], found[free]) == (-factor, 0)
 
 
 @pytest.mark.equation("parts/groups_with_spread")
-def test_groups_differ_if_any_two_of_their_values_do() -> None:
+def test_groups_differ_if_any_two_of_their_values_do():
     draw = random.Random(0)
     for n in (1, 2, 5):
         groups = [[draw.choice((0.1, 0.1, 0.7)) for _ in range(n)] for _ in range(200)]
@@ -43,36 +33,32 @@ def test_groups_differ_if_any_two_of_their_values_do() -> None:
     assert groups_with_spread(torch.zeros(0), 3).tolist() == []
 
 
-def test_equal_values_never_differ_by_rounding() -> None:
-    """The deviation from a mean of ten tenths is not exactly zero; their spread is."""
+def test_equal_values_never_differ_by_rounding():
+    """The deviation of ten values of 0.1 from their mean is not exactly 0."""
     assert groups_with_spread(torch.full((30,), 0.1, dtype=torch.float64), 10).tolist() == [False] * 3
 
 
+def controller(start):
+    return AdaptiveEntropyController(start, target=0.2, delta=0.001, minimum=0.0, maximum=0.005)
+
+
 @pytest.mark.equation("parts/AdaptiveEntropyController")
-def test_the_entropy_coefficient_follows_the_rule_within_its_bounds() -> None:
-    draw = random.Random(1)
-    control = AdaptiveEntropyController(0.002, target=0.2, delta=0.001, minimum=0.0, maximum=0.005)
-    coefficient = 0.002
+def test_the_entropy_coefficient_follows_the_rule_within_its_bounds():
+    draw, control = random.Random(1), controller(0.002)
+    coefficient, seen = 0.002, set()
     assert control.value == 0.002
-    seen = set()
     for _ in range(200):
         entropy = draw.choice((0.1, 0.1, 0.2, 0.3, 0.3, draw.random()))
         control.update(entropy)
-        if entropy < 0.2:
-            coefficient = min(coefficient + 0.001, 0.005)
-        elif entropy > 0.2:
-            coefficient = max(coefficient - 0.001, 0.0)
-        expected = coefficient if entropy <= 0.2 else 0.0
-        assert control.value == pytest.approx(expected, abs=1e-12)
+        step = 0.001 * ((entropy < 0.2) - (entropy > 0.2))
+        coefficient = min(max(coefficient + step, 0.0), 0.005)
+        assert control.value == pytest.approx(coefficient if entropy <= 0.2 else 0.0, abs=1e-12)
         seen.add(round(control.value, 4))
     assert {0.0, 0.005} <= seen
 
 
-def test_the_entropy_coefficient_goes_on_from_its_state() -> None:
-    def made() -> AdaptiveEntropyController:
-        return AdaptiveEntropyController(0.0, target=0.2, delta=0.001, minimum=0.0, maximum=0.005)
-
-    first, second = made(), made()
+def test_the_entropy_coefficient_goes_on_from_its_state():
+    first, second = controller(0.0), controller(0.0)
     for entropy in (0.1, 0.1, 0.4):
         first.update(entropy)
     second.load_state_dict(first.state_dict())

@@ -1,4 +1,4 @@
-"""A notebook, run in a real kernel."""
+"""The live curve, tested in a real notebook kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python API on two processes under Ray, with functions written in place."""
+"""The Python API with two processes under Ray, and with functions defined inside the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem.train` and `tandem.Trainer`: functions and rows of this file train a tiny model."""
+"""`tandem.train` and `tandem.Trainer` train a tiny model with functions and rows of this file."""
 
 from __future__ import annotations
 
@@ -37,15 +37,9 @@ def model(tmp_path_factory) -> Path:
 def test_a_run_from_start_to_end(model, tmp_path):
     heard = []
     run = tandem.train(
-        model,
-        train=ROWS,
-        val=ROWS[:4],
-        rewards=digits,
-        steps=3,
-        out=tmp_path / "run",
-        config=SETTINGS,
+        model, train=ROWS, val=ROWS[:4], rewards=digits, steps=3, out=tmp_path / "run", config=SETTINGS,
         on_step=lambda number, metrics: heard.append((number, metrics["reward/mean"])),
-    )
+    )  # fmt: skip
     assert run.state == "finished" and run.steps == 3
     assert heard == run.curve("reward/mean")
     samples = run.samples(step=2)
@@ -71,14 +65,8 @@ def test_weighted_rewards_are_summed_and_told_apart(model, tmp_path):
         assert len(responses) == 4
         return [None if i else 8.0 for i in range(4)]
 
-    run = tandem.train(
-        model,
-        train=ROWS,
-        rewards={digits: 1.0, length: -0.5, lone: 0.25},
-        steps=1,
-        out=tmp_path / "run",
-        config=SETTINGS,
-    )
+    rewards = {digits: 1.0, length: -0.5, lone: 0.25}
+    run = tandem.train(model, train=ROWS, rewards=rewards, steps=1, out=tmp_path / "run", config=SETTINGS)
     for number, sample in enumerate(run.samples(step=1)):
         own = sum(c.isdigit() for c in sample["response"]) / 4
         first = 2.0 if number % 4 == 0 else 0.0
@@ -105,7 +93,7 @@ def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path):
             seen.append(step.number)
             break
     assert seen == [1, 2, 3]
-    assert list(trainer.run.checkpoints) == [3]  # saved as it was closed
+    assert list(trainer.run.checkpoints) == [3]  # closing the trainer saved it
     with pytest.raises(ConfigError, match="closed"):
         next(iter(trainer))
     again = tandem.train(
@@ -164,12 +152,12 @@ def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
         return 0.0
 
     for arguments, words in (
-        ({"rewards": unknown}, "does not say which responses it wants"),
+        ({"rewards": unknown}, "which responses the function needs"),
         ({"rewards": digits, "train": [{"question": "1"}] * 5}, "prompt"),
         ({"rewards": own, "train": [{"prompt": "1"}] * 5}, "answer"),
         (
             {"rewards": digits, "train": [{"prompt": "1", "answer": "1", "response": "x"}] * 5},
-            "named response",
+            "column name response",
         ),
         ({"rewards": 7}, "rewards"),
         ({"rewards": digits, "config": {"trainer.sede": 1}}, "trainer.seed"),

@@ -43,7 +43,7 @@ trainer.save_model("trained")
 TANDEM = """trainer = tandem.Trainer("Qwen/Qwen2.5-0.5B-Instruct", train=dataset, rewards={rewards}, \
 steps=2, out="run", config={{"data.max_response_length": 6, "data.train_batch_size": 12}})"""
 ACCURACY = '''
-"""Stands for TRL's module of rewards, with the signature and the answers of its accuracy_reward."""
+"""Replaces TRL's module of rewards; accuracy_reward has the same signature and gives the same results."""
 
 def accuracy_reward(completions, solution, log_extra=None, **kwargs):
     contents = [completion[0]["content"] for completion in completions]
@@ -54,7 +54,7 @@ def accuracy_reward(completions, solution, log_extra=None, **kwargs):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The model and the data of the examples under their names, so that the scripts find them as files."""
+    """Return a folder in which the scripts find the model and the data of the examples as files."""
     make_model(tmp_path / "Qwen/Qwen2.5-0.5B-Instruct")
     rows = [
         {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "solution": str(a + b)}
@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(script: str, rewards: str) -> str:
-    """The script with its import and its trainer's line as for Tandem, and no other line."""
+    """Return the script with only its import line and its trainer line changed for Tandem."""
     lines = script.splitlines()
     (imported,) = [number for number, line in enumerate(lines) if line == IMPORT]
     (made,) = [number for number, line in enumerate(lines) if line.startswith("trainer = ")]
@@ -102,7 +102,7 @@ def run(folder: Path, script: str) -> tandem.api.Run:
 @pytest.mark.slow
 def test_the_quick_start_with_a_reward_of_trl(folder: Path) -> None:
     samples = run(folder, changed(QUICK_START, "accuracy_reward")).samples(step=1)
-    assert len(samples) == 12 * 8  # TRL's 8 generations too
+    assert len(samples) == 12 * 8  # TRL also generates 8 responses per prompt
     for sample in samples:
         a, b = sample["prompt"].removeprefix("user: ").rstrip("=").split("+")
         assert sample["score"] == float(str(int(a) + int(b)) in sample["response"])

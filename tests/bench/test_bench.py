@@ -1,4 +1,4 @@
-"""`tandem bench` on a tiny model, its comparison, its prediction, and the figures that it shows beside."""
+"""`tandem bench` on a tiny model: its report, its comparison and its prediction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one benchmark leaves: report.json, device.json, the folder `all`."""
+    """Return the files of a benchmark: report.json, device.json, and the folder `all`."""
     place = tmp_path_factory.mktemp("bench")
     model = place / "config.json"
     model.write_text(json.dumps(STORED))
@@ -89,7 +89,7 @@ def report(made: Path) -> dict[str, Any]:
 
 
 def test_responses_have_the_lengths_asked_for_in_every_step(made: Path) -> None:
-    asked = Counter([5, 8, 10, 13, 15, 18, 20, 20])  # eight quantiles; two are above the greatest length
+    asked = Counter([5, 8, 10, 13, 15, 18, 20, 20])  # eight quantiles; two are above the longest length
     for step in (1, 2, 3):
         table = read_samples(made / "all" / "run" / "samples" / f"step_{step:06d}.parquet")
         assert Counter(sum(mask) for mask in table["response_mask"]) == asked
@@ -121,7 +121,7 @@ def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
 
 
 def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
-    """The medians of the phases are 12.5 together, and that of the step is 11.5."""
+    """The sum of the phases' medians is 12.5, and the median of the steps is 11.5."""
     gens, rewards, updates, steps = (4, 1, 6), (4, 6, 1), (1, 4, 6), (9.5, 11.5, 14)
     measured = [
         {"gen": g, "generate_sequences": g - 0.5, "reward": r, "update_actor": u, "step": s}
@@ -134,7 +134,7 @@ def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
 
 
 def test_a_step_may_lack_a_phase() -> None:
-    """As the actor's update is left out while the critic warms up."""
+    """For example, the actor's update is missing while the critic warms up."""
     warming = {"gen": 1.0, "generate_sequences": 1.0, "update_critic": 1.0, "step": 2.0}
     full = warming | {"update_actor": 2.0, "step": 4.0}
     for steps in ([warming, full, full], [full, warming, full]):
@@ -162,7 +162,7 @@ def test_the_table_names_machine_and_command(made: Path) -> None:
     text = markdown(report(made))
     assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
     assert text.splitlines()[-1].startswith("`tandem")
-    assert "verl" not in text  # of another model the document says nothing
+    assert "verl" not in text  # the document has no figures for other models
     model = shapes.published("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
     theirs = markdown(report(made) | {"model": model})
     (gen,) = (line for line in theirs.splitlines() if line.startswith("| gen | "))
@@ -180,7 +180,7 @@ def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]
     assert main(["bench", "compare", str(made / "report.json"), str(made / "report.json")]) == 0
     assert "| step | " in capsys.readouterr().out
     assert main(["bench", "compare", str(made / "report.json"), str(made / "device.json")]) == 1
-    assert "no report of tandem bench" in capsys.readouterr().err
+    assert "not a report of tandem bench" in capsys.readouterr().err
 
 
 def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFix
     assert main(["bench", "predict", *map(str, words), "--device", "another"]) == 1
     assert name in capsys.readouterr().err
     assert main(["bench", "predict", *map(str, words), "--device-file", str(made / "none.json")]) == 1
-    assert "run tandem bench" in capsys.readouterr().err
+    assert "`tandem bench`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,11 @@ def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path
 def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
     for words, told in (
-        (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "nothing to make a model of"),
+        (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "does not describe a model"),
         (["--dummy", model, *SIZES, "--lengths", "999"], "lengths out of range"),
         (
             ["--dummy", model, *SIZES, "trainer.worker_classes={actor: tandem.workers.actor:ActorWorker}"],
-            "worker of its own",
+            "its own worker",
         ),
         ([model, "data.train_batch_sise=4"], "data.train_batch_size"),
     ):
@@ -234,12 +234,12 @@ def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.Captu
 
 
 def test_the_documents_figures_agree_with_each_other() -> None:
-    """The page says how its rates are reckoned; they follow from its seconds and lengths."""
+    """The rates follow from the document's seconds and lengths, in the way that it describes."""
     seven, verl, rlinf = DOCUMENTS
     assert seven.rows["generate_sequences"] + seven.rows["reshard"] < seven.rows["gen"] < seven.rows["step"]
     for each, gen in ((verl, 6992.96), (rlinf, 6800.64)):
         assert each.throughput["gen throughput"] == gen
-        # RLinf's own rate is 1.1% above what its seconds and its length give
+        # RLinf's own rate is 1.1% above the rate from its seconds and its length
         assert 512 * each.rows["response_length"] / each.rows["gen"] / 4 == pytest.approx(gen, rel=0.012)
         of_a_gpu = 512 * each.rows["response_length"] / each.rows["old_log_prob"] / 8
         assert of_a_gpu == pytest.approx(

@@ -1,4 +1,4 @@
-"""A benchmark on two ranks under Ray, with actor and rollout together and apart."""
+"""A benchmark on two ranks with Ray, with actor and rollout together and apart."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.bench.test_bench import STORED
 
 
 def test_weights_in_several_files_load_as_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dummy, "SHARD_BYTES", 20_000)  # the embedding alone has 32,768
+    monkeypatch.setattr(dummy, "SHARD_BYTES", 20_000)  # the embedding has 32,768 of them
     (tmp_path / "config.json").write_text(json.dumps(STORED | {"tie_word_embeddings": False}))
     dummy.write_dummy(tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3

@@ -1,4 +1,4 @@
-"""The lengths that a benchmark's sequences have."""
+"""The lengths of a benchmark's sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_fixed_and_uniform() -> None:
         15,
         15,
         15,
-    ]  # cut at the greatest
+    ]  # cut to the longest length
 
 
 @pytest.mark.parametrize(("mean", "p95"), [(300.0, 800.0), (50.0, 90.0)])
@@ -31,7 +31,9 @@ def test_lognormal_has_the_mean_and_the_tail_asked_for(mean: float, p95: float) 
     assert drawn.mean() == pytest.approx(mean, rel=0.01)
     assert np.quantile(drawn, 0.95) == pytest.approx(p95, rel=0.01)
     logs = np.log(drawn)
-    assert ((logs - logs.mean()) ** 3).mean() / logs.std() ** 3 == pytest.approx(0, abs=0.05)  # no skew
+    assert ((logs - logs.mean()) ** 3).mean() / logs.std() ** 3 == pytest.approx(
+        0, abs=0.05
+    )  # a symmetric distribution
 
 
 def test_lengths_of_a_recorded_run(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_lengths_of_a_recorded_run(tmp_path: Path) -> None:
     assert found.mean() == pytest.approx(
         np.mean(np.interp(np.linspace(0, 3, 401), range(4), recorded)), rel=0.02
     )
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="does not exist"):
         lengths("--lengths", f"run:{tmp_path / 'none'}", 4, 100)
 
 

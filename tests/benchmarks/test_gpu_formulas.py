@@ -1,4 +1,4 @@
-"""The bounds of `make gpu`, by hand and against models; its predictions and wheels against what they name."""
+"""Tests of the bounds, predictions and wheels of `make gpu`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_parameters_and_cache_are_those_of_the_model() -> None:
 
 
 def test_operations_of_a_forward_are_those_that_are_run() -> None:
-    """PyTorch's counter sees whole squares of scores, of which a causal pass needs half."""
+    """PyTorch's counter counts the whole square of scores, but a causal pass needs half of it."""
     model, length = shapes.build("tiny", torch.float32, CPU), 48
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(0, 512, (1, length)), use_cache=False)
     attended = 2 * length * 64 * 2
-    # older transformers make the angles of the rotary embedding by a product, 16 operations a token
+    # older versions of transformers compute the rotary angles as a product, 16 operations per token
     counted, expected = (
         counter.get_total_flops() / length,
         shapes.forward_operations("tiny", length) + attended,

@@ -1,4 +1,4 @@
-"""`make gpu` as a whole, at the smallest shapes on a CPU; and what it does with failures and with time."""
+"""Tests of `make gpu` with the smallest shapes on a CPU, and of its failures and time limits."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def hanging(_: Setting) -> dict[str, Any]:
 
 
 class Rows:
-    """A phase with these rows."""
+    """A phase with given rows."""
 
     def __init__(self, *rows: Row) -> None:
         self._rows = list(rows)
@@ -127,7 +127,7 @@ def test_a_process_that_dies_costs_its_row(
     assert "errors:\ndecode: dies" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # the whole limit, in which a busy machine has to start Python
+@pytest.mark.slow  # waits for the whole limit, which must be long enough to start Python on a busy machine
 def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("hangs", hanging, 1), AFTER))
     monkeypatch.setattr(gpu, "measure_rates", lambda *_, **__: H100)

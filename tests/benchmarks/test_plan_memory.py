@@ -1,4 +1,4 @@
-"""The plan against traces of Tandem's own model: those that are kept, and one that is made here."""
+"""Tests of the memory plan against stored traces of Tandem's model, and against a new trace."""
 
 import importlib
 import json
@@ -14,7 +14,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("plan_memory")  # which finds `traced_memory` beside it, as a script does
+    # like a script, it finds `traced_memory` in the same folder
+    return importlib.import_module("plan_memory")
 
 
 def test_the_kept_traces(bench):
@@ -36,7 +37,7 @@ print(json.dumps(bench.errors({"case": {}, "traced": bench.traced(case)}, bench.
 
 @pytest.mark.slow
 def test_a_trace_made_here():
-    """In a process of its own, for a trace has a process group of its own."""
+    """Runs in a separate process, because a trace needs its own process group."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=BENCHMARKS,

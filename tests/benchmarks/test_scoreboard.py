@@ -1,4 +1,4 @@
-"""The table and the figure of the scoreboard."""
+"""Tests of the table and the figure of the scoreboard."""
 
 from __future__ import annotations
 

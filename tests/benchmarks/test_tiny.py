@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ runs, with `--tiny`; none of these runs touches the committed results."""
+"""Tests that every script of benchmarks/ runs with `--tiny` and leaves the committed results alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = (
     "train_step",
     "viewer",
 )
-LONG = (  # they start several cold processes, Ray or a compiler
+LONG = (  # these start several cold processes, Ray or a compiler
     "advantages",
     "compiled_step",
     "controller_traffic",
@@ -47,15 +47,15 @@ LONG = (  # they start several cold processes, Ray or a compiler
     "weight_sync",
 )
 CHROMIUM = Path("/usr/bin/chromium")
-APART = {"gpu"}  # tests/benchmarks/test_gpu_program.py runs it
+APART = {"gpu"}  # tests/benchmarks/test_gpu_program.py runs this script
 LIMIT_S = 280
-# Of PyTorch, of `os` and of named tuples.
+# private names of PyTorch, of `os` and of named tuples
 FOREIGN = {"_asdict", "_exit", "_replace", "_get_fsdp_state", "_fsdp_param_group", "_concatenate", "_track"}
 FOREIGN |= {"_parameters", "_buffers"}
 
 
 def scripts() -> set[str]:
-    """The files of the folder that are programs."""
+    """Return the names of the scripts in the folder."""
     return {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
 
 
@@ -74,7 +74,7 @@ def test_every_script_is_run() -> None:
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_a_tiny_run(name: str, tmp_path: Path) -> None:
     if name == "viewer" and not CHROMIUM.exists():
-        pytest.skip("there is no Chromium")
+        pytest.skip("Chromium is not installed")
     before = results()
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = run(
@@ -90,7 +90,7 @@ def test_a_tiny_run(name: str, tmp_path: Path) -> None:
 
 
 def private_names(path: Path) -> Iterator[str]:
-    """Private attributes and imports that are not the file's own, and imports from tests."""
+    """Yield private names that the file does not define itself, and imports from tests."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             package = node.module.partition(".")[0]

@@ -1,13 +1,11 @@
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for 2 MB; skips where this user may not mount one."""
+def small_disk(tmp_path):
+    """Yield a file system with room for 2 MB; skip the test if this user may not mount one."""
     folder = tmp_path / "small_disk"
     folder.mkdir()
     mounted = subprocess.run(

@@ -4,6 +4,7 @@ import random
 import shutil
 import signal
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +17,20 @@ from tandem.lifetime import THREADLESS
 from tests.checkpoint.saving_child import save, save_forever, values
 
 
-def silent(sentence: str) -> None:
+def silent(sentence):
     raise AssertionError(f"nothing was to be said: {sentence}")
 
 
-def assert_whole(path: Path, step: int) -> None:
+def assert_whole(path, step):
     for part, name in enumerate(("actor/shard_0.pt", "actor/shard_1.pt", "critic/shard.pt")):
         assert torch.equal(torch.load(path / name), values(step, part))
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def saved(root: Path, *steps: int, keep: int | None = None) -> CheckpointManager:
+def saved(root, *steps, keep=None):
     manager = CheckpointManager(root, keep, log=silent)
     for step in steps:
         save(manager, step)
@@ -47,18 +48,14 @@ def test_round_trip(tmp_path):
     assert manager.latest() is None
     path = manager.save(12, {"actor": lambda folder: (folder / "w.bin").write_bytes(b"abc")}, state)
     assert path == tmp_path / "run" / "checkpoints" / "step_000012"
-    assert sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()) == [
-        "actor/w.bin", "manifest.json", "state.pt",
-    ]  # fmt: skip
+    files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    assert files == ["actor/w.bin", "manifest.json", "state.pt"]
     found = manager.latest()
     assert (found.path, found.step) == (path, 12)
     assert torch.equal(found.state.pop("rng"), state.pop("rng"))
     assert found.state == state
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["files"]["actor/w.bin"] == {
-        "bytes": 3,
-        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
-    }
+    assert manifest["files"]["actor/w.bin"] == {"bytes": 3, "sha256": sha256(b"abc").hexdigest()}
     assert open_checkpoint(path).step == 12
 
 
@@ -82,20 +79,20 @@ def test_keep_below_one(tmp_path):
         CheckpointManager(tmp_path, 0)
 
 
-def flip_bit(file: Path) -> None:
+def flip_bit(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def truncate(file: Path) -> None:
+def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink, lambda file: file.write_bytes(b"")])
 @pytest.mark.parametrize("name", ["actor/shard_1.pt", "state.pt", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, name):
-    said: list[str] = []
+    said = []
     saved(tmp_path, 1, 2, 3)
     damage(tmp_path / "step_000003" / name)
     manager = CheckpointManager(tmp_path, log=said.append)
@@ -117,13 +114,13 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
         flipped = bytearray(original)
         flipped[place] ^= 1
         manifest.write_bytes(flipped)
-        if flipped.split() != original.split():  # not only white space
+        if flipped.split() != original.split():  # ignore changes of whitespace
             with pytest.raises(CheckpointError, match="manifest"):
                 open_checkpoint(path)
 
 
 def test_all_damaged_is_not_taken_for_a_fresh_start(tmp_path):
-    said: list[str] = []
+    said = []
     saved(tmp_path, 1, 2)
     for step in (1, 2):
         flip_bit(tmp_path / f"step_00000{step}" / "state.pt")
@@ -150,29 +147,27 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert not (tmp_path / "step_000005" / "actor").exists()
 
 
-def test_a_writer_that_raises_leaves_nothing_and_its_error_is_its_own(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyError("a bug"), KeyError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(5, "Input/output error"), CheckpointError),
+    ],
+)
+def test_a_writer_that_raises_leaves_nothing(tmp_path, error, raised):
     manager = saved(tmp_path, 1, 2)
 
-    def broken(folder: Path) -> None:
+    def broken(folder):
         (folder / "half").write_bytes(b"x")
-        raise KeyError("a bug")
+        raise error
 
     for step in (2, 3):
-        with pytest.raises(KeyError, match="a bug"):
+        with pytest.raises(raised) as caught:
             manager.save(step, {"actor": broken}, {})
+        assert str(error) in str(caught.value)
     assert names(tmp_path) == ["step_000001", "step_000002"]
     assert_whole(manager.latest().path, 2)
-
-
-def test_ctrl_c_during_a_save_leaves_nothing(tmp_path):
-    manager = saved(tmp_path, 1)
-
-    def interrupted(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        manager.save(2, {"actor": interrupted}, {})
-    assert names(tmp_path) == ["step_000001"]
 
 
 def test_an_interrupted_replacement_is_ended_at_the_start(tmp_path):
@@ -189,7 +184,7 @@ def test_a_replacement_that_fails_at_the_last_moment_is_undone(tmp_path, monkeyp
     manager = saved(tmp_path, 1, 2)
     rename = Path.rename
 
-    def failing(path: Path, target: Path) -> Path:
+    def failing(path, target):
         if path.suffix == ".tmp":
             raise OSError(5, "Input/output error")
         return rename(path, target)
@@ -201,22 +196,24 @@ def test_a_replacement_that_fails_at_the_last_moment_is_undone(tmp_path, monkeyp
     assert_whole(manager.latest().path, 2)
 
 
-def write_plain(folder: Path) -> None:
+def write_plain(folder):
     (folder / "w.bin").write_bytes(bytes(3_000_000))
 
 
-def write_torch(folder: Path) -> None:
+def write_torch(folder):
     torch.save(torch.zeros(750_000), folder / "w.pt")
 
 
-@pytest.mark.parametrize("write", [write_plain, write_torch])
+@pytest.mark.parametrize("write", [write_plain, write_torch, None])
 @pytest.mark.parametrize("step", [1, 2])
 def test_full_disk(small_disk, write, step):
+    """The disk is full while a member writes, or while the state is written."""
     manager = CheckpointManager(small_disk, log=silent)
     manager.save(1, {"actor": lambda folder: (folder / "w.bin").write_bytes(bytes(500_000))}, {"n": 1})
+    parts = ({"actor": write}, {"n": 2}) if write else ({}, {"noise": torch.rand(750_000)})
     with pytest.raises(CheckpointError, match="disk is full") as error:
-        manager.save(step, {"actor": write}, {"n": 2})
-    assert "MB written" in error.value.got
+        manager.save(step, *parts)
+    assert "MB" in error.value.got and "written" in error.value.got
     assert "about 0.5 MB" in error.value.expected
     assert names(small_disk) == ["step_000001"]
     assert manager.latest().state == {"n": 1}
@@ -224,25 +221,8 @@ def test_full_disk(small_disk, write, step):
     assert manager.latest().state == {"n": 3}
 
 
-def test_a_full_disk_while_the_state_is_written(small_disk):
-    manager = CheckpointManager(small_disk, log=silent)
-    with pytest.raises(CheckpointError, match="disk is full"):
-        manager.save(1, {}, {"noise": torch.rand(750_000)})
-    assert names(small_disk) == []
-    assert manager.latest() is None
-
-
-def test_another_failure_of_the_disk_is_spoken(tmp_path):
-    def unreadable(folder: Path) -> None:
-        raise OSError(5, "Input/output error")
-
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        CheckpointManager(tmp_path, log=silent).save(1, {"actor": unreadable}, {})
-    assert names(tmp_path) == []
-
-
-def killed_after(root: Path, seconds: float) -> None:
-    """One process that saves without end, killed without warning."""
+def killed_after(root, seconds):
+    """Start a process that saves checkpoints in an endless loop, and kill it after a while."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([save_forever.__module__])
     started = context.Event()
@@ -257,8 +237,10 @@ def killed_after(root: Path, seconds: float) -> None:
 
 @pytest.mark.slow
 def test_kill_during_save(tmp_path, monkeypatch):
-    """Whatever a kill leaves behind, the newest checkpoint is whole, no step is lost that had been
-    finished, and nothing unfinished stays after the next start."""
+    """After any kill, the newest checkpoint is complete and no finished step is lost.
+
+    After the next start, no unfinished files are left.
+    """
     for name, value in THREADLESS.items():
         monkeypatch.setenv(name, value)
     draw = random.Random(7)

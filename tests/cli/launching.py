@@ -1,4 +1,4 @@
-"""`tandem node` as a process of its own."""
+"""`tandem node` as a separate process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Runs the command line with the first word for the program `ray`: `ray` itself, `none`, or a stand-in.
+# Run the command line. The first word gives the program `ray`: `ray` itself, `none`, or a stand-in.
 RUN_WITH = """
 import sys
 from tandem.cli import main, node_ray
@@ -23,8 +23,10 @@ sys.exit(main.main())
 
 
 def launch(ray: Path | str, rank: int | None, *words: str, **environment: str) -> list[str]:
-    """The command line of one node; its environment goes before it. A process of its own, for it takes
-    every process below it for its work."""
+    """Return the command line of one node, with its environment in front.
+
+    The node must be a separate process, because it ends all descendants of its process.
+    """
     pairs = {"PYTHONPATH": str(ROOT), **environment}
     if rank is not None:
         pairs["RANK"] = str(rank)

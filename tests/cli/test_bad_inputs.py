@@ -1,4 +1,4 @@
-"""Bad inputs: `check`, `check --here` and the command that trains say the same, and nothing is begun."""
+"""Bad inputs: `check`, `check --here` and the training command report the same error, and no run starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMS = [problem(a, 5) for a in range(3, 11)]
 
 
 def with_(**changes: Any) -> Rows:
-    """Rows that are right but for one, the third, of which these columns are others."""
+    """Return good rows, except that the third row has other values in these columns."""
     return [
         {**row, **(changes if place == 2 else {name: row.get(name) for name in changes})}
         for place, row in enumerate(SUMS)
@@ -37,27 +37,27 @@ CONFIGS: dict[str, tuple[list[str], str]] = {
     "negative": ([f"{A}.optim.lr=-1"], f"{A}.optim.lr: out of range"),
     "text for a number": (["data.train_batch_size=many"], "data.train_batch_size: wrong type"),
     "null for a number": (["data.max_prompt_length=null"], "data.max_prompt_length: wrong type"),
-    "huge batch": (["data.train_batch_size=1000000000"], "data.train_batch_size: asks for"),
-    "huge group": ([f"{R}.n=1000000000"], f"{R}.n: asks for"),
+    "huge batch": (["data.train_batch_size=1000000000"], "data.train_batch_size: this requests"),
+    "huge group": ([f"{R}.n=1000000000"], f"{R}.n: this requests"),
     "no group": ([f"{R}.n=0"], f"{R}.n: out of range"),
     "another program's key": (["optim.learning_rate=1e-6"], f"did you mean {A}.optim.lr?"),
     "misspelt key": (["data.train_batchsize=4"], "did you mean data.train_batch_size?"),
-    "section for a key": (["trainer=5"], "a section, not a key"),
+    "section for a key": (["trainer=5"], "this is a section, not a key"),
     "unknown estimator": (["algorithm.adv_estimator=grop"], "algorithm.adv_estimator: unknown value"),
     "unknown loss": ([f"{A}.policy_loss.loss_mode=nope"], "policy_loss.loss_mode: unknown value"),
     "unknown engine": ([f"{R}.name=nope"], f"{R}.name"),
     "unknown option of the estimator": (["algorithm.adv_kwargs={nope: 1}"], "nope"),
-    "one response for rloo": (["algorithm.adv_estimator=rloo", f"{R}.n=1"], f"{R}.n: rloo leaves"),
+    "one response for rloo": (["algorithm.adv_estimator=rloo", f"{R}.n=1"], f"{R}.n: rloo compares"),
     "mini-batch that does not divide": ([f"{A}.ppo_mini_batch_size=3"], "does not divide"),
-    "no file": (["data.train_files=nowhere.parquet"], "data.train_files: no such file"),
-    "no validation file": (["data.val_files=nowhere.parquet"], "data.val_files: no such file"),
-    "no model": (["actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path: no such folder"),
-    "no reward file": (["custom_reward_function.path=nowhere.py"], "no such file"),
+    "no file": (["data.train_files=nowhere.parquet"], "data.train_files: this file does not exist"),
+    "no validation file": (["data.val_files=nowhere.parquet"], "data.val_files: this file does not exist"),
+    "no model": (["actor_rollout_ref.model.path=/nowhere"], "model.path: this folder does not exist"),
+    "no reward file": (["custom_reward_function.path=nowhere.py"], "this file does not exist"),
     "validation without files": (["trainer.test_freq=1"], "there are no validation files"),
     "key without its switch": ([f"{A}.kl_loss_coef=0.1"], f"{A}.kl_loss_coef: has no effect"),
     "top_p of nothing": ([f"{R}.top_p=0"], f"{R}.top_p: out of range"),
     "beyond the model's positions": (["data.max_response_length=1000"], "max_position_embeddings"),
-    "together beyond its positions": (["data.max_response_length=127"], "go beyond the model's positions"),
+    "together beyond its positions": (["data.max_response_length=127"], "max_position_embeddings"),
     "more rows than there are": (["data.train_batch_size=4000"], "do not fill one batch"),
     "prompts that are too long": (["data.max_prompt_length=2"], "data.max_prompt_length"),
     "a column that is not there": (["data.prompt_key=question"], "missing column 'question'"),
@@ -86,7 +86,7 @@ ROWS: dict[str, tuple[Rows, str]] = {
     "no ground truth": (with_(reward_model={"style": "rule", "ground_truth": None}), "no ground_truth"),
     "no name of a source": (with_(data_source=None), "data_source is None"),
     "a source without a reward": (with_(data_source="nobody/knows"), "nobody/knows"),
-    "a picture": (with_(images=[b"x"]), "models of text alone"),
+    "a picture": (with_(images=[b"x"]), "images: not empty"),
 }
 
 
@@ -161,7 +161,7 @@ def supervised(folder: Path, model: Path, rows: Rows) -> list[str]:
 
 @pytest.fixture
 def say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Same:
-    """Three commands are given an input: each refuses it, says what is wrong, and begins no run."""
+    """Check that three commands refuse an input, say what is wrong, and start no run."""
 
     def run(command: str, words: list[str], telling: str) -> None:
         checks = ["check", *([] if command == "train" else [f"--{command}"])]

@@ -1,4 +1,4 @@
-"""`tandem check --run`: a run that is sound, and runs whose rollout does what it should not."""
+"""`tandem check --run`: a correct run, and runs with faulty rollouts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
     ("name", "cause", "probe"),
     [
         ("Changes", "tokens were changed between the engine and training", "rollout/changed_samples"),
-        ("Rounds", "the engines' numerics", "rollout/log_prob_diff_mean"),
+        ("Rounds", "numerical differences between the engines", "rollout/log_prob_diff_mean"),
     ],
 )
 def test_the_cause_is_named(
@@ -106,7 +106,7 @@ def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(
     words = lab.overrides(lab.folder / "never")
     assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Silent'}}"]) == 0
     out = capsys.readouterr().out
-    assert "The rollout gives no log-probs: how far it is from training was not measured." in out
+    assert "no log-probs" in out and "not measured" in out
     assert "weights changed" in out and "rollout/log_prob_diff_mean" not in out
 
 

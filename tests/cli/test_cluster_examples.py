@@ -1,5 +1,9 @@
-"""examples/cluster: the batch script run by a stand-in for SLURM on two machines that are network
-namespaces; the Kubernetes file held against what its operator requires; their keys against the config's."""
+"""The files in examples/cluster.
+
+The batch script runs with a stand-in for SLURM on two machines, which are network namespaces. The
+Kubernetes file is checked against its operator's requirements. The keys of both are checked against the
+config's.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from tandem.config.load import load_train_config
 from tests.support.netns import cluster_network
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
-CRD_REQUIRES = {  # of KubeRay's ray.io/v1
+CRD_REQUIRES = {  # required by KubeRay's ray.io/v1
     "spec.rayClusterSpec": {"headGroupSpec"},
     "headGroupSpec": {"template"},
     "workerGroupSpecs": {"groupName", "maxReplicas", "minReplicas", "template"},
 }
-# Starts the words on every node at once, as srun does, and fails as soon as one fails.
+# Like srun: run the command on every node at the same time, and fail as soon as one fails.
 SRUN = """
 import os, subprocess, sys
 words = [word for word in sys.argv[1:] if not word.startswith("--kill")]
@@ -36,7 +40,7 @@ tasks = [
 ]
 sys.exit(max(task.wait(timeout=90) for task in tasks))
 """
-# In the place of `tandem`: `node` is the real one, `train` reports the cluster it finds.
+# A stand-in for `tandem`: `node` is the real one, `train` reports the cluster that it finds.
 TANDEM = """
 import json, sys, time
 if sys.argv[1] == "node":
@@ -118,7 +122,7 @@ def test_the_kubernetes_file_has_what_its_operator_requires() -> None:
 
 @pytest.fixture
 def needed(tmp_path: Path) -> list[str]:
-    """What every config must name."""
+    """Return the keys that every config must set."""
     data, model = tmp_path / "train.parquet", tmp_path / "model"
     data.touch()
     model.mkdir()

@@ -54,7 +54,7 @@ TALK = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 SAID = [turn("user", "hi"), turn("assistant", "hello")]
 HH = "\n\nHuman: hi\n\nAssistant: "
 FORMATS: list[tuple[str, list[str], dict[str, Any], dict[str, Any]]] = [
-    # (format, further words, a row, the row it becomes)
+    # (format, further words, a row, the resulting row)
     (
         "gsm8k",
         [],
@@ -179,23 +179,23 @@ def test_rows_that_cannot_be_converted_are_named_or_left_out(
     assert "2 rows for `tandem train`, 3 left out" in capsys.readouterr().out
     assert [row["extra_info"]["index"] for row in read(tmp_path / "out.parquet")] == [0, 4]
     assert main([*words, "--skip"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "this file exists" in capsys.readouterr().err
     assert main([*words, "--skip", "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(
     ("row", "words", "message"),
     [
-        ({"a": 1}, [], "of no known format by its columns"),
+        ({"a": 1}, [], "no known format"),
         (SUM, ["--from", "gsm9k"], "expected: dapo, sharegpt"),
         (SUM, ["--from", "math"], "missing column 'problem' and 'solution'"),
         (SUM, ["--columns", "question"], "expected: NAME=YOURS"),
         (SUM, ["--columns", "question=frage"], "missing column 'frage'"),
-        ({"prompt": "1", "answer": "2"}, [], "no data_source, which chooses the reward"),
-        ({"conversations": TALK[1:]}, [], "the assistant speaks first"),
-        ({"conversations": [*TALK, {"from": "narrator", "value": "x"}]}, [], "'narrator' is none of"),
+        ({"prompt": "1", "answer": "2"}, [], "no data_source"),
+        ({"conversations": TALK[1:]}, [], "the first message is the assistant's"),
+        ({"conversations": [*TALK, {"from": "narrator", "value": "x"}]}, [], "'narrator' is not one of"),
         ({"conversations": [*TALK, {"from": "human", "value": None}]}, [], "'content' is null"),
-        ({"conversations": "hi"}, [], "not a list of turns"),
+        ({"conversations": "hi"}, [], "must be a list of turns"),
         ({"instruction": "", "output": "x"}, [], "no instruction"),
         ({"prompt": "x", "chosen": "same", "rejected": "same"}, [], "chosen and rejected are the same"),
         ({"chosen": "a", "rejected": "b"}, [], "an empty list of messages"),
@@ -227,12 +227,12 @@ def test_repeated_near_and_leaked_rows_are_left_out(
     texts = [
         LONG.format(8, 40, "harbour"),
         LONG.format(9, 50, "village"),
-        "  A TRAIN leaves " + LONG.format(8, 40, "harbour")[len("a train leaves ") :],  # 2: is 0
-        LONG.format(8, 40, "lighthouse"),  # 3: nearly 0
-        LONG.format(8, 41, "harbour"),  # 4: another number, so another question
+        "  A TRAIN leaves " + LONG.format(8, 40, "harbour")[len("a train leaves ") :],  # 2: the same as 0
+        LONG.format(8, 40, "lighthouse"),  # 3: nearly the same as 0
+        LONG.format(8, 41, "harbour"),  # 4: another number, so a different question
         "1+1=",
         "1+2=",
-        LONG.format(9, 50, "Village"),  # 7: is 1
+        LONG.format(9, 50, "Village"),  # 7: the same as 1
     ]
     rows = [scored("arithmetic", text, "1") for text in texts]
     held = [scored("arithmetic", text, "1") for text in ("7+7=", LONG.format(9, 50, "lighthouse"), "1+2= ")]

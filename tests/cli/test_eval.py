@@ -1,4 +1,4 @@
-"""`tandem eval`: its figures against hand-computed ones, and that a killed run loses nothing."""
+"""`tandem eval`: its figures against values computed by hand, and the continuation of a killed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def responses(folder: Path) -> Path:
-    """Five problems of two kinds, with four responses each."""
+    """Return five problems of two kinds, with four responses each."""
     texts = {
         "arithmetic/easy": [["=5", "=5", "=6", "=6"], ["=5", "=5.0", "=5", "=1"]],
         "arithmetic/hard": [["=1", "=1", "=1", "?"], ["=5", "?", "?", "?"], ["=5", "=5", "=5", "=5"]],
@@ -49,7 +49,7 @@ def report(out: Path, *words: str) -> dict[str, Any]:
 
 
 def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Right are 2, 3, 0, 1, 4 of 4. Two draws miss them all in C(2,2), 0, C(4,2), C(3,2), 0 of 6."""
+    """Of 4 responses, 2, 3, 0, 1, 4 are right. Two draws miss all in C(2,2), 0, C(4,2), C(3,2), 0 of 6."""
     out = tmp_path / "report.json"
     sources = report(out, f"data.path={responses(tmp_path)}", "eval.k=[1,2,4]")
     assert {name: (s["problems"], s["responses"]) for name, s in sources.items()} == {
@@ -68,16 +68,16 @@ def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert value["arithmetic/hard", "pass@2"] == pytest.approx((0 + 3 / 6 + 1) / 3)
     assert value["overall", "pass@2"] == pytest.approx((5 / 6 + 1 + 0 + 3 / 6 + 1) / 5)
     assert value["overall", "pass@4"] == 4 / 5
-    # Of four votes: a tie, 5 (for 5.0 is 5), 1, the only answer, 5.
+    # Four votes: a tie, 5 (5.0 equals 5), 1, the only answer, 5.
     assert value["overall", "maj@4"] == pytest.approx((1 / 2 + 1 + 0 + 1 + 1) / 5)
-    # Of two, in the first: 55, 66, and four ties. In the second: three 55, and three ties. In the fourth: the
+    # Two votes, first problem: 55, 66, and four ties. Second: three times 55, and three ties. Fourth: the
     # answer is in three of six.
     assert value["overall", "maj@2"] == pytest.approx((3 / 6 + (3 + 1.5) / 6 + 0 + 3 / 6 + 1) / 5)
-    # Wilson for 4 right of 5.
+    # Wilson interval for 4 right of 5.
     whole = sources["overall"]["measures"]["pass@4"]
     assert whole["method"] == "wilson"
     assert (whole["low"], whole["high"]) == pytest.approx((0.375535, 0.963775), abs=1e-6)
-    # Bootstrap of two problems, 1/2 and 3/4: a quarter of the resamples at each end is one problem twice.
+    # Bootstrap of two problems, 1/2 and 3/4: at each end, a quarter of the resamples has one problem twice.
     easy = sources["arithmetic/easy"]["measures"]["accuracy"]
     assert (easy["low"], easy["high"], easy["method"]) == (0.5, 0.75, "bootstrap")
     printed = capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     assert ROWS <= done < ROWS * N and not out.exists()
     capsys.readouterr()
     assert report(out, *words) == undisturbed
-    assert f"{done} responses are scored already" in capsys.readouterr().err
+    assert f"{done} responses are already scored" in capsys.readouterr().err
     samples = [pq.read_table(tmp_path / f"{name}.samples.parquet") for name in ("out", "whole")]
     assert samples[0].equals(samples[1])
     assert not list(tmp_path.glob("out.json.*"))
@@ -143,7 +143,7 @@ def test_what_lies_beside_a_report_is_not_replaced_unasked(
     samples.write_text("mine")
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "there already" in said and str(samples) in said
+    assert "already exists" in said and str(samples) in said
     assert samples.read_text() == "mine" and not (tmp_path / "report.json").exists()
     assert main([*words, "--overwrite"]) == 0
     assert len(pq.read_table(samples)) == 5
@@ -201,9 +201,9 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert main(["eval", *given]) == 1
         return capsys.readouterr().err
 
-    assert "1 to 4, the responses to a problem" in refused(f"data.path={data}", "eval.k=5")
+    assert "expected: 1 to 4" in refused(f"data.path={data}", "eval.k=5")
     assert "missing column 'texts'" in refused(f"data.path={data}", "data.response_key=texts")
-    assert "set only with model.path" in refused(f"data.path={data}", "rollout.n=4")
+    assert "model.path" in refused(f"data.path={data}", "rollout.n=4")
     odd = write_rows(tmp_path / "odd.parquet", [{**problem(1, 1), "data_source": "x", "responses": "2"}])
     assert "no reward function for this data source" in refused(f"data.path={odd}")
     none = write_rows(tmp_path / "none.parquet", [{**problem(1, 1), "responses": []}])

@@ -1,4 +1,4 @@
-"""What `tandem generate` and `tandem eval` say before they load anything: imports alone take seconds."""
+"""What `tandem generate` and `tandem eval` print before the slow imports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from tests.support.tiny import make_model, problem, write_rows
 @pytest.mark.parametrize(
     ("words", "module", "said"),
     [
-        (["generate", "model.path=model"], generate_command, "answers in.parquet with model, to out.jsonl\n"),
+        (
+            ["generate", "model.path=model"],
+            generate_command,
+            "answering in.parquet with model; the responses go to out.jsonl\n",
+        ),
         (
             ["eval", "model.path=model"],
             eval_command,
-            "scores what model answers to in.parquet, to out.json\n",
+            "scoring the responses of model to in.parquet; the report goes to out.json\n",
         ),
-        (["eval"], eval_command, "scores in.parquet, to out.json\n"),
+        (["eval"], eval_command, "scoring in.parquet; the report goes to out.json\n"),
     ],
 )
 def test_the_first_line_comes_before_what_takes_long(
@@ -34,7 +38,7 @@ def test_the_first_line_comes_before_what_takes_long(
     tmp_path: Path,
 ) -> None:
     class Loaded(Exception):
-        """Stands for all that is imported."""
+        """A stand-in for a slow import."""
 
     def load(name: str) -> ModuleType:
         raise Loaded
@@ -58,5 +62,5 @@ def test_what_is_left_to_write_is_said_before_the_model_is_loaded(
     lengths = ("data.max_response_length=4", "rollout.n=2")
     assert main(["generate", *paths, *lengths, f"data.output_path={tmp_path / 'out.jsonl'}"]) == 0
     said = capsys.readouterr().err
-    assert "6 responses to write; loading the model\n" in said
+    assert "6 responses to generate; loading the model\n" in said
     assert said.index("loading the model") < said.index("generate: 6/6 samples in ")

@@ -18,7 +18,7 @@ MAIN = "python3 -m verl.trainer.main_ppo"
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that trains a model of its folder, in whose environment the process may be left."""
+    """Return a script that trains a model in its folder, in an environment that the process may keep."""
     monkeypatch.chdir(tmp_path)
     for name in ("NCCL_DEBUG", "VERL_LOGGING_LEVEL", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -82,7 +82,7 @@ def test_what_is_refused_stands_in_the_table(script: Path, capsys: pytest.Captur
     lines = [line.split() for line in error.splitlines()]
     assert ["trainer.no_such_key", "refused", "unknown"] in [line[:3] for line in lines]
     assert ["trainer.nnodes", "0", "refused"] in [line[:3] for line in lines]
-    assert "2 of the script's settings cannot be taken over" in error
+    assert "2 of the script's settings cannot be used" in error
 
 
 def test_a_dry_run_prints_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`tandem generate`: what it writes, what it refuses, and that a killed run loses nothing."""
+"""`tandem generate`: its output, its refusals, and the continuation of a killed run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS, N, LENGTH = 12, 3, 60
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and a file of prompts."""
+    """Return a folder with a model and a file of prompts."""
     folder = tmp_path_factory.mktemp("generate")
     make_model(folder / "model")
     write_rows(folder / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
@@ -39,7 +39,7 @@ def words(shop: Path, out: Path, *more: str, data: str = "in.parquet") -> list[s
         f"data.output_path={out}",
         f"data.max_response_length={LENGTH}",
         f"rollout.n={N}",
-        "rollout.dtype=float64",  # so that no rounding depends on what else runs
+        "rollout.dtype=float64",  # so that rounding does not depend on the other requests
         "trainer.device=cpu",
         *more,
     ]
@@ -113,13 +113,13 @@ def test_a_killed_run_goes_on_where_it_was(
 
     monkeypatch.setattr(Journal, "append", noted)
     assert run(shop, out, *slow) == undisturbed
-    assert f"{done} responses are there already" in capsys.readouterr().err
+    assert f"{done} responses already exist" in capsys.readouterr().err
     assert len(appended) == len({(each["row"], each["sample"]) for each in appended}) == ROWS * N - done
     assert not journal.exists()
 
 
 def unfinished(shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run that an error ended leaves behind."""
+    """Return the unfinished work of a run that ended with an error."""
     with monkeypatch.context() as patch:
         patch.setattr("tandem.offline.generate.write_rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -137,7 +137,7 @@ def test_work_of_other_settings_is_refused(
     write_rows(tmp_path / "other.parquet", [problem(a, 8) for a in range(3, 3 + ROWS)])
     assert main(["generate", *words(shop, out, data=str(tmp_path / "other.parquet"))]) == 1
     assert "data.path (prompts)=" in capsys.readouterr().err
-    # How fast it goes may change: all is there, and no engine is made.
+    # Settings for speed may change. All work is done, so no engine is made.
     with monkeypatch.context() as patch:
         patch.setattr("tandem.offline.generate.make_rollout_engine", lambda *_, **__: 1 / 0)
         whole = run(shop, out, "rollout.max_num_seqs=1")
@@ -157,20 +157,22 @@ def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(["generate", *words(shop, out, *more, data=data)]) == 1
         return capsys.readouterr().err
 
-    assert "the output is there already" in refused()
+    assert "the output already exists" in refused()
     assert out.read_text() == "mine\n"
     assert "did you mean rollout.temperature?" in refused("rollout.temprature=1")
-    assert "data.path: no such file" in refused(data="none.parquet")
+    assert "data.path: this file does not exist" in refused(data="none.parquet")
     assert "ends in .parquet or .jsonl" in refused(out=tmp_path / "out.csv")
     write_rows(tmp_path / "clash.parquet", [{"prompt": "1+1=", "responses": "2"}])
     fresh = tmp_path / "fresh.jsonl"
-    assert "responses: the data have a column" in refused(out=fresh, data=str(tmp_path / "clash.parquet"))
+    assert "responses: the data already have a column" in refused(
+        out=fresh, data=str(tmp_path / "clash.parquet")
+    )
     write_rows(tmp_path / "bytes.parquet", [{"prompt": "1+1=", "image": b"\x00"}])
     assert "image: binary cannot be written as JSON" in refused(
         out=fresh, data=str(tmp_path / "bytes.parquet")
     )
     nested = [{"prompt": "1+1=", "image": None}, {"prompt": "1+1=", "image": [{"raw": b"\x00"}]}]
-    write_rows(tmp_path / "nested.parquet", nested)  # not seen in the first row
+    write_rows(tmp_path / "nested.parquet", nested)  # the first row does not show it
     assert "image: binary cannot be written as JSON" in refused(
         out=fresh, data=str(tmp_path / "nested.parquet")
     )

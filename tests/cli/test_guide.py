@@ -1,4 +1,4 @@
-"""The beginning of each command's --help."""
+"""The first part of each command's `--help`."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ def test_the_keys_of_an_example_exist_and_those_that_matter_are_shown(command: s
 def test_defaults_are_shown_where_there_are_any() -> None:
     assert "  actor_rollout_ref.actor.optim.lr=1e-06\n" in guide("train")
     assert "  data.train_files=…\n" in guide("train")
-    assert "keys that matter" not in guide("logs")
+    assert "most important keys" not in guide("logs")

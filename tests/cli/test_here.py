@@ -1,4 +1,4 @@
-"""The second verdict of `tandem check`: what this machine, this data and this model lack."""
+"""The part of `tandem check` about this machine, this data and this model."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_a_run_on_examples_has_the_same_two_verdicts(
     row = '{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}\n'
     file.write_text(row * 256, encoding="utf-8")
     given = [f"data.train_files={file}", f"model.path={lab.model}", "trainer.device=cuda"]
-    given += ["trainer.logger=clearml"]  # without which the run would go on
+    given += ["trainer.logger=clearml"]  # the run would work without it
     given += [f"trainer.default_local_dir={tmp_path / 'run'}"]
     assert main(["check", f"--{command}", *given]) == 0
     said = capsys.readouterr().out
     assert (
         said.index("the config is sound")
-        < said.index(f"`tandem {command}` would need")
+        < said.index(f"`tandem {command}` also needs")
         < said.index("CUDA")
         < said.index("clearml")
     )

@@ -1,4 +1,4 @@
-"""A tokenizer with more ids than a model has embeddings is named before anything is loaded."""
+"""A tokenizer with more ids than the model has embeddings is refused before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ SAID = ("smaller than that of the tokenizer", f"{SIZE} tokens", f">= {SIZE + 1}"
 
 @pytest.fixture(scope="module")
 def larger(lab: Lab) -> Path:
-    """The model's tokenizer with one token more, in a folder of its own."""
+    """Return a folder with the model's tokenizer plus one token."""
     tokenizer = AutoTokenizer.from_pretrained(lab.model)
     assert len(tokenizer) == SIZE
     tokenizer.add_tokens(["<more>"])

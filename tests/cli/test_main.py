@@ -1,4 +1,4 @@
-"""The command `tandem`: its subcommands and what it does with none, or with one that is not there."""
+"""The command `tandem`: its subcommands, a missing subcommand and an unknown subcommand."""
 
 from __future__ import annotations
 

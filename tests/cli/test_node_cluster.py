@@ -39,7 +39,7 @@ sys.exit(7)
 
 
 class Cluster:
-    """Launchers with the real Ray on two namespaces."""
+    """Launchers with the real Ray in two namespaces."""
 
     def __init__(self, machines: list[Node], folder: Path) -> None:
         self.machines = machines
@@ -71,7 +71,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.slow
 def test_two_machines_make_one_cluster(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.file.write(Head("10.213.0.1", 6379, "yesterday", "a"))  # where today's head will be
+    cluster.file.write(Head("10.213.0.1", 6379, "yesterday", "a"))  # the address of the next head
     (tmp_path / "program.py").write_text(PROGRAM)
     follower = cluster.start(1, SLURM_JOB_ID="today")
     time.sleep(1)
@@ -98,7 +98,7 @@ def test_a_head_that_is_killed(cluster: Cluster) -> None:
     began = time.monotonic()
     assert follower.wait(timeout=40) == 1
     assert time.monotonic() - began < 30
-    assert "stopped answering and did not end in order" in cluster.log(1).read_text()
+    assert "stopped answering and did not end normally" in cluster.log(1).read_text()
     assert cluster.processes() == []
 
 

@@ -1,4 +1,4 @@
-"""The edges of a command's process: its streams, its locale, its first moments, paths of the wrong kind."""
+"""Edge cases of a command's process: streams, locale, startup, and paths of the wrong kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TANDEM = (sys.executable, "-m", "tandem")
 
 
 def shell(line: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """A line of bash, in which `$T` is the command."""
+    """Run a line of bash, in which `$T` is the command."""
     return subprocess.run(
         ["bash", "-c", line],
         capture_output=True,
@@ -49,7 +49,7 @@ def test_streams_that_cannot_be_used(line: str, status: int) -> None:
 
 @pytest.mark.parametrize("variables", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
 def test_an_accent_in_any_locale(tmp_path: Path, variables: dict[str, str]) -> None:
-    """In a path, a config and a value, printed on both streams."""
+    """The accent is in a path, a config and a value, and is printed on both streams."""
     config = tmp_path / "été.yaml"
     config.write_text("trainer: {naïve: 1}\n", encoding="utf-8")
     done = shell(f"$T config show {config} trainer.œuvre=2", **variables)
@@ -61,7 +61,7 @@ def test_an_accent_in_any_locale(tmp_path: Path, variables: dict[str, str]) -> N
 
 @pytest.mark.parametrize("command", ["export", "generate", "check --model"])
 def test_a_signal_in_the_first_second(command: str, tmp_path: Path) -> None:
-    """While modules are imported. The first tenth of a second is the interpreter's own."""
+    """The signal arrives during imports. The first 0.1 s belongs to the interpreter."""
     for sent, wait in ((signal.SIGINT, 0.4), (signal.SIGTERM, 0.7), (signal.SIGINT, 1.0)):
         words = [*command.split(), "model.path=x"] if command == "generate" else [*command.split(), "a", "b"]
         process = subprocess.Popen([*TANDEM, *words], stderr=subprocess.PIPE, text=True, cwd=tmp_path)

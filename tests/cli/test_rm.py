@@ -1,4 +1,4 @@
-"""`tandem rm` from a file of preferences to a reward model that others load."""
+"""`tandem rm`: from a file of preferences to a reward model that other programs load."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(school: School) -> tuple[School, Path]:
 
 
 def test_the_reward_model_role_scores_as_training_did(trained: tuple[School, Path], tmp_path: Path) -> None:
-    """Mean rewards of the held-out answers, as the run's last validation reported them."""
+    """The mean rewards of validation answers equal those that the run's last validation reported."""
     school, folder = trained
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = PreferenceDataset(str(school.files["rm"][1]), tokenizer)
@@ -87,7 +87,7 @@ def test_the_exported_folder_is_where_another_run_may_start(trained: tuple[Schoo
 
 
 def test_where_padding_is_the_end_of_sequence_none_is_named(school: School) -> None:
-    """transformers would take the score before the end-of-sequence token."""
+    """Otherwise transformers would take the score before the end-of-sequence token."""
     tokenizer = AutoTokenizer.from_pretrained(school.model)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(school.folder / "same_tokens")
@@ -102,7 +102,7 @@ def test_where_padding_is_the_end_of_sequence_none_is_named(school: School) -> N
 def test_the_example_learns_what_is_preferred_and_from_coin_tosses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As its README says, with fewer steps."""
+    """This is what its README says, with fewer steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLE)
     import_module("make_preferences").write(Path("preferences"))

@@ -1,4 +1,4 @@
-"""`tandem runs`: lists, compares, plots, prunes."""
+"""`tandem runs`: list, compare, plot and prune."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Typed = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Typed:
-    """Runs a command in an empty folder: its status, what it printed, its errors."""
+    """Run a command in an empty folder. Return its status, output and errors."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -63,7 +63,7 @@ def test_the_list_for_programs(typed: Typed) -> None:
 def test_no_run_anywhere(typed: Typed) -> None:
     status, out, err = typed()
     assert (status, out) == (1, "")
-    assert err.startswith("tandem runs: runs: no run there")
+    assert err.startswith("tandem runs: runs: no run was found")
 
 
 def test_two_runs_compared(typed: Typed) -> None:
@@ -98,7 +98,7 @@ def test_pruning_keeps_the_newest_and_the_best(typed: Typed) -> None:
     run = write_run(Path("runs/a"), [0.1, 0.9, 0.3, 0.4, 0.5], checkpoints=[1, 2, 3, 4, 5])
     (run / "checkpoints" / "step_000005" / "weights").write_bytes(
         b"x" * 999
-    )  # cut off: 4 is the newest whole
+    )  # cut off: 4 is the newest complete one
     write_run(Path("runs/one"), [0.5], checkpoints=[1])
     RunFolder("runs/empty")
     kept = RunFolder("runs/with_notes")
@@ -140,9 +140,9 @@ def test_a_running_run_is_left_alone(typed: Typed, monkeypatch: pytest.MonkeyPat
     run = write_run(Path("a"), [0.1, 0.9, 0.3], checkpoints=[1, 2, 3])
     with ProcessLock(run / "run.lock", "key", print):
         assert typed("prune", "a", "--yes")[1].startswith("deleted 0 folders")
-        monkeypatch.setattr(pruning.Run, "state", "interrupted")  # begun after it was looked at
+        monkeypatch.setattr(pruning.Run, "state", "interrupted")  # started after the scan
         status, out, _ = typed("prune", "a", "--yes")
     assert status == 0
-    assert "a/checkpoints/step_000001 stays: a: another process writes there" in out
+    assert "a/checkpoints/step_000001 was not deleted: a: " in out
     assert "deleted 0 folders" in out
     assert len(list((run / "checkpoints").iterdir())) == 3

@@ -1,4 +1,4 @@
-"""`tandem samples`."""
+"""The command `tandem samples`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_the_last_step_unless_told(run: str, capsys: pytest.CaptureFixture[str])
     assert main(["samples", run]) == 0
     out = capsys.readouterr().out
     assert heads(out) == [
-        "── u0 #0 · score 0.5 · acc 0.5 · 2 + 1 tokens · ended by stop · right is 7",
-        "── u0 #1 · score 0 · acc 0 · 2 + 2 tokens · ended by stop · right is 7",
+        "── u0 #0 · score 0.5 · acc 0.5 · 2 + 1 tokens · ended by stop · ground truth 7",
+        "── u0 #1 · score 0 · acc 0 · 2 + 2 tokens · ended by stop · ground truth 7",
     ]
     assert " | user: q0\n > bad\\x1b[2J\\r\n > ── u9 #9\\u202e\n" in out
     assert out.count(" why:") == 2 and " why: because of\n why: \\x1b[2J0.5\n" in out
@@ -72,7 +72,7 @@ def test_which_ones(
         (["--step", "7"], "expected: 1, 2"),
         (["--val", "--step", "1"], "no validation samples of this step"),
         (["--prompt", "q17"], "one of 1 prompts, such as u0: user: q0"),
-        (["--worst", "--best"], "one or the other"),
+        (["--worst", "--best"], "exclude each other"),
     ],
 )
 def test_what_is_not_there(
@@ -86,7 +86,7 @@ def test_a_run_that_wrote_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run = write_run(tmp_path / "run", [0.5])
     assert main(["samples", str(run)]) == 1
     err = capsys.readouterr().err
-    assert "trainer.samples_freq=-1" in err and "with trainer.samples_freq=1 a run writes them" in err
+    assert "trainer.samples_freq=-1" in err and "set trainer.samples_freq=1" in err
 
 
 @pytest.mark.parametrize("lacks", ["scores", "response_text", "response_mask", None])
@@ -100,12 +100,12 @@ def test_a_file_that_is_no_file_of_samples(
         pq.write_table(pq.read_table(path).drop_columns([lacks]), path)
     assert main(["samples", run]) == 1
     err = capsys.readouterr().err
-    assert str(path) in err and "no readable file of samples" in err
-    assert lacks is None or f"it has no {lacks}" in err
+    assert str(path) in err and "cannot be read" in err
+    assert lacks is None or f"it has no column {lacks}" in err
 
 
 def test_who_reads_the_output_may_have_enough(run: str) -> None:
-    for _ in range(12):  # more than a pipe holds
+    for _ in range(12):  # larger than a pipe's buffer
         write_samples(RunFolder(run), 3, [0.0] * 40, responses=["x" * 5000] * 40)
     command = f"{sys.executable} -m tandem samples {run} --json | head -c 5"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Which modules read a key, derived from the code; no key is dead."""
+"""Which modules read a key, derived from the code; every key is read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.config.supervised import RMConfig, SFTConfig
 
 ROOTS = (TrainConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 SETTLED = {"strategy", "tensor_model_parallel_size", "defaults"}
-"""Keys with one allowed value in this build, or in a command, and what the config itself is loaded by."""
+"""Keys that have only one allowed value, and keys that only loading the config reads."""
 
 
 def test_the_table_that_ships_is_that_of_the_code():
-    """Else `python -m docs.readers` writes it anew."""
+    """If this test fails, run `python -m docs.readers` to write the table again."""
     assert {command: explain.readers(command) for command in explain.COMMANDS} == derivation.table()
 
 

@@ -1,4 +1,4 @@
-"""Loading and refusing a config needs no torch, no arrays, no terminal, and no source is parsed for it."""
+"""Loading or refusing a config imports no torch, no arrays and no terminal, and parses no source code."""
 
 from __future__ import annotations
 

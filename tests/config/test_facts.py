@@ -1,4 +1,4 @@
-"""What follows from a config: engines and models of a run, and what a model's folder says of its sizes."""
+"""Facts that follow from a config: the engines and models of a run, and the sizes of a model's folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from tandem.config.facts import engines, models, size_of, uneven
 
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
-GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
 
 
 def found(config) -> list[tuple[str, str, str]]:
@@ -16,7 +15,7 @@ def found(config) -> list[tuple[str, str, str]]:
 
 
 def test_the_models_are_those_that_the_run_has(load, model):
-    config = load(*GRPO).config
+    config = load("GRPO").config
     assert found(config) == [("actor", A, model)]
     config = load("algorithm.adv_estimator=gae", f"{A}.use_kl_loss=true").config
     assert found(config) == [("actor", A, model), ("critic", "critic", model), ("ref", REF, model)]
@@ -27,10 +26,8 @@ def test_several_references_are_models_of_one_engine(load, model, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
     several = f"{REF}.models={{one: {{path: {tmp_path / 'other'}}}, two: {{weight: 0.5}}}}"
-    config = load(
-        "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", f"{A}.use_kl_loss=true", several
-    )
-    assert found(config.config)[1:] == [("ref.one", REF, str(tmp_path / "other")), ("ref.two", REF, model)]
+    config = load("GRPO A.use_kl_loss=true", several).config
+    assert found(config)[1:] == [("ref.one", REF, str(tmp_path / "other")), ("ref.two", REF, model)]
 
 
 def test_keys_lie_below_the_engines_section(load):

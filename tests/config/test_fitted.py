@@ -1,4 +1,4 @@
-"""Keys that nobody set and that are fitted to the run."""
+"""Values that are fitted to the run for keys that the user did not set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz"
 
 
 class Chosen:
-    """Loads a config with words on top of what a run must have."""
+    """Loads a config from the required keys and further overrides."""
 
     def __init__(self, folder: Path) -> None:
         make_model(folder / "model")
@@ -55,7 +55,7 @@ def test_a_run_validates_ten_times(chosen: Chosen) -> None:
     words = (f"data.val_files={chosen.val}", "trainer.total_training_steps=200")
     assert chosen(*words)[TEST] == 20
     assert chosen(*words, rows=5)[TEST] == 20
-    assert chosen(f"data.val_files={chosen.val}", "trainer.total_epochs=4")[TEST] == 6  # of 60 steps
+    assert chosen(f"data.val_files={chosen.val}", "trainer.total_epochs=4")[TEST] == 6  # the run has 60 steps
     assert TEST not in chosen(*words, f"{TEST}=7")
 
 

@@ -1,4 +1,4 @@
-"""Which policy losses go with which estimators, numbers, updates and aggregations."""
+"""Which policy losses can be combined with which estimators, numbers, updates and aggregations."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import torch
 
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config.rules import algorithm as pairs
-from tandem.config.schema import value_at
 from tandem.config.tables import LOSS_KEYS, LOW_ABOVE_ONE
 from tandem.config.tables import POLICY_LOSSES as LOSSES
-from tandem.config.verl import DEAF
+from tandem.config.verl import IGNORES_AGGREGATION
+from tests.support.words import full
 
-A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-GRPO = ("algorithm.adv_estimator=grpo", f"{R}.n=4")
-ONE_UPDATE = (f"{A}.ppo_mini_batch_size=1024",)
 SHAPES = {"N": 24, "B": 4, "B+1": 5, "K": 2}
 
 
 def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
-    """Every column that an estimator may ask for: four sequences of six tokens, two of each prompt; rewards
-    at each token, or at the last alone."""
+    """Return every column that an estimator may need, of four sequences of six tokens in two groups."""
     generator = torch.Generator().manual_seed(0)
     columns = {}
     for name, meaning in ADVANTAGES.find("grpo").known_columns.items():
@@ -43,7 +39,6 @@ def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("at_the_end", [True, False])
 def test_the_estimators_named_are_those_whose_tokens_differ(at_the_end: bool) -> None:
-    """Of all that are registered, by what they return."""
     columns = random_columns(at_the_end=at_the_end)
     differ = set()
     for name in ADVANTAGES.names:
@@ -58,138 +53,74 @@ def test_the_losses_named_are_registered() -> None:
     assert {*pairs.ONE_ADVANTAGE, *pairs.NO_RATIO, *pairs.BY_SEQUENCE} <= set(POLICY_LOSSES.names)
 
 
-def test_a_loss_with_one_advantage_is_refused_where_tokens_have_their_own(load, errors) -> None:
-    geo_mean = f"{A}.policy_loss.loss_mode=geo_mean"
-    (error,) = errors("algorithm.adv_estimator=gae", geo_mean).values()
-    assert error.field == f"{A}.policy_loss.loss_mode"
-    assert "gae gives each token its own" in error.message and "gspo" in error.remedy
-    to_go = "algorithm.adv_estimator=reinforce_plus_plus"
-    for word in ("algorithm.gamma=0.9", "algorithm.use_kl_in_reward=true"):
-        (error,) = errors(to_go, geo_mean, word).values()
-        assert "a discount or scores of steps, gives each token its own" in error.message
-    mode = f"{A}.loss_agg_mode=seq-mean-token-mean"
-    assert load(to_go, geo_mean, mode).notices == ()
-    assert load(*GRPO, geo_mean, mode).notices == ()
-    assert load("algorithm.adv_estimator=gae", f"{A}.policy_loss.loss_mode=gspo", mode).notices == ()
-
-
 @pytest.mark.parametrize("loss", pairs.NO_RATIO)
 def test_updates_that_nothing_corrects_are_told(load, loss: str) -> None:
-    word = f"{A}.policy_loss.loss_mode={loss}"
-    (notice,) = load(*GRPO, word, f"{A}.ppo_mini_batch_size=256", f"{A}.ppo_epochs=2").notices
-    assert f"{loss}: it has no ratio, so 7 of 8 updates per batch take samples of an older policy" in notice
-    assert load(*GRPO, word, *ONE_UPDATE).notices == ()
-
-
-def test_a_penalty_that_is_always_zero_is_told(load) -> None:
-    word = f"{A}.policy_loss.loss_mode=kl_cov"
-    (notice,) = load(*GRPO, word, *ONE_UPDATE).notices
-    assert "with one update per batch its penalty is always zero" in notice
-    assert load(*GRPO, word, f"{A}.ppo_mini_batch_size=256").notices == ()
+    given = f"GRPO A.policy_loss.loss_mode={loss}"
+    (notice,) = load(f"{given} A.ppo_mini_batch_size=256 A.ppo_epochs=2").notices
+    assert f"{loss}: this loss has no ratio, so 7 of 8 updates per batch" in notice
+    assert load(f"{given} A.ppo_mini_batch_size=1024").notices == ()
 
 
 @pytest.mark.parametrize("loss", pairs.BY_SEQUENCE)
-def test_another_mean_than_the_papers_is_told(load, loss: str) -> None:
-    word = f"{A}.policy_loss.loss_mode={loss}"
-    loaded = load(*GRPO, word, f"{A}.loss_agg_mode=token-mean")
-    (notice,) = loaded.notices
-    assert notice.startswith(f"{A}.loss_agg_mode=token-mean: {loss} as published has seq-mean-token-mean")
-    assert loaded.config.actor_rollout_ref.actor.aggregation == "token-mean"
-    assert load(*GRPO, word, f"{A}.loss_agg_mode=seq-mean-token-mean").notices == ()
+def test_another_mean_than_the_papers_is_told(load, loaded, loss: str) -> None:
+    given = f"GRPO A.policy_loss.loss_mode={loss} A.loss_agg_mode="
+    (notice,) = load(f"{given}token-mean").notices
+    assert notice.startswith(
+        full(f"A.loss_agg_mode=token-mean: {loss} was published with seq-mean-token-mean")
+    )
+    loaded(f"{given}token-mean", "A.aggregation=token-mean")
+    assert load(f"{given}seq-mean-token-mean").notices == ()
+
+
+NEEDED = {
+    "bypass_mode": "algorithm.rollout_correction.bypass_mode=true", "dro": "A.policy_loss.dro_beta=0.5",
+}  # fmt: skip
+"""Words that a loss cannot do without."""
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(load, loss: str) -> None:
-    """Its critic's is token-mean."""
+def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(loaded, loss: str) -> None:
     page = inspect.getdoc(POLICY_LOSSES.find(loss).fn) or ""
     (usual,) = re.findall(r"Usual\s+aggregation:\s+([a-z-]+)", page) or ["token-mean"]
-    words = [*GRPO, f"{A}.policy_loss.loss_mode={loss}", *ONE_UPDATE]
-    words += ["algorithm.rollout_correction.bypass_mode=true"] if loss == "bypass_mode" else []
-    words += [f"{A}.policy_loss.dro_beta=0.5"] if loss == "dro" else []
-    config = load(*words).config
-    assert config.actor_rollout_ref.actor.loss_agg_mode is None
-    assert config.actor_rollout_ref.actor.aggregation == usual
-    assert config.critic.aggregation == "token-mean"
+    given = f"GRPO A.policy_loss.loss_mode={loss} A.ppo_mini_batch_size=1024 {NEEDED.get(loss, '')}"
+    loaded(given, f"A.loss_agg_mode=null A.aggregation={usual} critic.aggregation=token-mean")
 
 
-VERL = (*GRPO, "trainer.defaults=verl")
-
-
-@pytest.mark.parametrize("loss", [*DEAF, "gmpo"])
-def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(load, loss: str) -> None:
-    mode = f"{A}.loss_agg_mode"
+@pytest.mark.parametrize("loss", [*IGNORES_AGGREGATION, "gmpo"])
+def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sentence(load, loaded, loss):
+    given, mode = f"GRPO trainer.defaults=verl A.policy_loss.loss_mode={loss}", full("A.loss_agg_mode")
     for set_to in ("token-mean", "token-sum"):
-        loaded = load(*VERL, f"{A}.policy_loss.loss_mode={loss}", f"{mode}={set_to}")
-        assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
-        assert loaded.config.critic.aggregation == set_to
-        (reading,) = [each for each in loaded.readings if each.name == mode]
+        loaded(f"{given} {mode}={set_to}", f"A.aggregation=seq-mean-token-mean critic.aggregation={set_to}")
+        found = load(f"{given} {mode}={set_to}")
+        (reading,) = [each for each in found.readings if each.name == mode]
         assert (reading.value, reading.verdict) == (set_to, "ignored")
-        assert "averages as published, seq-mean-token-mean" in reading.sentence
-        assert any(mode in each and "averages as published" in each for each in loaded.notices)
-    for words in ([], [f"{mode}=seq-mean-token-mean"]):
-        loaded = load(*VERL, f"{A}.policy_loss.loss_mode={loss}", *words)
-        assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
-        assert mode not in [each.name for each in loaded.readings]
+        assert "uses seq-mean-token-mean" in reading.sentence
+        assert any(mode in each and "as the loss was published" in each for each in found.notices)
+    for more in ("", f"{mode}=seq-mean-token-mean"):
+        loaded(f"{given} {more}", "A.aggregation=seq-mean-token-mean")
+        assert mode not in [each.name for each in load(f"{given} {more}").readings]
 
 
-def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load) -> None:
-    gspo = f"{A}.policy_loss.loss_mode=gspo"
-    loaded = load(*VERL, gspo)
-    assert loaded.config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
-    assert any("verl has token-mean unless it is set" in each for each in loaded.notices)
-    actor = load(*VERL, gspo, f"{A}.loss_agg_mode=token-mean").config.actor_rollout_ref.actor
-    assert actor.aggregation == "token-mean"
+def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load, loaded) -> None:
+    gspo = "GRPO trainer.defaults=verl A.policy_loss.loss_mode=gspo"
+    loaded(gspo, "A.aggregation=seq-mean-token-mean")
+    assert any("default is token-mean" in each for each in load(gspo).notices)
+    loaded(f"{gspo} A.loss_agg_mode=token-mean", "A.aggregation=token-mean")
 
 
-def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(load, errors) -> None:
-    low, loss = f"{A}.clip_ratio_low", f"{A}.policy_loss.loss_mode"
-    for name in LOW_ABOVE_ONE:
-        config = load(*GRPO, f"{loss}={name}", f"{low}=10").config
-        assert config.actor_rollout_ref.actor.clip_ratio_low == 10
-    for name in ("vanilla", "gspo", "clip_cov", "dppo_tv"):
-        (error,) = errors(*GRPO, f"{loss}={name}", f"{low}=10").values()
-        assert (error.field, error.got) == (low, 10)
-        assert "never falls below zero" in error.message and f"{low}=1," in error.remedy
-
-
-def test_numbers_that_a_loss_cannot_do_without(load, errors) -> None:
-    loss, at = f"{A}.policy_loss.loss_mode", f"{A}.policy_loss"
-    (error,) = errors(*GRPO, f"{loss}=dro").values()
-    assert (error.field, error.message) == (f"{at}.dro_beta", "missing")
-    section = load(*GRPO, f"{loss}=dro", f"{at}.dro_beta=0.1").config.actor_rollout_ref.actor.policy_loss
-    assert section.dro_beta == 0.1
-    (error,) = errors(*GRPO, f"{loss}=clip_cov", f"{at}.clip_cov_lb=2.0", f"{at}.clip_cov_ub=2.0").values()
-    assert error.field == f"{at}.clip_cov_lb" and "no covariance" in error.message
-
-
-def test_an_option_with_a_key_of_its_own_has_one_place(errors) -> None:
-    at = f"{A}.policy_loss"
-    (error,) = errors(*GRPO, f"{at}.loss_mode=kl_cov", f"{at}.kwargs={{ppo_kl_coef: 1.0}}").values()
-    assert (error.field, error.message) == (f"{at}.kwargs.ppo_kl_coef", "has a key of its own")
-    assert error.remedy == f"set {at}.ppo_kl_coef instead"
+@pytest.mark.parametrize("loss", LOW_ABOVE_ONE)
+def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(loaded, loss: str) -> None:
+    loaded(f"GRPO A.policy_loss.loss_mode={loss} A.clip_ratio_low=10", "A.clip_ratio_low=10.0")
 
 
 @pytest.mark.parametrize("option", LOSS_KEYS)
-def test_a_key_counts_with_the_losses_that_take_it(load, errors, option: str) -> None:
-    """And is an error with the others; the keys are those that verl has."""
+def test_a_key_counts_with_the_losses_that_take_it(loaded, refused, option: str) -> None:
     value = {"clip_ratio_c": 2.5, "clip_cov_ub": 2.5}.get(option, 0.9)
-    key = f"{A}.{LOSS_KEYS[option]}"
+    key = f"A.{LOSS_KEYS[option]}={value}"
     for loss, options in LOSSES.items():
-        words = [*GRPO, f"{A}.policy_loss.loss_mode={loss}", f"{A}.loss_agg_mode=seq-mean-token-mean"]
-        words += ["algorithm.rollout_correction.bypass_mode=true"] if loss == "bypass_mode" else []
-        words += [f"{A}.policy_loss.dro_beta=0.5"] if loss == "dro" and option != "dro_beta" else []
+        needed = "" if option == f"{loss}_beta" else NEEDED.get(loss, "")
+        given = f"GRPO A.policy_loss.loss_mode={loss} A.loss_agg_mode=seq-mean-token-mean {needed} {key}"
         if option in options:
-            config = load(*words, f"{key}={value}").config
-            assert value_at(config, key) == value
+            loaded(given, key)
         else:
-            (error,) = errors(*words, f"{key}={value}").values()
-            assert (error.field, error.message) == (key, "has no effect")
-            assert error.expected == f"set only with an {A}.policy_loss.loss_mode that takes {option}"
-
-
-def test_the_same_weights_are_not_applied_twice(load, errors) -> None:
-    correction = "algorithm.rollout_correction.rollout_is"
-    vtrace = ("algorithm.adv_estimator=vtrace", f"{R}.n=1")
-    assert correction in errors(*vtrace, f"{correction}=token")
-    load(*vtrace)
-    load("algorithm.adv_estimator=gae", f"{correction}=token")
+            refused(given, f"only if A.policy_loss.loss_mode takes {option}")

@@ -1,4 +1,4 @@
-"""The config's tables against the code they speak of."""
+"""The config's tables, compared with the code that they describe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_policy_losses():
     for name, options in tables.POLICY_LOSSES.items():
         assert set(options) == set(POLICY_LOSSES.find(name).options), name
     options = {option for taken in tables.POLICY_LOSSES.values() for option in taken}
-    assert {*tables.LOSS_KEYS, "loss_type"} == options  # that one is a key of the rollout correction
+    assert {*tables.LOSS_KEYS, "loss_type"} == options  # loss_type is a key of the rollout correction
     actor = ActorConfig()
     for name, taken in tables.POLICY_LOSSES.items():
         for option in set(taken) - {"loss_type"}:

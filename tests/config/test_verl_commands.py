@@ -1,4 +1,4 @@
-"""Real command lines of verl's examples (main and 0.6.1), with paths replaced and sglang become vllm."""
+"""Real command lines from verl's examples (main and 0.6.1), with other paths and vllm instead of sglang."""
 
 from __future__ import annotations
 

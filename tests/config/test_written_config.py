@@ -1,4 +1,4 @@
-"""What of a config is written: every key with its value, but for the environment's and secrets."""
+"""What is written of a config: every key with its value, except values from the environment and secrets."""
 
 from __future__ import annotations
 
@@ -24,20 +24,11 @@ KWARGS = "custom_reward_function.reward_kwargs"
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (tmp_path / "data.parquet").touch()
+def words(tmp_path: Path, required: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "score.py").touch()
     for name, value in {"SECRET": SECRET, "SHORT": "k7", "COUNT": "3", "BELOW": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    return [
-        f"data.train_files={tmp_path / 'data.parquet'}",
-        f"actor_rollout_ref.model.path={model}",
-        f"custom_reward_function.path={tmp_path / 'score.py'}",
-        "algorithm.adv_estimator=grpo",
-    ]
+    return [*required, f"custom_reward_function.path={tmp_path}/score.py", "algorithm.adv_estimator=grpo"]
 
 
 def _config(words: list[str], *more: str) -> TrainConfig:
@@ -63,9 +54,7 @@ def _config(words: list[str], *more: str) -> TrainConfig:
          ["${oc.env:BELOW}/*.parquet"]),
     ],
 )  # fmt: skip
-def test_a_value_from_the_environment_stays_a_reference(
-    words: list[str], tmp_path: Path, given: str, key: str, value: Any, written: Any
-) -> None:
+def test_a_value_from_the_environment_stays_a_reference(words, tmp_path, given, key, value, written):
     config = _config(words, given)
     found = at_key(config.model_dump(), key)
     assert value is None or found == value
@@ -78,22 +67,16 @@ def test_a_value_from_the_environment_stays_a_reference(
 
 
 def test_a_value_by_way_of_another_key(words: list[str]) -> None:
-    keys = (
-        "trainer.project_name=${oc.env:SECRET}",
-        "trainer.experiment_name=x${oc.select:trainer.project_name}",
-    )
-    config = _config(words, *keys, KWARGS + ".key=${trainer.project_name}")
+    keys = ["trainer.project_name=${oc.env:SECRET}", KWARGS + ".key=${trainer.project_name}"]
+    config = _config(words, *keys, "trainer.experiment_name=x${oc.select:trainer.project_name}")
     assert config.trainer.experiment_name == "x" + SECRET
     assert config.custom_reward_function.reward_kwargs == {"key": SECRET}
-    assert SECRET not in str(to_dict(config))
-    other = remade(config, config.model_dump() | {})
-    assert SECRET not in str(to_dict(other))
+    for written in (config, remade(config, config.model_dump() | {})):
+        assert SECRET not in str(to_dict(written))
 
 
 @pytest.mark.parametrize("name", ["api_key", "OPENAI_API_KEY", "password", "hf_token", "secret"])
-def test_a_secret_that_is_given_as_it_is_is_left_out_and_must_be_given_again(
-    words: list[str], tmp_path: Path, name: str
-) -> None:
+def test_a_secret_that_is_given_as_it_is_is_left_out_and_must_be_given_again(words, tmp_path, name):
     config = _config(words, f"{KWARGS}.{name}=sk-given-as-it-is", KWARGS + ".url=https://me:pass@host/v1")
     tree = to_dict(config)
     assert at_key(tree, KWARGS) == {name: LEFT_OUT, "url": LEFT_OUT}
@@ -144,7 +127,7 @@ def _folder(tmp_path: Path, tree: dict[str, Any]) -> Path:
 
 
 def test_a_folder_that_has_the_value_goes_on_under_the_reference(words: list[str], tmp_path: Path) -> None:
-    """A run folder of an earlier version; and one whose key has changed, which no message shows."""
+    """A run folder of an earlier version contains the value; a changed value is detected but not shown."""
     then = _config(words, f"{KWARGS}.api_key={SECRET}").model_dump(mode="json")
     now = _config(words, KWARGS + ".api_key=${oc.env:SECRET}")
     assert changes(then, now) == []
@@ -165,12 +148,8 @@ def test_who_resumes_is_told_what_cannot_be_compared(words: list[str], tmp_path:
 
 
 def test_tracked_names() -> None:
-    for written, name in {
-        "run-${oc.env:A}-x": "run-A-x",
-        "${oc.decode:${oc.env:N}}": "N",
-        "${a.b}": "a.b",
-    }.items():
-        assert tracked_name("value", written) == name
+    names = {"run-${oc.env:A}-x": "run-A-x", "${oc.decode:${oc.env:N}}": "N", "${a.b}": "a.b"}
+    assert {written: tracked_name("value", written) for written in names} == names
     assert tracked_name("a-$b", "a-$b") == "a-$b"
 
 
@@ -190,9 +169,7 @@ def test_of_a_hidden_value_within_another_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [(0o700, 0o700), (0o777, 0o755)])
-def test_a_run_folder_is_made_for_its_user_alone_unless_asked_otherwise(
-    tmp_path: Path, mode: int, expected: int
-) -> None:
+def test_a_run_folder_is_made_for_its_user_alone_unless_asked_otherwise(tmp_path, mode, expected):
     before = os.umask(0o022)
     try:
         with ProcessLock(tmp_path / "a" / "run" / "run.lock", "field", print, folder_mode=mode):

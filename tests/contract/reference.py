@@ -1,10 +1,8 @@
-"""Sampling by definition: one row, float64, loops. What the samplers of all engines are held against."""
-
-from __future__ import annotations
+"""Sampling by its definition: one row, float64 and loops, as a reference for the samplers of all engines."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,13 +11,12 @@ from tandem.protocol import SamplingParams
 Row = np.ndarray
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """Of one next token, all over the vocabulary.
+class Distribution(NamedTuple):
+    """The distribution of one next token over the whole vocabulary.
 
     Attributes:
-        logits: after bars, biases, penalties and temperature, before anything is cut.
-        probabilities: of the distribution sampled from; greedy ones are not cut.
+        logits: The logits after bars, biases, penalties and temperature, before any cut.
+        probabilities: The probabilities that are sampled from. Greedy ones are not cut.
         whole: softmax(the model's logits / temperature).
     """
 
@@ -34,28 +31,24 @@ def softmax(logits: Row) -> Row:
 
 
 def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: Sequence[int]) -> Row:
-    """Barred, biased and penalised logits."""
+    """Return logits with bars, biases and penalties applied."""
     out = np.array(logits, dtype=np.float64)
     if len(written) < params.min_tokens:
-        for token in params.stop_token_ids:
-            if token < len(out):
-                out[token] = -np.inf
+        out[[token for token in params.stop_token_ids if token < len(out)]] = -np.inf
     for token, bias in params.logit_bias:
         out[token] += bias
     for token in {*prompt, *written}:
-        out[token] = (
-            out[token] / params.repetition_penalty
-            if out[token] > 0
-            else out[token] * params.repetition_penalty
-        )
+        out[token] *= params.repetition_penalty ** (-1 if out[token] > 0 else 1)
     for token, count in Counter(written).items():
         out[token] -= params.frequency_penalty * count + params.presence_penalty
     return out
 
 
 def cut(probabilities: Row, params: SamplingParams) -> Row:
-    """min-p, then top-k, then top-p, each on what the one before left; tokens as likely as the last one kept
-    are kept."""
+    """Apply min-p, then top-k, then top-p, each to the result of the step before.
+
+    Tokens as likely as the last kept token are kept too.
+    """
     left = np.array(probabilities)
     left[left < params.min_p * left.max()] = 0
     if 0 < params.top_k < len(left):
@@ -74,12 +67,9 @@ def cut(probabilities: Row, params: SamplingParams) -> Row:
 def distribution(
     logits: Row, params: SamplingParams, prompt: Sequence[int] = (), written: Sequence[int] = ()
 ) -> Distribution:
-    """Of the token after `prompt` and `written`, from the model's `logits`."""
+    """Return the distribution of the token after `prompt` and `written`, given the model's `logits`."""
     temperature = params.temperature or 1.0
     processed = edited(logits, params, prompt, written) / temperature
+    whole = softmax(np.asarray(logits, dtype=np.float64) / temperature)
     probabilities = softmax(processed)
-    return Distribution(
-        logits=processed,
-        probabilities=probabilities if params.greedy else cut(probabilities, params),
-        whole=softmax(np.asarray(logits, dtype=np.float64) / temperature),
-    )
+    return Distribution(processed, probabilities if params.greedy else cut(probabilities, params), whole)

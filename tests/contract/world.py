@@ -1,9 +1,7 @@
-"""What the contract of rollout engines is tried on: models, tokenizer, requests, the check of a sample."""
+"""Models, tokenizer and requests for the contract of rollout engines, and the check of a sample."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +19,16 @@ from tests.contract.reference import distribution
 VOCABULARY = 97
 EOS = 96
 MAX_LENGTH = 96
-STATS = {
-    "generated_tokens",
-    "prefill_tokens",
-    "decode_steps",
-    "peak_running",
-    "cache_bytes",
-    "preemptions",
-}
+MODES = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 
 
 @dataclass(frozen=True)
 class World:
-    """What engines are made from.
+    """The models that engines are created from.
 
     Attributes:
-        module: a random causal LM in float32, never changed.
-        other: one with other weights.
+        module: A random causal LM in float32, which no test changes.
+        other: The same model with other weights.
         folder: `module` and its tokenizer as a checkpoint. Each token is one character.
     """
 
@@ -52,49 +43,44 @@ class World:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How an engine is made, and what of the contract it offers.
+    """How an engine is created, and which parts of the contract it supports.
 
     Attributes:
-        make: from the world and any of max_length, max_num_seqs, max_num_batched_tokens and logprobs_mode.
-        source: a module's weights in a form that the engine takes; None: they cannot be changed.
-        keyed: draws with this project's sampler, so that each token follows from its key.
-        untruncated: samples carry `untruncated_log_probs`.
-        modes: the `logprobs_mode`s to try.
-        tolerance: of log-probs, nats, against a full forward in float32.
-        options: of `make`, for the engine that serves all tests.
+        make: A function from the world and any of max_length, max_num_seqs, max_num_batched_tokens and
+            logprobs_mode to an engine.
+        source: A function from a module to weights in the form that the engine accepts; None if its weights
+            cannot be changed.
+        keyed: Whether the engine uses this project's sampler, so that the key of a token determines the
+            token. Other engines draw by a generator of the request's seed.
+        recomputes: Whether new weights compute the keys of running sequences again. None skips the check of
+            their log-probs.
+        untruncated: Whether samples have `untruncated_log_probs`.
+        modes: The values of `logprobs_mode` to test.
+        tolerance: The tolerance of log-probs, in nats, against a full forward pass in float32.
     """
 
     name: str
     make: Callable[..., RolloutEngine]
     source: Callable[[PreTrainedModel], WeightSource] | None
     keyed: bool = True
+    recomputes: bool | None = False
     untruncated: bool = True
-    modes: tuple[str, ...] = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
+    modes: tuple[str, ...] = MODES
     tolerance: float = 1e-4
-    options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
 
 
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 256}
+SHAPE |= {"initializer_range": 0.2}  # large enough for peaked distributions
+
+
 def make_model(seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=256,
-            initializer_range=0.15,  # large enough for a peaked distribution
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=EOS,
-        )
-    )
-    return model.float().eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    others = {"initializer_range": 0.15, "tie_word_embeddings": False, "eos_token_id": EOS}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes | others, bos_token_id=None)).float().eval()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -115,68 +101,77 @@ def requests_of(params: SamplingParams, prompts: int, n: int = 1, name: str = "p
 
 
 def logits_of(module: PreTrainedModel, request: Request, token_ids: np.ndarray) -> np.ndarray:
-    """(R, V) float64, the module's own before each of the tokens, by one full forward."""
+    """Return the module's logits before each of the tokens, (R, V) float64, from one full forward pass."""
     ids = torch.from_numpy(np.concatenate((request.prompt_ids, token_ids)))[None]
     with torch.no_grad():
         return module(ids).logits[0, len(request.prompt_ids) - 1 : -1].double().numpy()
 
 
-def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
-    """Every token against the reference distribution at its position."""
+def log_probs(module: PreTrainedModel, request: Request, sample: Sample) -> np.ndarray:
+    """Return the log-probs (R) of the sample's tokens after temperature, from one full forward pass."""
+    rows = torch.from_numpy(logits_of(module, request, sample.token_ids) / request.params.temperature)
+    return rows.log_softmax(-1).gather(1, torch.from_numpy(sample.token_ids)[:, None])[:, 0].numpy()
+
+
+def check_tokens(
+    request: Request,
+    sample: Sample,
+    logits: Iterable[np.ndarray],
+    tolerance: float,
+    keyed: bool = True,
+    untruncated: bool = True,
+) -> None:
+    """Check every token against the reference distribution, given the logits before it; and the end."""
+    params, tokens = request.params, sample.token_ids.tolist()
     assert sample.id == request.id
-    assert len(sample.log_probs) == len(sample.versions) == len(sample.token_ids)
-    params, given = request.params, request.prompt_ids.tolist()
-    numbers = uniforms(
-        np.full(len(sample.token_ids), row_key(request), dtype=np.uint64),
-        first_position(request) + np.arange(len(sample.token_ids)),
-    )
-    for t, logits in enumerate(logits_of(module, request, sample.token_ids)):
-        token, written = sample.token_ids[t], sample.token_ids[:t].tolist()
-        expected = distribution(logits, params, given, written)
-        assert expected.probabilities[token] > 0, (params, t)
-        assert sample.log_probs[t] == pytest.approx(np.log(expected.probabilities[token]), abs=kind.tolerance)
+    assert len(sample.log_probs) == len(sample.versions) == len(tokens)
+    keys = np.full(len(tokens), row_key(request), dtype=np.uint64)
+    numbers = uniforms(keys, first_position(request) + np.arange(len(tokens)))
+    for t, (token, row) in enumerate(zip(tokens, logits, strict=True)):
+        _, probabilities, whole = distribution(row, params, request.prompt_ids.tolist(), tokens[:t])
+        assert probabilities[token] > 0, (params, t)
+        assert sample.log_probs[t] == pytest.approx(np.log(probabilities[token]), abs=tolerance)
         if params.greedy:
-            assert expected.probabilities[token] >= expected.probabilities.max() - kind.tolerance
-        elif kind.keyed:
-            low = expected.probabilities[:token].sum()
-            assert low - kind.tolerance <= numbers[t] <= low + expected.probabilities[token] + kind.tolerance
-        if kind.untruncated:
+            assert probabilities[token] >= probabilities.max() - tolerance
+        elif keyed:
+            low = probabilities[:token].sum()
+            assert low - tolerance <= numbers[t] <= low + probabilities[token] + tolerance
+        if untruncated:
             assert sample.untruncated_log_probs is not None
-            assert sample.untruncated_log_probs[t] == pytest.approx(
-                np.log(expected.whole[token]), abs=kind.tolerance
-            )
+            assert sample.untruncated_log_probs[t] == pytest.approx(np.log(whole[token]), abs=tolerance)
+    stops = [t for t, token in enumerate(tokens) if token in params.stop_token_ids and t >= params.min_tokens]
+    assert stops in ([], [len(tokens) - 1])
+    if sample.finish_reason != "abort":
+        assert sample.finish_reason == ("stop" if stops else "length")
+        assert stops or len(tokens) == params.max_tokens
 
 
-LIKELY = tuple((token, 3.0) for token in range(0, 20, 4))
+def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
+    logits = logits_of(module, request, sample.token_ids)
+    check_tokens(request, sample, logits, kind.tolerance, kind.keyed, kind.untruncated)
+
+
+def _params(max_tokens: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **others)
+
+
+LIKELY = {"logit_bias": tuple((token, 3.0) for token in range(0, 20, 4))}
+ALL = {"temperature": 1.3, "min_p": 0.02, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 9}
+ALL |= {"presence_penalty": 0.4, "frequency_penalty": 0.3, "min_tokens": 4, "stop_token_ids": (3, 40, 41)}
 PARAMS = {
-    "plain": SamplingParams(max_tokens=10),
-    "hot": SamplingParams(temperature=1.7, max_tokens=10),
-    "cold": SamplingParams(temperature=0.5, max_tokens=10, seed=4),
-    "greedy": SamplingParams(temperature=0.0, max_tokens=10),
-    "top_k": SamplingParams(temperature=0.8, top_k=5, max_tokens=10),
-    "top_p": SamplingParams(top_p=0.7, max_tokens=10),
-    "min_p": SamplingParams(min_p=0.1, max_tokens=10),
-    "repetition": SamplingParams(repetition_penalty=1.8, max_tokens=14),
-    "presence": SamplingParams(presence_penalty=1.5, logit_bias=LIKELY, max_tokens=14),
-    "frequency": SamplingParams(frequency_penalty=1.2, logit_bias=LIKELY, max_tokens=14),
-    "rewarded": SamplingParams(repetition_penalty=0.6, frequency_penalty=-1.0, max_tokens=14),
-    "bias": SamplingParams(logit_bias=((7, 5.0), (8, -4.0), (90, 4.5)), max_tokens=10),
-    "min_tokens": SamplingParams(min_tokens=8, stop_token_ids=tuple(range(0, 90, 2)), max_tokens=12),
-    "greedy_edited": SamplingParams(
-        temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, logit_bias=LIKELY, max_tokens=14
-    ),
-    "everything": SamplingParams(
-        temperature=1.3,
-        min_p=0.02,
-        top_k=30,
-        top_p=0.9,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        min_tokens=4,
-        stop_token_ids=(3, 40, 41),
-        logit_bias=((3, 2.0), (40, 2.0), (50, 1.0)),
-        max_tokens=14,
-        seed=9,
-    ),
+    "plain": _params(10),
+    "hot": _params(10, temperature=1.7),
+    "cold": _params(10, temperature=0.5, seed=4),
+    "greedy": _params(10, temperature=0.0),
+    "top_k": _params(10, temperature=0.8, top_k=5),
+    "top_p": _params(10, top_p=0.7),
+    "min_p": _params(10, min_p=0.1),
+    "repetition": _params(14, repetition_penalty=1.8),
+    "presence": _params(14, presence_penalty=1.5, **LIKELY),
+    "frequency": _params(14, frequency_penalty=1.2, **LIKELY),
+    "rewarded": _params(14, repetition_penalty=0.6, frequency_penalty=-1.0),
+    "bias": _params(10, logit_bias=((7, 5.0), (8, -4.0), (90, 4.5))),
+    "min_tokens": _params(12, min_tokens=8, stop_token_ids=tuple(range(0, 90, 2))),
+    "greedy_edited": _params(14, temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, **LIKELY),
+    "everything": _params(14, **ALL, logit_bias=((3, 2.0), (40, 2.0), (50, 1.0))),
 }

@@ -1,4 +1,4 @@
-"""`tandem data validate`: what it says of broken files, and that it and training agree."""
+"""`tandem data validate` reports broken files, and agrees with training about what is broken."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.support.tiny import problem
 
 Rows = list[dict[str, Any]]
 Broken = Callable[[Rows], bytes]
+Change = Callable[[dict[str, Any]], Any]
 LAST = 5
 
 
@@ -44,238 +45,131 @@ def lines(rows: Rows) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def edit(change: Callable[[dict[str, Any]], Any], write: Callable[[Rows], bytes] = lines) -> Broken:
-    """The file with its last row changed."""
-
-    def broken(rows: Rows) -> bytes:
-        change(rows[-1])
-        return write(rows)
-
-    return broken
+def listed(rows: Rows) -> bytes:
+    return json.dumps(rows).encode()
 
 
-def every(change: Callable[[dict[str, Any]], Any], write: Callable[[Rows], bytes] = parquet) -> Broken:
-    def broken(rows: Rows) -> bytes:
-        for row in rows:
-            change(row)
-        return write(rows)
-
-    return broken
+def damaged(rows: Rows) -> bytes:
+    """Return a parquet file whose columns are overwritten, and whose footer is whole."""
+    data = bytearray(parquet([{**row, "prompt": f"question {n}"} for n, row in enumerate(rows * 9)]))
+    data[4:200] = bytes(196)
+    return bytes(data)
 
 
-def sets(column: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def adds(text: bytes) -> Broken:
+    return lambda rows: lines(rows) + text
+
+
+def sets(column: str, value: Any) -> Change:
     return lambda row: row.update({column: value})
 
 
-def truth(value: Any, source: str = "arithmetic") -> Callable[[dict[str, Any]], None]:
+def truth(value: Any, source: str = "arithmetic") -> Change:
     return lambda row: row.update(data_source=source, reward_model={"style": "rule", "ground_truth": value})
 
 
-def says(*messages: tuple[str, str]) -> Callable[[dict[str, Any]], None]:
-    return sets("prompt", [{"role": role, "content": content} for role, content in messages])
+def prompt(value: Any) -> Change:
+    return sets("prompt", value)
 
 
-def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
-    return lambda row: row.update({new: row.pop(old)})
+def says(*messages: tuple[str, str]) -> Change:
+    return prompt([{"role": role, "content": content} for role, content in messages])
 
 
-AT = f"row {LAST} (line {LAST + 1}): "
-"""The last row of a text file."""
 ALL = f"row 0 to row {LAST}: "
-FILES: dict[str, tuple[str, Broken, str]] = {
-    # how it is broken: (file name, how, what must be said)
-    "an empty file": ("a.parquet", lambda rows: b"", "the data file is empty"),
-    "no rows": ("a.parquet", no_rows, "the data file is empty"),
-    "parquet cut off": ("a.parquet", lambda rows: parquet(rows)[:-30], "not a readable parquet file"),
-    "parquet that is none": ("a.parquet", lambda rows: b"PAR1 but no more", "not a readable parquet file"),
-    "lines named parquet": ("a.parquet", lines, "not a readable parquet file"),
-    "parquet named lines": ("a.jsonl", parquet, "row 0 (line 1) to row 2 (line 3): broken JSON"),
-    "gzip cut off": (
-        "a.jsonl.gz",
-        lambda rows: gzip.compress(lines(rows))[:-12],
-        "not a readable JSON-lines",
-    ),
-    "gzip that is none": ("a.jsonl.gz", lines, "not a readable JSON-lines file"),
-    "Arrow that is none": ("a.arrow", lines, "not a readable Arrow file"),
-    "half a last line": ("a.jsonl", lambda rows: lines(rows)[:-40], AT + "broken JSON: "),
-    "half a first line": (
-        "a.jsonl",
-        lambda rows: lines(rows)[40:],
-        "row 0 (line 1): broken JSON: Extra data",
-    ),
-    "a line after blank ones": (
-        "a.jsonl",
-        lambda rows: lines(rows) + b"\n\n{'a': 1}\n",
-        "row 6 (line 9): broken",
-    ),
-    "a list among lines": (
-        "a.jsonl",
-        lambda rows: lines(rows) + b"[1]\n",
-        "row 6 (line 7): a list, not an obj",
-    ),
-    "null among lines": (
-        "a.jsonl",
-        lambda rows: lines(rows) + b"null\n",
-        "row 6 (line 7): prompt: not a list of messages but null",
-    ),
-    "Latin-1": (
-        "a.jsonl",
-        lambda rows: lines(rows) + b'{"prompt": "caf\xe9"}\n',
-        "row 6 (line 7): not UTF-8: invalid continuation byte at byte 15",
-    ),
-    "UTF-16": ("a.jsonl", lambda rows: lines(rows).decode().encode("utf-16"), "row 0 (line 1): not UTF-8"),
-    "a JSON list cut off": (
-        "a.json",
-        lambda rows: json.dumps(rows).encode()[:-9],
-        "not a readable JSON file",
-    ),
-    "a number in a JSON list": (
-        "a.json",
-        lambda rows: json.dumps([*rows, 7]).encode(),
-        "row 6: a whole number, not",
-    ),
-    "types mixed in a JSON list": (
-        "a.json",
-        edit(sets("prompt", "text"), lambda rows: json.dumps(rows).encode()),
-        f"row {LAST}: prompt: text, but a list in row 0",
-    ),
-    "types mixed in lines": (
-        "a.jsonl",
-        edit(truth(7)),
-        "reward_model.ground_truth: a whole number, but text in row 0",
-    ),
-    "types mixed in messages": (
-        "a.jsonl",
-        edit(sets("prompt", [{"role": "user", "content": ["a"]}])),
-        AT + "prompt[].content: a list, but text in row 0",
-    ),
-    "fields too many in CSV": (
-        "a.csv",
-        lambda rows: b"prompt,answer\n1,2\n\n1,2,3\n",
-        "row 1 (line 4): 3 fields",
-    ),
-    "a CSV of texts": (
-        "a.csv",
-        lambda rows: b"prompt,data_source,reward_model\na,b,c\n",
-        "row 0 (line 2): rew",
-    ),
-    "a column of another name": (
-        "a.parquet",
-        every(renamed("prompt", "Prompts")),
-        "is 'Prompts' the 'prompt'?",
-    ),
-    "two columns missing": (
-        "a.parquet",
-        every(lambda row: [row.pop(name) for name in ("data_source", "reward_model")]),
-        "missing column 'data_source' and 'reward_model'",
-    ),
-    "a column of nulls": (
-        "a.parquet",
-        every(sets("prompt", None)),
-        ALL + "prompt: not a list of messages but n",
-    ),
-    "no answers at all": ("a.parquet", every(sets("reward_model", None)), ALL + "reward_model is null, not"),
-    "one answer missing": ("a.jsonl", edit(truth(None)), AT + "reward_model has no ground_truth"),
-    "an empty answer": ("a.jsonl", edit(truth("  ")), AT + "reward_model.ground_truth: empty"),
-    "an answer that is no number": (
-        "a.jsonl",
-        edit(truth("much", "gsm8k")),
-        AT + "data_source 'gsm8k': the rew",
-    ),
-    "a source without a reward": (
-        "a.jsonl",
-        edit(truth("1", "mine")),
-        AT + "data_source 'mine': no reward funct",
-    ),
-    "a source that is empty": (
-        "a.jsonl",
-        edit(sets("data_source", "")),
-        AT + "data_source is '', not a name",
-    ),
-    "a source that is a number": (
-        "a.parquet",
-        every(sets("data_source", 3)),
-        ALL + "data_source is 3, not a name",
-    ),
-    "extra_info that is text": (
-        "a.parquet",
-        every(sets("extra_info", "x")),
-        ALL + "extra_info is of type str",
-    ),
-    "no messages": ("a.jsonl", edit(sets("prompt", [])), AT + "prompt: an empty list of messages"),
-    "an empty text": (
-        "a.parquet",
-        every(sets("prompt", "")),
-        "prompt: an empty text",
-    ),
-    "white space": ("a.jsonl", edit(says(("user", " \n"))), AT + "prompt: nothing but white space"),
-    "numbers for prompts": (
-        "a.parquet",
-        every(sets("prompt", 1.5)),
-        ALL + "prompt: not a list of messages but of",
-    ),
-    "token ids below 0": (
-        "a.parquet",
-        every(sets("prompt", [3, -1])),
-        ALL + "prompt: a negative token id, -1",
-    ),
-    "no content": (
-        "a.jsonl",
-        edit(sets("prompt", [{"role": "user"}])),
-        AT + "prompt: message 0: 'content' is null, not text",
-    ),
-    "no role": (
-        "a.parquet",
-        every(sets("prompt", [{"from": "human", "content": "x"}])),
-        ALL + "prompt: message 0: 'role' is missing, not text",
-    ),
-    "a role of another format": (
-        "a.jsonl",
-        edit(says(("human", "1+1="))),
-        AT + "prompt: message 0: 'human' is none",
-    ),
-    "the assistant is last": (
-        "a.jsonl",
-        edit(says(("user", "1"), ("assistant", "2"))),
-        AT + "prompt: the assistant has the last word",
-    ),
-    "a row twice": (
-        "a.jsonl",
-        lambda rows: lines([*rows, {**rows[2], "extra_info": None}]),
-        "row 6 (line 7): the same as row 2 (line 3)",
-    ),
-    "half a character": (
-        "a.jsonl",
-        lambda rows: b'{"prompt": "\\ud800"}\n' + lines(rows),
-        "row 0 (line 1): cannot be read: 'utf-8' codec can't encode",
-    ),
-    "a number beyond 64 bits": (
-        "a.json",
-        lambda rows: json.dumps([{**rows[0], "extra_info": {"index": 10**30}}, *rows]).encode(),
-        "row 0: extra_info.index: 64 bits do not hold the number 1000",
-    ),
-    "lists in lists without end": (
-        "a.jsonl",
-        lambda rows: lines(rows) + b'{"prompt": ' + b"[" * 200_000 + b"\n",
-        "row 6 (line 7): broken JSON: nested deeper",
-    ),
-    "images": (
-        "a.parquet",
-        every(sets("images", ["cat.png"])),
-        ALL + "images: not empty; models of text alone",
-    ),
-    "control characters": ("a.jsonl", edit(truth("1", "\x1b[2J")), AT + r"data_source '\x1b[2J': no reward"),
+BYTES: list[tuple[str, str, Broken, str]] = [  # the fault, the file, what stands in it, the message
+    ("an empty file", "a.parquet", lambda rows: b"", "the data file is empty"),
+    ("no rows", "a.parquet", no_rows, "the data file is empty"),
+    ("parquet cut off", "a.parquet", lambda rows: parquet(rows)[:-30], "not a readable parquet file"),
+    ("damage in the columns", "a.parquet", damaged, "not a readable parquet file"),
+    ("parquet that is none", "a.parquet", lambda rows: b"PAR1 but no more", "not a readable parquet file"),
+    ("lines named parquet", "a.parquet", lines, "not a readable parquet file"),
+    ("parquet named lines", "a.jsonl", parquet, "row 0 (line 1) to row 2 (line 3): broken JSON"),
+    ("gzip cut off", "a.jsonl.gz", lambda rows: gzip.compress(lines(rows))[:-12], "a readable JSON-lines"),
+    ("gzip that is none", "a.jsonl.gz", lines, "not a readable JSON-lines file"),
+    ("Arrow that is none", "a.arrow", lines, "not a readable Arrow file"),
+    ("half a last line", "a.jsonl", lambda rows: lines(rows)[:-40], "row 5 (line 6): broken JSON: "),
+    ("half a first line", "a.jsonl", lambda rows: lines(rows)[40:], "row 0 (line 1): broken JSON: Extra"),
+    ("a line after blank ones", "a.jsonl", adds(b"\n\n{'a': 1}\n"), "row 6 (line 9): broken"),
+    ("a list among lines", "a.jsonl", adds(b"[1]\n"), "row 6 (line 7): a list, not an obj"),
+    ("null among lines", "a.jsonl", adds(b"null\n"), "row 6 (line 7): prompt: not a list of mess"),
+    ("Latin-1", "a.jsonl", adds(b'{"prompt": "caf\xe9"}\n'), "(line 7): not UTF-8: invalid"),
+    ("UTF-16", "a.jsonl", lambda rows: lines(rows).decode().encode("utf-16"), "row 0 (line 1): not UTF-8"),
+    ("lists in lists without end", "a.jsonl", adds(b"[" * 200_000 + b"\n"), "(line 7): broken JSON: nes"),
+    ("half a character", "a.jsonl", lambda rows: b'{"prompt": "\\ud800"}\n' + lines(rows), "row 0 (line 1):"),
+    ("a row twice", "a.jsonl", lambda rows: lines([*rows, {**rows[2], "extra_info": None}]),
+     "row 6 (line 7): the same as row 2 (line 3)"),
+    ("a JSON list cut off", "a.json", lambda rows: listed(rows)[:-9], "not a readable JSON file"),
+    ("a number in a JSON list", "a.json", lambda rows: listed([*rows, 7]), "row 6: a whole number, not"),
+    ("types mixed in a JSON list", "a.json", lambda rows: listed([*rows, {**rows[0], "prompt": "text"}]),
+     "row 6: prompt: text, but a list in row 0"),
+    ("a number beyond 64 bits", "a.json", lambda rows: listed([{**rows[0], "extra_info": {"index": 10**30}}]),
+     "row 0: extra_info.index: the number 1000"),
+    ("fields too many in CSV", "a.csv", lambda rows: b"prompt,answer\n1,2\n\n1,2,3\n", "row 1 (line 4): 3"),
+    ("a CSV of texts", "a.csv", lambda rows: b"prompt,data_source,reward_model\na,b,c\n", "row 0 (line 2):"),
+]  # fmt: skip
+LAST_ROW: list[tuple[str, Change, str]] = [  # the fault, the change of a last line, how the message goes on
+    ("types mixed in lines", truth(7), "reward_model.ground_truth: a whole number, but text in row 0"),
+    ("types mixed in messages", prompt([{"role": "user", "content": ["a"]}]), "prompt[].content: a list"),
+    ("one answer missing", truth(None), "reward_model has no ground_truth"),
+    ("an empty answer", truth("  "), "reward_model.ground_truth: empty"),
+    ("an answer that is no number", truth("much", "gsm8k"), "data_source 'gsm8k': the rew"),
+    ("a source without a reward", truth("1", "mine"), "data_source 'mine': no reward funct"),
+    ("control characters", truth("1", "\x1b[2J"), r"data_source '\x1b[2J': no reward"),
+    ("a source that is empty", sets("data_source", ""), "data_source is '', not a name"),
+    ("a source that is null", sets("data_source", None), "data_source is None, not a name"),
+    ("a reward_model that is null", sets("reward_model", None), "reward_model is null, not {style"),
+    ("no messages", prompt([]), "prompt: an empty list of messages"),
+    ("a message that is null", prompt([None]), "prompt: message 0 is not {role, content} but null"),
+    ("white space", says(("user", " \n")), "prompt: nothing but white space"),
+    ("no content", prompt([{"role": "user"}]), "prompt: message 0: 'content' is null, not text"),
+    ("a role that is null", prompt([{"role": None, "content": "x"}]), "prompt: message 0: 'role' is null"),
+    ("a role of another format", says(("human", "1+1=")), "prompt: message 0: 'human' is not one of"),
+    ("the assistant is last", says(("user", "1"), ("assistant", "2")), "prompt: the last message is"),
+]  # fmt: skip
+ALL_ROWS: list[tuple[str, Change, str]] = [  # the fault, the change of every row of a table, the message
+    ("a column of another name", lambda row: row.update(Prompts=row.pop("prompt")), "is 'Prompts' the"),
+    ("two columns missing", lambda row: [row.pop(name) for name in ("data_source", "reward_model")],
+     "missing column 'data_source' and 'reward_model'"),
+    ("a column of nulls", prompt(None), ALL + "prompt: not a list of messages but n"),
+    ("no answers at all", sets("reward_model", None), ALL + "reward_model is null, not"),
+    ("a reward_model of text", sets("reward_model", "42"), ALL + "reward_model is of type str"),
+    ("no field for answers", sets("reward_model", {"style": "rule"}), ALL + "reward_model has no ground"),
+    ("a source that is a number", sets("data_source", 3), ALL + "data_source is 3, not a name"),
+    ("extra_info that is text", sets("extra_info", "x"), ALL + "extra_info is of type str"),
+    ("an empty text", prompt(""), "prompt: an empty text"),
+    ("numbers for prompts", prompt(1.5), ALL + "prompt: not a list of messages but of"),
+    ("texts for messages", prompt(["text"]), ALL + "prompt: message 0 is not {role, content} but of"),
+    ("token ids below 0", prompt([3, -1]), ALL + "prompt: a negative token id, -1"),
+    ("no role", prompt([{"from": "human", "content": "x"}]), ALL + "prompt: message 0: 'role' is missing"),
+    ("a number for content", prompt([{"role": "user", "content": 3}]), ALL + "prompt: message 0: 'content'"),
+    ("images", sets("images", ["cat.png"]), ALL + "images: not empty"),
+]  # fmt: skip
+
+
+def with_last(change: Change) -> Broken:
+    return lambda rows: (change(rows[-1]), lines(rows))[1]
+
+
+def with_all(change: Change) -> Broken:
+    return lambda rows: ([change(row) for row in rows], parquet(rows))[1]
+
+
+FAULTS = {how: (name, broken, message) for how, name, broken, message in BYTES}
+FAULTS |= {
+    how: ("a.jsonl", with_last(change), f"row {LAST} (line {LAST + 1}): {message}")
+    for how, change, message in LAST_ROW
 }
+FAULTS |= {how: ("a.parquet", with_all(change), message) for how, change, message in ALL_ROWS}
 
 
 def good() -> Rows:
     return [problem(10 + at, 7) for at in range(LAST + 1)]
 
 
-@pytest.mark.parametrize("how", FILES)
+@pytest.mark.parametrize("how", FAULTS)
 def test_a_broken_file(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(FILES) >= 40
-    name, broken, message = FILES[how]
+    name, broken, message = FAULTS[how]
     (tmp_path / name).write_bytes(broken(good()))
     assert main(["data", "validate", str(tmp_path / name)]) == 1
     said = capsys.readouterr()
@@ -291,9 +185,8 @@ def test_all_problems_are_said_and_counted(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     assert main(["data", "validate", str(tmp_path / "a.jsonl")]) == 1
     said = capsys.readouterr()
-    assert [line.split()[1] for line in said.out.splitlines() if "no ground_truth" in line] == [
-        str(at) for at in range(100, 2900, 7)
-    ]
+    named = [int(line.split()[1]) for line in said.out.splitlines() if "no ground_truth" in line]
+    assert named == list(range(100, 2900, 7))
     assert "401 problem(s) in 3,000 row(s)" in said.err
     assert "400 × reward_model has no ground_truth\n" in said.err
     assert "1 × no reward function" in said.err
@@ -306,7 +199,7 @@ def test_several_files_are_looked_at_together(tmp_path: Path, capsys: pytest.Cap
     assert main(words) == 1
     assert capsys.readouterr().out == "b.parquet row 1: the same as a.jsonl row 1 (line 2)\n"
     assert main([*words, "--allow", "duplicate"]) == 0
-    (tmp_path / "b.parquet").write_bytes(every(truth(3))(good()))
+    (tmp_path / "b.parquet").write_bytes(with_all(truth(3))(good()))
     assert main([*words, "--allow", "duplicate"]) == 1
     assert "the files have different types in one column" in capsys.readouterr().out
 
@@ -325,11 +218,11 @@ def test_with_a_model_long_prompts_are_named(
     count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     capsys.readouterr()
     assert main(words) == 1
-    assert capsys.readouterr().out == f"row 2: {count} tokens, over data.max_prompt_length=100\n"
+    assert capsys.readouterr().out == f"row 2: {count} tokens, above data.max_prompt_length=100\n"
     assert main([*words, "data.filter_overlong_prompts=true"]) == 0
     assert main([*words, "data.truncation=left"]) == 0
     assert main([*words, "data.filter_overlong_prompts=true", "data.max_prompt_length=3"]) == 1
-    assert "all prompts are over data.max_prompt_length" in capsys.readouterr().out
+    assert "all prompts are longer than data.max_prompt_length" in capsys.readouterr().out
 
 
 def test_rows_of_the_other_commands(
@@ -338,7 +231,7 @@ def test_rows_of_the_other_commands(
     asked, told = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     (tmp_path / "sft.jsonl").write_bytes(lines([{"messages": [asked, told]}, {"messages": [told, asked]}]))
     assert main(["data", "validate", "--sft", str(tmp_path / "sft.jsonl")]) == 1
-    assert capsys.readouterr().out == "row 1 (line 2): messages: the assistant speaks first\n"
+    assert capsys.readouterr().out == "row 1 (line 2): messages: the first message is the assistant's\n"
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": wrong} for wrong in ("3", "2", None)]
     (tmp_path / "rm.jsonl").write_bytes(lines(pairs))
     assert main(["data", "validate", "--rm", str(tmp_path / "rm.jsonl")]) == 1
@@ -361,21 +254,12 @@ def test_a_reward_of_ones_own_needs_its_own_columns(tmp_path: Path) -> None:
     assert main([*words, *own]) == 0
 
 
-VALUES = st.one_of(
-    st.none(),
-    st.text("ab \n", max_size=3),
-    st.integers(-1, 3),
-    st.just([]),
-    st.just({"style": "rule", "ground_truth": None}),
-    st.just([{"role": "user", "content": "x"}]),
-    st.just([{"role": "user"}]),
-)
-CHANGES = st.lists(
-    st.tuples(
-        st.integers(0, LAST), st.sampled_from(["prompt", "data_source", "reward_model", "extra_info"]), VALUES
-    ),
-    max_size=3,
-)
+MESSAGES = [[{"role": "user", "content": "x"}], [{"role": "user"}]]
+VALUES = st.text("ab \n", max_size=3) | st.integers(-1, 3) | st.sampled_from(
+    [None, [], {"style": "rule", "ground_truth": None}, *MESSAGES]
+)  # fmt: skip
+COLUMNS = st.sampled_from(["prompt", "data_source", "reward_model", "extra_info"])
+CHANGES = st.lists(st.tuples(st.integers(0, LAST), COLUMNS, VALUES), max_size=3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -383,7 +267,7 @@ CHANGES = st.lists(
 def test_validation_and_training_agree(
     tokenizer_folder: Path, changes: list[tuple[int, str, Any]], whole: bool, cut: int
 ) -> None:
-    """What passes validation trains."""
+    """A file that passes validation can be used for training."""
     rows = good()
     for at, column, value in changes:
         rows[at][column] = value

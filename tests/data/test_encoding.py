@@ -1,4 +1,4 @@
-"""Large files: mapped from the cache, tokenised by several processes, and the same as if they were small."""
+"""Large files, mapped and tokenized by several processes, give the same as small ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,17 @@ from tandem.data.mixture import EpochOrder, MixedOrder
 from tandem.data.prompts import PromptDataset
 from tandem.data.sft import SFTDataset
 from tandem.errors import DataError
-
-Row = Callable[..., dict[str, Any]]
+from tests.data.cases import prompt_row
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is a large one, and ten rows are much work."""
+    """Make every file count as large, and ten rows as much work."""
     monkeypatch.setattr(files_module, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(encoding, "PART_ROWS", 10)
 
 
-def rows_of(prompt_row: Row, count: int) -> list[dict[str, Any]]:
+def rows_of(count: int) -> list[dict[str, Any]]:
     return [
         prompt_row(f"{'ab' * (n % 11)}+{n}=", str(n), source="xyz"[n % 3 if n % 4 else 0], level=n)
         for n in range(count)
@@ -59,14 +57,14 @@ def orders(dataset: PromptDataset) -> tuple[EpochOrder, MixedOrder]:
 
 
 def test_data_go_on_at_any_position_with_any_number_of_workers(
-    files: Any, tokenizer: Any, prompt_row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: dict[str, Any] = {"max_prompt_length": 33, "filter_overlong_prompts": True}
-    rows = rows_of(prompt_row, 150)
+    rows = rows_of(150)
     path = files.parquet(rows)
     small = PromptDataset(path, tokenizer, **limits)
     assert 0 < small.dropped < 40
-    grown = PromptDataset(files.parquet(rows_of(prompt_row, 190), "grown.parquet"), tokenizer, **limits)
+    grown = PromptDataset(files.parquet(rows_of(190), "grown.parquet"), tokenizer, **limits)
     monkeypatch.setattr(files_module, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(encoding, "PART_ROWS", 10)
     drawn = random.Random(3)
@@ -97,11 +95,11 @@ def test_data_go_on_at_any_position_with_any_number_of_workers(
 
 @pytest.mark.usefixtures("large")
 def test_every_format_is_mapped_and_reads_as_before(
-    files: Any, prompt_row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats_module, "BLOCK_BYTES", 400)
-    rows = rows_of(prompt_row, 30)
-    rows[-1]["extra_info"]["note"] = "late"  # a column within, that the first blocks lack
+    rows = rows_of(30)
+    rows[-1]["extra_info"]["note"] = "late"  # a nested column that the first blocks lack
     table = pa.Table.from_pylist(rows)
     paths = [files.parquet(rows), files.text("\n".join(map(json.dumps, rows)) + "\n\n", "rows.jsonl")]
     paths.append(files.text(json.dumps(rows), "rows.json"))
@@ -130,15 +128,15 @@ def test_every_format_is_mapped_and_reads_as_before(
 
 @pytest.mark.usefixtures("large")
 def test_what_was_made_is_taken_until_anything_changes(
-    files: Any, tokenizer: Any, prompt_row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    files: Any, tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "cache"
-    path = files.parquet(rows_of(prompt_row, 20))
+    path = files.parquet(rows_of(20))
 
     def made(**options: Any) -> list[str]:
         PromptDataset(path, tokenizer, cache_dir=str(cache), **{"workers": 1, **options})
         said = capfd.readouterr().err.splitlines()
-        return [line.split()[1] for line in said if " kept in " in line]
+        return [line.split()[1] for line in said if " written to the cache" in line]
 
     assert made() == ["rows", "tokens"]
     assert made() == [] and made(workers=None) == []
@@ -150,16 +148,12 @@ def test_what_was_made_is_taken_until_anything_changes(
     stamp = os.stat(path)
     shutil.copy2(path, tmp_path / "moved.parquet")
     path = str(tmp_path / "moved.parquet")
-    assert made() == []  # the same file in another place
+    assert made() == []  # the same file in another folder
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     assert made() == ["rows", "tokens"]
     assert not list(cache.glob(".building*"))
-    dataset = SFTDataset(
-        files.parquet([{"prompt": "x" * n, "response": "y"} for n in range(1, 30)], "sft.parquet"),
-        tokenizer,
-        cache_dir=str(cache),
-        workers=1,
-    )
+    path = files.parquet([{"prompt": "x" * n, "response": "y"} for n in range(1, 30)], "sft.parquet")
+    dataset = SFTDataset(path, tokenizer, cache_dir=str(cache), workers=1)
     assert dataset.response_mask.row(4).tolist() == [False] * 5 + [True] * 2
 
 
@@ -169,7 +163,7 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     cache = tmp_path / "cache"
 
     def build(place: Path) -> None:
-        (cache / "new").mkdir()  # the other run was faster
+        (cache / "new").mkdir()  # another run was faster
         (cache / "new/there").touch()
         place.mkdir()
 
@@ -179,13 +173,13 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     entry(cache, "used", "used", Path.touch)
     assert (entry(cache, "new", "new", build) / "there").is_file()
     assert sorted(path.name for path in cache.iterdir()) == ["new", "used"]
-    with pytest.raises(DataError, match=r"^data.cache_dir: the data cannot be kept there"):
+    with pytest.raises(DataError, match=r"^data.cache_dir: "):
         entry(cache / "used/below", "x", "x", Path.touch)
 
 
 @dataclass(frozen=True)
 class Deadly(PromptForm):
-    """Ends the process at a certain row."""
+    """A form that kills the process at a certain row."""
 
     def pieces(self, row: Any, template: Any) -> Any:
         if row["extra_info"]["level"] == 33:
@@ -195,21 +189,16 @@ class Deadly(PromptForm):
 
 @pytest.mark.usefixtures("large")
 def test_what_goes_wrong_in_a_process_arrives_with_its_row(
-    files: Any, tokenizer: Any, prompt_row: Row, tmp_path: Path
+    files: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    paths = [
-        files.parquet(rows_of(prompt_row, 20), "a.parquet"),
-        files.parquet(rows_of(prompt_row, 40), "b.parquet"),
-    ]
+    paths = [files.parquet(rows_of(20), "a.parquet"), files.parquet(rows_of(40), "b.parquet")]
     options: dict[str, Any] = {"workers": 2, "cache_dir": str(tmp_path / "cache")}
     template = tokenizer.chat_template
     tokenizer.chat_template = "{{ messages[0].content + ('' if '+33=' not in messages[0].content else 7) }}"
     with pytest.raises(DataError) as caught:
         PromptDataset(paths, tokenizer, **options)
-    assert "1 row(s) that could not be turned into tokens\n  got:      b.parquet row 33: TypeError" in str(
-        caught.value
-    )
+    assert "b.parquet row 33: TypeError" in str(caught.value.got)
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match=r"(?s)a process that makes tokens died.*b.parquet row (3|2)0 and"):
+    with pytest.raises(DataError, match=r"(?s)process died.*b.parquet row (3|2)0 on"):
         PromptDataset(paths, tokenizer, form=Deadly(), **options)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("tokens")]

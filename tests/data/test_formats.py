@@ -1,10 +1,11 @@
-"""The same rows from files of every format, from folders and from patterns."""
+"""Files of every format, folders and patterns give the same rows."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pytest
 from tandem.config.data_files import files_of
 from tandem.config.load import load_train_config
 from tandem.data.files import count_rows, read_files
+from tandem.data.formats import open_file
 from tandem.errors import ConfigErrors, DataError
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(7) for b in range(3)]
@@ -78,7 +80,46 @@ def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:
 
 
 def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigErrors, match="no data files there"):
-        load_train_config(
-            None, ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}/*.parquet"]
-        )
+    given = ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}/*.parquet"]
+    with pytest.raises(ConfigErrors, match="no data files found"):
+        load_train_config(None, given)
+
+
+NEEDED = ("prompt", "data_source", "reward_model")
+NO_BATCH = pa.BufferOutputStream()
+pa.ipc.new_stream(NO_BATCH, pa.schema({"prompt": pa.string()})).close()
+
+
+def parquet(table: pa.Table) -> bytes:
+    file = pa.BufferOutputStream()
+    pq.write_table(table, file)
+    return bytes(file.getvalue())
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.parquet", parquet(pa.table({}))),
+    ("a.parquet", parquet(pa.table({"prompt": pa.array([], pa.string())}))),
+    ("a.parquet", parquet(pa.table({"q": pa.array([])}))), ("a.jsonl", b""), ("a.jsonl", b"\n\n"),
+    ("a.json", b"[]"), ("a.csv", b"q,a\n"), ("a.arrow", bytes(NO_BATCH.getvalue())),
+])  # fmt: skip
+def test_a_file_without_rows_is_empty_whatever_columns_it_has(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    """This is said before missing columns, also where the rows would be kept in the cache."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_files(str(tmp_path / name), NEEDED)
+    assert caught.value.got == "0 rows"
+    if name in ("a.jsonl", "a.csv", "a.arrow"):
+        with pytest.raises(DataError) as caught:
+            open_file(tmp_path / name, tmp_path / "cache")
+        assert (caught.value.field, caught.value.got) == (str(tmp_path / name), "0 rows")
+
+
+@pytest.mark.parametrize("values", [[1, 2], [0.5, 1.5]])
+@pytest.mark.parametrize("alternatives", [(NEEDED,), (("messages",), ("prompt", "response"))])
+def test_numbers_where_texts_are_needed_are_named(tmp_path: Path, values: Any, alternatives: Any) -> None:
+    (tmp_path / "a.parquet").write_bytes(parquet(pa.table({"prompt": values})))
+    with pytest.raises(DataError, match="the column 'prompt' holds numbers") as caught:
+        read_files(str(tmp_path / "a.parquet"), *alternatives, keys=("data.prompt_key",))
+    assert "data.prompt_key" in str(caught.value.remedy)

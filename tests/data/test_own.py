@@ -1,4 +1,4 @@
-"""Datasets and samplers of one's own, with verl's signatures: torch classes that know nothing of Tandem."""
+"""A user's own datasets and samplers with verl's signatures: torch classes that do not know Tandem."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tandem.config.data import DataConfig
 from tandem.data.curriculum import DrawnBatches, load_sampler
 from tandem.data.own import OwnPrompts
 from tandem.data.prompts import PromptDataset
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, TandemError
 from tandem.protocol import DataProto
 from tandem.rewards.signatures import VERLS
 from tandem.workers.data import prompt_dataset
+from tests.data.cases import chatml, talk
 
 DATASETS = '''
 import torch
@@ -24,7 +25,7 @@ from torch.utils.data import Dataset
 
 
 class Chat(Dataset):
-    """As verl 0.7 and later: messages, formatted by whoever generates."""
+    """Rows as in verl 0.7 and later: messages, which the rollout formats."""
 
     def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
         assert processor is None and config.prompt_key == "prompt" and config.get("missing", 7) == 7
@@ -48,7 +49,7 @@ class Chat(Dataset):
 
 
 class Padded(Chat):
-    """As verl 0.6: ids, padded on the left."""
+    """Rows as in verl 0.6: token ids with padding on the left."""
 
     def __init__(self, data_files, tokenizer, processor, config):
         super().__init__(data_files, tokenizer, config, processor)
@@ -74,7 +75,7 @@ class Strange(Chat):
 '''
 SAMPLERS = '''
 class Sorted:
-    """verl's AbstractCurriculumSampler in shape."""
+    """A sampler with the interface of verl's AbstractCurriculumSampler."""
 
     def __init__(self, data_source, data_config):
         self.sources = [data_source[row]["data_source"] for row in range(len(data_source))]
@@ -109,8 +110,10 @@ class Saved(Learning):
 '''
 
 
-def own(tmp_path: Path, tokenizer: Any, name: str, rows: int = 6, **keys: Any) -> PromptDataset:
-    (tmp_path / "own.py").write_text(DATASETS)
+def own(
+    tmp_path: Path, tokenizer: Any, name: str, rows: int = 6, *, text: str = DATASETS, **keys: Any
+) -> Any:
+    (tmp_path / "own.py").write_text(text)
     (tmp_path / "rows.txt").write_text(str(rows))
     files = (str(tmp_path / "rows.txt"),)
     cls = {"path": str(tmp_path / "own.py"), "name": name}
@@ -124,56 +127,45 @@ def test_rows_of_messages_are_formatted_and_scored(tmp_path: Path, tokenizer: An
     assert (len(dataset), dataset.data_sources) == (5, ("even", "odd"))
     batch = dataset.batch([4, 1], uid_prefix=[0, 3])
     texts = [tokenizer.decode(ids) for ids in batch.ragged("prompts")]
-    ask = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    assert texts == [ask.format("4+4="), ask.format("1+1=")]
+    assert texts == [chatml("4+4="), chatml("1+1=")]
     columns = {name: list(column) for name, column in batch.non_tensor_batch.items()}
     assert columns["ground_truth"] == ["8", "2"] and columns["uid"] == ["0-4", "3-1"]
-    assert columns["messages"][0] == [{"role": "user", "content": "4+4="}]
+    assert columns["messages"][0] == talk("4+4=")
     assert columns["data_source"] == ["even", "odd"] and columns["extra_info"][1] == {"index": 1}
     assert list(dataset.recall(["3-1"]).non_tensor_batch["uid"]) == ["3-1"]
     assert dataset.places_of_sources(("odd", "even")).tolist() == [1, 0, 1, 0, 1]
 
 
 def test_padded_ids_are_taken_as_they_are_without_padding(tmp_path: Path, tokenizer: Any) -> None:
-    keys: dict[str, Any] = {"max_prompt_length": 8}
-    dataset = own(tmp_path, tokenizer, "Padded", **keys)
+    dataset = own(tmp_path, tokenizer, "Padded", max_prompt_length=8)
     assert dataset.longest == 6
     prompts = dataset.batch(range(6), uid_prefix="0").ragged("prompts")
     assert [tokenizer.decode(ids) for ids in prompts] == ["7" * n for n in range(1, 7)]
 
 
-def test_long_rows_are_left_out_or_cut(tmp_path: Path, tokenizer: Any) -> None:
-    for keys, lengths in (
-        ({"filter_overlong_prompts": True}, [1, 2, 3, 4]),
-        ({"truncation": "left"}, [1, 2, 3, 4, 4, 4]),
-    ):
-        text = DATASETS.replace(
-            "self.longest = tokenizer, config.max_prompt_length", "self.longest = tokenizer, 9"
-        )
-        (tmp_path / "own.py").write_text(text)
-        (tmp_path / "rows.txt").write_text("6")
-        cls = {"path": str(tmp_path / "own.py"), "name": "Padded"}
-        files = (str(tmp_path / "rows.txt"),)
-        config = DataConfig(train_files=files, custom_cls=cls, max_prompt_length=4, **keys)
-        dataset = prompt_dataset(config, tokenizer, files, -1, VERLS)
-        batch = dataset.batch(range(len(dataset)), uid_prefix="0")
-        assert batch.ragged("prompts").lengths.tolist() == lengths
+@pytest.mark.parametrize(("key", "value", "lengths"), [
+    ("filter_overlong_prompts", True, [1, 2, 3, 4]), ("truncation", "left", [1, 2, 3, 4, 4, 4]),
+])  # fmt: skip
+def test_long_rows_are_left_out_or_cut(
+    tmp_path: Path, tokenizer: Any, key: str, value: Any, lengths: list[int]
+) -> None:
+    text = DATASETS.replace("config.max_prompt_length", "9")
+    dataset = own(tmp_path, tokenizer, "Padded", text=text, max_prompt_length=4, **{key: value})
+    assert dataset.batch(range(len(dataset)), uid_prefix="0").ragged("prompts").lengths.tolist() == lengths
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "said"),
-    [
-        ("Broken", DataError, "row 3: reward_model is null"),
-        ("Strange", ConfigError, "data.custom_cls.name: it cannot be made so"),
-        ("Missing", ConfigError, "data.custom_cls.name: no dataset of that name"),
-    ],
-)
+@pytest.mark.parametrize(("name", "error", "field"), [
+    ("Broken", DataError, None), ("Strange", ConfigError, "data.custom_cls.name"),
+    ("Missing", ConfigError, "data.custom_cls.name"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_before_training(
-    tmp_path: Path, tokenizer: Any, name: str, error: type[Exception], said: str
+    tmp_path: Path, tokenizer: Any, name: str, error: type[TandemError], field: str | None
 ) -> None:
     with pytest.raises(error) as caught:
         own(tmp_path, tokenizer, name)
-    assert said in str(caught.value)
+    assert (
+        "row 3: reward_model is null" in str(caught.value) if field is None else caught.value.field == field
+    )
 
 
 def drawn(tmp_path: Path, dataset: PromptDataset, name: str) -> DrawnBatches:
@@ -190,7 +182,7 @@ def indices(batches: DrawnBatches, numbers: range) -> list[list[int]]:
 def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
     dataset = own(tmp_path, tokenizer, "Chat", rows=10)
     batches = drawn(tmp_path, dataset, "Sorted")
-    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # 3 and 1 do not fill a batch
+    one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # rows 3 and 1 do not fill a batch
     assert indices(batches, range(4)) == one_pass * 2
     again = drawn(tmp_path, dataset, "Sorted")
     again.load_state_dict(drawn(tmp_path, dataset, "Sorted").state_dict() | batches.state_dict())
@@ -209,5 +201,5 @@ def test_it_is_told_of_scores_and_goes_on_by_its_own_state(tmp_path: Path, token
     assert indices(again, range(2, 3)) == [[8, 9, 0, 1]]
     learning = drawn(tmp_path, dataset, "Learning")
     learning.batch(0)
-    with pytest.raises(DataError, match="Learning with update, and without state_dict"):
+    with pytest.raises(DataError, match="Learning with update and without state_dict"):
         drawn(tmp_path, dataset, "Learning").load_state_dict(learning.state_dict())

@@ -1,4 +1,4 @@
-"""SFTDataset: which tokens are learnt, to the token, and the messages for bad rows."""
+"""SFTDataset: the exact tokens that the model learns, and the errors for bad rows."""
 
 from __future__ import annotations
 
@@ -9,257 +9,182 @@ import torch
 
 from tandem.data.loader import BatchLoader
 from tandem.data.mixture import EpochOrder
-from tandem.data.sft import SFTDataset
-from tandem.errors import DataError
+from tests.data.cases import Data, chatml, talk
+
+DROPS_THINKING = (
+    "{% for m in messages %}{{ '[' + m.role + ']' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
 
 
-def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation in which user and assistant take turns."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return first + [
-        {"role": ("user", "assistant")[place % 2], "content": content}
-        for place, content in enumerate(contents)
-    ]
-
-
-def learnt(dataset: SFTDataset, tokenizer: Any, row: int = 0) -> list[tuple[str, bool]]:
-    """The text of each run of equal mask values."""
+def learnt(data: Data, dataset: Any, row: int = 0) -> list[tuple[str, bool]]:
+    """Return the text of each run of equal mask values."""
     tokens, mask = dataset.tokens.row(row), dataset.response_mask.row(row)
     cuts = (mask.diff().nonzero().flatten() + 1).tolist()
     runs = zip(tokens.tensor_split(cuts), mask.tensor_split(cuts), strict=True)
-    return [(tokenizer.decode(ids), bool(part[0])) for ids, part in runs]
+    return [(data.tokenizer.decode(ids), bool(part[0])) for ids, part in runs]
 
 
-def raised(*args: Any, **options: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        SFTDataset(*args, **options)
-    return str(caught.value)
+def pair(prompt: Any, response: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "response": response}
 
 
-def test_every_turn_of_the_assistant_is_learnt_and_nothing_else(files: Any, tokenizer: Any) -> None:
-    rows = [{"messages": turns("1+1?", "2", "sure?", "yes", system="s")}, {"messages": turns("a", "b")}]
-    dataset = SFTDataset(files.parquet(rows), tokenizer)
-    assert learnt(dataset, tokenizer) == [
-        (
-            "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
-            False,
-        ),
-        ("2<|im_end|>", True),
-        ("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("yes<|im_end|>", True),
-        ("\n", False),
-    ]
-    assert tokenizer.decode(dataset.tokens.row(1)) == tokenizer.apply_chat_template(
-        rows[1]["messages"], tokenize=False
-    )
+def test_every_turn_of_the_assistant_is_learnt_and_nothing_else(demonstrations: Data) -> None:
+    system = {"role": "system", "content": "s"}
+    rows = [{"messages": [system, *talk("1+1?", "2", "sure?", "yes")]}, {"messages": talk("a", "b")}]
+    dataset = demonstrations(rows)
+    assert learnt(demonstrations, dataset) == [
+        ("<|im_start|>system\ns<|im_end|>\n" + chatml("1+1?"), False),
+        ("2<|im_end|>", True), ("\n" + chatml("sure?"), False), ("yes<|im_end|>", True), ("\n", False),
+    ]  # fmt: skip
+    whole = demonstrations.tokenizer.apply_chat_template(rows[1]["messages"], tokenize=False)
+    assert demonstrations.texts(dataset.tokens)[1] == whole
 
 
-def test_the_answers_first_token_is_the_one_the_model_would_write(files: Any, tokenizer: Any) -> None:
-    """The tokenizer merges newline + "h", which stand on both sides of the turn's beginning."""
-    messages = turns("a", "hi")
-    dataset = SFTDataset(files.parquet([{"messages": messages}]), tokenizer)
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
-    answer = tokenizer("hi<|im_end|>", add_special_tokens=False)["input_ids"]
-    rest = tokenizer("\n", add_special_tokens=False)["input_ids"]
+def test_the_answers_first_token_is_the_one_the_model_would_write(demonstrations: Data) -> None:
+    """The tokenizer would merge a newline before the turn with the "h" that starts the response."""
+    dataset = demonstrations([{"messages": talk("a", "hi")}])
+    prompt, answer, rest = map(demonstrations.ids, (chatml("a"), "hi<|im_end|>", "\n"))
     assert dataset.tokens.row(0).tolist() == prompt + answer + rest
-    mask = [False] * len(prompt) + [True] * len(answer) + [False]
-    assert dataset.response_mask.row(0).tolist() == mask
-    assert len(tokenizer("\nhi", add_special_tokens=False)["input_ids"]) == 2
+    assert dataset.response_mask.row(0).tolist() == [False] * len(prompt) + [True] * len(answer) + [False]
+    assert len(demonstrations.ids("\nhi")) == 2
 
 
-def test_template_without_end_token_ends_with_the_turn(files: Any, tokenizer: Any) -> None:
-    tokenizer.chat_template = (
+def test_template_without_end_token_ends_with_the_turn(demonstrations: Data) -> None:
+    demonstrations.tokenizer.chat_template = (
         "{% for m in messages %}{{ ('Q:' if m.role == 'user' else 'A:') + m.content + ';' }}{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    dataset = SFTDataset(files.parquet([{"messages": turns("1", "2", "3", "4")}]), tokenizer)
-    assert learnt(dataset, tokenizer) == [("Q:1;A:", False), ("2;", True), ("Q:3;A:", False), ("4;", True)]
+    dataset = demonstrations([{"messages": talk("1", "2", "3", "4")}])
+    expected = [("Q:1;A:", False), ("2;", True), ("Q:3;A:", False), ("4;", True)]
+    assert learnt(demonstrations, dataset) == expected
 
 
-def test_template_that_drops_earlier_thinking(files: Any, tokenizer: Any) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '[' + m.role + ']' }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
-        "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-    )
-    dataset = SFTDataset(files.parquet([{"messages": turns("1", "2", "3", "4")}]), tokenizer)
+def test_template_that_drops_earlier_thinking(demonstrations: Data) -> None:
+    demonstrations.tokenizer.chat_template = DROPS_THINKING
+    dataset = demonstrations([{"messages": talk("1", "2", "3", "4")}])
     assert len(dataset) == len(dataset.digests) == 2
-    assert learnt(dataset, tokenizer) == [
-        ("[user]1<|im_end|>\n[assistant]", False),
-        ("<think></think>2<|im_end|>", True),
-    ]
-    assert learnt(dataset, tokenizer, 1) == [
-        ("[user]1<|im_end|>\n[assistant]2<|im_end|>\n[user]3<|im_end|>\n[assistant]", False),
-        ("<think></think>4<|im_end|>", True),
-        ("\n", False),
-    ]
+    first = "[user]1<|im_end|>\n[assistant]"
+    second = first + "2<|im_end|>\n[user]3<|im_end|>\n[assistant]"
+    assert learnt(demonstrations, dataset) == [(first, False), ("<think></think>2<|im_end|>", True)]
+    last = [(second, False), ("<think></think>4<|im_end|>", True), ("\n", False)]
+    assert learnt(demonstrations, dataset, 1) == last
     batch = dataset.batch([1, 0], uid_prefix="0")
     assert list(batch.non_tensor_batch["index"]) == [0, 0]
     assert list(batch.non_tensor_batch["uid"]) == ["0-1", "0-0"]
 
 
-def test_template_whose_turns_cannot_be_found(files: Any, tokenizer: Any) -> None:
-    tokenizer.chat_template = (
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}A:{% endif %}"
-    )
-    text = raised(files.parquet([{"messages": turns("1", "2")}]), tokenizer)
-    assert text.startswith("tokenizer.chat_template: the tokenizer's chat template does not show what")
-    assert "it changes the first 1 message(s) once others follow" in text and "row" not in text
-    assert "model.custom_chat_template=" in text
+def test_template_whose_turns_cannot_be_found(demonstrations: Data) -> None:
+    demonstrations.tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}x{% endfor %}"
+    error = demonstrations.refused([{"messages": talk("1", "2")}])
+    assert error.field == "tokenizer.chat_template" and "row" not in str(error)
+    assert "model.custom_chat_template=" in str(error.remedy)
 
 
-def test_pairs_of_text(files: Any, tokenizer: Any) -> None:
-    rows = [{"prompt": "3+4=", "response": "7"}, {"prompt": "x\n", "response": "h"}]
-    dataset = SFTDataset(files.parquet(rows), tokenizer)
-    assert learnt(dataset, tokenizer) == [("3+4=", False), ("7<|im_end|>", True)]
-    assert learnt(dataset, tokenizer, 1) == [("x\n", False), ("h<|im_end|>", True)]
-    assert dataset.tokens.row(0)[-1] == tokenizer.eos_token_id
+@pytest.mark.parametrize(("row", "keys", "expected"), [
+    (pair("3+4=", "7"), {}, [("3+4=", False), ("7<|im_end|>", True)]),
+    (pair("x\n", "h"), {}, [("x\n", False), ("h<|im_end|>", True)]),
+    ({"q": talk("3+4?"), "a": "7"}, {"prompt_key": "q", "response_key": "a"},
+     [(chatml("3+4?"), False), ("7<|im_end|>", True)]),
+    ({"text": "1+1=2"}, {}, [("1", False), ("+1=2<|im_end|>", True)]),
+])  # fmt: skip
+def test_pairs_and_texts(demonstrations: Data, row: Any, keys: Any, expected: Any) -> None:
+    dataset = demonstrations([row], **keys)
+    assert learnt(demonstrations, dataset) == expected
+    assert dataset.tokens.row(0)[-1] == demonstrations.tokenizer.eos_token_id
 
 
-def test_pairs_of_messages_and_text_under_other_names(files: Any, tokenizer: Any) -> None:
-    path = files.parquet([{"q": turns("3+4?"), "a": "7"}])
-    dataset = SFTDataset(path, tokenizer, prompt_key="q", response_key="a")
-    prompt = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
-    assert learnt(dataset, tokenizer) == [(prompt, False), ("7<|im_end|>", True)]
-
-
-def test_batches_for_the_trainer(files: Any, tokenizer: Any) -> None:
-    rows = [{"prompt": "x" * (1 + n), "response": str(n)} for n in range(5)]
-    dataset = SFTDataset(files.parquet(rows), tokenizer)
+def test_batches_for_the_trainer(demonstrations: Data) -> None:
+    dataset = demonstrations([pair("x" * (1 + n), str(n)) for n in range(5)])
     batch = BatchLoader(dataset, 2, EpochOrder(shuffle=True, seed=1)).next()
     picked = list(batch.non_tensor_batch["index"])
-    assert batch.ragged("tokens").dtype == torch.int64
-    assert batch.ragged("tokens").lengths.tolist() == [row + 3 for row in picked]
-    assert batch.ragged("response_mask").dtype == torch.bool
-    assert torch.equal(batch.ragged("response_mask").offsets, batch.ragged("tokens").offsets)
-    assert int(batch.ragged("response_mask").values.sum()) == 4
+    tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
+    assert (tokens.dtype, mask.dtype) == (torch.int64, torch.bool)
+    assert tokens.lengths.tolist() == [row + 3 for row in picked]
+    assert torch.equal(mask.offsets, tokens.offsets) and int(mask.values.sum()) == 4
     assert list(batch.non_tensor_batch["uid"]) == [f"0-{row}" for row in picked]
 
 
-@pytest.mark.parametrize(
-    ("truncation", "text", "mask"),
-    [
-        ("right", "1234x", [False] * 4 + [True]),
-        ("left", "4xyz<|im_end|>", [False, True, True, True, True]),
-        ("middle", "12yz<|im_end|>", [False, False, True, True, True]),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "length", "truncation", "text", "mask"), [
+    ("1234", 5, "right", "1234x", [False] * 4 + [True]),
+    ("1234", 5, "left", "4xyz<|im_end|>", [False, True, True, True, True]),
+    ("1234", 5, "middle", "12yz<|im_end|>", [False, False, True, True, True]),
+    ("1", 3, "left", "yz<|im_end|>", [False, True, True]),  # the first token is never learned
+])  # fmt: skip
 def test_truncation_cuts_tokens_and_mask_alike(
-    files: Any, tokenizer: Any, truncation: str, text: str, mask: list[bool]
+    demonstrations: Data, prompt: str, length: int, truncation: str, text: str, mask: list[bool]
 ) -> None:
-    path = files.parquet([{"prompt": "1234", "response": "xyz"}])
-    dataset = SFTDataset(path, tokenizer, max_length=5, truncation=truncation)
-    assert tokenizer.decode(dataset.tokens.row(0)) == text
+    dataset = demonstrations([pair(prompt, "xyz")], max_length=length, truncation=truncation)
+    assert demonstrations.texts(dataset.tokens) == [text]
     assert dataset.response_mask.row(0).tolist() == mask
 
 
-def test_first_token_is_never_learnt(files: Any, tokenizer: Any) -> None:
-    path = files.parquet([{"prompt": "1", "response": "xyz"}])
-    dataset = SFTDataset(path, tokenizer, max_length=3, truncation="left")
-    assert tokenizer.decode(dataset.tokens.row(0)) == "yz<|im_end|>"
-    assert dataset.response_mask.row(0).tolist() == [False, True, True]
+def test_overlong_rows_and_rows_with_nothing_left(demonstrations: Data) -> None:
+    rows = [pair("1" * n, "2") for n in (1, 5, 9)]
+    error = demonstrations.refused(rows, max_length=7)
+    assert error.field == "data.max_length" and "1 row(s) of 3" in error.message
+    assert "row 2: 11 tok" in str(error.got)
+    error = demonstrations.refused(rows, max_length=6, truncation="right")
+    assert "1 row(s)" in error.message and "row 2: none of its 6 tokens" in str(error.got)
 
 
-def test_overlong_rows_and_rows_with_nothing_left(files: Any, tokenizer: Any) -> None:
-    path = files.parquet([{"prompt": "1" * n, "response": "2"} for n in (1, 5, 9)])
-    text = raised(path, tokenizer, max_length=7)
-    assert text.startswith(
-        "data.max_length: 1 row(s) of 3 are over the length limit\n  got:      row 2: 11 tok"
-    )
-    text = raised(path, tokenizer, max_length=6, truncation="right")
-    assert "train.parquet: 1 row(s) with nothing left to learn once cut to the length limit\n" in text
-    assert "row 2: none of its 6 tokens is learnt" in text
+def test_a_tokenizer_without_end_or_template(demonstrations: Data) -> None:
+    demonstrations.tokenizer.chat_template = None
+    assert "no chat template" in str(demonstrations.refused([{"messages": talk("1", "2")}]))
+    demonstrations.tokenizer.eos_token = None
+    assert demonstrations.refused([pair("1", "2")]).field == "tokenizer.eos_token"
 
 
-def test_no_end_token(files: Any, tokenizer: Any) -> None:
-    tokenizer.eos_token = None
-    text = raised(files.parquet([{"prompt": "1", "response": "2"}]), tokenizer)
-    assert text.startswith("tokenizer.eos_token: the tokenizer has no end-of-sequence token")
+COMPLETED = {"prompt": talk("a"), "completion": talk("", "b")[1:]}
 
 
-def test_no_template(files: Any, tokenizer: Any) -> None:
-    tokenizer.chat_template = None
-    assert "has no chat template" in raised(files.parquet([{"messages": turns("1", "2")}]), tokenizer)
+@pytest.mark.parametrize(("good", "change", "problem"), [
+    ({"messages": talk("1", "2")}, {"messages": talk("1")}, "messages: no turn of the assistant"),
+    ({"messages": talk("1", "2")}, {"messages": talk("", "2", "1")[1:]}, "messages: the first message is"),
+    ({"messages": talk("1", "2")}, {"messages": []}, "messages: an empty list"),
+    ({"messages": talk("1", "2")}, {"messages": None}, "messages: not a list of messages but null"),
+    (pair("1", "2"), {"prompt": ""}, "prompt: an empty text"),
+    (pair("1", "2"), {"response": None}, "response: null, not text"),
+    (COMPLETED, {"completion": talk("only the user")}, "completion: no turn of the assistant"),
+    (COMPLETED | {"tools": "[]"}, {"tools": "7"}, "tools: not a list of JSON schemas but"),
+])  # fmt: skip
+def test_wrong_rows(demonstrations: Data, good: Any, change: Any, problem: str) -> None:
+    error = demonstrations.refused([good, good | change])
+    assert "1 row(s)" in error.message and f"row 1: {problem}" in str(error.got)
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"messages": turns("1")}, "messages: no turn of the assistant"),
-        ({"messages": turns("1", "2")[::-1]}, "messages: the assistant speaks first"),
-        ({"messages": []}, "messages: an empty list of messages"),
-        ({"messages": None}, "messages: not a list of messages but null"),
-    ],
-)
-def test_wrong_conversations(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
-    text = raised(files.parquet([{"messages": turns("1", "2")}, row]), tokenizer)
-    assert f"1 row(s) of the wrong shape\n  got:      row 1: {problem}\n" in text
+def test_missing_columns_name_both_forms(demonstrations: Data) -> None:
+    error = demonstrations.refused([{"prompt": "1", "answer": "2"}])
+    assert "'messages' or 'response' or 'completion' or 'text'" in error.message
+    assert error.got == "columns prompt, answer"
+    assert str(error.expected).startswith("messages or prompt, response or prompt, ")
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "", "response": "2"}, "prompt: an empty text"),
-        ({"prompt": "1", "response": None}, "response: null, not text"),
-    ],
-)
-def test_wrong_pairs(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
-    text = raised(files.parquet([{"prompt": "1", "response": "2"}, row]), tokenizer)
-    assert f"1 row(s) of the wrong shape\n  got:      row 1: {problem}\n" in text
+def test_files_of_different_forms(demonstrations: Data) -> None:
+    rows = {"a.parquet": {"messages": talk("1", "2")}, "b.parquet": pair("1", "2")}
+    paths = [demonstrations.files.parquet([row], name) for name, row in rows.items()]
+    assert demonstrations.refused(paths).got == "messages; prompt, response"
 
 
-def test_missing_columns_name_both_forms(files: Any, tokenizer: Any) -> None:
-    text = raised(files.parquet([{"prompt": "1", "answer": "2"}]), tokenizer)
-    assert "missing column 'messages' or 'response' or 'completion' or 'text'\n" in text
-    assert "got:      columns prompt, answer\n  expected: messages or prompt, response or prompt, " in text
-
-
-def test_files_of_different_forms(files: Any, tokenizer: Any) -> None:
-    paths = [
-        files.parquet([{"messages": turns("1", "2")}], "a.parquet"),
-        files.parquet([{"prompt": "1", "response": "2"}], "b.parquet"),
-    ]
-    assert "the files have different columns\n  got:      messages; prompt, response\n" in raised(
-        paths, tokenizer
-    )
-
-
-def test_a_completion_of_messages_follows_its_prompt(files: Any, tokenizer: Any) -> None:
-    prompt, completion = turns("1+1?", "2", "sure?"), turns("", "yes", "thanks", "bye")[1:]
-    dataset = SFTDataset(files.parquet([{"prompt": prompt, "completion": completion}]), tokenizer)
-    whole = SFTDataset(files.parquet([{"messages": prompt + completion}], "whole.parquet"), tokenizer)
+def test_a_completion_of_messages_follows_its_prompt(demonstrations: Data) -> None:
+    prompt, completion = talk("1+1?", "2", "sure?"), talk("", "yes", "thanks", "bye")[1:]
+    dataset = demonstrations([{"prompt": prompt, "completion": completion}])
+    whole = demonstrations([{"messages": prompt + completion}])
     assert dataset.tokens.row(0).equal(whole.tokens.row(0))
-    written = [text for text, mask in learnt(dataset, tokenizer) if mask]
+    written = [text for text, mask in learnt(demonstrations, dataset) if mask]
     assert written == ["yes<|im_end|>", "bye<|im_end|>"]
+    text = demonstrations.refused([{"prompt": "a text", "completion": completion}])
+    assert "row 0: completion: a list of messages, but the prompt is not" in str(text)
 
 
-def test_a_text_is_learnt_whole(files: Any, tokenizer: Any) -> None:
-    dataset = SFTDataset(files.parquet([{"text": "1+1=2"}]), tokenizer)
-    assert learnt(dataset, tokenizer) == [("1", False), ("+1=2<|im_end|>", True)]
-
-
-def test_tools_are_shown_to_the_template_of_prompts_and_completions(files: Any, tokenizer: Any) -> None:
-    tokenizer.chat_template = (
+def test_tools_are_shown_to_the_template_of_prompts_and_completions(demonstrations: Data) -> None:
+    demonstrations.tokenizer.chat_template = (
         "{% if tools %}tools {{ tools | length }}\n{% endif %}"
         "{% for m in messages %}{{ m.role + ':' + m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    row = {"prompt": turns("a"), "completion": turns("", "b")[1:], "tools": '[{"name": "f"}, {"name": "g"}]'}
-    dataset = SFTDataset(files.parquet([row]), tokenizer)
-    assert tokenizer.decode(dataset.tokens.row(0)) == "tools 2\nuser:a<|im_end|>assistant:b<|im_end|>"
-    assert "missing column 'mine'" in raised(files.parquet([row]), tokenizer, tools_key="mine")
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "a text"}, "completion: messages, but the prompt is not"),
-        ({"completion": turns("only the user")}, "completion: no turn of the assistant"),
-        ({"tools": "7"}, "tools: not a list of JSON schemas but"),
-    ],
-)
-def test_wrong_completions(files: Any, tokenizer: Any, row: dict[str, Any], problem: str) -> None:
-    good = {"prompt": turns("a"), "completion": turns("", "b")[1:]}
-    assert f"row 0: {problem}" in raised(files.parquet([good | row]), tokenizer)
+    rows = [COMPLETED | {"tools": '[{"name": "f"}, {"name": "g"}]'}]
+    texts = demonstrations.texts(demonstrations(rows).tokens)
+    assert texts == ["tools 2\nuser:a<|im_end|>assistant:b<|im_end|>"]
+    assert "missing column 'mine'" in str(demonstrations.refused(rows, tools_key="mine"))

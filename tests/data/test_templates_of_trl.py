@@ -1,6 +1,8 @@
-"""Chat templates of real models, those that an installed trl holds (or the folder TANDEM_CHAT_TEMPLATES):
-every turn of the assistant is learnt after what generation meets, to its end. What is refused, the template
-refuses itself: roles that it does not know."""
+"""Chat templates of real models, from an installed trl or from the folder TANDEM_CHAT_TEMPLATES.
+
+Every turn of the assistant is learned up to its end, after the text that precedes it in generation. Only
+conversations that the template itself rejects are refused, because it does not know their roles.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from tandem.data.chat import ChatTemplate
 from tandem.data.encoder import SHAPE, Encoder
 from tandem.data.examples import ConversationForm
 from tandem.data.truncation import Limit
+from tests.data.cases import talk
 from tests.support.tokenizers import KINDS
 
 _MARKER = re.compile(
@@ -39,28 +42,18 @@ _X = {"type": "object", "properties": {"x": {"type": "integer"}}}
 _TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": _X}}]
 
 
-def _talk(*contents: str, **fields: str) -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    return [
-        {"role": roles[n % 2], "content": text, **(fields if n % 2 else {})}
-        for n, text in enumerate(contents)
-    ]
-
-
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one": _talk("The sum?", "The answer"),
-    "two": _talk("Q", "The sum", "Sure?", "No"),
-    "system": [{"role": "system", "content": "Be kind"}, *_talk("Q", "The sum")],
-    "blanks": _talk(" Q\n", " The sum \n", "a", "\n\nb "),
-    "reasoning": _talk("Q", "The sum", "Sure?", "No", reasoning_content="hm"),
-    "thought": _talk("Q", "<think>\nhm\n</think>\n\nThe sum", "Sure?", "<think>\noh\n</think>\n\nNo"),
+    "one": talk("The sum?", "The answer"),
+    "two": talk("Q", "The sum", "Sure?", "No"),
+    "system": [{"role": "system", "content": "Be kind"}, *talk("Q", "The sum")],
+    "blanks": talk(" Q\n", " The sum \n", "a", "\n\nb "),
+    "reasoning": talk("Q", "The sum", "Sure?", "No", reasoning_content="hm"),
+    "thought": talk("Q", "<think>\nhm\n</think>\n\nThe sum", "Sure?", "<think>\noh\n</think>\n\nNo"),
     "calls": [
-        *_talk("Q"),
-        {"role": "assistant", "content": "", "tool_calls": _CALLS},
-        {"role": "tool", "name": "f", "content": "2"},
-        {"role": "assistant", "content": "The sum"},
+        *talk("Q"), {"role": "assistant", "content": "", "tool_calls": _CALLS},
+        {"role": "tool", "name": "f", "content": "2"}, {"role": "assistant", "content": "The sum"},
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not _FILES, reason="no trl here, and TANDEM_CHAT_TEMPLATES names no folder")
@@ -73,7 +66,7 @@ def test_a_real_template_trains_what_generation_meets(path: Path, kind: str) -> 
 
 
 def refusals(path: Path, kind: str) -> dict[str, str]:
-    """Check all conversations; return which the template refuses itself, and why."""
+    """Check all conversations, and return which ones the template itself rejects, and why."""
     source = path.read_text(encoding="utf-8")
     tokenizer = KINDS[kind](sorted(set(_MARKER.findall(source))), source)
     template = ChatTemplate(tokenizer, None)
@@ -105,7 +98,7 @@ def _follows(
         )
         (ids, mask), wanted = rows[0], whole["input_ids"]
         text = tokenizer.decode(wanted)
-        assert tokenizer.decode(ids)[: len(text)] == text  # the token that ends the last turn may be more
+        assert tokenizer.decode(ids)[: len(text)] == text  # the end token of the last turn may follow
         if ids == wanted and marked:
             assert mask == list(map(bool, whole["assistant_masks"]))
     for turn, prompt in zip(turns, prompts, strict=True):

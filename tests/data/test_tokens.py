@@ -1,4 +1,4 @@
-"""The ids of what is learnt: those that the model meets and writes, with tokenizers of several kinds."""
+"""Token ids of responses equal those that the model reads and writes, with several kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tandem.data.examples import ConversationForm, PairForm, PreferenceForm
 from tandem.data.forms import PromptForm
 from tandem.data.tokens import begin, encoded, tokenize
 from tandem.data.truncation import Limit
+from tests.data.cases import talk
 from tests.support.tokenizers import KINDS, byte_level, metaspace
 
 MARKERS = ["<|user|>", "<|assistant|>"]
@@ -23,14 +24,11 @@ PLAIN = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-
-
-def talk(*contents: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+FORMS = (PairForm("prompt", "response"), PreferenceForm(("response", "b"), "prompt", None, side="response"))
 
 
 def made(form: Form, row: dict[str, Any], tokenizer: Any, **options: Any) -> tuple[list[int], np.ndarray]:
-    """The ids of a row, and the mask of those that are learnt."""
+    """Return the ids of a row, and the mask of the ids that the model learns."""
     encoder = Encoder(form, tokenizer, ChatTemplate(tokenizer, None), Limit(999, ""), learnt=True, **options)
     part = encoder.part([row], [0])
     assert not part.problems and part.error is None
@@ -39,7 +37,7 @@ def made(form: Form, row: dict[str, Any], tokenizer: Any, **options: Any) -> tup
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversations_ids_are_those_of_its_template(kind: str) -> None:
-    """The answer is not tokenised apart: no blank is learnt before it."""
+    """The response is not tokenized separately, so no space is learned before it."""
     tokenizer = KINDS[kind](MARKERS, PLAIN)
     messages = talk("The sum?", "The answer", "x:", " a  é")
     ids, mask = made(ConversationForm("messages"), {"messages": messages}, tokenizer)
@@ -58,7 +56,7 @@ def test_a_conversations_ids_are_those_of_its_template(kind: str) -> None:
     [("Q: ", "The sum"), ("Q:", " The"), ("Q:\n", "\nThe"), ("a", "nswer"), ("The", ""), ("1+1=", "é")],
 )
 def test_a_response_follows_its_prompt_as_the_model_meets_it(kind: str, prompt: str, response: str) -> None:
-    """Also where a token of the whole would lie on both sides."""
+    """This also holds if a token of the whole text would cross the boundary."""
     tokenizer = KINDS[kind]()
     before, after = encoded(tokenizer, [[(prompt, False), (response, True)]])[0]
     (met,) = tokenize(tokenizer, [prompt])
@@ -91,13 +89,10 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
 
 
 def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
-    """In training and RL alike, unless it has one; a template writes its own."""
+    """A text that already has the token gets no second one. Templates write their own begin token."""
     tokenizer = metaspace(MARKERS, PLAIN)
     first = tokenizer.bos_token_id
-    for form in (
-        PairForm("prompt", "response"),
-        PreferenceForm(("response", "b"), "prompt", None, side="response"),
-    ):
+    for form in FORMS:
         for prompt in ("The sum", "<s>The sum"):
             ids, mask = made(form, {"prompt": prompt, "response": "a", "b": "x"}, tokenizer, ended=True)
             assert ids.count(first) == 1 and ids[0] == first and not mask[0]
@@ -122,10 +117,7 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
     for response in ("a", "a<|end|>", "<|end|>", ""):
         for prompt in ("Q:", "Q:<|end|>"):
             row = {"prompt": prompt, "response": response, "b": "x"}
-            for form in (
-                PairForm("prompt", "response"),
-                PreferenceForm(("response", "b"), "prompt", None, side="response"),
-            ):
+            for form in FORMS:
                 ids, mask = made(form, row, tokenizer, ended=True)
                 learnt = tokenizer.decode(np.array(ids)[mask])
                 assert learnt == ("a<|end|>" if "a" in response else "<|end|>")
@@ -133,7 +125,7 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
 
 @pytest.mark.parametrize("single", ["<s> $A", "<s> $A <|end|>", "<s>:0 <|user|>:0 $A:0", "$A <|end|>", "$A"])
 def test_the_begin_token_is_what_stands_before_a_text_and_no_end(single: str) -> None:
-    """Of any vocabulary, and of several tokens (GLM's)."""
+    """The begin tokens may be several (GLM), and any vocabulary works."""
     core = Tokenizer(models.WordLevel({"1": 0}))
     core.add_special_tokens(["<s>", "<|end|>", "<|user|>"])
     known = [(token, core.token_to_id(token)) for token in ("<s>", "<|end|>", "<|user|>")]

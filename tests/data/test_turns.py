@@ -1,4 +1,4 @@
-"""Chat templates with the habits of real ones: what each turn follows, and what of it is learnt."""
+"""Chat templates with the quirks of real ones: the text before each turn, and the learned part of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tandem.data.examples import ConversationForm, PreferenceForm
 from tandem.data.truncation import Limit
 from tandem.data.turns import examples
 from tandem.errors import DataError
+from tests.data.cases import talk
 from tests.support.tokenizers import KINDS, byte_level
 
 END = "<|end|>"
@@ -31,23 +32,10 @@ EMPTIED = (
     "{{ m.content + eos_token }}{% else %}{{ '<think></think>' + c + eos_token }}{% endif %}"
     "{% else %}{{ c + eos_token }}{% endif %}" + PROMPT + "{{ '<think>\n' }}" + CLOSE
 )
-LATER = (
-    LOOP
-    + ROLE
-    + ANSWER
-    + "{{ (m.content if loop.last else c) + eos_token }}"
-    + PROMPT
-    + "{% if no_think is defined %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    + CLOSE
-)
-CLOSED = (
-    LOOP
-    + ROLE
-    + "{{ '\n' + m.content | trim + '<|stop|>\n' }}"
-    + PROMPT
-    + "{{ '\n' }}{% else %}{{ eos_token }}"
-    + CLOSE
-)
+NO_THINK = "{% if no_think is defined %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+LATER = LOOP + ROLE + ANSWER + "{{ (m.content if loop.last else c) + eos_token }}" + PROMPT + NO_THINK + CLOSE
+TRIMMED = "{{ '\n' + m.content | trim + '<|stop|>\n' }}"
+CLOSED = LOOP + ROLE + TRIMMED + PROMPT + "{{ '\n' }}{% else %}{{ eos_token }}" + CLOSE
 OPEN = (
     LOOP + ROLE + "{{ '\n' + m.content }}{% for call in m.tool_calls or [] %}{{ '<tool_call>f</tool_call>' }}"
     "{% endfor %}" + PROMPT + CLOSE
@@ -73,18 +61,15 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def talk(*contents: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+WHOLE = ConversationForm("m")
 
 
-def encoder(tokenizer: Any) -> Encoder:
-    return Encoder(
-        ConversationForm("m"), tokenizer, ChatTemplate(tokenizer, None), Limit(99999, ""), learnt=True
-    )
+def encoder(tokenizer: Any, form: Any = WHOLE) -> Encoder:
+    return Encoder(form, tokenizer, ChatTemplate(tokenizer, None), Limit(99999, ""), learnt=True)
 
 
 def shown(source: str, messages: list[dict[str, Any]], **options: Any) -> list[list[str]]:
-    """The examples, what is learnt with a star."""
+    """Return the examples, with a star before each learned piece."""
     template = ChatTemplate(byte_level(MARKERS, source), options)
     return [["*" * learnt + str(text) for text, learnt in each] for each in examples(template, messages)]
 
@@ -101,7 +86,7 @@ def test_a_template_that_keeps_what_was_makes_one_example() -> None:
 
 
 def test_reasoning_that_the_prompt_begins_is_gone_on_with() -> None:
-    """The turn as rendered has none of it; the model meets its beginning."""
+    """The rendered turn has no reasoning, but the generation prompt starts it."""
     first = f"{U}1?{END}{A}"
     assert shown(BEGUN, THOUGHT) == [
         [first + "<think>\n", f"*hm\n</think>\n\n2{END}"],
@@ -137,7 +122,7 @@ def test_what_follows_the_end_only_at_the_last_turn_is_not_in_the_others() -> No
 
 
 def test_a_turn_that_nothing_ends_is_ended_by_the_token_that_begins_the_next() -> None:
-    """Also the last, by the token of who would speak then: the model stops there, and must learn it."""
+    """The last turn ends with the token of the next speaker too: the model stops there and must learn it."""
     assert shown(OPEN, talk("1?", "2", "3?", "4")) == [[f"{U}\n1?{A}", f"*\n2{U}", f"\n3?{A}", f"*\n4{U}"]]
     called = [*talk("1?"), {"role": "assistant", "content": "", "tool_calls": CALL}]
     answered = [*called, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "3"}]
@@ -159,7 +144,7 @@ def test_marks_of_the_template_say_what_is_learnt() -> None:
 
 
 def test_a_template_of_parts_is_given_parts() -> None:
-    """In prompts too: a text as content would leave nothing of it."""
+    """This includes prompts: such a template would render nothing for content that is plain text."""
     assert shown(PARTS, talk("1?", "2")) == [[f"{U}1?{END}{A}", f"*2{END}"]]
     template = ChatTemplate(byte_level(MARKERS, PARTS), None)
     assert template.prompt(talk("1?")) == [(f"{U}1?{END}{A}", False)]
@@ -179,7 +164,7 @@ def test_arguments_of_calls_are_given_as_the_template_wants_them(arguments: Any)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_turn_follows_what_the_model_meets(name: str, kind: str) -> None:
-    """In tokens; each turn of the assistant is learnt once, and a preference is its last."""
+    """The test compares tokens. Each turn is learned once, and a preference learns its last turn."""
     follows_prompts(KINDS[kind](MARKERS, TEMPLATES[name]), THOUGHT)
 
 
@@ -198,7 +183,7 @@ def follows_prompts(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
         there = [mask[len(met) - 1 : len(met) + 1] for ids, mask in sequences if ids[: len(met)] == met]
         assert [False, True] in there
     pair = PreferenceForm(("m", "m"), None, None, texts=False, side="m")
-    last = Encoder(pair, tokenizer, template, Limit(9999, ""), learnt=True).part([{"m": messages}], [0])
+    last = encoder(tokenizer, pair).part([{"m": messages}], [0])
     ids, mask = sequences[-1]
     assert last.ids.tolist() == ids[: len(last.ids)] and last.masks[-1] and not any(mask[len(last.ids) :])
 
@@ -208,7 +193,7 @@ def test_a_template_that_changes_what_was_is_blamed_and_one_that_refuses_a_row_i
     with pytest.raises(DataError, match="changes the first 1 message") as caught:
         shown(counting, talk("1?", "2"))
     assert caught.value.field == "tokenizer.chat_template"
-    with pytest.raises(DataError, match="leaves out the response, message 1"):
+    with pytest.raises(DataError, match="omits the response, message 1"):
         shown(PLAIN.replace("m.content + eos_token", "'' if m.role == 'assistant' else 1"), talk("1?", "2"))
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
     tokenizer = byte_level(MARKERS, strict)

@@ -1,4 +1,4 @@
-"""What stands in a file is what is read, or the file is refused and the row named."""
+"""Values are read as they are in the file, or the file is refused with an error that names the row."""
 
 from __future__ import annotations
 
@@ -15,40 +15,17 @@ from tandem.data.files import read_files
 from tandem.errors import DataError
 
 FIELDS = (
-    "007",
-    "1e5",
-    "1.10",
-    "-0",
-    "+5",
-    "12345678901234567890",
-    "0.1000000000000000055",
-    "1e400",
-    " 7",
-    "",
-)
+    "007", "1e5", "1.10", "-0", "+5", "12345678901234567890", "0.1000000000000000055", "1e400", " 7", "",
+)  # fmt: skip
 FIELDS += (
-    "2024-05-01",
-    "2024-05-01T00:00:00Z",
-    "12:30:00",
-    "true",
-    "null",
-    "NA",
-    "nan",
-    "inf",
-    "0x1F",
-    "1,000",
-)
+    "2024-05-01", "2024-05-01T00:00:00Z", "12:30:00", "true", "null", "NA", "nan", "inf", "0x1F", "1,000",
+)  # fmt: skip
 KEPT = ("12", "-9223372036854775808", "9223372036854775807", "0.1", "1e5", "-0.0", "5e-324", "true", "null")
 KEPT += ('"2024-05-01"', '"2024-05-01T00:00:00Z"', '"12:30:00"', '"007"', '"1e5"', '"NA"', "Infinity", "{}")
 KEPT += ('["2024-05-01"]', '{"a": ["2024-05-01 12:00:00"]}', '[{"b": 1.5}]', "0.30000000000000004")
 REFUSED = (
-    "9223372036854775808",
-    "18446744073709551616",
-    "1" * 5000,
-    "0.1000000000000000055",
-    "1e400",
-    "1e-400",
-)
+    "9223372036854775808", "18446744073709551616", "1" * 5000, "0.1000000000000000055", "1e400", "1e-400",
+)  # fmt: skip
 REFUSED += ("1e999999999999999999999", "123456789.123456789123")
 MIXED = (("1", "1.5"), ("9007199254740993", "0.5"), ("true", "1"), ("1", '"1"'), ("[1]", "[1.5]"))
 
@@ -65,7 +42,7 @@ def answers(path: Path, cache: str | None) -> list[Any]:
 
 
 def json_files(folder: Path, values: tuple[str, ...]) -> list[Path]:
-    """JSON lines, and a list, of rows with these answers."""
+    """Write JSON lines, and a JSON list, of rows with these answers."""
     rows = [f'{{"prompt": "x", "answer": {value}}}' for value in values]
     (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "a.json").write_text(f"[{', '.join(rows)}]")

@@ -1,4 +1,4 @@
-"""The demo's tasks of reasoning-gym: their problems, their slips, and runs of them."""
+"""The demo's tasks of reasoning-gym: their problems, their typical mistakes, and runs on them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_phrases_are_what_all_questions_share() -> None:
         {"prompt": [{"content": f"sort {own}{middle}{other}."}]}
         for own, other in (("1", "up"), ("22", "down"), ("3,4", "up"))
     ]
-    assert phrases(texts) == ["sort ", middle]  # a single character is a token already
+    assert phrases(texts) == ["sort ", middle]  # a single character is already a token
     short = [{"prompt": [{"content": text}]} for text in ("a 1 then b", "c 2 then d")]
     assert phrases(short) == []
 

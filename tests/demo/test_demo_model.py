@@ -1,4 +1,4 @@
-"""The demo's model folder, loaded as any Hugging Face folder is."""
+"""The demo's model folder, loaded like other Hugging Face folders."""
 
 from __future__ import annotations
 

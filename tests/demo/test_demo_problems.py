@@ -1,4 +1,4 @@
-"""The demo's problems and demonstrations, read back the way training reads them."""
+"""The demo's problems and demonstrations, read as in training."""
 
 from __future__ import annotations
 

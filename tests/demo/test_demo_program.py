@@ -1,4 +1,4 @@
-"""What the demo asks of the trainer."""
+"""The config that the demo passes to the trainer."""
 
 from __future__ import annotations
 

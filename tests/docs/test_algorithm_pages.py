@@ -1,4 +1,4 @@
-"""The pages that `make docs` builds say what the code says, and their links lead somewhere."""
+"""Tests that the generated pages of algorithms match the code, and that their links are valid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checks() -> list[Check]:
     return equations.collected()
 
 
-def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:
+def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:  # noqa: D417
     """Scores times a number. It
     goes on.
 
@@ -66,25 +66,25 @@ def explained(scores: Tensor, mask: Tensor, *, scale: float = 1.0) -> None:
     Cost: nothing.
     Source: Somebody 1999, https://arxiv.org/abs/1234.56789, eq. 1;
     others 2001 (Them), https://arxiv.org/abs/2345.67890.
-    """
+    """  # noqa: D205 (the docstring is test data)
 
 
 def test_a_docstring_is_taken_apart() -> None:
-    said = parse(explained)
-    assert said.summary == "Scores times a number. It goes on."
-    assert said.symbols == "s a score, k the scale"
-    assert said.equation == "A = s * k        (always)\nB = 0"
-    assert said.notes == ["A further word, and what it means:\n\n    code"]
-    assert said.arguments == {
+    found = parse(explained)
+    assert found.summary == "Scores times a number. It goes on."
+    assert found.symbols == "s a score, k the scale"
+    assert found.equation == "A = s * k        (always)\nB = 0"
+    assert found.notes == ["A further word, and what it means:\n\n    code"]
+    assert found.arguments == {
         "scores": "(N) of each token.",
         "mask": "(N) of each token.",
         "scale": "k, > 0.",
     }
-    assert (said.returns, said.raises) == ("Two things.", "ConfigError: never.")
-    assert said.labelled["When to use"] == "seldom, if at all."
-    assert said.labelled["Watch"] == "`a/b` falls; `c/d` rises."
-    assert said.labelled["Cost"] == "nothing."
-    assert generate.paper(said.labelled["Source"]) == (
+    assert (found.returns, found.raises) == ("Two things.", "ConfigError: never.")
+    assert found.labelled["When to use"] == "seldom, if at all."
+    assert found.labelled["Watch"] == "`a/b` falls; `c/d` rises."
+    assert found.labelled["Cost"] == "nothing."
+    assert generate.paper(found.labelled["Source"]) == (
         "[Somebody 1999](https://arxiv.org/abs/1234.56789); [others 2001 (Them)](https://arxiv.org/abs/2345.67890)"
     )
 
@@ -104,7 +104,7 @@ def test_an_equation_needs_no_symbols_and_a_summary_may_be_followed_by_one() -> 
             A = 1
 
         Two.
-        """
+        """  # noqa: D415 (the docstring is test data)
 
     assert (parse(titled).equation, parse(titled).symbols) == ("A = 1", "")
     assert (parse(untitled).summary, parse(untitled).equation) == ("One:", "A = 1")
@@ -133,21 +133,21 @@ def test_every_algorithm_says_when_to_use_it_what_to_watch_and_what_it_costs() -
     missing = {
         entry.name: lacking
         for entry in ENTRIES
-        if (lacking := [label for label in LABELS if label not in entry.said.labelled])
+        if (lacking := [label for label in LABELS if label not in entry.docstring.labelled])
     }
     assert missing == {}
 
 
 @pytest.mark.slow
 def test_every_algorithm_has_an_equation_and_a_test_that_holds_it_to_that(checks: list[Check]) -> None:
-    assert [entry.path for entry in ENTRIES if not entry.said.equation] == []
+    assert [entry.path for entry in ENTRIES if not entry.docstring.equation] == []
     found = equations.by_page(ENTRIES, checks)
     assert [path for path, of in found.items() if all(check.verl for check in of)] == []
 
 
 @pytest.mark.slow
 def test_marks_are_read_with_the_parameters_of_their_test(checks: list[Check]) -> None:
-    """By name, by alias, with the + of a straight-through form; alone or in a list of several."""
+    """Marks may use a name, an alias or the + of a straight-through form, alone or in a list."""
     found = {path: {c.test for c in of} for path, of in equations.by_page(ENTRIES, checks).items()}
     kl = {c.page for c in checks if c.test == "test_values" and c.file == "tests/algorithms/test_kl.py"}
     assert {"kl/k3", "kl/k3+", "kl/low_var_kl", "kl/low_var_kl+"} <= kl
@@ -163,8 +163,8 @@ def test_marks_are_read_with_the_parameters_of_their_test(checks: list[Check]) -
 
 
 def test_a_mark_that_names_no_page_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    astray = Check(page="kl/k9", file="tests/test_a.py", test="test_b", says="", where="", verl=False)
-    with pytest.raises(ValueError, match=r"no page 'kl/k9', which tests/test_a.py::test_b"):
+    astray = Check(page="kl/k9", file="tests/test_a.py", test="test_b", summary="", where="", verl=False)
+    with pytest.raises(ValueError, match=r"tests/test_a.py::test_b .*'kl/k9'"):
         equations.by_page(ENTRIES, [astray])
     (tmp_path / "test_own.py").write_text(
         "import pytest\n@pytest.mark.equation('kl/{kind}')\ndef test_nothing(): ...\n"
@@ -174,7 +174,7 @@ def test_a_mark_that_names_no_page_and_one_that_cannot_be_read_are_refused(tmp_p
 
 
 def test_what_to_watch_names_something_that_is_logged() -> None:
-    assert [entry.name for entry in ENTRIES if "`" not in entry.said.labelled.get("Watch", "`")] == []
+    assert [entry.name for entry in ENTRIES if "`" not in entry.docstring.labelled.get("Watch", "`")] == []
 
 
 def test_every_registered_name_has_a_page_and_a_row() -> None:
@@ -187,7 +187,7 @@ def test_every_registered_name_has_a_page_and_a_row() -> None:
         for alias in entry.aliases:
             assert f"`{alias}`" in made[entry.path]
     for entry in REGISTERED:
-        assert entry.said.equation in made[entry.path]
+        assert entry.docstring.equation in made[entry.path]
         for column in entry.spec.columns:
             assert f"| `{column}` |" in made[entry.path]
 
@@ -232,7 +232,7 @@ def test_whether_an_estimator_tells_tokens_apart_is_found_by_running_it() -> Non
 
 
 def other(value: object) -> object:
-    """Another value of an option that is still allowed."""
+    """Return another valid value of an option."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -244,7 +244,7 @@ def other(value: object) -> object:
 def test_the_snippet_is_a_config(entry: Entry, lab: Lab, tmp_path: Path) -> None:
     file = tmp_path / "snippet.yaml"
     file.write_text(generate.snippet(entry))
-    beside = lab.overrides(tmp_path / "run")[1:]  # without its estimator
+    beside = lab.overrides(tmp_path / "run")[1:]  # without the estimator
     estimator = [] if entry.kind.folder == "advantages" else ["algorithm.adv_estimator=grpo"]
     config = load_train_config(str(file), [*beside, *estimator]).config
     for name, value in entry.settings.items():
@@ -256,7 +256,7 @@ WITH_OPTIONS = [entry for entry in REGISTERED if entry.kind.folder in ("advantag
 
 @pytest.mark.parametrize("entry", WITH_OPTIONS, ids=lambda entry: entry.name)
 def test_an_option_set_at_its_key_arrives(entry: Entry, lab: Lab, tmp_path: Path) -> None:
-    """In the worker that calls the function."""
+    """Checks the options in the worker that calls the function."""
     wanted = {name: (option, other(value)) for name, (option, value) in generate.options_of(entry).items()}
     words = [f"{name}={generate._value(value)}" for name, (_, value) in wanted.items()]
     words += [f"{n}={generate._value(v)}" for n, v in entry.settings.items() if n not in wanted]

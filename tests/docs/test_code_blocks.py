@@ -1,5 +1,8 @@
-"""Every block of code in README, pages and docstrings: Python runs, lines of shell are ones that the commands
-take. What nobody runs has a reason beside it, and is counted."""
+"""Tests of all code blocks in README, pages and docstrings.
+
+Python blocks are executed. Shell lines must be accepted by the commands. A block that is not
+executed must give a reason, and the number of these blocks is limited.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +51,10 @@ ELSEWHERE = {
     "docs/your-own-algorithm.md": "tests/docs/test_own_algorithm.py",
     "docs/data.md": "tests/cli/test_data_command.py",
 }
-"""Pages whose Python or sessions another test runs, with what they need."""
+"""Pages whose Python code or sessions are run by another test, with the setup that they need."""
 
 BEFORE_A_MODEL = {"docs/rewards.md"}
-"""Pages whose Python calls `tandem.train` on a model and rows of the reader's."""
+"""Pages whose Python code calls `tandem.train` with a model and rows of the reader."""
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "bash", "console", "text", "json", "yaml", "diff", ""}
@@ -82,7 +86,7 @@ def test_what_is_not_run_has_a_reason(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("page", [p for p in PAGES if of(p, "python") and name(p) not in ELSEWHERE], ids=name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page one after the other; one that begins with the name of a file is that file."""
+    """Runs the blocks of a page in order. A block that starts with a file name is saved as that file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("JUDGE_KEY", "of nobody")
@@ -92,14 +96,16 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if block.file:
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")
         code = compile("\n" * block.line + block.text, str(page), "exec")
-        exec(code, dict(names) if block.file else names)  # a file alone, the rest of a page together
+        given = dict(names) if block.file else names  # blocks without a file share their names
+        with ThreadPoolExecutor(1) as thread:  # another test's browser may keep an event loop in this thread
+            thread.submit(exec, code, given).result()
     for module in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
             del sys.modules[module]
 
 
 def stand_ins(folder: Path) -> dict[str, Any]:
-    """What a page takes for granted; `train` does all that comes before a model is loaded."""
+    """Return the names that a page uses. `train` only does the checks before a model is loaded."""
 
     def train(model: Any, *, train: Any, rewards: Any) -> None:
         _loaded(model, train, None, rewards, "grpo", 1, folder / "run", {"data.max_response_length": 8})
@@ -128,13 +134,14 @@ LOADERS = {
 }
 ABSENT = (
     "missing",
-    "no such file",
-    "no such folder",
-    "not a model folder",
+    "this file does not exist",
+    "this folder does not exist",
+    "this folder has no config.json",
+    "this folder has no tokenizer_config.json",
     "no pool",
     "unknown resource pool",
 )
-"""Errors of what is not there: a line on a page names files that its reader has."""
+"""Messages about missing files: the lines on a page name files of the reader."""
 OTHERS = {
     "git",
     "cd",
@@ -150,15 +157,15 @@ OTHERS = {
     ".",
     "#SBATCH",
 }
-"""Programs that pages call, which are not ours to check."""
+"""Programs on pages that are not part of Tandem and are not checked."""
 
 
 def lines(block: Block) -> Iterator[list[str]]:
-    """The words of each command of a block."""
+    """Yield the words of each command in a block."""
     waiting = ""
     for line in re.sub(r"\\\n", " ", block.text).splitlines():
         waiting += f"{line}\n"
-        if re.sub(r"#.*", "", waiting).count("'") % 2:  # a quotation goes on
+        if re.sub(r"#.*", "", waiting).count("'") % 2:  # the quotation continues on the next line
             continue
         words, waiting = shlex.split(waiting, comments=True), ""
         if "--" in words and words[:1] != ["tandem"]:  # RANK=0 tandem node … -- tandem train …
@@ -200,7 +207,7 @@ def test_lines_of_shell_are_ones_that_the_programs_take(
 
 
 def takes(words: list[str]) -> None:
-    """The command exists, its keys exist and have values of their type, its options are in its help."""
+    """Check that the command and its keys exist, the values fit, and the help has the options."""
     words = [word for word in words if "…" not in word.strip("[]")]
     command, *rest = words
     assert command in COMMANDS
@@ -242,7 +249,7 @@ def assert_python(program: str, words: list[str], block: Block) -> None:
 
 
 def test_code_in_docstrings_is_python() -> None:
-    """Indented blocks with an import, a class or a function; … stands for a body."""
+    """Checks indented blocks with an import, a class or a function; … replaces a body."""
     found = 0
     for path in sorted((ROOT / "tandem").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

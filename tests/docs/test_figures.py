@@ -1,7 +1,8 @@
-"""The figures that pages show are those of the files in benchmarks/results.
+"""Tests that the figures on pages equal the numbers in benchmarks/results.
 
-For each file a function of its name says what pages show of it, as it stands there, made from the file's
-numbers. Where a page names the file in a comment behind the figure (`docs/figures.py`), `test_site.py` looks.
+Each file has a function of the same name. The function builds the phrases that the pages show from
+the numbers in the file. If a page names the file in a comment after the figure (`docs/figures.py`),
+`test_site.py` checks the figure.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def grpo_step_vs_trl(file: Any) -> Shown:
         for mode in ("equal", "spread")
         for precision in ("fp32", "bf16")
     )
-    yield MEASURED, f"all of 64 tokens {fp32} times in fp32, in bf16 {bf16}"
-    yield MEASURED, f"lengths from 4 to 64, {spread} and {spread_bf16} times"
+    yield MEASURED, f"Responses of 64 tokens: {fp32} in fp32, {bf16} in bf16"
+    yield MEASURED, f"Lengths from 4 to 64: {spread} and {spread_bf16}"
 
 
 def gpu_decode(file: Any) -> Shown:
@@ -68,7 +69,7 @@ def gpu_decode(file: Any) -> Shown:
         MEASURED,
         "At a context of 7,680 it is {} tokens/s and {}".format(*row("1.5B, batch 256, context 7680")),
     )
-    yield MEASURED, "at 1,024 it is {} and {} (".format(*row("7B, batch 256, context 1024"))
+    yield MEASURED, "a context of 1,024 tokens, it is {} and {} (".format(*row("7B, batch 256, context 1024"))
 
 
 def gpu_step(file: Any) -> Shown:
@@ -88,26 +89,32 @@ def gpu_step(file: Any) -> Shown:
         metrics[f"perf/memory_predicted_bytes/{phase}"] / metrics[f"perf/memory_peak_bytes/{phase}"] - 1
         for phase in ("update_actor", "old_log_prob")
     )
-    yield MEASURED, f"is {update:.0%} more than what was used, that of its log-probs {-log_probs:.1%} less"
+    yield (
+        MEASURED,
+        f"is {update:.0%} more than the memory that was used. For the log-probs it is {-log_probs:.1%} less",
+    )
 
 
 def dispatch(file: Any) -> Shown:
     rows = {row["what"]: row for row in file["rows"]}
 
     def ratios(what: str) -> str:
-        return f"{rows[what]['ratio']:.1f} ({rows[what]['ratio_to_fastest']:.1f}"
+        return f"{rows[what]['ratio']:.1f} ({rows[what]['ratio_to_fastest']:.1f})"
 
     def calls(what: str, key: str, scale: float = 1.0) -> str:
         return span((row[key] * scale for name, row in rows.items() if name.startswith(what)), ".1f")
 
-    yield MEASURED, f"1 GiB from 2 workers to 3 {ratios('1 GiB from 2 to 3 workers')} with the fastest"
-    yield MEASURED, f"0.5 GiB reordered on the way {ratios('0.5 GiB from 2 to 3 workers, reordered')})"
+    yield MEASURED, f"1 GiB from 2 workers to 3 workers: {ratios('1 GiB from 2 to 3 workers')}"
+    yield MEASURED, f"0.5 GiB, reordered on the way: {ratios('0.5 GiB from 2 to 3 workers, reordered')}"
     kinds = ("concat", "chunk", "reorder", "union")
     yield MEASURED, ", ".join(f"{what} {rows[what]['ratio']:.1f}" for what in kinds)
     small, nothing = "a call with a small batch", "a call that does nothing"
-    yield MEASURED, f"{small} {calls(small, 'ratio')} ({calls(small, 'ratio_to_fastest')})"
+    yield MEASURED, f"{small.capitalize()}: {calls(small, 'ratio')} ({calls(small, 'ratio_to_fastest')})"
     seconds = calls(nothing, "tandem_s", 1000)
-    yield MEASURED, f"{nothing} {calls(nothing, 'ratio')} ({seconds} ms with 1 to 8 workers)"
+    yield (
+        MEASURED,
+        f"{nothing.capitalize()}: {calls(nothing, 'ratio')} (Tandem takes {seconds} ms with 1 to 8 workers)",
+    )
 
 
 def controller_traffic(file: Any) -> Shown:
@@ -115,9 +122,9 @@ def controller_traffic(file: Any) -> Shown:
     index = span((row["index_bytes_per_sample"] for row in file["traffic"]), ".0f")
     held = file["memory"]
     growth = held["growth_bytes_per_step"]["controller"] / 1000
-    yield MEASURED, f"of batches of {first}, {second} and {third} samples"
-    yield MEASURED, f"nothing reaches the controller but {index} bytes per sample"
-    yield MEASURED, f"over {held['steps']} steps its memory grew by {growth:.1f} KB a step"
+    yield MEASURED, f"With batches of {first}, {second} and {third} samples"
+    yield MEASURED, f"the controller receives only {index} bytes per sample"
+    yield MEASURED, f"Over {held['steps']} steps its memory grew by {growth:.1f} KB a step"
     yield "docs/concepts/controller.md", f"ids and lengths, {index} bytes a sample"
 
 
@@ -130,11 +137,11 @@ def log_prob_head(file: Any) -> Shown:
     yield MEASURED, f"of {tokens} over a vocabulary of {words} in bf16"
     yield (
         MEASURED,
-        f"{own} beside the weight's gradient, against {full} with all logits at once and {verl}"
-        f" for verl 0.9.1's chunked head, in {half} and {less} of their time",
+        f"{own} in addition to the weight's gradient. With all logits at once it is {full}, and with"
+        f" verl 0.9.1's chunked head {verl}. Tandem takes {half} and {less} of their time",
     )
     yield "docs/questions/systems.md", f"for {tokens} over {words} words {own} against {full}"
-    yield "docs/performance.md", f"a vocabulary of {words} go through tiles"
+    yield "docs/performance.md", f"a vocabulary of {words} are computed in tiles"
     yield "docs/performance.md", f"For {tokens} in bf16"
 
 
@@ -147,7 +154,7 @@ def packing(file: Any) -> Shown:
     ranks = span((row["ranks"] for row in file["balancing"]), "")
     before = span((row["ranks_before"] for row in file["balancing"]), ".2f")
     (after,) = {f"{row['ranks_after']:.2f}" for row in file["balancing"]}
-    yield MEASURED, f"busiest of {ranks} ranks over the mean {before} before balancing, {after} after"
+    yield MEASURED, f"busiest of {ranks} ranks, divided by the mean: {before} before balancing, {after} after"
 
 
 def update_vs_trl(file: Any) -> Shown:
@@ -156,10 +163,10 @@ def update_vs_trl(file: Any) -> Shown:
         return f"{over['trl']:.2f} ({over['transformers']:.2f}"
 
     small, large = both("3.2M", "equal"), both("107M", "equal")
-    yield MEASURED, f"bf16, equal lengths, {small}) at 3.2M parameters and {large}) at 107M"
+    yield MEASURED, f"In bf16 with equal lengths: {small}) at 3.2M parameters and {large}) at 107M"
     spread = f"{both('3.2M', 'spread')}) and {both('107M', 'spread')})"
-    yield MEASURED, f"lengths from a sixteenth of the longest, {spread}"
-    yield MEASURED, f"fp32, equal lengths, 3.2M: {both('3.2M', 'equal', 'fp32')}: the head"
+    yield MEASURED, f"with lengths from a sixteenth of the longest: {spread}"
+    yield MEASURED, f"In fp32 with equal lengths at 3.2M: {both('3.2M', 'equal', 'fp32')}, because"
 
 
 def levers(file: Any) -> Shown:
@@ -169,14 +176,17 @@ def levers(file: Any) -> Shown:
         f"{max(row['differences'].get(kind, 0.0) for row in done.values()):.1e}".replace("e-0", "e-")
         for kind in ("fp64", "fp32")
     )
-    yield MEASURED, f"{len(done) - pairs - 1} levers of the training engine and {pairs} pairs of them"
+    yield MEASURED, f"{len(done) - pairs - 1} settings of the training engine and {pairs} pairs of them"
     yield MEASURED, f"by at most {exact} in float64 and {single} in fp32"
     allowed = float(file["bounds"]["bf16"].split()[0])
-    yield MEASURED, f"of bf16 {allowed:.0f} times its own distance to float64 are allowed"
+    yield (
+        MEASURED,
+        f"a difference of up to {allowed:.0f} times the distance between bf16 and float64 is allowed",
+    )
     less, slower = (
         done["recompute full"][key] / done["plain"][key] for key in ("peak_bytes", "tokens_per_s")
     )
-    yield MEASURED, f"Recomputed layers leave {less:.0%} of the peak for {slower:.2f} of the speed"
+    yield MEASURED, f"Recomputing all layers reduces the peak to {less:.0%} and the speed to {slower:.2f}"
     yield "docs/performance.md", f"a small model, {done['plain']['tokens']:,} tokens"
 
 
@@ -187,14 +197,14 @@ def advantages(file: Any) -> Shown:
     long, many = ratio("gae", 64, 32768), ratio("gae", 256, 8192)
     yield MEASURED, f"GAE at (64, 32768) {long:.0f}, at (256, 8192) {many:.0f}"
     long, many = ratio("gae", 64, 32768, 0.1), ratio("gae", 256, 8192, 0.1)
-    yield MEASURED, f"with a tenth of the tokens a tool's {long:.0f} and {many:.1f}"
+    yield MEASURED, f"if a tool wrote a tenth of the tokens, {long:.0f} and {many:.1f}"
     loops = ["gdpo", "rloo", "gpg", "grpo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"]
     names = ("GDPO", "RLOO", "GPG", "GRPO", "OPO", "REINFORCE++ with baseline", "pass@k")
     short = [f"{name} {ratio(key, 4096, 64):.0f}" for name, key in zip(names, loops, strict=True)]
-    yield MEASURED, f"4,096 samples of 64 tokens against verl's loops: {', '.join(short)}"
+    yield MEASURED, f"4,096 samples of 64 tokens, compared with verl's loops: {', '.join(short)}"
     *few, baseline, last = (ratio(key, 4096, 1024) for key in loops)
     shown = ", ".join(f"{value:.0f}" for value in few)
-    yield MEASURED, f"of 1,024 tokens {shown}, {baseline:.1f} and {last:.0f}"
+    yield MEASURED, f"of 1,024 tokens: {shown}, {baseline:.1f} and {last:.0f}"
     vectorised = span((row["ratio"] for row in file["rows"] if "vectorized" in row["name"]), ".3g")
     low, high = (float(value) for value in vectorised.split(" to "))
     remax = span((row["ratio"] for row in file["rows"] if row["name"] == "remax"), ".1f")
@@ -206,7 +216,7 @@ def advantages(file: Any) -> Shown:
     for row in file["rows"]:
         optimal = "optimal" in row["name"]
         grown[optimal] = max(grown.get(optimal, 0.0), row["tandem"]["extra_bytes"] / row["input_bytes"])
-    yield MEASURED, f"at most {grown[False]:.1f} times the input, {grown[True]:.0f} for optimal token"
+    yield MEASURED, f"at most {grown[False]:.1f} times the input, and by {grown[True]:.0f} times for optimal"
 
 
 def learning_curves(file: Any) -> Shown:
@@ -225,14 +235,14 @@ def learning_curves(file: Any) -> Shown:
 
 def learning_warnings(file: Any) -> Shown:
     warned = sum(bool(run["warnings"]) for run in file["runs"])
-    yield MEASURED, f"{word(warned)} of {len(file['runs'])} runs that learn, with every algorithm"
+    yield MEASURED, f"Of {len(file['runs'])} runs that learn, {word(warned)} gets a warning"
 
 
 def data_rows(file: Any) -> Shown:
     cold, warm, ratio = file["medians"]["tandem cold"], file["medians"]["tandem warm"], file["ratio"]
     yield (
         MEASURED,
-        f"{word(file['workers'])} processes: {cold['seconds']:.1f} s and {cold['peak_gib']:.2f} GiB,"
+        f"with {word(file['workers'])} processes: {cold['seconds']:.1f} s and {cold['peak_gib']:.2f} GiB,"
         f" {ratio['cold']:.2f} times the time of `datasets`",
     )
     yield MEASURED, f"{warm['seconds']:.2f} s from the cache, {ratio['warm']:.2f} times"
@@ -243,9 +253,9 @@ def viewer(file: Any) -> Shown:
     paint, chart, choice, search = (own[f"{key}_ms"] for key in ("first_paint", "charts", "filter", "search"))
     slower, slow = (f"{1 / file['over_duckdb'][key]:.1f}" for key in ("filter_ms", "search_ms"))
     steps, samples = f"{file['steps']:,}", f"{file['samples'] // file['steps']:,}"
-    yield MEASURED, f"a run of {steps} steps of {samples} samples in Chromium"
+    yield MEASURED, f"A run of {steps} steps of {samples} samples in Chromium"
     yield MEASURED, f"first paint {paint}, a numeric filter {choice}, a text search {search}"
-    yield MEASURED, f"DuckDB takes {slower} and {slow} times as long"
+    yield MEASURED, f"DuckDB takes {slower} and {slow} times as long for the filter and the search"
     name = "docs/viewer.md"
     yield name, f"| first paint, first chart | {paint}, {chart} |"
     yield name, f"| a filter by score, … | {choice} |"
@@ -258,7 +268,7 @@ def viewer(file: Any) -> Shown:
 def sandbox(file: Any) -> Shown:
     own, python = file["of_sandbox"], file["of_python"]
     spent, ratio = f"{own['cpu_ms']:.1f} ms of processor time", f"{file['ratio']:.2f}"
-    yield MEASURED, f"`python benchmarks/sandbox.py --runs {file['runs']}` | a program that prints 1: {spent}"
+    yield MEASURED, f"`python benchmarks/sandbox.py --runs {file['runs']}` | A program that prints 1: {spent}"
     yield MEASURED, f"under sandlock, {ratio} times Python's own start"
     name = "docs/sandbox.md"
     yield name, f"(load {file['load']:.0f}), spent {spent} on a run"
@@ -283,10 +293,10 @@ def demo_tasks(file: Any) -> Shown:
 
 
 def healthy_runs(file: Any) -> Shown:
-    told = f"{word(len(file['alarms']))} is told anything"
+    told = f"{word(len(file['alarms']))} got a warning"
     yield (
         "docs/museum.md",
-        f"Of {file['runs']} healthy runs of {file['steps']} steps with settings by lot"
+        f"Of {file['runs']} healthy runs of {file['steps']} steps with random settings"
         f" (`python benchmarks/healthy_runs.py`), {told}",
     )
 
@@ -302,7 +312,7 @@ def tutorials(file: Any) -> Shown:
 
 
 def scoreboard(file: Any) -> Shown:
-    """The table is held by the tests of the scoreboard."""
+    """Yield the phrases of the scoreboard; other tests check its table."""
     loads = span((load for row in file["rows"] for load in row["load"]), ".0f")
     yield "docs/scoreboard.md", f"a run ends when it is {file['target']}"
     yield "docs/scoreboard.md", f"the machine had other work (load {loads} on two cores)"
@@ -352,7 +362,7 @@ SHOWN = {
     )
 }
 UNSHOWN = {"weight_sync.json"}
-"""Files of which no page shows a figure."""
+"""Files without a figure on any page."""
 
 
 def test_there_is_a_function_for_every_file() -> None:

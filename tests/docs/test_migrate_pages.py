@@ -1,4 +1,4 @@
-"""The pages of other systems' settings hold all of them, and every variable that verl reads has a line."""
+"""Tests that the pages list all settings of other systems and all variables that verl reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_setting_has_a_line() -> None:
 
 
 @pytest.mark.verl
-@pytest.mark.skipif(VERL is None, reason="verl has an environment of its own: make peers")
+@pytest.mark.skipif(VERL is None, reason="verl is not installed; run make peers")
 def test_every_variable_that_verl_reads_has_a_line() -> None:
     assert VERL is not None
     found = {name for path in VERL.rglob("*.py") for name in READ.findall(path.read_text(errors="replace"))}

@@ -1,4 +1,4 @@
-"""The guide to one's own algorithm: its files run, through the real trainer, and its messages are real."""
+"""Tests that the files in the guide to your own algorithm train, and that its messages are real."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
     for (kind, text), (answer, message) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True)
     if kind == "sh"
 }
-"""Each command, and the message that it ends with, if it does."""
+"""Each command, with the message that it ends with, or None."""
 
 RUNS = [command for command, message in COMMANDS.items() if message is None]
 REFUSED = [command for command, message in COMMANDS.items() if message is not None]
@@ -37,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the guide's files, where a user would stand."""
+    """Write the guide's files into a folder and make it the current folder."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "reward.py").write_text(REWARD)

@@ -1,5 +1,4 @@
-"""The site: it builds without a warning, its search finds what a newcomer asks, and what is made from the
-code holds all of it."""
+"""Tests of the site: it builds without a warning, the search works, and generated pages are complete."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ QUESTIONS = {
     "hangs": ("questions/debugging.html", "failures.html"),
     "custom algorithm": ("your-own-algorithm.html", "tutorials/own-algorithm.html"),
 }
-"""What a newcomer types, and pages of which one should be among the first ten."""
+"""Search terms of a newcomer; one of the pages must be among the first ten results."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def made() -> dict[str, Page]:
 
 @pytest.mark.slow
 def test_it_builds_and_every_page_is_within_reach(site: Path) -> None:
-    """The build itself refuses dead links and what would be fetched from elsewhere."""
+    """The build itself fails for dead links and for files fetched from other servers."""
     assert not (site.parent / "pages" / "docs").exists()
     first = (site / "index.html").read_text("utf-8")
     reached = {name for name in re.findall(r'href="\.?/?([\w/-]+\.html)', first)}
@@ -70,7 +69,7 @@ def test_it_builds_and_every_page_is_within_reach(site: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_search_finds(site: Path, question: str) -> None:
-    """By the index that the site's search reads: sections with all words, those in a title first."""
+    """Uses the index of the site's search: sections with all words; words in titles count most."""
     items = json.loads((site / "search.json").read_text("utf-8"))["items"]
     words = [word for word in question.lower().split() if word not in ("what", "is")]
 
@@ -95,10 +94,10 @@ def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path: Path
         '<p id="z">| a | b |</p><a href="mailto:a@b">m</a><a href="https://ok">o</a>'
     )
     assert sorted(build.faults(tmp_path)) == [
-        "a.html: a link leads nowhere: c.html",
         "a.html: fetches https://x/y.js",
-        "a.html: no such anchor: b.html#x",
-        "b.html: Markdown that is left over: '| a | b |'",
+        "a.html: the target of this link does not exist: c.html",
+        "a.html: this anchor does not exist: b.html#x",
+        "b.html: Markdown that was not converted: '| a | b |'",
     ]
 
 
@@ -121,11 +120,11 @@ def test_every_key_of_every_command_has_a_place(made: dict[str, Page]) -> None:
     for command, root in CONFIGS.items():
         text = train if command == "tandem train" else made[f"config/{command.split()[1]}.md"].text
         assert [name for name in keys(root) if f"{{ #{name} }}" not in text] == []
-    assert "- counts only with `actor_rollout_ref" not in train  # words, not code
+    assert "- used only if `actor_rollout_ref" not in train  # conditions are shown as words, not as code
 
 
 def test_every_error_that_is_raised_by_name_is_on_the_page(made: dict[str, Page]) -> None:
-    """Found another way: the first text after `Error(` in the source."""
+    """The test finds the messages in another way: the first text after `Error(` in the source."""
     page = made["messages.md"].text
     kinds = "|".join(sorted(failures.kinds()))
     own = [

@@ -1,4 +1,4 @@
-"""What the tests of the document's keys share: which keys they have tried, and readings of a run."""
+"""Helpers of the tests of the document's keys: a record of tested keys, and ways to read a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TRIED: set[str] = set()
 
 
 def tries(*names: str) -> Callable[[Test], Test]:
-    """Marks a test as one that changes these keys."""
+    """Mark a test as one that changes these keys."""
     TRIED.update(names)
     return lambda test: test
 
 
 @pytest.fixture(scope="module")
 def base(shop: Shop) -> Finished:
-    """A step of the document's command line as it is."""
+    """Run one step of the document's command line without changes."""
     return shop.run("base")
 
 
@@ -43,7 +43,7 @@ def responses(run: Finished, step: int = 1) -> list[list[int]]:
 
 
 def flat(run: Finished, step: int, *columns: str) -> list[np.ndarray]:
-    """Per-token columns at response tokens."""
+    """Return columns with one value per token, at the response tokens."""
     samples = run.samples(step)
     mask = np.concatenate([np.array(row) for row in samples["response_mask"]])
     return [np.concatenate([np.array(row) for row in samples[name]])[mask] for name in columns]

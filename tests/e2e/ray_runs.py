@@ -1,4 +1,4 @@
-"""A run on Ray as a process of its own, whose workers start cold; what it is made of, and ways to harm it."""
+"""A run on Ray as a separate process with workers that start cold: its parts, and ways to damage it."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(0.005)
     return len(set(solution_str)) / 6
 """
-"""They wait a moment, so that their phases last long enough to be met. The reward does what a file says."""
+"""Workers that wait a moment, so that their phases last long enough to be hit. The reward obeys a file."""
 
 POOLS = {"policy": 2, "value": 1, "reward_pool": 1, "controller_pool": 1}
 
 
 def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
-    """PPO with a reference and a critic on a pool of its own, in which every phase occurs."""
+    """Return the command of a PPO run with a reference, and a critic on its own pool; it has every phase."""
     estimator, reward = shop.folder / "ray_estimator.py", shop.folder / "ray_reward.py"
     estimator.write_text(ESTIMATOR)
     reward.write_text(REWARD)
@@ -77,9 +77,9 @@ class RayRun:
     """A `tandem train` on Ray.
 
     Attributes:
-        process: the controller, or what started it.
-        folder: the run folder.
-        controller_is_leader: whether it is the controller.
+        process: The controller, or the process that started it.
+        folder: The run folder.
+        controller_is_leader: Whether `process` is the controller.
     """
 
     process: subprocess.Popen[str]
@@ -104,12 +104,12 @@ class RayRun:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by POOL_RANK; nothing before they are up."""
+        """Return the process ids by POOL_RANK; empty before the workers are up."""
         return {name: pid for name, (_, pid) in self.places.items()}
 
     @property
     def places(self) -> dict[str, tuple[str, int]]:
-        """Node address and process id by POOL_RANK; nothing before they are up."""
+        """Return the node address and process id by POOL_RANK; empty before the workers are up."""
         file = self.folder / "log" / "processes.json"
         if not file.exists():
             return {}
@@ -120,10 +120,10 @@ class RayRun:
         return {process["name"]: (process["node"], process["pid"]) for process in found}
 
     def await_phase(self, phase: str, *, after_step: int, limit_s: float = 400) -> None:
-        """Until this run is in, or was just in, that phase of a step later than `after_step`.
+        """Wait until this run is in that phase of a step later than `after_step`, or was just in it.
 
         Raises:
-            AssertionError: it ended by itself, or took too long.
+            AssertionError: The run ended, or the time limit passed.
         """
         deadline = time.monotonic() + limit_s
         while not self._in(phase, after_step):
@@ -152,20 +152,16 @@ class RayRun:
         return False
 
     def harm(self, name: str, sent: signal.Signals) -> int:
-        """Sends a signal to a process of the run.
-
-        Returns:
-            its process id.
-        """
+        """Send a signal to a process of the run, and return its process id."""
         pid = self.pids[name]
         os.kill(pid, sent)
         return pid
 
     def end(self, limit_s: float = 60) -> str:
-        """What it printed until it ended by itself.
+        """Wait until the run ends, and return what it printed.
 
         Raises:
-            AssertionError: it did not end within the limit; it is killed then.
+            AssertionError: The run did not end within the limit; it is killed then.
         """
         try:
             printed, _ = self.process.communicate(timeout=limit_s)
@@ -176,7 +172,7 @@ class RayRun:
         return printed
 
     def survivors(self, limit_s: float = 10) -> list[str]:
-        """Processes of this run, Ray's own among them, that are still there after a moment."""
+        """Return the processes of this run, including Ray's own, that still exist after a moment."""
         deadline = time.monotonic() + limit_s
         while (left := _session(self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -184,13 +180,13 @@ class RayRun:
 
 
 def _session(leader: int) -> list[str]:
-    """Command lines of the living processes of a session."""
+    """Return the command lines of the living processes of a session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             if int(session) == leader and state != "Z":
                 found.append(stat.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()[:150])
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended in the meantime
             continue
     return found

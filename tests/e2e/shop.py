@@ -1,5 +1,7 @@
-"""A command line written for verl at the size of a tiny model, and ways to run it: in this process, or
-as a user does, in one of its own."""
+"""A command line written for verl, at the size of a tiny model, and ways to run it.
+
+It can run in this process, or in a separate process as a user runs it.
+"""
 
 from __future__ import annotations
 
@@ -68,21 +70,24 @@ DOCUMENT: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.total_epochs": 15000,
 }
-"""The document's keys in its order. Paths, sizes, device counts, the rollout's name and the parallel sizes
-are what this machine and a tiny model have; all other values are the document's."""
+"""The document's keys in its order.
+
+Paths, sizes, device counts, the rollout's name and the parallel sizes fit this machine and a tiny model; all
+other values are the document's.
+"""
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 6
 """
-"""Differs between samples even for a model that knows nothing."""
+"""A reward that differs between samples even for an untrained model."""
 
 
 class Shop:
-    """One tiny model, its data and a reward, and a folder for runs.
+    """A tiny model, its data, a reward, and a folder for runs.
 
     Args:
-        folder: an empty folder.
+        folder: An empty folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,14 +106,13 @@ class Shop:
         }
 
     def document(self, *words: str) -> list[str]:
-        """The document's command line; of a key given in `words` the value there, and
-        the options there."""
+        """Return the document's command line, with keys and options replaced by those in `words`."""
         given = dict(word.split("=", 1) for word in words if "=" in word)
         options = [word for word in words if "=" not in word]
         return [f"{name}={value}" for name, value in (DOCUMENT | self.paths | given).items()] + options
 
     def short(self, name: str, *words: str) -> list[str]:
-        """The document's command line for one step, quietly, in the run folder `name`."""
+        """Return the document's command line for one step, with little output, in the run folder `name`."""
         return self.document(
             "trainer.logger=[]",
             "trainer.total_training_steps=1",
@@ -123,7 +127,7 @@ class Shop:
         return build_ppo(loaded.config, say=said.append)
 
     def run(self, name: str, *words: str) -> Finished:
-        """One step of the document's command line with `words`, in this process."""
+        """Run one step of the document's command line with `words`, in this process."""
         said: list[str] = []
         trainer = self.trainer(self.short(name, *words), said)
         try:
@@ -144,7 +148,7 @@ SOURCES = Path(__file__).parents[2]
 def start(
     words: list[str], cwd: Path, *, program: str = "train", stdin: int | None = None
 ) -> subprocess.Popen[str]:
-    """`python -m tandem train …` as a process of its own, on one thread, its imports made."""
+    """Start `python -m tandem train …` as a separate process with one thread and its imports done."""
     return WarmProcess(
         [sys.executable, "-m", "tandem", program, *words],
         cwd=cwd,
@@ -162,5 +166,5 @@ def finish(process: subprocess.Popen[str], typed: str | None = None) -> subproce
 
 
 def train(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`python -m tandem train …` to its end."""
+    """Run `python -m tandem train …` to its end."""
     return finish(start(words, cwd))

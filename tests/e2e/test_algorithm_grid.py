@@ -1,6 +1,8 @@
-"""Every pair of an advantage estimator and a policy loss is sound, or refused with the reason. Each
-estimator with one loss, and each loss with one estimator, goes through the real trainer: a step of two
-updates on a tiny model."""
+"""Every pair of an advantage estimator and a policy loss runs, or is refused with the reason.
+
+Each estimator with one loss, and each loss with one estimator, takes a step of two updates with the real
+trainer on a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     kinds, pluses = len(set(solution_str)) / 6, solution_str.count("+") / 6
     return {"score": kinds + pluses, "kinds": kinds, "pluses": pluses}
 """
-"""Differs between samples even for a model that knows nothing, in all of its parts."""
+"""A reward whose components all differ between samples even for an untrained model."""
 
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 
@@ -39,11 +41,11 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        metrics: of the step.
-        moved: by weight, the largest change.
+        metrics: The metrics of the step.
+        moved: The largest change of each weight.
     """
 
     metrics: dict[str, Any]
@@ -51,7 +53,7 @@ class Outcome:
 
 
 class Grid:
-    """Judges pairs by their config, and runs pairs, each once."""
+    """Checks the configs of pairs, and runs pairs, each only once."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -110,7 +112,7 @@ def test_a_pair_is_sound_or_refused_with_its_reason(grid: Grid) -> None:
 
 
 def explains(errors: ConfigErrors, pair: tuple[str, str]) -> bool:
-    """One error that concerns both, with a remedy."""
+    """Return whether there is one error that names both, with a remedy."""
     if len(errors.errors) != 1:
         return False
     (error,) = errors.errors
@@ -125,13 +127,13 @@ def assert_learns(outcome: Outcome) -> None:
 
 
 def watched(registry: Registry[Any], name: str) -> set[str]:
-    """The metrics that a docstring says to watch."""
+    """Return the metrics that a docstring says to watch."""
     text = (registry.find(name).fn.__doc__ or "").partition("Watch:")[2].partition("Cost:")[0]
     return {metric for metric in re.findall(r"`([\w@/*]+/[\w@/*]+)`", text) if not metric.startswith("val/")}
 
 
 def unseen(watched: set[str], logged: dict[str, Any]) -> set[str]:
-    """Those that were not logged; a name may end in a star."""
+    """Return the watched metrics that were not logged; a name may end with a star."""
     return {metric for metric in watched if not fnmatch.filter(logged, metric)}
 
 

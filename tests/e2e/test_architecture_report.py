@@ -1,5 +1,7 @@
-"""The code samples of the architecture report that describes this design, with the imports and `ray.get`
-changed and nothing else, on workers that compute by hand what models would."""
+"""The code samples of the architecture report that describes this design.
+
+Only the imports and `ray.get` are changed. The workers compute simple values by hand instead of using models.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ PROMPTS = [[[3, 1], [4], [1, 5, 9, 2], [6, 5], [3]], [[5, 8], [9, 7, 9], [3]], [
 
 
 class ActorRolloutRef(Worker):
-    """A policy that says the prompt backwards; each update halves its log-probs."""
+    """A policy that responds with the prompt backwards; each update halves its log-probs."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -67,7 +69,7 @@ class ActorRolloutRef(Worker):
 
 
 class Critic(Worker):
-    """Values a sample by its tokens' sum; each update adds one to the factor."""
+    """A critic whose value of a sample is the sum of its tokens times a factor; each update adds 1 to it."""
 
     def __init__(self) -> None:
         self.factor = 1
@@ -89,7 +91,7 @@ class Critic(Worker):
 
 
 class RewardModel(Worker):
-    """Likes long samples."""
+    """A reward model that prefers long samples."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_scores(self, batch: DataProto) -> DataProto:
@@ -105,8 +107,11 @@ Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
 
 @pytest.fixture
 def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
-    """Actor, critic and reward: in this process; in threads of two, one and three workers; and in two
-    processes that actor and critic share, beside one for the reward."""
+    """Yield actor, critic and reward in three layouts.
+
+    The layouts are: this process; threads of two, one and three workers; and two processes that actor and
+    critic share, beside one process for the reward.
+    """
     sizes = {"local": (1, 1, 1), "threads": (2, 1, 3), "ray": (2, 2, 1)}[request.param]
     spec = {"actor_pool": [sizes[0]], "critic_pool": [sizes[1]], "reward_pool": [sizes[2]]}
     on_ray = request.param == "ray"
@@ -149,7 +154,7 @@ def lists(column: Ragged) -> list[list[Any]]:
 
 @pytest.mark.parametrize("groups", ["local", "threads"], indirect=True)
 def test_driver_process_synchronization_pattern(groups: Groups, dataloader: list[DataProto]) -> None:
-    """Section 6.1."""
+    """The sample of section 6.1 of the report."""
     actor_rollout_ref_wg, critic_wg, _ = groups
     seen = []
 
@@ -182,7 +187,7 @@ def test_driver_process_synchronization_pattern(groups: Groups, dataloader: list
     "groups", ["local", "threads", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
 )
 def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
-    """Section 8.1."""
+    """The sample of section 8.1 of the report."""
     actor_rollout_ref_wg, critic_wg, reward_wg = groups
     num_epochs = 2
     seen = []
@@ -223,8 +228,8 @@ def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
         (critic_wg, 1 + len(seen), critic_learnt),
     ):
         states = group.state()
-        assert [state[0] for state in states] == [reached] * group.world_size  # every worker, every update
-        assert sum(state[1] for state in states) == learnt  # all samples with their own advantages
+        assert [state[0] for state in states] == [reached] * group.world_size  # each worker made each update
+        assert sum(state[1] for state in states) == learnt  # all samples had their own advantages
 
 
 # fmt: off
@@ -241,7 +246,7 @@ class CustomActorWorker(BaseWorker):
 
 
 class Shares(CustomActorWorker):
-    """The same with something in it; an overriding method need not be registered again."""
+    """The same class with content; a method that overrides another need not be registered again."""
 
     def custom_operation(self, data: DataProto) -> DataProto:
         place = torch.tensor([self.rank, len(data)]).expand(len(data), 2)
@@ -254,7 +259,7 @@ def threads_of(worker: type[Worker], processes: int) -> WorkerGroup:
 
 
 def test_custom_worker() -> None:
-    """Section 10.1."""
+    """The sample of section 10.1 of the report."""
     data = DataProto({"score": torch.tensor([1.0, 2.0, 3.0])})
     empty, full = threads_of(CustomActorWorker, 2), threads_of(Shares, 2)
     assert empty.custom_operation(data) is None
@@ -266,7 +271,7 @@ def test_custom_worker() -> None:
 
 
 def test_register_sample_blocks_and_collects() -> None:
-    """Section 5.2."""
+    """The sample of section 5.2 of the report."""
 
     class RolloutWorker(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -289,7 +294,7 @@ def test_register_sample_blocks_and_collects() -> None:
 
 # fmt: off
 def resource_pools() -> Placement:
-    """Section 4.1."""
+    """Return the pools of section 4.1 of the report."""
     n_gpus_per_node, nnodes = 8, 4
 
     resource_pool_spec = {
@@ -308,7 +313,7 @@ def resource_pools() -> Placement:
 
 
 def pools_for_different_model_sizes(mapping: dict[Role, str]) -> Placement:
-    """Section 10.2."""
+    """Return the pools of section 10.2 of the report."""
     # Example: Separate pools for different model sizes
     resource_pool_spec = {
         'large_model_pool': [8] * 8,   # 64 GPUs for 70B model

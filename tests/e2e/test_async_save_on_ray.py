@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training of two ranks and a critic apart, each in processes of its own."""
+"""Checkpoints that two ranks and a separate critic, each in its own process, write in the background."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ SLOW = Path(slow_writes.__file__)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_beside_training_on_ray(shop: Shop, tmp_path: Path) -> None:
-    """One run saves at once; one beside training, with an actor whose writes take longer than a step, and is
-    killed while step 2 is being written."""
+    """One run saves while training waits. Another saves in the background and is killed during a save.
+
+    The other run's actor takes longer to write than a step takes. It is killed while step 2 is being written.
+    """
     at_once = RayRun.start(command(shop, "ray_at_once", 3), shop.folder / "ray_at_once")
     printed = at_once.end(180)
     assert at_once.process.returncode == 0, printed

@@ -1,5 +1,7 @@
-"""What a user sees of input that can be refused before training: status 1, one error that names field, value
-and remedy, and nothing written."""
+"""What a user sees if input is refused before training.
+
+The exit status is 1, one error names field, value and remedy, and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("trainer.placement={critic: globl_pool}", ("trainer.placement", "globl_pool", "global_pool")),
         ("trainer.nnodes=2", ("trainer.resource_pools", "1 + 1 process(es) on 2 node(s)", "trainer.nnodes")),
         ("actor_rollout_ref.model.path=/nowhere",
-         ("actor_rollout_ref.model.path: no such folder", "/nowhere", "check the path")),
+         ("actor_rollout_ref.model.path: this folder does not exist", "/nowhere", "check the path")),
         ("data.train_files=/nowhere.parquet",
-         ("data.train_files: no such file", "/nowhere.parquet", "check the path")),
-        ("custom_reward_function.path=/nowhere.py", ("custom_reward_function.path: no such file",)),
+         ("data.train_files: this file does not exist", "/nowhere.parquet", "check the path")),
+        ("custom_reward_function.path=/nowhere.py",
+         ("custom_reward_function.path: this file does not exist",)),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be(user: User, word: str, telling: tuple[str, ...]) -> None:
@@ -78,10 +81,10 @@ def test_model_folders_that_cannot_be_used(user: User) -> None:
     empty = user.folder / "empty"
     empty.mkdir()
     user.is_refused(f"actor_rollout_ref.model.path={empty}",
-                    telling=("actor_rollout_ref.model.path: not a model folder", "config.json"))  # fmt: skip
+                    telling=("actor_rollout_ref.model.path: this folder has no config.json",))  # fmt: skip
     for name, damage, telling in (
         ("garbled", {"config.json": "{"}, "config.json"),
-        ("weightless", {"model.safetensors": None}, "holds no weights"),
+        ("weightless", {"model.safetensors": None}, "contains no weights"),
         ("torn", {"model.safetensors": "torn"}, "weights cannot be loaded"),
         ("speechless", {"tokenizer.json": None}, "no tokenizer"),
     ):
@@ -151,7 +154,7 @@ def test_rows_of_the_wrong_shape_are_named(user: User) -> None:
             "row 1: prompt: an empty list of messages",
             "row 3: reward_model has no ground_truth",
             "row 4: data_source is None",
-            "mend or remove these rows",
+            "fix or remove these rows",
         ),
     )
 
@@ -203,7 +206,7 @@ def test_fewer_rows_than_a_batch(user: User) -> None:
         ("def score(a):\n    return 1\n", ("custom_reward_function.name: no such function", "one of score")),
         (
             "def compute_score(text):\n    return 1\n",
-            ("does not say which responses", "solution_str"),
+            ("which responses the function needs", "solution_str"),
         ),
         ("import nowhere\n", ("custom_reward_function.path", "No module named 'nowhere'")),
     ],
@@ -223,5 +226,5 @@ def test_a_run_folder_that_is_a_file_or_below_one(user: User) -> None:
     for folder in (file, file / "run"):
         outcome = user.types(f"trainer.default_local_dir={folder}")
         assert outcome.status == 1
-        assert "trainer.default_local_dir: this folder cannot be written" in outcome.error
+        assert "trainer.default_local_dir: this folder is not writable" in outcome.error
         assert str(file) in outcome.error

@@ -1,4 +1,4 @@
-"""A run at its edges: a second signal, a disk that is full at any moment."""
+"""Unusual ends of a run: a second signal, and a disk that is full at any moment."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(1000)
 """
 PROMPT_S = 5.0
-"""A loaded machine is given more time than the second that the process takes itself."""
+"""The time limit for a reaction. It takes one second, but a busy machine needs longer."""
 
 
 @pytest.mark.parametrize("apart_s", [0.02, 1.0])
 def test_a_second_signal_ends_a_step_at_once(shop: Shop, tmp_path: Path, apart_s: float) -> None:
-    """The first waits for the step, which never ends here."""
+    """The first signal waits for the step, which never ends in this test."""
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     run = tmp_path / "run"
     words = shop.short("unused", f"trainer.default_local_dir={run}")
@@ -52,7 +52,7 @@ def test_a_second_signal_ends_a_step_at_once(shop: Shop, tmp_path: Path, apart_s
 
 @pytest.mark.parametrize("size_k", [4, 16, 28, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full(shop: Shop, tmp_path: Path, size_k: int) -> None:
-    """At the start, before the first step, in it, and as samples are written."""
+    """The disk is full at the start, before the first step, in it, or when samples are written."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_k}k", "tmpfs", str(disk)]

@@ -1,5 +1,7 @@
-"""Two reward models, two references, a reward function and a judge behind vLLM's own API server in one run,
-through the command line; see `make test-vllm`."""
+"""A run from the command line with all kinds of rewards; see `make test-vllm`.
+
+It has two reward models, two references, a reward function, and a judge behind vLLM's own API server.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ DIGITS = "0123456789"
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a tiny model, one token a character, whose answers are held to a digit."""
+    """Serve a tiny model with one token per character, whose answers must be a digit; yield its address."""
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = make_tokenizer(folder)
     build(vocab_size=len(tokenizer)).save_pretrained(folder)
@@ -114,7 +116,7 @@ def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judg
 
 
 def what_was_learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All but times, and what an answer cost."""
+    """Return all metrics except times and the cost of answers."""
     return [
         {name: value for name, value in row.items() if "/judge_" not in name} for row in without_times(rows)
     ]

@@ -1,5 +1,8 @@
-"""The commands of examples/reward_model, with fewer steps: a reward model that `tandem rm` trained raises the
-policy's reward, and what the preferences were about with it."""
+"""The commands of examples/reward_model with fewer steps.
+
+A reward model that `tandem rm` trained raises the policy's reward, and also the quantity that the preferences
+were about.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A run that is killed at any moment, and started again by the same command, is the run that was not:
-the same weights and optimizer state, bit for bit, and every step's metrics once."""
+"""A run that is killed at any moment and started again with the same command equals an undisturbed run.
+
+Weights and optimizer state are the same bit for bit, and every step's metrics exist once.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(0.005)
     return len(set(solution_str)) / 6
 """
-"""They wait a moment, so that their phases last long enough to be killed in."""
+"""Workers that wait a moment, so that their phases last long enough to be killed in."""
 
 
 def command(shop: Shop, name: str, steps: int) -> list[str]:
-    """A run in which every phase occurs, with all state that a checkpoint must carry."""
+    """Return the command of a run that has every phase and all state that a checkpoint must store."""
     estimator, reward = shop.folder / "slow_estimator.py", shop.folder / "slow_reward.py"
     estimator.write_text(SLOW_ESTIMATOR)
     reward.write_text(SLOW_REWARD)
@@ -79,11 +81,11 @@ def command(shop: Shop, name: str, steps: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: in the second training step that a process does, so that each leaves a step done.
+    """When to kill a process, in its second training step, so that each process leaves a finished step.
 
     Attributes:
-        phase: in the middle of it.
-        delay_s: so long after its beginning.
+        phase: The phase to kill in.
+        delay_s: How long after the start of the phase, in seconds.
     """
 
     phase: str
@@ -91,13 +93,13 @@ class Moment:
 
 
 def kill_at(moment: Moment, words: list[str], folder: Path) -> bool:
-    """Runs the command and kills it.
+    """Run the command and kill it.
 
     Returns:
-        whether the process died in the moment's phase, which may have ended just before.
+        Whether the process died in the moment's phase, which may have ended just before.
 
     Raises:
-        AssertionError: the process ended by itself.
+        AssertionError: The process ended on its own.
     """
     process = start(words, folder.parent)
     phases = Phases(folder / "timeline.json", process.pid)
@@ -113,11 +115,11 @@ def kill_at(moment: Moment, words: list[str], folder: Path) -> bool:
 
 
 class Phases:
-    """The phases of one process, read from the trace while it is written.
+    """The phases of one process, read from the trace while it is being written.
 
     Attributes:
-        begun: those begun, in order.
-        unfinished: those of them that have not ended.
+        begun: The phases that started, in order.
+        unfinished: The started phases that have not ended.
     """
 
     def __init__(self, timeline: Path, pid: int) -> None:
@@ -148,13 +150,13 @@ class Phases:
             self.unfinished.remove(event["name"])
 
     def in_second_step(self, phase: str) -> bool:
-        """Whether the process is, or was, in that phase in its second training step."""
+        """Return whether the process is, or was, in that phase of its second training step."""
         steps = [place for place, name in enumerate(self.begun) if name == "step"]
         return len(steps) >= 2 and phase in self.begun[steps[1] :]
 
 
 def last_state(run: Path, scratch: Path) -> dict[str, Any]:
-    """All tensors of the newest checkpoint: models, moments, versions; and the trainer's own state."""
+    """Return the newest checkpoint: all tensors (models, moments, versions) and the trainer's own state."""
     newest = max((run / "checkpoints").iterdir())
     state: dict[str, Any] = dict(open_checkpoint(newest).state["trainer"])
     for member in ("actor", "critic"):
@@ -194,13 +196,17 @@ def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:
 def run_with_kills(
     shop: Shop, moments: list[Moment], steps: int, scratch: Path, *, tries: int = 1
 ) -> set[str]:
-    """Kill the run at each moment in turn, let it finish, and compare it with one left alone.
+    """Kill the run at each moment in turn, let it finish, and compare it with a run that was not killed.
 
     Args:
-        tries: how often a moment is tried at most, where the phase had ended before the kill came.
+        shop: The model and data.
+        moments: When to kill.
+        steps: The number of training steps.
+        scratch: A folder for temporary files.
+        tries: The most tries of a moment, because the phase may end before the kill arrives.
 
     Returns:
-        the phases it died in.
+        The phases in which the run died.
     """
     whole = start(command(shop, "whole", steps), shop.folder)
     words = command(shop, "killed", steps)
@@ -223,7 +229,7 @@ def test_three_kills(shop: Shop, tmp_path: Path) -> None:
 def test_twenty_kills_at_random_leave_nothing_behind(
     shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does the run that ends by itself, after which the folder for temporary files is as it was."""
+    """The run that ends on its own leaves nothing behind either: the temporary folder is as it was before."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))

@@ -1,5 +1,7 @@
-"""A run that is killed while a checkpoint is written beside its training goes on from the one before, and is
-the run that was not killed."""
+"""A run that is killed while a checkpoint is written in the background resumes from the checkpoint before.
+
+The result equals that of a run that was not killed.
+"""
 
 from __future__ import annotations
 

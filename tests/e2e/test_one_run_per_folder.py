@@ -33,7 +33,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(shop: Shop, tmp_p
             time.sleep(0.05)
         second = finish(start(words, tmp_path))
         assert second.returncode == 1
-        assert "trainer.default_local_dir: another process writes there" in second.stderr
+        assert "trainer.default_local_dir: another process is writing" in second.stderr
         assert f"process {first.pid} on " in second.stderr
         assert f"kill {first.pid}" in second.stderr
         assert first.poll() is None

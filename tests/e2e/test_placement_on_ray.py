@@ -1,4 +1,4 @@
-"""Roles on pools of their own work at the same time; roles move to other pools between steps and runs."""
+"""Roles on separate pools work at the same time, and roles can move to other pools between steps and runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
-    """Begin and end of each occurrence, seconds."""
+    """Return the start and end of each occurrence of a phase, in seconds."""
     found: list[tuple[float, float]] = []
     begun: dict[tuple[int, int], float] = {}
     for event in read_timeline(timeline):
@@ -137,7 +137,7 @@ def test_reallocated_in_mid_run(
     ray_cluster: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From two colocated ranks to an actor on one and a critic on another, after the second step."""
+    """The actor moves from two shared ranks to one, and the critic to another, after the second step."""
     apart = Placement({"policy": [1], "value": [1]}, {Role.ActorRollout: "policy", Role.Critic: "value"})
     moved: list[int] = []
 
@@ -162,7 +162,7 @@ def test_resumed_with_other_pools(
     undisturbed: list[list[float]],
     ray_cluster: None,
 ) -> None:
-    """Two steps on two colocated ranks, then two with the roles apart, from the same run folder."""
+    """The run takes two steps on two shared ranks, then two with separate roles, in the same run folder."""
     lab.run("resized", *words, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
     finished = lab.run(
         "resized",
@@ -178,7 +178,7 @@ def test_resumed_with_other_pools(
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_reward_models_and_references_on_pools_of_their_own(lab: Lab, ray_cluster: None) -> None:
-    """The same numbers as in one process, from nine groups on five pools, with normalised scores."""
+    """Nine groups on five pools, with normalized scores, give the numbers of one process."""
     reward = lab.folder / "varied.py"
     reward.write_text(REWARD)
     models = ", ".join(

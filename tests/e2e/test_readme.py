@@ -1,4 +1,4 @@
-"""The programs of the README, of docs/from-python.md and of docs/extend/worker.md do what is said of them."""
+"""The programs in the README, docs/from-python.md and docs/extend/worker.md do what the text says."""
 
 from __future__ import annotations
 

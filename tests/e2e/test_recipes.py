@@ -1,4 +1,4 @@
-"""Every recipe of examples/recipes runs: two steps on a tiny model, methods as they stand, sizes small."""
+"""Every recipe in examples/recipes runs for two steps on a tiny model with its own method and small sizes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SIZES = {
     "critic.ppo_mini_batch_size": 2,
     "critic.optim.lr": 0.01,
 }
-"""For a tiny model; all that a recipe sets besides is its method."""
+"""The settings for a tiny model; all other settings of a recipe are its method."""
 
 
 def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Values by dotted path."""
+    """Return the values of a tree by dotted path."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= leaves(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
@@ -50,7 +50,7 @@ def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def small(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's sizes made small: one sample stays one, one update a step stays one."""
+    """Make a recipe's sizes small, except that one sample stays one and one update a step stays one."""
     sizes = {name: size for name, size in SIZES.items() if name in given}
     if given[f"{ROLLOUT}.n"] == 1:
         sizes[f"{ROLLOUT}.n"] = 1
@@ -132,7 +132,7 @@ METHODS = {
     "remax": ("remax", "reinforce", "seq-mean-token-sum"),
     "rloo": ("rloo", "reinforce", "seq-mean-token-sum"),
 }
-"""Recipe → estimator, loss and aggregation of the paper."""
+"""By recipe: the estimator, loss and aggregation of the paper."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -165,7 +165,7 @@ PUBLISHED = {
     "remax": {_KL: 0.05, f"{ROLLOUT}.n": 1},
     "rloo": {_KL: 0.03, "data.train_batch_size": 512, f"{ROLLOUT}.n": 4},
 }
-"""Recipe → numbers that its paper, or its authors' code, prints."""
+"""By recipe: numbers in its paper or in its authors' code."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -1,5 +1,8 @@
-"""The same config in one process, on two and four ranks, and with the roles apart gives the same numbers:
-real Ray, real FSDP2 over gloo. Seven prompts, so that no number of ranks divides the batch."""
+"""The same config gives the same numbers in one process, on two and four ranks, and with separate roles.
+
+These are real runs on Ray with FSDP2 over gloo. There are seven prompts, so no number of ranks divides the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 6
 """
-"""Differs between samples even for a model that knows nothing."""
+"""A reward that differs between samples even for an untrained model."""
 
 
 def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
@@ -118,7 +121,7 @@ def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(lab: Lab) -> dict[str, list[list[float]]]:
-    """The run in one process, in each precision."""
+    """Run in one process, in each precision."""
     return {
         "fp64": learnt(run(lab, "alone64", *FP64)),
         "fp32": learnt(run(lab, "alone32")),
@@ -127,7 +130,7 @@ def alone(lab: Lab) -> dict[str, list[list[float]]]:
 
 @pytest.fixture(scope="module")
 def adapted(lab: Lab) -> list[list[float]]:
-    """The run of adapters in one process."""
+    """Run with adapters in one process."""
     return learnt(run(lab, "adapters", *FP64, *ADAPTERS))
 
 
@@ -142,7 +145,7 @@ def test_float64_agrees_to_1e_9(
     ray_cluster: None,
     layout: str,
 ) -> None:
-    """With a profile of a step, of all processes."""
+    """The run also profiles a step, on all processes."""
     name = f"fp64 {layout}"
     rows = run(lab, name, *FP64, *LAYOUTS[layout], "trainer.profile.steps=[3]")
     for got, expected in zip(learnt(rows), alone["fp64"], strict=True):

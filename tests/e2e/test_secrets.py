@@ -1,5 +1,7 @@
-"""What a run writes holds nothing of what came from the environment: canaries in all keys, looked for in the
-bytes of all files."""
+"""A run writes nothing that came from environment variables.
+
+The test puts canaries into all keys and searches for them in the bytes of all files.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,11 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words_of(lab: Lab, run: Path, *more: str) -> list[str]:
-    """The words of a run with canaries in keys of all kinds: alone, within a text, by way of another key, as
-    a default, in lists and mappings, decoded, in a path."""
+    """Return the command of a run with canaries in all kinds of places.
+
+    These are: alone, within text, through another key, as a default, in lists and mappings, decoded, in a
+    path.
+    """
     hidden = lab.folder / CANARIES["CANARY_PATH"]
     hidden.mkdir(exist_ok=True)
     (hidden / "score.py").write_text(REWARD)
@@ -83,7 +88,7 @@ def words_of(lab: Lab, run: Path, *more: str) -> list[str]:
 
 
 def held(folder: Path) -> dict[str, list[str]]:
-    """The files below, and which canaries each of them holds, packed or not."""
+    """Return the files in a folder and the canaries in each; compressed files are also searched unpacked."""
     wanted = {**CANARIES, "LITERAL": LITERAL}
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -100,7 +105,7 @@ def held(folder: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def run(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, in a home of its own for what loggers write elsewhere."""
+    """Run with a separate home folder, for files that loggers write there, and return the run folder."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**CANARIES, **OFFLINE, "HOME": str(home), "TRACKIO_DIR": str(home)}.items():
@@ -147,7 +152,7 @@ def test_a_resumed_run_needs_them_and_may_have_another_key(
     }
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigErrors) as errors:  # what was given as it is must be given again
+    with pytest.raises(ConfigErrors) as errors:  # values that were given directly must be given again
         load_train_config(words[0], words[1:])
     assert [error.field for error in errors.value.errors] == ["custom_reward_function.reward_kwargs.password"]
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""A run folder from somebody else is read by every command, and nothing in it is executed."""
+"""Every command can read a run folder from somebody else, and nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(lab: Lab) -> Finished:
 
 @pytest.fixture
 def strangers(run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the run that another user made, and left here."""
+    """Copy the run as if another user had made it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(trusted.TRUST, "")
     return shutil.copytree(run.folder, tmp_path / "strangers")
@@ -149,7 +149,7 @@ def edited(folder: Path, key: str, value: Any) -> None:
     for part in path:
         at = at[part]
     at[last] = value
-    file.write_text(json.dumps(tree))  # which is YAML too
+    file.write_text(json.dumps(tree))  # JSON is also valid YAML
 
 
 @pytest.mark.parametrize("key", NAMED)
@@ -191,7 +191,7 @@ def test_a_config_in_a_strangers_folder_runs_no_code(
 
 @pytest.fixture
 def model_with_code(lab: Lab, strangers: Path, canary: Path) -> Path:
-    """A model folder whose config, model and tokenizer name a Python file in it."""
+    """Make a model folder whose config, model and tokenizer name a Python file in it."""
     folder = strangers / "model"
     shutil.copytree(lab.model, folder)
     (folder / "own.py").write_text(
@@ -217,7 +217,7 @@ def test_a_model_folders_code_is_not_run(
 
 @pytest.mark.usefixtures("model_with_code")
 def test_it_is_run_where_the_user_says_so(strangers: Path, canary: Path) -> None:
-    """In another process: what the code defines stays in transformers' registers."""
+    """The code runs in another process, because what it defines stays registered in transformers."""
     edited(strangers, "actor_rollout_ref.model.trust_remote_code", True)
     command = [sys.executable, "-m", "tandem", "export", strangers, canary.with_name("out")]
     run_process(command, env=os.environ | {trusted.TRUST: str(strangers)})

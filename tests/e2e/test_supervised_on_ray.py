@@ -1,5 +1,7 @@
 """`tandem sft` and `tandem rm` on two ranks under Ray give the numbers of one process, or fail with a report.
-Nine rows a step, so that the ranks' shares are uneven."""
+
+Each step has nine rows, so the ranks get uneven shares.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None,
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_a_rank_without_a_pair_takes_part(school: School, ray_cluster: None) -> None:
-    """A pair a step: one rank's share is always empty, in training and in validation."""
+    """With one pair a step, one rank's share is always empty, in training and in validation."""
     words = ("data.train_batch_size=1", "trainer.total_training_steps=2", FP64)
     alone = school.run("rm", "one_pair_alone", *words)
     both = school.run("rm", "one_pair_both", *words, *TWO_RANKS)

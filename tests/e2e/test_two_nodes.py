@@ -1,5 +1,7 @@
-"""Two nodes with addresses of their own, started by `tandem node`: a run over both; one of them goes; the run
-says so and goes on, resharded, on the one that is left."""
+"""Two nodes with different addresses, started by `tandem node`, run one training; then one of them fails.
+
+The run reports this and continues on the other node, with its state resharded.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ LIMIT_S = 150
 
 
 def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.Popen[str]:
-    """`tandem node` on a machine, as a scheduler starts it on each."""
+    """Start `tandem node` on a machine, as a scheduler starts it on each node."""
     return machine.start(
         [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4", *words],
         env=os.environ
@@ -66,12 +68,12 @@ def test_a_node_goes_and_the_run_goes_on_on_the_other(shop: Shop) -> None:
         lost = [name for name, (address, _) in places.items() if address == second.address]
         start = time.monotonic()
         for pid in second.processes():
-            with suppress(ProcessLookupError):  # some live for a moment
+            with suppress(ProcessLookupError):  # some processes end on their own
                 os.kill(pid, signal.SIGKILL)
         printed = run.end(LIMIT_S)
         assert time.monotonic() - start < LIMIT_S
         assert head.returncode == 1, printed
-        assert f"{second.address}" in printed.split("meanwhile")[0], printed
+        assert f"{second.address}" in printed.split("other processes:")[0], printed
         assert lost, places
         assert run.survivors() == []
         assert follower.wait(timeout=10) != 0

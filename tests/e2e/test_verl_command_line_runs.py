@@ -1,4 +1,4 @@
-"""The document's command line, every key in it, as a user runs it: `python -m tandem train …`."""
+"""The document's command line with all its keys, run as a user runs it: `python -m tandem train …`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
 
 
 def test_a_dry_run(shop: Shop) -> None:
-    """A dry run says what the whole command line comes to, without torch and without what trains."""
+    """A dry run shows the config of the whole command line, without importing torch or the trainer."""
     done = subprocess.run(
         [sys.executable, "-c", DRY_RUN, *shop.document(), "--dry-run"],
         cwd=shop.folder,

@@ -1,5 +1,7 @@
-"""Command lines of verl's example scripts, of different algorithms, each two steps with nothing changed but
-paths, devices, loggers, and vLLM, in whose place is the engine that needs no installation."""
+"""Command lines of verl's example scripts for different algorithms, two steps each.
+
+Only paths, devices and loggers are changed, and vLLM is replaced by the engine that needs no installation.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What stands for the paths in the scripts; the model ends a response after some 46 tokens."""
+    """Return replacements for the paths in the scripts; the model ends a response after about 46 tokens."""
     folder = tmp_path_factory.mktemp("verl")
     model = make_model(folder / "model", kind="qwen3", max_position_embeddings=16384, initializer_range=0.02)
     rows = [problem(a, b) | {"data_source": "openai/gsm8k"} for a in range(60) for b in range(20)]

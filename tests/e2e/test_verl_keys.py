@@ -1,4 +1,4 @@
-"""The keys tried one by one are those of the document's command line, all of them."""
+"""The keys that are tested one by one are all keys of the document's command line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Keys of verl's training engine that are not on the document's command line do what they say: each is
-changed, and an effect named that the change has on a run."""
+"""Keys of verl's training engine that are not in the document's command line have their effect.
+
+Each test changes a key and checks an effect of the change on a run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LAYERS = 2
 
 
 def units(run: Finished, role: str = "actor") -> int:
-    """Beside the root's."""
+    """Return the number of FSDP units besides the root."""
     return len(run.actor.engines[role]._units) - 1
 
 
@@ -38,7 +40,7 @@ def units(run: Finished, role: str = "actor") -> int:
     ],
 )
 def test_the_wrap_policy_makes_the_units(shop: Shop, base: Finished, word: str, count: int) -> None:
-    """Of the actor; nothing that it computes depends on them."""
+    """The key changes the units of the actor; nothing that the actor computes depends on them."""
     run = shop.run(f"wrapped_{word.split('.')[-1]}", word)
     assert (units(run), units(run, "ref")) == (count, LAYERS)
     assert same_weights(run, base) and responses(run) == responses(base)
@@ -49,7 +51,7 @@ def test_the_wrap_policy_makes_the_units(shop: Shop, base: Finished, word: str, 
 def test_the_layers_are_compiled_for_actor_and_reference(
     shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch, really: bool
 ) -> None:
-    """By the key's older name, which says where it is now; the rollout is not compiled."""
+    """The test uses the key's older name, and a message names the new one; the rollout is not compiled."""
 
     def compiled(run: Finished, role: str) -> bool:
         parts = [run.actor.engines[role].module.decoder.layers[0].forward]

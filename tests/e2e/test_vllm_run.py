@@ -41,5 +41,5 @@ def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster: None, t
         assert row["rollout/log_prob_diff_max"] < 1e-4
         assert row["rollout/generated_tokens"] == row["tokens/response"]  # of one engine, not of two
         assert row["actor/grad_norm"] > 0
-    found = replay(Run(run.folder), STEPS)  # nothing is generated, and vLLM need not be there
+    found = replay(Run(run.folder), STEPS)  # nothing is generated, so vLLM is not needed
     assert found.equal and found.recorded["actor/grad_norm"] == run.rows[-1]["actor/grad_norm"]

@@ -1,4 +1,4 @@
-"""Where Ray is not installed, one process needs none, and several are refused before any work is done."""
+"""Without Ray installed, one process works, and several processes are refused before any work is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user who types commands, and what comes of them."""
+"""A user who types commands, and the results of the commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tests.e2e.shop import Shop
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left behind.
+    """The result of a command.
 
     Attributes:
-        status: its exit status.
-        said, error: what it printed, and what it printed of an error.
-        folder: its run folder.
+        status: The exit status.
+        said: The standard output.
+        error: The error output.
+        folder: The run folder.
     """
 
     status: int
@@ -28,7 +29,7 @@ class Outcome:
 
 
 class User:
-    """Types commands."""
+    """A user who types commands."""
 
     def __init__(self, shop: Shop, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.shop = shop
@@ -36,7 +37,7 @@ class User:
         self._capsys = capsys
 
     def types(self, *words: str, run: str = "run") -> Outcome:
-        """`tandem train` with a command line that is sound but for `words`."""
+        """Run `tandem train` with a valid command line, changed by `words`."""
         self._capsys.readouterr()
         folder = self.folder / run
         status = main(["train", *self.shop.short(run, f"trainer.default_local_dir={folder}", *words)])
@@ -45,7 +46,7 @@ class User:
         return Outcome(status, captured.out, captured.err, folder)
 
     def is_refused(self, *words: str, telling: tuple[str, ...]) -> Outcome:
-        """Before anything is written: every text of `telling` is in the error."""
+        """Check that the command is refused before anything is written, with every text of `telling`."""
         outcome = self.types(*words)
         assert outcome.status == 1
         for text in telling:

@@ -1,4 +1,4 @@
-"""What the models of a run are given, seen from outside."""
+"""Watches the inputs of the models of a run."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from tandem.models.policy import PolicyModel
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward of a policy: its sequences, and the tokens it puts through the model (a sequence's
-    last token predicts nothing and is left out)."""
+    """The sequences of one forward of a policy, and the number of tokens that go through the model.
+
+    A sequence's last token predicts nothing and is left out.
+    """
 
     sequences: int
     tokens: int
 
     @property
     def whole_tokens(self) -> int:
-        """Tokens of the sequences, where nothing is padded."""
+        """Return the number of tokens in the sequences, without padding."""
         return self.tokens + self.sequences
 
 
 @dataclass
 class Watched:
-    """What happened in a run.
+    """The observations of a run.
 
     Attributes:
-        update, old_log_prob, ref: the micro-batches of each phase.
-        layer_forwards: how often a decoder layer ran while gradients were recorded.
-        moved: how often a model's parameters, and optimizer state, were moved between host and device.
+        update: The micro-batches of the update.
+        old_log_prob: The micro-batches of the old log-probs.
+        ref: The micro-batches of the reference.
+        layer_forwards: How often a decoder layer ran while gradients were recorded.
+        moved: How often a model's parameters or optimizer state moved between host and device.
     """
 
     update: list[MicroBatch] = field(default_factory=list)
@@ -46,7 +50,7 @@ class Watched:
 
 
 def watch(patch: pytest.MonkeyPatch) -> Watched:
-    """Records everything from here to the end of the patch, but for the first forwards of a new engine."""
+    """Record everything until the end of the patch, except the first forwards of a new engine."""
     seen, warms_up = Watched(), False
     forward, layer = PolicyModel.forward, Qwen2DecoderLayer.forward
     offload, onload = FSDPEngine.offload, FSDPEngine.onload

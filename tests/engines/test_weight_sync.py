@@ -1,4 +1,4 @@
-"""Checksums, what digests find, and the packing of buckets."""
+"""Tests of checksums, of what digests detect, and of the layout of buckets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
 
 
 def slow_checksum(tensor: torch.Tensor) -> int:
-    """The definition, with Python's integers."""
+    """Compute the checksum by its definition, with Python's integers."""
     row = tensor.shape[-1] if tensor.dim() > 1 else 1
     data, size = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), tensor.element_size()
     word = 8 if row * size % 8 == 0 else size
@@ -61,7 +61,7 @@ def test_checksums_of_shards_add_up(shape: tuple[int, ...], dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(7, 16), (5, 3), (2, 3, 8)])
 def test_checksums_of_columns_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Wherever the columns are cut, through words of 8 bytes too."""
+    """The columns may be cut anywhere, even inside words of 8 bytes."""
     tensor = random(shape, dtype)
     for cut in range(1, shape[-1]):
         left = checksum(tensor[..., :cut], columns=shape[-1])
@@ -115,9 +115,9 @@ def test_a_wrong_tensor_is_named_with_what_became_of_it() -> None:
     sums = {name: f"{value % 2**64:016x}" for name, value in digest(good.items()).items()}
     cases: dict[str, tuple[dict[str, torch.Tensor], list[str], list[str]]] = {
         "stale": (good | {"b": old["b"]}, ["b"], ["is still that of version 3"]),
-        "damaged": (good | {"c": damaged}, ["c"], ["is damaged"]),
-        "rows": (good | {"c": good["c"].flip(0)}, ["c"], ["is damaged"]),
-        "swapped": (good | {"a": good["d"], "d": good["a"]}, ["a", "d"], ["is d", "is a"]),
+        "damaged": (good | {"c": damaged}, ["c"], ["damaged"]),
+        "rows": (good | {"c": good["c"].flip(0)}, ["c"], ["damaged"]),
+        "swapped": (good | {"a": good["d"], "d": good["a"]}, ["a", "d"], ["the weight d", "the weight a"]),
         "skipped": ({n: t for n, t in good.items() if n != "e"}, ["e"], ["e is missing"]),
         "unknown": (good | {"f": damaged}, ["f"], ["f was never sent"]),
     }
@@ -165,7 +165,7 @@ def test_buckets_come_each_once_in_order_and_of_one_version() -> None:
     for wrong in (bucket(0, 3), bucket(2, 3), bucket(1, 3, version=3)):
         arrival = Arrival()
         arrival.expect(bucket(0, 3))
-        with pytest.raises(WeightSyncError, match="do not follow"):
+        with pytest.raises(WeightSyncError, match="out of order"):
             arrival.expect(wrong)
 
 

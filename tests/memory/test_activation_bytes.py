@@ -1,4 +1,4 @@
-"""The bytes of activations against those that tiny models' layers really keep."""
+"""The computed bytes of activations against what layers of tiny models really keep."""
 
 import tempfile
 from functools import partial
@@ -74,7 +74,7 @@ def policy_of(kind, shape, layers, dtype, mode, rank=0):
 
 
 class Made(TorchDispatchMode):
-    """Follows the memory of every tensor that is made."""
+    """A record of the memory of every tensor that is made."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Made(TorchDispatchMode):
 
 
 def kept(policy, inputs):
-    """The bytes that are there after a forward only because a backward may follow."""
+    """Return the bytes that exist after a forward pass only because a backward pass may follow."""
     with Made() as made:
         out = policy(inputs, frozenset({"log_probs"}))["log_probs"]
         before = made.alive()
@@ -164,7 +164,7 @@ def test_what_a_layer_with_adapters_keeps(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_what_a_layer_keeps_on_cuda(kind):
-    """In bf16, by the variable-length kernel; PyTorch's allocator rounds up a little."""
+    """In bf16, with the variable-length kernel. PyTorch's allocator rounds up a little."""
     device = torch.device("cuda")
     lengths = [3000, 1, 700, 1900, 64]
     inputs = pack(Ragged.from_list([torch.randint(0, 31, (n,)) for n in lengths]), None, device=device)
@@ -182,7 +182,7 @@ def test_what_a_layer_keeps_on_cuda(kind):
 
 
 def test_saved_tensors_are_what_is_kept():
-    """The two measures agree: what autograd is handed, and what memory is there."""
+    """Two measures agree: the tensors that autograd saves, and the memory in use."""
     policy, inputs = policy_of("qwen2", "wide", 3, torch.float32, "none"), inputs_of(LENGTHS["long"])
     storages = {}
 
@@ -213,8 +213,11 @@ QWEN = Decoder(28, 1536, 8960, 12, 2, 128)
 
 
 def test_figures_of_a_known_model():
-    """By hand, in bf16: two norms of 8 bytes a feature and 4 more, attention's 2·(2·1536 + 2·256) + 4·12, and
-    four times 2·8960."""
+    """By hand, in bf16.
+
+    Two norms have 8 bytes per feature and 4 more. Attention has 2·(2·1536 + 2·256) + 4·12. The MLP has four
+    times 2·8960.
+    """
     setup = Setup(itemsize=2)
     assert kept_bytes(QWEN, setup, "none") == 2 * (8 * 1536 + 4) + 7168 + 48 + 71680
     assert kept_bytes(QWEN, setup, "full") == 3072
@@ -225,7 +228,7 @@ def test_figures_of_a_known_model():
 
 
 def test_what_ranks_share():
-    """Two ranks that split layers halve heads and MLP; four that share tokens repeat two key heads."""
+    """Two ranks that split layers halve heads and MLP. Four ranks that share tokens repeat two key heads."""
     halves = Decoder(28, 1536, 4480, 6, 1, 128)
     for mode in ("none", "ops", "full"):
         assert kept_bytes(QWEN, Setup(2, tensor=2), mode) == kept_bytes(halves, Setup(2), mode)
@@ -234,7 +237,7 @@ def test_what_ranks_share():
 
 
 def most(layers, **options):
-    """Bytes of activations at the head's backward, of 1,000 tokens."""
+    """Return the bytes of activations for 1,000 tokens, at the head's backward."""
     mode = options.pop("mode", "none")
     way = Way(Setup(2, **options), master=4, shards=8, mode=mode)
     decoder = Decoder(layers, 1536, 8960, 12, 2, 128)

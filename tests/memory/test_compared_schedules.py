@@ -1,4 +1,4 @@
-"""Schedules of generation and learning, against a simulation of both sides."""
+"""Schedules of generation and training, against a simulation of both sides."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ BASE = (
 
 
 def simulated(stages: Stages, *, ahead: bool, steps: int = 200) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and the shares of it that each side waits, of two sides that each do one thing at a
-    time: weights go over when both are free, responses are learnt from when they are written."""
+    """Simulate a step. Return its seconds, and the share of it that each side waits.
+
+    Each side does one thing at a time. Weights are transferred when both sides are free. Training uses
+    responses when they are complete.
+    """
     free, busy = {"training": 0.0, "rollout": 0.0}, {"training": 0.0, "rollout": 0.0}
     written: dict[int, float] = {}
 
@@ -71,7 +74,7 @@ def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds: tuple[float
 
 @dataclass
 class Told:
-    """A judge whose seconds are told."""
+    """A judge with given seconds."""
 
     stages: Any
     device: float
@@ -89,7 +92,7 @@ def compared(
 
 
 def ideal(config: Any, _: Any) -> Stages:
-    """Twelve device seconds of generation, four of training."""
+    """Return seconds for twelve device seconds of generation and four of training."""
     return Stages(12 / config.trainer.devices_of("rollout"), 4 / config.trainer.devices_of("actor"), 0.0)
 
 
@@ -128,7 +131,7 @@ def test_splits_suit_the_sizes_and_the_rules() -> None:
 
 
 def test_what_does_not_fit_comes_last() -> None:
-    """One device for training would be the fastest, and has no room for 7B's weights and moments."""
+    """One device for training would be fastest, but has no room for the weights and moments of a 7B model."""
 
     def costly(config: Any, _: Any) -> Stages:
         return Stages(1.0, float(config.trainer.devices_of("actor")), 0.0)
@@ -161,7 +164,7 @@ def test_stages_are_the_step_taken_apart() -> None:
 
 
 def test_rewards_belong_to_generation() -> None:
-    """A millisecond each, as was measured."""
+    """A reward takes a millisecond, as was measured."""
     config = load_train_config(None, list(BASE), elsewhere=True).config
     measured = Device(Rates(1e15, 3e12), 2, {"reward": [0.0, 0.0, 0.0, 0.0, 1e-3]})
     clock = Clock.of({"NVIDIA H100 80GB": measured}, "H100", 80, cuda=True)
@@ -183,17 +186,17 @@ def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) ->
     assert rows[0]["step"] < rows[1]["step"] and found["choose"] == rows[0]["name"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "choose synchronous, together" in out and "one step off is not there" in out
+    assert "choose synchronous, together" in out and "cannot train one step off" in out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--device", "80GB", "trainer.n_gpus_per_node=1"), "one device cannot be divided"),
-        (("algorithm.filter_groups.enable=true",), "none can be answered ahead"),
-        (("trainer.resource_pools={a: [4], b: [4]}",), "roles are placed already"),
-        (("trainer.device=cpu",), "run tandem bench once"),
-        (("--fit", "8x80GB"), "do not go together"),
+        (("algorithm.filter_groups.enable=true",), "generated in advance"),
+        (("trainer.resource_pools={a: [4], b: [4]}",), "already have devices"),
+        (("trainer.device=cpu",), "run `tandem bench` once"),
+        (("--fit", "8x80GB"), "exclude each other"),
     ],
 )
 def test_what_is_refused(

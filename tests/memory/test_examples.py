@@ -1,4 +1,4 @@
-"""The configs of examples/memory fit the devices that they are named after, and docs/memory.md says so."""
+"""The configs of examples/memory fit the devices in their names, as docs/memory.md says."""
 
 from pathlib import Path
 

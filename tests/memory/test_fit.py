@@ -1,4 +1,4 @@
-"""The search for the fastest config that fits, beside one that tries everything; the seconds of links."""
+"""The search for the fastest config that fits, against a search of all configs; the seconds of links."""
 
 from dataclasses import replace
 from itertools import product
@@ -132,7 +132,11 @@ def test_links_take_what_they_carry():
         "update_actor": Work(calls=28 * 3 * 4),
     }  # 4 micro-batches in 2 updates
     host = (2 * 4 * own / 8 * 3 + 2 * 8 * own / 8) / kind.host
-    for sync, reductions in (("once", 2), ("each", 4), ("auto", 4)):  # 46 GB are more than an eighth
+    for sync, reductions in (
+        ("once", 2),
+        ("each", 4),
+        ("auto", 4),
+    ):  # 46 GB are more than an eighth of the device
         gathers = (2 * own * 8 + 4 * own * reductions) * 7 / 8 / kind.near
         synced = with_values(config, {"actor_rollout_ref.actor.fsdp_config.gradient_sync": sync})
         assert link_seconds(synced, shape, work, kind) == pytest.approx(gathers + host)

@@ -1,4 +1,4 @@
-"""The plan of a run: byte counts that follow from a config, by hand."""
+"""The plan of a run: byte counts of a config, computed by hand."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_shards_of_weights_and_moments():
 
 
 def test_several_micro_batches_reduced_once_keep_the_whole_gradient():
-    """64 prompts of 8 responses, 2,048 tokens each, are 16 micro-batches of 8,192 tokens on each rank."""
+    """64 prompts with 8 responses of 2,048 tokens are 16 micro-batches of 8,192 tokens per rank."""
     sync = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
     several = phases(made(f"{sync}=once"))["actor update"]
     assert several.parts["gradients"] > 4 * 0.8 * P
@@ -56,7 +56,7 @@ def test_several_micro_batches_reduced_once_keep_the_whole_gradient():
 
 @pytest.mark.parametrize(("device", "when"), [(80, "in each"), (400, "in the last")])
 def test_gradients_are_reduced_once_where_that_takes_an_eighth_of_the_device(device, when):
-    """The weights in bf16 and the gradient in fp32: 45.7 GB of 7.6 billion numbers."""
+    """The weights in bf16 and the gradient in fp32: 45.7 GB for 7.6 billion numbers."""
     notes = made(device=device * GIB).notes
     assert any(note.startswith("actor update") and f"reduced {when}" in note for note in notes)
 
@@ -94,8 +94,10 @@ def test_adapters_learn_alone():
 
 
 def test_the_cache_is_what_its_sequences_need_and_what_the_device_leaves():
-    """64 sequences on each rank, 2,048 tokens of 56 KiB: 7 GiB. On 32 GiB 2 are left alone, and what lies
-    there besides leaves less."""
+    """Each rank has 64 sequences of 2,048 tokens of 56 KiB: 7 GiB.
+
+    Of 32 GiB, 2 GiB stay free. Other data on the device leaves less for the cache.
+    """
     assert phases(made())["rollout"].parts["cache"] == 64 * 2048 * 56 * 1024
     tight = made(device=32 * GIB)
     held = 12 * P / 8 + 2 * P
@@ -141,7 +143,7 @@ def test_a_critic_and_a_reference_lie_beside_the_actor():
 
 
 def test_each_of_several_references_and_reward_models_is_counted():
-    """All lie beside the actor: 4 bytes of a number and rank."""
+    """All are on the device together with the actor: 4 bytes per number and rank."""
     small, smaller = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-0.5B"
     found = made(
         "actor_rollout_ref.actor.use_kl_loss=true",

@@ -1,4 +1,4 @@
-"""The work of a step and the fit of factors, against slow references."""
+"""The work of a step and the fit of factors, against slow reference implementations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
     ):
         model.model(torch.zeros(8, 30, dtype=torch.int64))
     whole = counter.get_total_flops()
-    causal = 3 * 4 * 2 * 8 * 30 * 30 * 32  # of the square, which torch counts whole, half is needed
+    causal = 3 * 4 * 2 * 8 * 30 * 30 * 32  # torch counts the whole square of scores, of which half is needed
     head = 2 * 32 * 50 * 20 * 8
     assert work["old_log_prob"].operations == pytest.approx(whole - causal / 4 + head, rel=1e-6)
     forward = work["old_log_prob"].operations
@@ -76,7 +76,7 @@ def test_decoding_counts_steps_and_contexts_token_by_token(tmp_path: Path) -> No
     whole = config(tmp_path, "actor_rollout_ref.rollout.max_num_seqs=3", "data.train_batch_size=2")
     work = step_work(whole, SHAPE, prompts, responses, item=2)["generate_sequences"]
     contexts = sum(p + t + 0.5 for p, r in zip((3, 3, 5, 5), responses, strict=True) for t in range(r))
-    steps = 11 + 1  # the fourth begins as the third, of two tokens, ends; one for the prompts
+    steps = 11 + 1  # the fourth starts when the third, with two tokens, ends; one step more for the prompts
     assert work.calls == 3 * steps and work.tokens == 22 and work.samples == 4
     assert work.bytes == pytest.approx(
         2 * steps * (SHAPE.matrices + SHAPE.embedding) + 2 * 2 * 3 * 2 * 8 * contexts
@@ -165,12 +165,12 @@ def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
     assert (there["gpu"].rates, there["gpu"].item) == (Rates(1e12, 1e12), 2)
     for other in ('{"format": 9}', "[]", '{"format": 1, "devices": {"cpu": {"rates": {}}}}'):
         path.write_text(other)
-        with pytest.raises(DataError, match="no file of measured devices"):
+        with pytest.raises(DataError, match="not a file of measured devices"):
             read_devices(path)
 
 
 def test_a_model_of_other_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lacks a size"):
+    with pytest.raises(ConfigError, match="size is missing"):
         model_shape({"hidden_size": 3})
 
 
@@ -201,9 +201,13 @@ def test_devices_share_the_work_and_split_layers_their_weights(tmp_path: Path) -
     for phase in ("generate_sequences", "old_log_prob", "update_actor"):
         assert two[phase].operations == split[phase].operations == pytest.approx(one[phase].operations / 2)
     decode = [each["generate_sequences"].bytes for each in (one, two, split)]
-    assert decode[1] - decode[2] == pytest.approx(21 * weights / 2)  # as many steps, of a half each
+    assert decode[1] - decode[2] == pytest.approx(
+        21 * weights / 2
+    )  # as many steps, each with half of the work
     assert one["old_log_prob"].bytes - 2 * split["old_log_prob"].bytes == pytest.approx(0)
     adapters = config(tmp_path, "actor_rollout_ref.model.lora_rank=2")
     saved = one["update_actor"].bytes - step_work(adapters, SHAPE, *sizes, item=4)["update_actor"].bytes
-    few = 3 * 2 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32 + 3 * (32 + 80))  # in and out of seven matrices
+    few = (
+        3 * 2 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32 + 3 * (32 + 80))
+    )  # inputs and outputs of seven matrices
     assert saved == pytest.approx(2 * 40 * (weights / 4 - few) + 2 * weights)

@@ -1,4 +1,4 @@
-"""Shapes of models: their parameters against those of transformers' own models."""
+"""Shapes of models: their parameters against those of transformers' models."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_parameters_are_those_of_the_model(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", PUBLISHED)
 def test_parameters_of_published_models(pattern):
-    without = re.sub(r"\([^()]*\)\?", "", pattern.replace(r"\.", "."))  # what may be there
+    without = re.sub(r"\([^()]*\)\?", "", pattern.replace(r"\.", "."))  # the possible results
     name = re.sub(r"\(([^()|]*)[^()]*\)", r"\1", without)  # the first of several
     values = dict(zip(("model_type", *KEYS[:4]), PUBLISHED[pattern], strict=False))
     stored = published(name) or pytest.fail(name)
@@ -66,7 +66,7 @@ def test_what_is_not_known():
     assert (
         published("gpt2") is None and published("x/Qwen2.5-70B") is None and published("Qwen2.5-7Bx") is None
     )
-    with pytest.raises(ConfigError, match="lacks a size") as caught:
+    with pytest.raises(ConfigError, match="size is missing") as caught:
         model_shape({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9})
     assert caught.value.field == "num_hidden_layers"
 
@@ -77,7 +77,7 @@ def test_the_text_of_a_model_of_several_inputs():
 
 
 def test_keys_and_values():
-    """KiB per token in bf16, as published for these models."""
+    """The KiB per token in bf16 are those published for these models."""
     sizes = {"Qwen2.5-0.5B": 12, "Qwen2.5-1.5B": 28, "Qwen2.5-7B": 56, "Llama-3-70B": 320}
     assert {name: model_shape(published(name)).kv_bytes(2) / 1024 for name in sizes} == sizes
-    assert model_shape(published("Llama-3-70B")).kv_bytes(2, split=16) == 40 * 1024  # a key head at least
+    assert model_shape(published("Llama-3-70B")).kv_bytes(2, split=16) == 40 * 1024  # at least one key head

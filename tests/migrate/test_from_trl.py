@@ -1,4 +1,4 @@
-"""TRL's settings as configs: every field has a verdict, the arithmetic holds, and what is written loads."""
+"""TRL's settings become configs: every field has a verdict, and the written config can be loaded."""
 
 from __future__ import annotations
 
@@ -9,37 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.cli.main import main
-from tandem.config.load import load_rm_config, load_sft_config, load_train_config
-from tandem.config.schema import keys, nested
-from tandem.config.sources import to_yaml
+from tandem.config.load import load_train_config
+from tandem.config.schema import keys, value_at
 from tandem.errors import ConfigError
-from tandem.migrate.peer import Peer
 from tandem.migrate.trl import COMMANDS, migrate
 from tandem.migrate.trl_source import read_python, read_words
 from tandem.migrate.trl_table import FIELDS, MODEL, SCRIPT, TABLES
+from tests.support.words import rows, words
 
-LOADERS = {"train": load_train_config, "sft": load_sft_config, "rm": load_rm_config}
 PEER = Path(__file__).parents[2] / ".peers" / "trl" / "bin" / "python"
 A = "actor_rollout_ref.actor"
-
-
-@pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Loads what was made, with files where it looks for them."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("train.parquet", "test.parquet", "reward.py"):
-        (tmp_path / name).touch()
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer_config.json"):
-        (tmp_path / "model" / name).write_text("{}")
-
-    def run(made: Peer, *overrides: str) -> Any:
-        (tmp_path / "made.yaml").write_text(to_yaml(nested(made.config)))
-        return LOADERS[made.command]("made.yaml", overrides).config
-
-    return run
 
 
 @pytest.mark.parametrize("name", list(TABLES))
@@ -74,7 +56,7 @@ def test_the_stored_fields_are_trls() -> None:
     assert version.startswith("1.16.")
     for name, found in json.loads(fields).items():
         assert {field: FIELDS[name][field] for field in found} == found
-        assert len(FIELDS[name]) - len(found) <= 2  # those whose default is made anew
+        assert len(FIELDS[name]) - len(found) <= 2  # fields whose default differs in each process
 
 
 @pytest.mark.parametrize("name", list(TABLES))
@@ -86,22 +68,15 @@ def test_sizes_count_prompts(load) -> None:
     draw = random.Random()
     for _ in range(20):
         n, devices, groups = draw.choice((2, 4, 8)), draw.choice((1, 2, 4)), draw.randrange(1, 5)
-        rows, accumulated, many = n * groups, draw.randrange(1, 4), draw.randrange(1, 4)
+        samples, accumulated, many = n * groups, draw.randrange(1, 4), draw.randrange(1, 4)
         iterations = draw.randrange(1, 3)
-        made = migrate(
-            "GRPOConfig",
-            {
-                "num_generations": n,
-                "per_device_train_batch_size": rows,
-                "gradient_accumulation_steps": accumulated,
-                "steps_per_generation": accumulated * many,
-                "num_iterations": iterations,
-                "max_steps": 12 * many * iterations,
-                "save_steps": 3 * many * iterations,
-            },
-            devices=devices,
-        )
-        completions = rows * accumulated * devices  # of one optimizer step
+        settings = {
+            "num_generations": n, "per_device_train_batch_size": samples, "num_iterations": iterations,
+            "gradient_accumulation_steps": accumulated, "steps_per_generation": accumulated * many,
+            "max_steps": 12 * many * iterations, "save_steps": 3 * many * iterations,
+        }  # fmt: skip
+        made = migrate("GRPOConfig", settings, devices=devices)
+        completions = samples * accumulated * devices  # per optimizer step
         assert made.config["data.train_batch_size"] * n == completions * many
         assert made.config[f"{A}.ppo_mini_batch_size"] * n == completions
         assert made.config["trainer.total_training_steps"] == 12
@@ -111,104 +86,77 @@ def test_sizes_count_prompts(load) -> None:
 
 
 def test_groups_in_parts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no whole groups of 8") as caught:
+    with pytest.raises(ConfigError, match="not a multiple of the group size 8") as caught:
         migrate("GRPOConfig", {"per_device_train_batch_size": 4}, devices=1)
     assert caught.value.expected == "a multiple of num_generations=8"
     migrate("GRPOConfig", {"per_device_train_batch_size": 4}, devices=2)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (
-            {},
-            {
-                f"{A}.loss_agg_mode": "token-mean",
-                f"{A}.clip_ratio_c": 1e9,
-                f"{A}.policy_loss.loss_mode": "vanilla",
-            },
-        ),
-        ({"loss_type": "grpo"}, {f"{A}.loss_agg_mode": "seq-mean-token-mean"}),
-        ({"loss_type": "dr_grpo", "scale_rewards": False}, {"algorithm.adv_estimator": "dr_grpo"}),
-        (
-            {"loss_type": "cispo", "epsilon_high": 5.0},
-            {f"{A}.policy_loss.loss_mode": "cispo", f"{A}.clip_ratio_low": 1.0, f"{A}.clip_ratio_high": 4.0},
-        ),
-        (
-            {"loss_type": "sapo", "sapo_temperature_neg": 1.5},
-            {f"{A}.policy_loss.loss_mode": "sapo", f"{A}.tau_neg": 1.5},
-        ),
-        (
-            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-            {f"{A}.policy_loss.loss_mode": "gspo"},
-        ),
-        ({"delta": 4.0, "epsilon_high": 0.28}, {f"{A}.clip_ratio_c": 4.0, f"{A}.clip_ratio_high": 0.28}),
-        (
-            {"beta": 0.04},
-            {f"{A}.use_kl_loss": True, f"{A}.kl_loss_coef": 0.04, f"{A}.kl_loss_type": "low_var_kl"},
-        ),
-        (
-            {"warmup_steps": 0.1},
-            {f"{A}.optim.lr_warmup_steps_ratio": 0.1, f"{A}.optim.lr_scheduler_type": "linear"},
-        ),
-        ({"max_grad_norm": 0.0}, {f"{A}.optim.clip_grad": 1e9}),
-        ({"weight_decay": 0.1, "adam_beta2": 0.95}, {f"{A}.optim.weight_decay": 0.1}),
-        ({"use_peft": True, "lora_r": 8, "lora_dropout": 0.0}, {"actor_rollout_ref.model.lora_rank": 8}),
-        (
-            {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
-            {
-                "algorithm.rollout_correction.rollout_is": "token",
-                "algorithm.rollout_correction.rollout_is_threshold": "3.0",
-            },
-        ),
-        ({"use_vllm": True}, {"algorithm.rollout_correction.rollout_is": "sequence"}),
-        ({"report_to": ["wandb"], "eval_strategy": "steps", "eval_steps": 4}, {"trainer.test_freq": 4}),
-    ],
-)
-def test_settings_become_keys(given: dict[str, Any], expected: dict[str, Any], load) -> None:
-    config = load(migrate("GRPOConfig", given, devices=1))
-    for name, value in expected.items():
-        found: Any = config
-        for part in name.split("."):
-            found = getattr(found, part)
-        assert found == value, name
+SETTINGS = """
+seed: 42 | A.loss_agg_mode=token-mean A.clip_ratio_c=1000000000.0 A.policy_loss.loss_mode=vanilla
+loss_type: grpo | A.loss_agg_mode=seq-mean-token-mean
+loss_type: dr_grpo, scale_rewards: false | algorithm.adv_estimator=dr_grpo
+loss_type: cispo, epsilon_high: 5.0 | A.policy_loss.loss_mode=cispo A.clip_ratio_low=1.0 A.clip_ratio_high=4.0
+loss_type: sapo, sapo_temperature_neg: 1.5 | A.policy_loss.loss_mode=sapo A.tau_neg=1.5
+loss_type: grpo, importance_sampling_level: sequence | A.policy_loss.loss_mode=gspo
+delta: 4.0, epsilon_high: 0.28 | A.clip_ratio_c=4.0 A.clip_ratio_high=0.28
+beta: 0.04 | A.use_kl_loss=true A.kl_loss_coef=0.04 A.kl_loss_type=low_var_kl
+warmup_steps: 0.1 | A.optim.lr_warmup_steps_ratio=0.1 A.optim.lr_scheduler_type=linear
+max_grad_norm: 0.0 | A.optim.clip_grad=1000000000.0
+weight_decay: 0.1, adam_beta2: 0.95 | A.optim.weight_decay=0.1 A.optim.betas=[0.9, 0.95]
+use_peft: true, lora_r: 8, lora_dropout: 0.0 | M.lora_rank=8
+use_vllm: true, vllm_importance_sampling_mode: token_truncate
+    | C.rollout_is=token C.rollout_is_threshold='3.0'
+use_vllm: true | C.rollout_is=sequence
+report_to: [wandb], eval_strategy: steps, eval_steps: 4 | trainer.test_freq=4
+"""
+
+
+def flow(text: str) -> dict[str, Any]:
+    return yaml.safe_load(f"{{{text}}}")
+
+
+@pytest.mark.parametrize(("given", "values"), rows(SETTINGS))
+def test_settings_become_keys(given: str, values: str, load) -> None:
+    config = load(migrate("GRPOConfig", flow(given), devices=1))
+    for word in words(values):
+        name, _, text = word.partition("=")
+        value = value_at(config, name)
+        assert (list(value) if isinstance(value, tuple) else value) == yaml.safe_load(text), name
 
 
 def test_trls_defaults_that_are_others_here_are_written(load) -> None:
     config = load(migrate("GRPOConfig", {}, devices=1))
-    assert config.data.max_response_length == 512
-    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
-    assert config.actor_rollout_ref.actor.optim.weight_decay == 0.0
-    assert config.actor_rollout_ref.actor.optim.lr_scheduler_type == "linear"
-    assert config.actor_rollout_ref.rollout.n == 8
-    assert not config.needs_reference
-    assert config.trainer.seed == 42
+    optim = config.actor_rollout_ref.actor.optim
+    assert (config.data.max_response_length, config.trainer.seed) == (512, 42)
+    assert (optim.lr, optim.weight_decay, optim.lr_scheduler_type) == (1e-6, 0.0, "linear")
+    assert config.actor_rollout_ref.rollout.n == 8 and not config.needs_reference
     rloo = load(migrate("RLOOConfig", {}, devices=1))
-    assert rloo.algorithm.use_kl_in_reward
-    assert rloo.algorithm.kl_ctrl.kl_coef == 0.05
+    assert rloo.algorithm.use_kl_in_reward and rloo.algorithm.kl_ctrl.kl_coef == 0.05
     assert rloo.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum"
 
 
-@pytest.mark.parametrize(
-    ("given", "refused"),
-    [
-        ({"fp16": True}, "fp16"),
-        ({"loss_type": "vespo"}, "loss_type"),
-        ({"scale_rewards": "batch"}, "scale_rewards"),
-        ({"beta": 0.1, "use_bias_correction_kl": True}, "use_bias_correction_kl"),
-        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
-        ({"optim": "sgd"}, "optim"),
-        ({"use_peft": True, "lora_dropout": 0.05}, "lora_dropout"),
-        ({"load_in_4bit": True}, "load_in_4bit"),
-        ({"push_to_hub": True}, "push_to_hub"),
-        ({"no_such_field": 1}, "no_such_field"),
-        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
-        ({"beta": 0.1, "sync_ref_model": True}, "sync_ref_model"),
-    ],
-)
-def test_what_has_no_counterpart_is_named(given: dict[str, Any], refused: str) -> None:
-    made = migrate("GRPOConfig", given, devices=1)
-    assert [row.verdict for row in made.rows if row.name == refused] == ["refused"]
+REFUSED = """
+fp16: true
+loss_type: vespo
+scale_rewards: batch
+beta: 0.1, use_bias_correction_kl: true
+lr_scheduler_type: polynomial
+optim: sgd
+use_peft: true, lora_dropout: 0.05
+load_in_4bit: true
+push_to_hub: true
+no_such_field: 1
+top_entropy_quantile: 0.2
+beta: 0.1, sync_ref_model: true
+"""
+
+
+@pytest.mark.parametrize("given", rows(REFUSED))
+def test_what_has_no_counterpart_is_named(given: str) -> None:
+    """The last setting is the one that is refused."""
+    made = migrate("GRPOConfig", flow(given), devices=1)
+    assert [row.verdict for row in made.rows if row.name == list(flow(given))[-1]] == ["refused"]
     assert all(row.sentence for row in made.rows)
 
 
@@ -235,29 +183,24 @@ def test_a_default_that_is_not_taken_over_is_a_note() -> None:
     assert any(note.startswith("lora_dropout=0.05, the default there") for note in made.lost)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "expected"),
-    [
-        ("GRPOConfig", {"warmup_ratio": 0.1}, {f"{A}.optim.lr_warmup_steps_ratio": 0.1}),
-        ("SFTConfig", {"warmup_ratio": 0.03}, {"optim.lr_warmup_steps_ratio": 0.03}),
-        ("GRPOConfig", {"warmup_ratio": 0.1, "warmup_steps": 7}, {f"{A}.optim.lr_warmup_steps": 7}),
-        (
-            "GRPOConfig",
-            {"max_prompt_length": 256},
-            {"data.max_prompt_length": 256, "data.truncation": "left"},
-        ),
-        ("SFTConfig", {"max_seq_length": 99}, {"data.max_length": 99}),
-        ("GRPOConfig", {"evaluation_strategy": "steps", "eval_steps": 5}, {"trainer.test_freq": 5}),
-        ("RLOOConfig", {"rloo_k": 4, "kl_coef": 0.5}, {"algorithm.kl_ctrl.kl_coef": 0.5}),
-        ("SFTConfig", {"torch_dtype": "bfloat16"}, {"fsdp_config.model_dtype": "bf16"}),
-    ],
-)
-def test_names_of_earlier_versions_are_read(
-    name: str, given: dict[str, Any], expected: dict[str, Any], load
-) -> None:
-    made = migrate(name, given, devices=1)
-    assert {key: made.config.get(key) for key in expected} == expected
-    assert {row.name for row in made.rows} == set(given)
+EARLIER = """
+GRPOConfig | warmup_ratio: 0.1 | A.optim.lr_warmup_steps_ratio=0.1
+SFTConfig | warmup_ratio: 0.03 | optim.lr_warmup_steps_ratio=0.03
+GRPOConfig | warmup_ratio: 0.1, warmup_steps: 7 | A.optim.lr_warmup_steps=7
+GRPOConfig | max_prompt_length: 256 | data.max_prompt_length=256 data.truncation=left
+SFTConfig | max_seq_length: 99 | data.max_length=99
+GRPOConfig | evaluation_strategy: steps, eval_steps: 5 | trainer.test_freq=5
+RLOOConfig | rloo_k: 4, kl_coef: 0.5 | algorithm.kl_ctrl.kl_coef=0.5
+SFTConfig | torch_dtype: bfloat16 | fsdp_config.model_dtype=bf16
+"""
+
+
+@pytest.mark.parametrize(("name", "given", "values"), rows(EARLIER))
+def test_names_of_earlier_versions_are_read(name, given, values, load):
+    made = migrate(name, flow(given), devices=1)
+    for word in words(values):
+        assert made.config[word.partition("=")[0]] == yaml.safe_load(word.partition("=")[2])
+    assert {row.name for row in made.rows} == set(flow(given))
     load(made)
 
 
@@ -285,37 +228,28 @@ def test_a_python_file_is_read_and_never_run(tmp_path: Path) -> None:
     given = read_python(str(path))
     assert given.name == "GRPOConfig"
     assert given.settings == {
-        "output_dir": "out",
-        "num_generations": 4,
-        "beta": 0.0,
-        "learning_rate": 5e-6,
-        "model_name_or_path": "org/name",
-        "reward_funcs": ["mine", "org/rm"],
-        "lora_r": 4,
-        "lora_target_modules": ["q_proj"],
-        "lora_dropout": 0.0,
-    }
+        "output_dir": "out", "num_generations": 4, "beta": 0.0, "learning_rate": 5e-6,
+        "model_name_or_path": "org/name", "reward_funcs": ["mine", "org/rm"], "lora_r": 4,
+        "lora_target_modules": ["q_proj"], "lora_dropout": 0.0,
+    }  # fmt: skip
     assert given.implied == {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
     assert given.unread == {"seed": "f()", "**": "more", "train_dataset": "rows", "bias": "why"}
     path.write_text("x = 1")
-    with pytest.raises(ConfigError, match="none of TRL's configs"):
+    with pytest.raises(ConfigError, match="creates none of TRL's configs"):
         read_python(str(path))
 
 
 def test_a_command_line_is_taken_apart(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("learning_rate: 1e-5\nbeta: 0.1\n")
-    words = (
+    line = (
         f"trl grpo --config {tmp_path}/c.yaml --use_vllm --beta=0.2 --report_to wandb tensorboard --top-k 5"
     )
-    given = read_words(words.split())
+    given = read_words(line.split())
     assert given.settings == {
-        "learning_rate": 1e-5,
-        "beta": 0.2,
-        "use_vllm": True,
+        "learning_rate": 1e-5, "beta": 0.2, "use_vllm": True, "top_k": 5,
         "report_to": ["wandb", "tensorboard"],
-        "top_k": 5,
-    }
-    with pytest.raises(ConfigError, match="no trainer of TRL's"):
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="not a trainer of TRL"):
         read_words(["dpo"])
     with pytest.raises(ConfigError, match="belongs to no option"):
         read_words(["grpo", "astray"])
@@ -330,9 +264,9 @@ def test_the_command_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = [line.split() for line in shown.splitlines()]
     assert ["seed", "f()", "refused"] in [line[:3] for line in lines]
     assert ["train_dataset", "rows", "renamed"] in [line[:3] for line in lines]
-    assert "refused, so the config does without: **, bias, seed (exit status 3)" in shown
-    words = ["actor_rollout_ref.model.path=model", "custom_reward_function.path=reward.py"]
-    assert load_train_config(str(tmp_path / "made.yaml"), words).config.actor_rollout_ref.model.lora_rank == 4
+    assert "refused" in shown and "**, bias, seed (exit status 3)" in shown
+    more = words("M.path=model custom_reward_function.path=reward.py")
+    assert load_train_config(str(tmp_path / "made.yaml"), more).config.actor_rollout_ref.model.lora_rank == 4
     assert main(["from-trl", "sft", "--max_length", "7"]) == 0
     assert "max_length: 7" in capsys.readouterr().out
     assert main(["from-trl", "sft", "--devices", "no"]) == 2

@@ -1,4 +1,4 @@
-"""Shell scripts that call verl, run by the real bash: the words of their calls are taken one by one."""
+"""Shell scripts that call verl, run by the real bash: the words of their calls are compared one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAIN = "python3 -m verl.trainer.main_ppo"
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a script; returns its path."""
+    """Return a function that writes a script and returns its path."""
 
     def run(text: str) -> str:
         path = tmp_path / "run.sh"
@@ -40,7 +40,7 @@ def called(path: str, *arguments: str, call: int = 1) -> Call:
 
 
 def command(draw: random.Random) -> list[str]:
-    """The words of a call, with what shells trip over."""
+    """Return the words of a call, with characters that are difficult for shells."""
     hard = "aZ9'\"\\$`*?[]{},:=#!&|;<>()~%@ü中\t\n "
     hard += "/" * 4
     texts = ["".join(draw.choices(hard, k=draw.randrange(12))) for _ in range(draw.randrange(1, 60))]
@@ -51,7 +51,7 @@ STYLES = ("continued", "array", "variables", "arguments", "function", "appended"
 
 
 def script_of(words: list[str], style: str) -> tuple[str, list[str]]:
-    """A script that calls verl with these words, and the script's own arguments."""
+    """Return a script that calls verl with these words, and the script's own arguments."""
     quoted = [shlex.quote(word) for word in words]
     if style == "continued":
         return f"set -xeuo pipefail\n{MAIN} \\\n    " + " \\\n    ".join(quoted) + ' "$@"', []
@@ -117,9 +117,7 @@ def test_ways_to_start_verl(write: Write, line: str) -> None:
     assert understood(called(write(line))).arguments == ("a=b",)
 
 
-def test_the_folder_and_the_environment_are_those_of_the_call(
-    write: Write, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_folder_and_the_environment_are_those_of_the_call(write, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_TEST_KEPT", "as before")
     (tmp_path / "below").mkdir()
     path = write(
@@ -169,7 +167,6 @@ def test_reading_a_script_runs_nothing_of_it(write: Write, tmp_path: Path) -> No
 
 
 def test_a_script_is_read_to_its_end(write: Write, tmp_path: Path) -> None:
-    """A call answers with status 0, and what stands before and after it is listed and not run."""
     path = write(
         f'cd {tmp_path}\npython3 -c \'open("before", "w")\'\n{MAIN} a=b\n{MAIN} status=$?\ntouch after'
     )
@@ -182,18 +179,17 @@ def test_a_script_is_read_to_its_end(write: Write, tmp_path: Path) -> None:
 
 @pytest.fixture(params=[Sandlock, Bubblewrap])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
-    """What holds scripts: each kind by itself."""
+    """Make only one kind of sandbox available."""
     other = Bubblewrap if request.param is Sandlock else Sandlock
     if not request.param.version():
         pytest.skip(f"{request.param.__name__} is not installed")
     monkeypatch.setattr(other, "version", lambda: None)
-    dry._way.cache_clear()
+    dry._working_runner.cache_clear()
     yield request.param
-    dry._way.cache_clear()
+    dry._working_runner.cache_clear()
 
 
 def test_a_script_writes_nothing_and_reaches_nobody(kind: type, write: Write, tmp_path: Path) -> None:
-    """Also not by redirections, builtins, absolute paths and programs that start others."""
     (tmp_path / "kept").write_text("kept")
     python = f"env {sys.executable} -I -S -c"
     sleeper = subprocess.Popen(["sleep", "600"])
@@ -229,21 +225,17 @@ def test_a_script_reads_what_it_wrote(write: Write, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.sh"]
 
 
-def test_what_the_users_own_shells_read_first_does_not_count(
-    kind: type, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_users_own_shells_read_first_does_not_count(kind, write, tmp_path, monkeypatch):
     (tmp_path / "own.sh").write_text("OWN=1\n")
     monkeypatch.setenv("BASH_ENV", str(tmp_path / "own.sh"))
     assert called(write(f"{MAIN} a=1 own=$OWN")).words[-2:] == ("a=1", "own=")
 
 
-def test_without_protection_no_script_is_read(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_protection_no_script_is_read(write, tmp_path, monkeypatch):
     for each in (Sandlock, Bubblewrap):
         monkeypatch.setattr(each, "version", lambda: None)
-    dry._way.cache_clear()
-    with pytest.raises(ConfigError, match="nothing on this machine keeps a script") as caught:
+    dry._working_runner.cache_clear()
+    with pytest.raises(ConfigError, match="no sandbox") as caught:
         called(write(f"touch {tmp_path}/mark\n{MAIN}"))
     assert "bubblewrap is not installed" in str(caught.value.got)
     assert "install bubblewrap" in str(caught.value.remedy)
@@ -253,7 +245,7 @@ def test_without_protection_no_script_is_read(
 def test_a_later_call_is_taken(write: Write, tmp_path: Path) -> None:
     path = write(f"{MAIN} first=1\n{MAIN} second=2")
     assert called(path, call=2).words[-1] == "second=2"
-    with pytest.raises(ConfigError, match="fewer calls") as caught:
+    with pytest.raises(ConfigError, match="fewer times") as caught:
         called(path, call=3)
     assert caught.value.expected == "1 to 2"
 
@@ -262,7 +254,7 @@ def test_a_script_without_a_call(write: Write) -> None:
     with pytest.raises(ConfigError, match="without a call of verl") as caught:
         called(write('[ -n "$1" ] || exit 7\n' + MAIN))
     assert caught.value.got == "exit status 7"
-    with pytest.raises(ConfigError, match="no such script"):
+    with pytest.raises(ConfigError, match="script does not exist"):
         called("nowhere.sh")
 
 
@@ -274,8 +266,8 @@ def test_trainers_of_policies_are_understood(write: Write, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "name", "remedy"),
     [
-        ("python3 -m recipe.spin.main_spin a=b", "recipe.spin.main_spin", "give its overrides"),
-        ("python3 recipe/prime/main_prime.py a=b", "recipe.prime.main_prime", "give its overrides"),
+        ("python3 -m recipe.spin.main_spin a=b", "recipe.spin.main_spin", "pass its overrides"),
+        ("python3 recipe/prime/main_prime.py a=b", "recipe.prime.main_prime", "pass its overrides"),
         ("torchrun -m verl.trainer.fsdp_sft_trainer a=b", "verl.trainer.fsdp_sft_trainer", "`tandem sft`"),
         ("python3 -m verl.trainer.main_eval a=b", "verl.trainer.main_eval", "`tandem eval`"),
     ],
@@ -289,7 +281,7 @@ def test_other_programs_of_verl_are_refused_by_name(write: Write, line: str, nam
 
 def test_a_script_that_waits_for_ever_is_ended(write: Write, tmp_path: Path) -> None:
     path = write(f"while ! ray status | grep -q ready; do :; done\n{MAIN}")
-    with pytest.raises(TandemError, match="not ended within 1 s"):
+    with pytest.raises(TandemError, match="did not end within 1 s"):
         Script.read(path, limit_s=1.0)
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert not [command for command in commands if path.encode() in command]

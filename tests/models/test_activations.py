@@ -1,6 +1,4 @@
-"""Checkpointing and offload of a model's layers, against the layers as they are."""
-
-from __future__ import annotations
+"""Checkpointing and offload of a model's layers, compared with the plain layers."""
 
 from collections import Counter
 from functools import partial
@@ -9,37 +7,35 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import Qwen2Config
 
 from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError, EngineError
 from tandem.models import linear as linear_module
 from tandem.models.activation_offload import ActivationOffload, SameStream
-from tandem.models.activations import (
-    manage_activations,
-    operators,
-    recomputed_layers,
-)
+from tandem.models.activations import manage_activations, operators, recomputed_layers
 from tandem.models.loading import load_policy
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
 from tandem.observability.metrics import Metrics
 from tandem.protocol import Ragged
+from tests.models.small import CPU, SHAPE, save
 
-CPU = torch.device("cpu")
 LAYERS, HIDDEN = 5, 32
 LENGTHS = [17, 4, 30, 9]
-TOKENS = sum(LENGTHS) - len(LENGTHS)  # the last token of a sequence does not go in
-PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6}
-PLAIN = {"enable_gradient_checkpointing": False}
+TOKENS = sum(LENGTHS) - len(LENGTHS)  # the last token of a sequence is no input
+PRECISIONS = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 MODES = {
-    "none": PLAIN,
+    "none": {"enable_gradient_checkpointing": False},
     "full": {"gradient_checkpointing_mode": "full"},
     "first": {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 2},
     "every": {"gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2},
     "ops": {"gradient_checkpointing_mode": "ops"},
     "attention": {"gradient_checkpointing_mode": "ops", "gradient_checkpointing_ops": ("attention",)},
 }
+AGAIN = {"none": [], "full": range(LAYERS), "first": [0, 1], "every": [1, 3], "ops": range(LAYERS)}
+"""The layers that run again in the backward pass."""
+
 OFFLOADS = {
     "none": {},
     "async": {"enable_activation_offload": True},
@@ -50,19 +46,7 @@ MATMUL, ATTENTION = set(operators(["matmul"])), set(operators(["attention"]))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=31,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
-    return path
+    return save(Qwen2Config(**SHAPE | {"num_hidden_layers": LAYERS}), tmp_path_factory.mktemp("model"))
 
 
 def policy_of(folder, dtype=torch.float64):
@@ -86,9 +70,9 @@ def loss_of(policy, seed=1):
     return (out["log_probs"] * torch.linspace(-1, 1, len(out["log_probs"]))).sum() + out["entropy"].sum()
 
 
-def gradients(policy, seed=1):
+def gradients(policy, seed=1, loss=loss_of):
     policy.zero_grad()
-    loss_of(policy, seed).backward()
+    loss(policy, seed).backward()
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
 
@@ -97,21 +81,8 @@ def assert_equal(found, wanted, tolerance=0.0):
         assert (found[name] - value).norm() <= tolerance * value.norm(), name
 
 
-def counted(policy):
-    """How often each layer has begun to run, from now on. Layers are wrapped before what is tested."""
-    runs = Counter()
-
-    def run(index, forward, *args, **kwargs):
-        runs[index] += 1
-        return forward(*args, **kwargs)
-
-    for index, layer in enumerate(policy.decoder.layers):
-        layer.forward = partial(run, index, layer.forward)
-    return runs
-
-
 class Operators(TorchDispatchMode):
-    """Counts the operators that really run."""
+    """A mode that counts the operators that really run."""
 
     def __init__(self):
         super().__init__()
@@ -126,8 +97,7 @@ class Operators(TorchDispatchMode):
 
 
 def saved_bytes(policy, at_least=0):
-    """By layer the bytes of the distinct storages that it leaves to its backward, of those of some size;
-    without its parameters and what it was given by keyword."""
+    """Return, per layer, the bytes of distinct saved storages; parameters and keywords do not count."""
     found = []
 
     def run(layer, forward, *args, packing, position_embeddings, position_ids, **kwargs):
@@ -153,13 +123,13 @@ def saved_bytes(policy, at_least=0):
     return found
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp64", "fp32"])
+@PRECISIONS
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_the_layers_as_they_are(folder, mode, offload, dtype):
     wanted = gradients(policy_of(folder, dtype))
     policy, _ = managed(folder, dtype, **MODES[mode], **OFFLOADS[offload])
-    assert_equal(gradients(policy), wanted, PRECISIONS[dtype])
+    assert_equal(gradients(policy), wanted, 1e-12 if dtype == torch.float64 else 1e-6)
 
 
 @pytest.mark.parametrize("mode", ["full", "ops"])
@@ -170,20 +140,7 @@ def test_other_architectures(model_folder, mode):
     assert_equal(gradients(policy), wanted, 1e-12)
 
 
-def test_the_layers_named_run_again_and_no_others(folder):
-    again = {"none": [], "full": [0, 1, 2, 3, 4], "first": [0, 1], "every": [1, 3], "ops": [0, 1, 2, 3, 4]}
-    for mode, wanted in again.items():
-        policy = policy_of(folder)
-        runs = counted(policy)
-        manage_activations(policy.decoder.layers, BackboneConfig(path="", **MODES[mode]), CPU)
-        gradients(policy)
-        assert dict(runs) == {index: 2 if index in wanted else 1 for index in range(LAYERS)}, mode
-        with torch.no_grad():
-            loss_of(policy)
-        assert runs.total() == 2 * LAYERS + len(wanted)
-
-
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp64", "fp32"])
+@PRECISIONS
 def test_operators_that_are_kept_do_not_run_again(folder, dtype):
     found = {}
     for mode in ("none", "full", "ops", "attention"):
@@ -195,7 +152,7 @@ def test_operators_that_are_kept_do_not_run_again(folder, dtype):
     products, attended = found["none"]
     assert attended == attentions > 0
     assert found["ops"] == found["none"]
-    # Nobody saves a layer's last product: the second run stops before it, through oneDNN after it.
+    # No one saves a layer's last product: the second run stops before it; through oneDNN, after it.
     again = linears if linear_module._fast(torch.empty(8, 1, dtype=dtype)) else linears - LAYERS
     assert found["attention"] == (products + again, attended)
     assert found["full"] == (products + again, 2 * attended)
@@ -203,11 +160,11 @@ def test_operators_that_are_kept_do_not_run_again(folder, dtype):
 
 def test_an_operator_is_named_by_group_or_by_name():
     assert {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} <= MATMUL
-    assert torch.ops.aten.mm.out not in MATMUL  # kept, it would leave the buffer unwritten the second time
+    assert torch.ops.aten.mm.out not in MATMUL  # if kept, the buffer would not be written again
     assert torch.ops.aten.bmm.default in operators(["aten.bmm"])
     assert set(operators(["aten.bmm", "matmul"])) == MATMUL | set(operators(["aten.bmm"]))
     for name in ("aten.no_such_operator", "no_such_namespace.mm", "linear"):
-        with pytest.raises(ConfigError, match="no such operator") as caught:
+        with pytest.raises(ConfigError) as caught:
             operators(["aten.mm", name])
         assert (caught.value.field, caught.value.got) == ("gradient_checkpointing_ops", name)
 
@@ -215,91 +172,77 @@ def test_an_operator_is_named_by_group_or_by_name():
 def test_more_layers_than_there_are(folder):
     assert list(recomputed_layers(6, "every", 3)) == [2, 5] and list(recomputed_layers(3, "every", 3)) == [2]
     for mode in ("first", "every"):
-        with pytest.raises(ConfigError, match="more layers than the model has") as caught:
+        with pytest.raises(ConfigError) as caught:
             managed(folder, gradient_checkpointing_mode=mode, gradient_checkpointing_layers=LAYERS + 1)
         assert caught.value.expected == f"at most {LAYERS}"
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp64", "fp32"])
+@PRECISIONS
 def test_a_layer_that_runs_again_saves_its_input_alone(folder, dtype):
     given = TOKENS * HIDDEN * dtype.itemsize
     (everything,) = set(saved_bytes(policy_of(folder, dtype)))
     assert everything > 12 * given
-    for mode, again in {
-        "full": range(LAYERS),
-        "first": (0, 1),
-        "every": (1, 3),
-        "ops": range(LAYERS),
-    }.items():
+    for mode, again in AGAIN.items():
         policy, _ = managed(folder, dtype, **MODES[mode])
         wanted = [given if index in again else everything for index in range(LAYERS)]
         assert saved_bytes(policy) == wanted, mode
 
 
-# Offload.
+# Offload of activations
 
 
-def offloaded(folder, mode="none", *, lane=None, ahead=1, min_bytes=1, dtype=torch.float64):
-    policy, _ = managed(folder, dtype, **MODES[mode])
-    layers = policy.decoder.layers
-    return policy, ActivationOffload(layers, CPU, lane=lane, ahead=ahead, min_bytes=min_bytes)
+def offloaded(folder, mode="none", **options):
+    policy, _ = managed(folder, **MODES[mode])
+    options = {"ahead": 1, "min_bytes": 1} | options
+    return policy, ActivationOffload(policy.decoder.layers, CPU, **options)
 
 
 def reported(offload):
+    """Return the bytes that were offloaded and that were on the device."""
     metrics = Metrics()
     offload.report(metrics)
-    return metrics.to_floats()
+    found = metrics.to_floats()
+    return tuple(found.pop(f"activation_{name}_bytes") for name in ("offload", "resident")), found
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("copies", [False, True], ids=["counted", "copied"])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_leaves_and_what_stays_is_counted(folder, mode, copies, ahead):
-    """All layers but the last send what they saved; with copies beside the computation two layers' worth
-    is on the device."""
-    policy, _ = managed(folder, **MODES[mode])
-    saved = saved_bytes(policy)
+    """All layers except the last send their saved tensors. With `ahead`, two layers are on the device."""
+    saved = saved_bytes(managed(folder, **MODES[mode])[0])
     policy, offload = offloaded(folder, mode, lane=SameStream() if copies else None, ahead=ahead)
     loss_of(policy).backward()
     before = [0, *saved[:-1]] if ahead else [0] * LAYERS
-    assert reported(offload) == {
-        "activation_offload_bytes": sum(saved[:-1]),
-        "activation_resident_bytes": max(own + other for own, other in zip(saved, before, strict=True)),
-    }
-    assert reported(offload) == {"activation_offload_bytes": 0, "activation_resident_bytes": 0}
+    resident = max(own + other for own, other in zip(saved, before, strict=True))
+    assert reported(offload) == ((sum(saved[:-1]), resident), {})
+    assert reported(offload) == ((0, 0), {})
 
 
 def test_small_storages_stay(folder):
-    """The limit parts the numbers per token, such as the norms', from the rest."""
+    """The limit separates storages with a number per token, such as those of norms, from the others."""
     limit = TOKENS * 8 + 1
-    (everything,), (large,) = (set(saved_bytes(policy_of(folder), limit)) for limit in (0, limit))
+    (everything,), (large,) = (set(saved_bytes(policy_of(folder), least)) for least in (0, limit))
     assert everything - large >= 2 * TOKENS * 4
     policy, offload = offloaded(folder, lane=SameStream(), min_bytes=limit)
     assert_equal(gradients(policy), gradients(policy_of(folder)))
-    assert reported(offload) == {
-        "activation_offload_bytes": (LAYERS - 1) * large,
-        "activation_resident_bytes": 2 * large + LAYERS * (everything - large),
-    }
+    assert reported(offload)[0] == ((LAYERS - 1) * large, 2 * large + LAYERS * (everything - large))
 
 
 class LateLane:
-    """Copies nothing before it is waited for, and then only between memory that was kept till then: what is
-    read too early, or freed too early, shows.
+    """A lane that copies only when waited for, so that memory read or freed too early is noticed.
 
     Attributes:
-        out, back: by copy out, and by copy back, the device's storages, held weakly.
-        alive: at the start of each copy, which of these are still there.
-        memory: where the copies out went, by address.
+        out, back: weak references to the device's storages, for each copy to the host, and each copy back.
+        alive: at the start of each copy, which of these still exist.
     """
 
     def __init__(self):
         self.queue, self.done = [], 0
-        self.out, self.back, self.alive, self.memory = [], [], [], []
+        self.out, self.back, self.alive = [], [], []
 
     def start(self, pairs):
         leaves = len(self.out) < LAYERS - 1
-        if leaves:
-            self.memory.append(pairs[0][0].untyped_storage().data_ptr())
         devices = [StorageWeakRef(pair[1 if leaves else 0].untyped_storage()) for pair in pairs]
         (self.out if leaves else self.back).append(devices)
         self.alive.append((_alive(self.out), _alive(self.back)))
@@ -314,14 +257,11 @@ class LateLane:
 
 
 class Weak:
-    """Bytes, without keeping them."""
+    """A weak reference to a byte tensor."""
 
     def __init__(self, tensor):
-        self.storage, self.start, self.size = (
-            StorageWeakRef(tensor.untyped_storage()),
-            tensor.storage_offset(),
-            len(tensor),
-        )
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.start, self.size = tensor.storage_offset(), len(tensor)
 
     def tensor(self):
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
@@ -335,16 +275,16 @@ def _alive(groups):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_may_end_as_late_as_they_are_waited_for(folder, mode):
-    """And no layer's tensors are on the device longer than while its neighbour computes, but for the first
-    layer's input: transformers itself holds the embeddings as long as the forward runs."""
-    wanted = gradients(policy_of(folder))
+    """A layer's tensors stay on the device only while its neighbour computes, except the first input.
+
+    transformers holds the embeddings during the whole forward.
+    """
     lane = LateLane()
     policy, offload = offloaded(folder, mode, lane=lane)
-    assert_equal(gradients(policy), wanted)
-    moved = range(LAYERS - 1)
+    assert_equal(gradients(policy), gradients(policy_of(folder)))
+    near = [{max(index - 1, 0), index} for index in range(LAYERS - 1)]
     held = {0} if mode not in ("none", "every") else set()
-    forward = [(sorted({max(index - 1, 0), index} | held), []) for index in moved]
-    backward = [([], sorted({max(index - 1, 0), index})) for index in moved]
+    forward, backward = [(sorted(each | held), []) for each in near], [([], sorted(each)) for each in near]
     assert lane.alive == forward + backward
     assert lane.done == len(lane.queue) == 2 * (LAYERS - 1)
     offload.report(Metrics())
@@ -360,20 +300,17 @@ def test_host_memory_is_used_again_and_grows(folder):
         places.append({index: memory.data_ptr() for index, memory in offload._memory.items()})
     assert places[0] == places[1] == places[2] and list(places[0]) == list(range(LAYERS - 1))
     before = {index: len(memory) for index, memory in offload._memory.items()}
-    tokens = Ragged.from_list([torch.arange(20)] * 8)
-    wanted, found = policy_of(folder), policy
-    for model in (wanted, found):
-        model.zero_grad()
-        model(pack(tokens, None, device=CPU), frozenset({"log_probs"}))["log_probs"].sum().backward()
-    assert_equal(
-        {name: p.grad for name, p in found.named_parameters()},
-        {name: p.grad for name, p in wanted.named_parameters()},
-    )
+
+    def longer(policy, seed):
+        given = pack(Ragged.from_list([torch.arange(20)] * 8), None, device=CPU)
+        return policy(given, frozenset({"log_probs"}))["log_probs"].sum()
+
+    assert_equal(gradients(policy, loss=longer), gradients(policy_of(folder), loss=longer))
     assert all(len(memory) > before[index] for index, memory in offload._memory.items())
 
 
 def test_micro_batches_follow_each_other(folder):
-    """Each forward and backward stands alone, also after a forward that was broken off."""
+    """Every forward and backward is independent, also after a forward that raised an error."""
     plain = policy_of(folder)
     policy, offload = offloaded(folder, lane=LateLane())
     assert_equal(gradients(policy, seed=1), gradients(plain, seed=1))
@@ -392,9 +329,9 @@ def test_a_backward_that_comes_too_late_is_refused(folder):
     policy, offload = offloaded(folder, lane=SameStream())
     first = loss_of(policy)
     loss_of(policy, seed=2).backward()
-    with pytest.raises(EngineError, match="activations of this forward are gone"):
+    with pytest.raises(EngineError, match="already freed"):
         first.backward()
     late = loss_of(policy)
     offload.report(Metrics())
-    with pytest.raises(EngineError, match="activations of this forward are gone"):
+    with pytest.raises(EngineError, match="already freed"):
         late.backward()

@@ -1,8 +1,6 @@
-"""End tokens, wherever a model's folder names them, and what transformers does with the export."""
+"""End tokens from all files of a model's folder, and how transformers uses an export."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -15,14 +13,14 @@ from tests.support.tiny import CHARACTERS, make_model
 EOS = 1
 
 
-def template(each: str = "", last: str = "", first: str = "") -> str:
-    """A chat template with these before each turn, after each but the last, and after the last."""
+def template(each="", last="", first=""):
+    """Return a chat template with a text before each turn, after each but the last, and after the last."""
     turn = "FIRST{{ m['role'][0] }} {{ m['content'] }}{% if not loop.last %}EACH{% endif %}"
     text = "{% for m in messages %}" + turn + "{% endfor %}LAST"
     return text.replace("EACH", each).replace("LAST", last).replace("FIRST", first)
 
 
-def folder_of(path: Path, config: Any, generation: Any, chat: str, **text: Any) -> Path:
+def folder_of(path, config, generation, chat, **text):
     make_model(path, vocab_size=3 + len(CHARACTERS) + 3)
     tokenizer = load_tokenizer(path, custom_chat_template=chat)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>", "<other>", "<user>"]})
@@ -55,7 +53,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_all_are_found(tmp_path: Path, name: str) -> None:
+def test_all_are_found(tmp_path, name):
     config, generation, chat, wanted = FOLDERS[name]
     folder = folder_of(tmp_path / "model", config, generation, chat)
     assert set(stop_token_ids(folder, load_tokenizer(folder))) == wanted
@@ -63,15 +61,15 @@ def test_all_are_found(tmp_path: Path, name: str) -> None:
     assert ({declared} if isinstance(declared, int) else {*(declared or ())}) <= wanted
 
 
-def test_those_of_the_part_for_text(tmp_path: Path) -> None:
+def test_those_of_the_part_for_text(tmp_path):
     folder = folder_of(tmp_path / "model", None, ..., template(), text_config={"eos_token_id": [5]})
     assert stop_token_ids(folder, load_tokenizer(folder)) == (EOS, 5)
 
 
 @pytest.mark.parametrize("bad", ["<eos>", -1, [1, "2"], 1.5, True])
-def test_what_is_no_token_is_refused(tmp_path: Path, bad: Any) -> None:
+def test_what_is_no_token_is_refused(tmp_path, bad):
     folder = folder_of(tmp_path / "model", EOS, bad, template())
-    with pytest.raises(ModelError, match="no token id"):
+    with pytest.raises(ModelError, match="not a token id"):
         stop_token_ids(folder, load_tokenizer(folder))
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""What is exact over the vocabulary, against softmax over all logits at once, in float64."""
+"""Exact quantities over the vocabulary, compared with a softmax over all logits, in float64."""
 
 import pytest
 import torch
@@ -11,79 +11,88 @@ from tests.support.heads import Largest, cut, make_case
 
 
 def divergence(hidden, weight, other, other_weight, temperature):
-    """Σ p (log p - log q), the plain way."""
+    """Return Σ p (log p - log q), computed directly."""
     log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
     log_q = torch.log_softmax(other.double() @ other_weight.double().T / temperature, -1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def squares(hidden, weight, temperature):
-    return torch.softmax(hidden.double() @ weight.double().T / temperature, -1).square().sum(-1)
+    return torch.softmax(hidden.double() @ weight.double().T / temperature, -1).square().sum(-1).detach()
 
 
-def make_pair(rows, vocabulary, features, dtype, *, apart=0.3, scale=1.0, seed=0):
-    """Two distributions, the second near the first."""
-    hidden, weight, _ = make_case(rows, vocabulary, features, dtype, scale=scale, seed=seed)
+def make_pair(rows, vocabulary, features, dtype, *, apart=0.3, device="cpu", seed=0, **options):
+    """Return two distributions that are close to each other."""
+    hidden, weight, _ = make_case(rows, vocabulary, features, dtype, seed=seed, device=device, **options)
     draw = torch.Generator().manual_seed(seed + 1)
-    other, other_weight = (
-        (leaf.detach().double() + apart * torch.randn(leaf.shape, generator=draw, dtype=torch.float64)).to(
-            dtype
-        )
-        for leaf in (hidden, weight)
-    )
-    return hidden, weight, other, other_weight
+    others = []
+    for leaf in (hidden, weight):
+        noise = torch.randn(leaf.shape, generator=draw, dtype=torch.float64).to(device)
+        others.append((leaf.detach().double() + apart * noise).to(dtype))
+    return hidden, weight, *others
+
+
+def compared(case, temperature, mix=None):
+    """Return (divergence, its gradients) as found and in float64, and the wide leaves."""
+    wide = [leaf.detach().double().requires_grad_() for leaf in case[:2]]
+    got, want = kl_divergence(*case, temperature=temperature), divergence(*wide, *case[2:], temperature)
+    mix = torch.ones_like(want) if mix is None else mix
+    found = torch.autograd.grad((mix * got).sum(), case[:2])
+    return (got, found), (want, torch.autograd.grad((mix * want).sum(), wide)), wide
 
 
 @pytest.mark.equation("kl/full")
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(0, 20),
-    vocabulary=st.integers(1, 70),
-    features=st.integers(1, 12),
+    sizes=st.tuples(st.integers(0, 20), st.integers(1, 70), st.integers(1, 12)),
     tile=st.integers(1, 80),
     temperature=st.floats(0.1, 10.0),
     scale=st.sampled_from([0.0, 1.0, 30.0]),
     apart=st.sampled_from([0.0, 1e-3, 1.0]),
     seed=st.integers(0, 2**32 - 2),
 )
-def test_any_shape_in_float64(rows, vocabulary, features, tile, temperature, scale, apart, seed):
-    case = make_pair(
-        rows, vocabulary, features, torch.float64, apart=apart, scale=scale * temperature, seed=seed
-    )
-    wide = [leaf.detach().clone().requires_grad_() for leaf in case[:2]]
+def test_any_shape_in_float64(sizes, tile, temperature, scale, apart, seed):
+    case = make_pair(*sizes, torch.float64, apart=apart, scale=scale * temperature, seed=seed)
+    mix = torch.arange(1.0, sizes[0] + 1, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         cut(patch, tile)
-        got = kl_divergence(*case, temperature=temperature)
-        mix = torch.arange(1.0, rows + 1, dtype=torch.float64)
-        found = torch.autograd.grad((mix * got).sum(), case[:2])
+        (got, found), (want, expected), wide = compared(case, temperature, mix)
         collisions = sum_pi_squared(*case[:2], temperature=temperature)
-    want = divergence(*wide, *case[2:], temperature)
-    expected = torch.autograd.grad((mix * want).sum(), wide)
-    size = 1 + (wide[0] @ wide[1].T).abs().max().item() / temperature if rows else 1.0
+    size = 1 + (wide[0] @ wide[1].T).abs().max().item() / temperature if sizes[0] else 1.0
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12 * size)
     assert bool((got >= 0).all()) and not collisions.requires_grad
-    torch.testing.assert_close(collisions, squares(*case[:2], temperature).detach(), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(collisions, squares(*case[:2], temperature), rtol=1e-10, atol=1e-13)
     for gradient, leaf, other in zip(found, expected, (wide[1], wide[0]), strict=True):
         allowed = 1e-12 * size * (leaf.norm() + mix.norm() * other.detach().norm() / temperature)
         assert gradient.shape == leaf.shape and (gradient - leaf).norm() <= allowed
 
 
+GPU = [("cuda", None, dtype, 1e-4, 1e-5, 1e-2) for dtype in (torch.float32, torch.bfloat16)]
+CPUS = [
+    ("cpu", width, dtype, 1e-5, 1e-6, tolerance)
+    for width in (8, 64)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
+]
+
+
 @pytest.mark.equation("kl/full")
-@pytest.mark.parametrize("width", [8, 64])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_lower_precision(width, dtype, tolerance, monkeypatch):
-    cut(monkeypatch, width)
-    case = make_pair(37, 29, 12, dtype)
-    wide = [leaf.detach().double().requires_grad_() for leaf in case[:2]]
-    got, want = kl_divergence(*case, temperature=0.7), divergence(*wide, *case[2:], 0.7)
+@pytest.mark.parametrize(
+    ("device", "width", "dtype", "rtol", "atol", "tolerance"),
+    [*CPUS, *(pytest.param(*case, marks=pytest.mark.gpu) for case in GPU)],
+)
+def test_lower_precision(device, width, dtype, rtol, atol, tolerance, monkeypatch):
+    """Sums are exact for any precision of the hidden states."""
+    if width is not None:
+        cut(monkeypatch, width)
+    case = make_pair(*((37, 29, 12) if device == "cpu" else (300, 1000, 64)), dtype, device=device)
+    (got, found), (want, expected), _ = compared(case, 0.7)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)  # whatever the states' precision
-    pairs = zip(torch.autograd.grad(got.sum(), case[:2]), torch.autograd.grad(want.sum(), wide), strict=True)
-    for gradient, expected in pairs:
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
+    for gradient, leaf in zip(found, expected, strict=True):
         assert gradient.dtype == dtype
-        assert (gradient.double() - expected).norm() <= tolerance * expected.norm()
-    found = sum_pi_squared(*case[:2], temperature=0.7)
-    torch.testing.assert_close(found.double(), squares(*case[:2], 0.7).detach(), rtol=1e-5, atol=1e-7)
+        assert (gradient.double() - leaf).norm() <= tolerance * leaf.norm()
+    collisions = sum_pi_squared(*case[:2], temperature=0.7)
+    torch.testing.assert_close(collisions.double(), squares(*case[:2], 0.7), rtol=rtol, atol=atol / 10)
 
 
 def test_equal_policies_are_apart_by_nothing_and_have_no_slope():
@@ -95,7 +104,7 @@ def test_equal_policies_are_apart_by_nothing_and_have_no_slope():
 
 @pytest.mark.equation("kl/full")
 def test_close_policies_with_large_logits_keep_their_digits():
-    """In float32, logits of hundreds: each is off by up to 3e-5."""
+    """In float32, logits of hundreds have errors of up to 3e-5 each."""
     hidden, weight, _ = make_case(9, 29, 12, torch.float64, scale=100.0)
     whole = [leaf.detach().round().float().requires_grad_() for leaf in (hidden, weight)]
     other = whole[0].detach() + torch.eye(9, 12)
@@ -107,12 +116,11 @@ def test_close_policies_with_large_logits_keep_their_digits():
 
 @pytest.mark.equation("kl/full")
 def test_a_frozen_head_gets_no_gradient():
-    hidden, weight, other, other_weight = make_pair(9, 29, 12, torch.float64)
+    hidden, weight, *other = make_pair(9, 29, 12, torch.float64)
     frozen = weight.detach()
-    kl_divergence(hidden, frozen, other, other_weight, temperature=1.0).sum().backward()
-    kept = hidden.grad
-    (expected,) = torch.autograd.grad(divergence(hidden, frozen, other, other_weight, 1.0).sum(), hidden)
-    torch.testing.assert_close(kept, expected)
+    kl_divergence(hidden, frozen, *other, temperature=1.0).sum().backward()
+    (expected,) = torch.autograd.grad(divergence(hidden, frozen, *other, 1.0).sum(), hidden)
+    torch.testing.assert_close(hidden.grad, expected)
 
 
 def test_nothing_is_larger_than_a_tile_or_the_weight():
@@ -121,19 +129,3 @@ def test_nothing_is_larger_than_a_tile_or_the_weight():
         torch.autograd.backward(kl_divergence(*case, temperature=0.9).sum())
         sum_pi_squared(*case[:2], temperature=0.9)
     assert largest.bytes <= tiled.TILE_BYTES["cpu"] < 1024 * 16384 * 2 / 5
-
-
-@pytest.mark.equation("kl/full")
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype):
-    case = [leaf.detach().cuda() for leaf in make_pair(300, 1000, 64, dtype)]
-    leaves = [leaf.requires_grad_() for leaf in case[:2]]
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    got, want = kl_divergence(*case, temperature=0.7), divergence(*wide, *case[2:], 0.7)
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-    pairs = zip(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), wide), strict=True)
-    for gradient, expected in pairs:
-        assert (gradient.double() - expected).norm() <= 1e-2 * expected.norm()
-    found = sum_pi_squared(*case[:2], temperature=0.7)
-    torch.testing.assert_close(found.double(), squares(*case[:2], 0.7).detach(), rtol=1e-4, atol=1e-6)

@@ -1,5 +1,7 @@
-"""Norms and gates in Triton against float64 and against transformers' modules; interpreted on a CPU, skipped
-where there is no Triton."""
+"""Norms and gates in Triton, compared with float64 and with transformers' modules.
+
+The kernels are interpreted on a CPU. Without Triton the tests are skipped.
+"""
 
 import copy
 
@@ -10,39 +12,19 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from tandem.engines.train import module as engine_module
 from tandem.engines.train.base import MicroBatching
 from tandem.models import fused
 from tandem.models.fused import fuse, gated, rms_norm
-from tests.engines.train.synthetic import (
-    SyntheticLoss,
-    gradients,
-    make_batch,
-    make_engine,
-    relative_difference,
-)
+from tests.engines.train import synthetic
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 def random(*shape, dtype, scale=1.0):
@@ -51,7 +33,7 @@ def random(*shape, dtype, scale=1.0):
 
 
 def check(function, plain, leaves, limit):
-    """Values and gradients within `limit` of the size of those of `plain`, in float64."""
+    """Check that values and gradients differ from `plain` in float64 by at most `limit` times their size."""
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     got, want = function(*leaves), plain(*wide)
     assert got.dtype == leaves[0].dtype and got.shape == want.shape
@@ -66,7 +48,7 @@ def check(function, plain, leaves, limit):
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 20),
-    features=st.integers(8, 200),  # of fewer the gradient is a small difference of large numbers
+    features=st.integers(8, 200),  # with fewer, the gradient is a small difference of large numbers
     programs=st.sampled_from([1, 3, 528]),
     block=st.sampled_from([64, 4096]),
     dtype=st.sampled_from(list(LIMITS)),
@@ -77,22 +59,16 @@ def test_norm(rows, features, programs, block, dtype, scale):
         patch.setattr(fused, "_PROGRAMS", programs)
         patch.setattr(fused, "_BLOCK", block)
         leaves = random(2, rows, features, dtype=dtype, scale=scale), random(features, dtype=dtype)
-        check(
-            lambda x, weight: rms_norm(x, weight, 1e-6),
-            lambda x, weight: weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt(),
-            leaves,
-            LIMITS[dtype],
-        )
+        plain = lambda x, weight: weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # noqa: E731
+        check(lambda x, weight: rms_norm(x, weight, 1e-6), plain, leaves, LIMITS[dtype])
 
 
-not_interpreted = pytest.mark.skipif(
-    DEVICE.type == "cpu", reason="the interpreter cuts digits off for bfloat16"
-)
+not_interpreted = pytest.mark.skipif(DEVICE.type == "cpu", reason="interpreted bfloat16 loses digits")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=not_interpreted)])
 def test_norm_rounds_where_transformers_does(dtype):
-    """An element may be off by one unit in its last place where the sum of a row is."""
+    """An element may differ by one unit in the last place if the row's sum does."""
     norm = Qwen2RMSNorm(96).to(DEVICE, dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(96))
@@ -134,10 +110,9 @@ def test_views_no_rows_and_a_frozen_weight():
 
 
 def small(kind, dtype=torch.float32):
-    config, model = KINDS[kind]
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return model(config(**sizes, **heads)).to(DEVICE, dtype)
+    return AutoModelForCausalLM.from_config(KINDS[kind](**sizes, **heads)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,10 +143,8 @@ def test_double_precision_runs_as_it_is(monkeypatch):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"enable_gradient_checkpointing": False},
-        {"gradient_checkpointing_mode": "full"},
-        {"gradient_checkpointing_mode": "ops"},
-        {"lora_rank": 2},
+        *({"enable_gradient_checkpointing": False}, {"lora_rank": 2}),
+        *({"gradient_checkpointing_mode": mode} for mode in ("full", "ops")),
     ],
     ids=str,
 )
@@ -184,16 +157,16 @@ def test_an_engine_has_the_same_gradients(keys, qwen2_folder, monkeypatch):
     for choose in (engine_module.choose_kernels, fused_kernels):
         monkeypatch.setattr(engine_module, "choose_kernels", choose)
         torch.manual_seed(0)
-        engine = make_engine(qwen2_folder, precision="fp32", model=keys)
+        engine = synthetic.make_engine(qwen2_folder, precision="fp32", model=keys)
         fuses = choose is fused_kernels
         assert ("forward" in vars(engine.module.decoder.norm)) == fuses
         assert str(engine.kernels).endswith("fused Triton kernels" if fuses else "layers by transformers")
         for parameter in engine.module.parameters():
-            if not parameter.requires_grad:  # `gradients` asks for those of all
+            if not parameter.requires_grad:  # `gradients` needs the gradients of all
                 parameter.grad = torch.zeros_like(parameter)
-        batch = make_batch(dtype=torch.float32)
-        found.append(gradients(engine, batch, SyntheticLoss(), MicroBatching(max_samples=4))[0])
-    assert relative_difference(*found) < 1e-5
+        given = synthetic.make_batch(dtype=torch.float32), synthetic.SyntheticLoss()
+        found.append(synthetic.gradients(engine, *given, MicroBatching(max_samples=4))[0])
+    assert synthetic.relative_difference(*found) < 1e-5
 
 
 @pytest.mark.gpu

@@ -1,4 +1,7 @@
-"""The Triton head against the float64 reference; interpreted on a CPU, skipped where there is no Triton."""
+"""The Triton head compared with the float64 reference.
+
+It is interpreted on a CPU. Without Triton the tests are skipped.
+"""
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from tests.support.heads import check_head, make_case
 
 pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-not_interpreted = pytest.mark.skipif(
-    DEVICE.type == "cpu", reason="the interpreter has no product of bfloat16"
+BFLOAT16 = pytest.param(
+    *(torch.bfloat16, 1e-2),
+    marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no product of bfloat16"),
 )
 
 
@@ -27,9 +31,7 @@ def cut(monkeypatch, span, tile):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=st.integers(0, 70),
-    vocabulary=st.integers(1, 300),
-    features=st.integers(1, 70),
+    sizes=st.tuples(st.integers(0, 70), st.integers(1, 300), st.integers(1, 70)),
     span=st.sampled_from([128, 256]),
     tile=st.sampled_from([32, 100, 512]),
     temperature=st.sampled_from([0.25, 1.0, 4.0]),
@@ -37,10 +39,8 @@ def cut(monkeypatch, span, tile):
     blocks=st.sampled_from([None, Blocks(16, 32, 16, warps=4, together=2)]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(rows, vocabulary, features, span, tile, temperature, scale, blocks, seed):
-    hidden, weight, targets = make_case(
-        rows, vocabulary, features, torch.float64, scale=scale, seed=seed, device=DEVICE
-    )
+def test_any_shape(sizes, span, tile, temperature, scale, blocks, seed):
+    hidden, weight, targets = make_case(*sizes, torch.float64, scale=scale, seed=seed, device=DEVICE)
     whole = [leaf.detach().round().float().requires_grad_() for leaf in (hidden, weight)]  # exact logits
     with pytest.MonkeyPatch.context() as patch:
         cut(patch, span, tile)
@@ -50,14 +50,7 @@ def test_any_shape(rows, vocabulary, features, span, tile, temperature, scale, b
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [
-        (torch.float64, 1e-12),
-        (torch.float32, 1e-5),
-        (torch.float16, 2e-3),
-        pytest.param(torch.bfloat16, 1e-2, marks=not_interpreted),
-    ],
-    ids=str,
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 2e-3), BFLOAT16]
 )
 def test_types(dtype, tolerance, monkeypatch):
     cut(monkeypatch, 128, 256)

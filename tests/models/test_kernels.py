@@ -1,4 +1,4 @@
-"""Which kernels a model gets; what they compute is tested beside them."""
+"""The choice of a model's kernels. Other files test what the kernels compute."""
 
 import sys
 from types import SimpleNamespace
@@ -13,72 +13,68 @@ from tandem.models import heads, kernels
 from tandem.models.kernels import Kernels, choose_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PLAIN = FSDPConfig()
 
 
 @pytest.fixture
-def patched(monkeypatch):
-    """The names of what was put into a model; nothing is."""
+def installed(monkeypatch):
+    """Pretend that packages are installed, and record which kernels would be put into a model."""
     done = []
     monkeypatch.setattr(kernels, "use_liger", lambda model, device: done.append("use_liger"))
     monkeypatch.setattr(kernels, "patch", lambda model: done.append("patch"))
     monkeypatch.setattr(kernels, "knows", lambda model: model == "known")
     fused = SimpleNamespace(fuse=lambda model: done.append("fuse") or (model != "strange"))
     monkeypatch.setitem(sys.modules, "tandem.models.fused", fused)
-    return done
+
+    def of(*packages):
+        for module in (kernels, heads):
+            monkeypatch.setattr(module, "find_spec", lambda name: name if name in packages else None)
+        return done
+
+    return of
 
 
-def install(monkeypatch, *packages):
-    for module in (kernels, heads):
-        monkeypatch.setattr(module, "find_spec", lambda name: name if name in packages else None)
+BOTH = ("triton", "liger_kernel")
+FP64 = {"model_dtype": "fp64", "dtype": "fp64"}
 
 
 @pytest.mark.parametrize(
-    ("packages", "model", "options", "found", "done"),
+    ("packages", "model", "asked", "device", "options", "found", "done"),
     [
-        (("triton",), "known", {}, "triton", ["fuse"]),
-        (("triton",), "strange", {}, "transformers", ["fuse"]),
-        ((), "known", {}, "transformers", []),
-        (("triton", "liger_kernel"), "known", {}, "liger", ["patch"]),
-        (("triton", "liger_kernel"), "other", {}, "triton", ["fuse"]),
-        (("triton", "liger_kernel"), "known", {"full_determinism": True}, "triton", ["fuse"]),
-        (("triton", "liger_kernel"), "known", {"model_dtype": "fp64", "dtype": "fp64"}, "triton", ["fuse"]),
-        (("triton", "liger_kernel"), "known", {"use_torch_compile": True}, "compiled", []),
+        (("triton",), "known", None, CUDA, {}, "triton", ["fuse"]),
+        (("triton",), "strange", None, CUDA, {}, "transformers", ["fuse"]),
+        ((), "known", None, CUDA, {}, "transformers", []),
+        (BOTH, "known", None, CUDA, {}, "liger", ["patch"]),
+        (BOTH, "other", None, CUDA, {}, "triton", ["fuse"]),
+        (BOTH, "known", None, CUDA, {"full_determinism": True}, "triton", ["fuse"]),
+        (BOTH, "known", None, CUDA, FP64, "triton", ["fuse"]),
+        (BOTH, "known", None, CUDA, {"use_torch_compile": True}, "compiled", []),
+        (BOTH, "known", False, CUDA, {}, "transformers", []),
+        (BOTH, "known", None, CPU, {}, "transformers", []),
+        (BOTH, "other", True, CUDA, {}, "liger", ["use_liger"]),
     ],
 )
-def test_by_default_on_cuda(packages, model, options, found, done, patched, monkeypatch):
-    install(monkeypatch, *packages)
-    assert choose_kernels(model, None, CUDA, FSDPConfig(**options)) == found
-    assert patched == done
-
-
-def test_as_asked(patched, monkeypatch):
-    install(monkeypatch, "triton", "liger_kernel")
-    assert choose_kernels("known", False, CUDA, PLAIN) == "transformers"
-    assert choose_kernels("known", None, CPU, PLAIN) == "transformers"
-    assert patched == []
-    assert choose_kernels("other", True, CUDA, PLAIN) == "liger"
-    assert patched == ["use_liger"]
+def test_what_is_chosen(packages, model, asked, device, options, found, done, installed):
+    recorded = installed(*packages)
+    assert choose_kernels(model, asked, device, FSDPConfig(**options)) == found
+    assert recorded == done
 
 
 def test_liger_that_is_asked_for_is_refused_on_a_cpu():
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-    )
-    with pytest.raises(ConfigError, match="CUDA devices alone"):
-        choose_kernels(model, True, CPU, PLAIN)
+    sizes = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    with pytest.raises(ConfigError, match="only on CUDA devices"):
+        choose_kernels(Qwen2ForCausalLM(Qwen2Config(**sizes)), True, CPU, FSDPConfig())
 
 
-def test_the_head_that_auto_means(monkeypatch):
-    install(monkeypatch, "triton")
-    assert [heads.head_name("auto", device) for device in (CUDA, CPU)] == ["triton", "torch"]
-    assert heads.head_name("torch", CUDA) == "torch"
-    install(monkeypatch)
+def test_the_head_that_auto_means(installed):
+    installed("triton")
+    names = [heads.head_name(*case) for case in (("auto", CUDA), ("auto", CPU), ("torch", CUDA))]
+    assert names == ["triton", "torch", "torch"]
+    installed()
     assert heads.head_name("auto", CUDA) == "torch"
 
 
 def test_words():
-    words = "log-probs by Triton's kernels, norms and gates by fused Triton kernels"
-    assert str(Kernels("triton", "triton")) == words
+    words = str(Kernels("triton", "triton"))
+    assert "log-probs by Triton's kernels" in words and "fused Triton kernels" in words
     assert str(Kernels()) == "layers by transformers"
     assert [Kernels(name).fused for name in ("liger", "triton", "compiled")] == [True, True, False]

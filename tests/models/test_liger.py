@@ -1,4 +1,4 @@
-"""What is ours of Liger's parts, where the package is installed. Its head runs on a CPU too, in PyTorch."""
+"""Tandem's use of Liger, if the package is installed. Its head also runs on a CPU, in PyTorch."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from tandem.errors import ConfigError
 from tandem.models.heads import liger as liger_head
 from tandem.models.kernels import patch
+from tests.models.small import SHAPE
 from tests.support.heads import check_head, make_case
 
 
@@ -32,9 +33,7 @@ def test_head_without_entropy_or_rows(rows):
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)
-    return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    )
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
 
 
 def test_every_layer_takes_the_kernels_and_no_other_model_does(model):

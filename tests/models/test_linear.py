@@ -7,7 +7,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.models import linear as linear_module
-from tandem.models.linear import linear, product, speed_up_linears, wide_product
+from tandem.models.linear import (
+    can_pack,
+    linear,
+    pack,
+    packed_linear,
+    product,
+    speed_up_linears,
+    wide_product,
+)
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "plain"], autouse=True)
@@ -25,10 +33,8 @@ def onednn(request, monkeypatch):
 @pytest.mark.parametrize("shape", [(3, 40), (1, 200, 40), (4, 9, 40), (0, 40)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_values_and_gradients(dtype, tolerance, shape, with_bias):
-    inputs, weight, bias = (
-        torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_() for size in (shape, (24, 40), (24,))
-    )
-    leaves = [inputs, weight, bias][: 2 + with_bias]
+    sizes = (shape, (24, 40), (24,))[: 2 + with_bias]
+    leaves = [torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_() for size in sizes]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     out, expected = linear(*leaves), F.linear(*wide)
     assert out.dtype == dtype and out.shape == expected.shape
@@ -73,10 +79,9 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_wide_product_on_cuda_rounds_nothing_to_half_precision(dtype):
-    """What is called there, without a device."""
+    """Check the call, without a device."""
     with FakeTensorMode(), Called() as called:
-        left, right = (torch.empty(rows, 30, dtype=dtype, device="cuda") for rows in (12, 20))
-        out = wide_product(left, right)
+        out = wide_product(*(torch.empty(rows, 30, dtype=dtype, device="cuda") for rows in (12, 20)))
     wide = dtype.itemsize >= 4
     assert (out.dtype, tuple(out.shape)) == (dtype if wide else torch.float32, (12, 20))
     assert [name for name in called.names if "mm" in name] == ["aten.mm.default" if wide else "aten.mm.dtype"]
@@ -88,13 +93,12 @@ def test_the_library_is_that_of_the_processor(intel, monkeypatch, onednn):
     monkeypatch.setattr(linear_module, "_INTEL", intel)
     with Called() as called:
         product(torch.randn(64, 32), torch.randn(16, 32))
-    through = [name for name in called.names if "_linear_pointwise" in name]
-    assert bool(through) == (onednn and not intel)
+    assert any("_linear_pointwise" in name for name in called.names) == (onednn and not intel)
 
 
 @pytest.mark.parametrize("rows", [5, 16])
-def test_bits_do_not_depend_on_who_takes_a_gradient(rows, onednn):
-    """The last positions of a batch, as a head takes them."""
+def test_bits_do_not_depend_on_who_takes_a_gradient(rows):
+    """Use the last positions of a batch, as a head does."""
     last, weight = torch.randn(rows, 35, 32)[:, -1:], torch.randn(97, 32)
     with torch.no_grad():
         assert torch.equal(linear(last, weight), linear(last, torch.nn.Parameter(weight)))
@@ -117,5 +121,25 @@ def test_only_plain_linears_are_changed():
 
 def test_repeats_bit_for_bit():
     inputs, weight = torch.randn(300, 64), torch.randn(96, 64, requires_grad=True)
-    grads = [torch.autograd.grad(linear(inputs, weight).square().sum(), weight)[0] for _ in range(3)]
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    first, *others = [torch.autograd.grad(linear(inputs, weight).square().sum(), weight)[0] for _ in range(3)]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("rows", [1, 33, 200])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_packed_weight_is_a_copy_with_the_same_products(dtype, tolerance, rows, with_bias):
+    x, weight = torch.randn(rows, 70).to(dtype), torch.randn(50, 70).to(dtype)
+    if not can_pack(weight):
+        pytest.skip(f"this processor's oneDNN packs no {dtype}")
+    bias = torch.randn(50).to(dtype) if with_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
+    packed, plain = pack(weight), linear(x, weight, bias)
+    weight.zero_()
+    for out in (packed_linear(x, packed, bias), plain):
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_float64_is_not_packed():
+    assert not can_pack(torch.randn(4, 4, dtype=torch.float64))

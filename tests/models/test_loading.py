@@ -1,3 +1,5 @@
+"""Folders of models, reward models and tokenizers: what is loaded, and what is refused."""
+
 import json
 import shutil
 
@@ -6,10 +8,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from tandem.errors import ModelError
-from tandem.models.loading import load_config, load_policy, load_tokenizer
+from tandem.errors import EngineError, ModelError
+from tandem.models.loading import load_config, load_policy, load_scorer, load_tokenizer
+from tandem.models.packing import pack
+from tandem.models.score import ScoreModel
+from tandem.models.vocabulary import check_vocabulary, tokenizer_of_scorer
+from tandem.protocol import Ragged
+from tests.models.small import CPU, SHAPE, save
+from tests.support.tiny import CHARACTERS, make_tokenizer
+
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
@@ -17,13 +27,23 @@ def folder(qwen2_folder, tmp_path):
     return shutil.copytree(qwen2_folder, tmp_path / "model")
 
 
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+@pytest.fixture
+def scorer(tmp_path):
+    return save(Qwen3Config(**SHAPE, num_labels=1), tmp_path / "scorer", scorer=True)
+
+
+def edit(folder, file="config.json", **changes):
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+
+
+def without_a_weight(folder):
+    stored = load_file(folder / WEIGHTS)
+    del stored["model.layers.1.mlp.up_proj.weight"]
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def test_weights_arrive_unchanged_in_the_asked_type(folder):
-    stored = load_file(folder / "model.safetensors")
+    stored = load_file(folder / WEIGHTS)
     model = load_policy(folder, dtype=torch.float64)
     assert model.training and model.config._attn_implementation == "tandem_packed"
     for name, parameter in model.named_parameters():
@@ -32,79 +52,110 @@ def test_weights_arrive_unchanged_in_the_asked_type(folder):
 
 
 def test_dropout_is_switched_off(folder):
-    edit_config(folder, attention_dropout=0.3)
+    edit(folder, attention_dropout=0.3)
     assert load_config(folder).attention_dropout == 0.0
     assert load_policy(folder).model.layers[0].self_attn.attention_dropout == 0.0
 
 
-def test_no_folder(tmp_path):
-    with pytest.raises(ModelError, match="no such model folder") as caught:
-        load_policy(tmp_path / "absent")
+TROUBLE = [
+    ("does not exist", shutil.rmtree),
+    (r"config\.json", lambda folder: (folder / "config.json").unlink()),
+    (r"config\.json cannot be used", lambda folder: (folder / "config.json").write_text("{")),
+    ("contains no weights", lambda folder: (folder / WEIGHTS).unlink()),
+    (
+        "cannot be loaded",
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:200]),
+    ),
+    (r"model\.layers\.1\.mlp\.up_proj\.weight", without_a_weight),
+    (r"mlp\.\w+\.weight is \d+ × \d+", lambda folder: edit(folder, intermediate_size=64)),
+    ("logits_scaling", lambda folder: edit(folder, logits_scaling=8.0)),
+]
+
+
+@pytest.mark.parametrize(("telling", "damage"), TROUBLE)
+def test_what_cannot_be_loaded_is_named(folder, telling, damage):
+    damage(folder)
+    with pytest.raises(ModelError, match=telling) as caught:
+        load_policy(folder)
     assert caught.value.field == "model.path"
 
 
-def test_no_config(tmp_path):
-    with pytest.raises(ModelError, match=r"a config\.json in it"):
-        load_config(tmp_path)
+# Reward models
 
 
-def test_broken_config(folder):
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
-        load_policy(folder)
+def test_a_scorers_weights_arrive_unchanged_with_the_trained_head(scorer):
+    stored = load_file(scorer / WEIGHTS)
+    model = ScoreModel(load_scorer(scorer, dtype=torch.float64))
+    found = {model.hf_name(name): p for name, p in model.named_parameters()}
+    assert set(found) == set(stored) and "score.weight" in found
+    assert all(torch.equal(found[name], value.double()) for name, value in stored.items())
+    assert not model.model.training
+    inputs = pack(Ragged.from_list([[1, 2]]), None, device=CPU, whole=True)
+    with pytest.raises(EngineError, match="a score model"):
+        model(inputs, frozenset({"values"}))
 
 
-def test_no_weights(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
-        load_policy(folder)
+def test_folders_that_are_no_reward_model(folder, tmp_path):
+    bert = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    labels = save(Qwen3Config(**SHAPE, num_labels=3), tmp_path / "labels", scorer=True)
+    other = save(BertConfig(**bert, num_labels=1), tmp_path / "bert", scorer=True)
+    refusals = [
+        (folder, "Qwen2ForCausalLM", {}),
+        (labels, "num_labels 3", {}),
+        (other, "Bert", {"attention": "sdpa"}),
+    ]
+    for path, got, options in refusals:
+        with pytest.raises(ModelError) as caught:
+            load_scorer(path, **options)
+        assert got in caught.value.got
+    edit(folder, architectures=["Qwen2ForSequenceClassification"], id2label={"0": "LABEL_0"})
+    with pytest.raises(ModelError) as caught:  # a head that was never saved
+        load_scorer(folder)
+    assert "score.weight" in caught.value.got
 
 
-def test_truncated_weights(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ModelError, match="weights cannot be loaded"):
-        load_policy(folder)
+# Tokenizers
 
 
-def test_one_weight_missing(folder):
-    stored = load_file(folder / "model.safetensors")
-    del stored["model.layers.1.mlp.up_proj.weight"]
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_policy(folder)
-
-
-def test_one_weight_of_another_shape(folder):
-    edit_config(folder, intermediate_size=64)
-    with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \d+ × \d+, where config\.json asks for"):
-        load_policy(folder)
-
-
-def test_a_head_we_cannot_compute(folder):
-    edit_config(folder, logits_scaling=8.0)
-    with pytest.raises(ModelError, match="logits_scaling"):
-        load_policy(folder)
+def words(folder, vocabulary, **special):
+    LlamaConfig().save_pretrained(folder)
+    raw = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder)
+    return folder
 
 
 def test_tokenizer(tmp_path):
-    LlamaConfig().save_pretrained(tmp_path)
-    words = Tokenizer(WordLevel({"<eos>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(tmp_path, custom_chat_template="{{ messages[0].content }}!")
+    folder = words(tmp_path, {"<eos>": 0, "a": 1, "<unk>": 2}, eos_token="<eos>")
+    tokenizer = load_tokenizer(folder, custom_chat_template="{{ messages[0].content }}!")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert rendered == "a!"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
 
 
-def test_tokenizer_missing(folder):
-    with pytest.raises(ModelError, match="holds no tokenizer"):
+def test_no_tokenizer_and_one_without_an_end(folder, tmp_path):
+    with pytest.raises(ModelError, match="no tokenizer"):
         load_tokenizer(folder)
-
-
-def test_tokenizer_without_eos(tmp_path):
-    LlamaConfig().save_pretrained(tmp_path)
-    words = Tokenizer(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="end-of-sequence"):
-        load_tokenizer(tmp_path)
+        load_tokenizer(words(tmp_path, {"a": 0, "<unk>": 1}))
+
+
+def test_vocabularies(tmp_path):
+    policy, bare = tmp_path / "policy", tmp_path / "bare"
+    tokenizer, names = make_tokenizer(policy), {"field": "ref.path"}
+    bare.mkdir()
+    check_vocabulary(bare, len(tokenizer), tokenizer, **names)
+    check_vocabulary(policy, 100, tokenizer, **names)
+    assert tokenizer_of_scorer(bare, tokenizer) is tokenizer_of_scorer(policy, tokenizer) is None
+    own = tokenizer_of_scorer(bare, tokenizer, chat_template="{{ messages }}")
+    assert own.chat_template == "{{ messages }}" != tokenizer.chat_template
+    with pytest.raises(ModelError) as caught:
+        check_vocabulary(bare, len(tokenizer) - 1, tokenizer, **names)
+    assert caught.value.expected == f">= {len(CHARACTERS) + 3}"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(policy / name, bare)
+    model = json.loads((bare / "tokenizer.json").read_text())["model"]
+    model["vocab"]["3"], model["vocab"]["4"] = model["vocab"]["4"], model["vocab"]["3"]
+    edit(bare, "tokenizer.json", model=model)
+    with pytest.raises(ModelError) as caught:
+        check_vocabulary(bare, 100, tokenizer, **names)
+    assert "2 tokens with other ids, such as '3'" in caught.value.got
+    assert tokenizer_of_scorer(bare, tokenizer).encode("3") == tokenizer.encode("4")

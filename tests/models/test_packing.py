@@ -20,7 +20,7 @@ def test_every_token_has_its_place_in_a_rectangle(rows):
     assert sum(n for n, _ in plan.rectangles) == len(rows)
     assert plan.padded_tokens == sum(n * width for n, width in plan.rectangles)
     places = torch.arange(sum(rows)) if plan.places is None else plan.places
-    # Each sequence is a run from the start of a row of a rectangle that is wide enough.
+    # Each sequence starts at the start of a row of a rectangle that is wide enough.
     starts = {}
     begin = 0
     for n, width in plan.rectangles:
@@ -46,24 +46,27 @@ def test_padding_stays_small():
 
 
 @pytest.mark.parametrize("pad_to_longest", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 @given(lengths, st.randoms())
 @settings(max_examples=60, deadline=None)
-def test_sources_predict_targets(pad_to_longest, rows, draw):
+def test_sources_predict_targets(whole, pad_to_longest, rows, draw):
+    """A token is predicted at the token before it; whole sequences are judged at their last token."""
     total = sum(rows)
     tokens = Ragged.from_lengths(torch.arange(100, 100 + total), rows)
     wanted = torch.tensor([draw.random() < 0.6 for _ in range(total)])
-    inputs = pack(tokens, wanted, device=CPU, pad_to_longest=pad_to_longest)
-    first = set(tokens.offsets[:-1].tolist())
-    expected = [t for t in range(total) if wanted[t] and t not in first]
-    assert inputs.places.tolist() == expected
-    assert inputs.targets.tolist() == [100 + t for t in expected]
-    assert inputs.input_ids[inputs.sources].tolist() == [100 + t - 1 for t in expected]
-    assert inputs.packing.position_ids[inputs.sources].tolist() == [
-        int(tokens.positions()[t]) - 1 for t in expected
-    ]
-    assert inputs.total == total
-    width = max(max(rows) - 1, 1)
-    sizes = [width] * len(rows) if pad_to_longest else [max(n - 1, 1) for n in rows]
+    inputs = pack(tokens, None if whole else wanted, device=CPU, pad_to_longest=pad_to_longest, whole=whole)
+    first, positions = set(tokens.offsets[:-1].tolist()), tokens.positions().tolist()
+    if whole:
+        places = sources = [int(end) - 1 for end in tokens.offsets[1:]]
+        sizes = rows
+    else:
+        places = [t for t in range(total) if wanted[t] and t not in first]
+        sources, sizes = [t - 1 for t in places], [max(n - 1, 1) for n in rows]
+        assert inputs.targets.tolist() == [100 + t for t in places]
+    assert inputs.places.tolist() == places and inputs.total == total
+    assert inputs.input_ids[inputs.sources].tolist() == [100 + t for t in sources]
+    assert inputs.packing.position_ids[inputs.sources].tolist() == [positions[t] for t in sources]
+    sizes = [max(sizes)] * len(rows) if pad_to_longest else sizes
     assert inputs.packing.cu_seqlens.diff().tolist() == sizes
     assert len(inputs.input_ids) == sum(sizes)
 
@@ -71,20 +74,6 @@ def test_sources_predict_targets(pad_to_longest, rows, draw):
 def test_without_a_mask_all_but_first_tokens_are_predicted():
     tokens = Ragged.from_list([[5, 6, 7], [8], [9, 4]])
     assert pack(tokens, None, device=CPU).targets.tolist() == [6, 7, 4]
-
-
-@pytest.mark.parametrize("pad_to_longest", [False, True])
-@given(lengths)
-@settings(max_examples=40, deadline=None)
-def test_whole_sequences_are_judged_at_their_last_token(pad_to_longest, rows):
-    tokens = Ragged.from_lengths(torch.arange(100, 100 + sum(rows)), rows)
-    inputs = pack(tokens, None, device=CPU, pad_to_longest=pad_to_longest, whole=True)
-    last = [int(end) - 1 for end in tokens.offsets[1:]]
-    assert inputs.places.tolist() == last
-    assert inputs.input_ids[inputs.sources].tolist() == [100 + t for t in last]
-    assert inputs.packing.position_ids[inputs.sources].tolist() == [n - 1 for n in rows]
-    sizes = [max(rows)] * len(rows) if pad_to_longest else rows
-    assert inputs.packing.cu_seqlens.diff().tolist() == sizes
 
 
 @pytest.mark.parametrize("whole", [False, True])

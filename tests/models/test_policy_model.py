@@ -1,62 +1,56 @@
+"""Outputs of policy and value models on packed sequences, compared with transformers and each alone."""
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel
 
+from tandem.engines.train.base import REFERENCE
+from tandem.engines.train.microbatch import assemble
 from tandem.errors import ConfigError, EngineError
 from tandem.models.loading import load_policy
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
-from tandem.protocol import Ragged
+from tandem.models.value import ValueModel
+from tandem.protocol import DataProto, Ragged
+from tests.models.small import CPU, assert_same_gradients, log_softmax, plain_model
 
-CPU = torch.device("cpu")
-BOTH = frozenset({"log_probs", "entropy"})
+BOTH, VALUES = frozenset({"log_probs", "entropy"}), frozenset({"values"})
 LENGTHS = [5, 1, 30, 12, 12, 2, 9]
 TEMPERATURE = 0.7
 
 
 def batch():
-    tokens = Ragged.from_list([torch.randint(0, 31, (length,)) for length in LENGTHS])
-    mask = (tokens.positions() >= 2) & (torch.rand(len(tokens.values)) < 0.8)
-    return tokens, mask, torch.randn(2, len(tokens.values), dtype=torch.float64)
+    draw = torch.Generator().manual_seed(4)
+    tokens = Ragged.from_list([torch.randint(0, 31, (length,), generator=draw) for length in LENGTHS])
+    mask = (tokens.positions() >= 2) & (torch.rand(len(tokens.values), generator=draw) < 0.8)
+    return tokens, mask, torch.randn(2, len(mask), generator=draw, dtype=torch.float64)
 
 
-def plain(folder, tokens):
-    """log_probs and entropy of each sequence alone, by transformers' own forward."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
-    log_probs, entropy = [], []
-    for row in tokens:
-        log_p = torch.log_softmax(model(row[None]).logits[0] / TEMPERATURE, -1)
-        first = torch.zeros(1, dtype=torch.float64)
-        log_probs.append(torch.cat([first, log_p[:-1].gather(1, row[1:, None])[:, 0]]))
-        entropy.append(torch.cat([first, -(log_p.exp() * log_p).sum(-1)[:-1]]))
-    return model, torch.cat(log_probs), torch.cat(entropy)
+def policy_of(folder):
+    return PolicyModel(load_policy(folder, dtype=torch.float64), temperature=TEMPERATURE)
 
 
 @pytest.mark.parametrize("pad_to_longest", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_equals_each_sequence_alone(model_folder, pad_to_longest, checkpointing):
     tokens, mask, mix = batch()
-    language_model = load_policy(model_folder, dtype=torch.float64)
+    policy, plain = policy_of(model_folder), plain_model(model_folder)
     if checkpointing:
-        language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = PolicyModel(language_model, temperature=TEMPERATURE)
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     out = policy(pack(tokens, mask, device=CPU, pad_to_longest=pad_to_longest), BOTH)
-    reference, log_probs, entropy = plain(model_folder, tokens)
-    assert torch.allclose(out["log_probs"], log_probs * mask, atol=1e-12, rtol=0)
-    assert torch.allclose(out["entropy"], entropy * mask, atol=1e-12, rtol=0)
-
+    log_p = log_softmax(plain, tokens, TEMPERATURE)
+    log_probs = log_p.gather(1, tokens.values[:, None])[:, 0] * mask
+    entropy = -(log_p.exp() * log_p).sum(-1) * mask
+    assert torch.allclose(out["log_probs"], log_probs, atol=1e-12, rtol=0)
+    assert torch.allclose(out["entropy"], entropy, atol=1e-12, rtol=0)
     (out["log_probs"] * mix[0] + out["entropy"] * mix[1]).sum().backward()
-    ((log_probs * mix[0] + entropy * mix[1]) * mask).sum().backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in policy.named_parameters():
-        want = expected[policy.hf_name(name)].grad
-        assert (parameter.grad - want).norm() <= 1e-11 * want.norm(), name
+    (log_probs * mix[0] + entropy * mix[1]).sum().backward()
+    assert_same_gradients(policy, plain, 1e-11)
 
 
 def test_without_padding_no_padding_is_computed(qwen2_folder):
     tokens, mask, _ = batch()
-    policy = PolicyModel(load_policy(qwen2_folder))
-    seen = []
+    policy, seen = PolicyModel(load_policy(qwen2_folder)), []
     policy.decoder.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     for pad_to_longest in (False, True):
         policy(pack(tokens, mask, device=CPU, pad_to_longest=pad_to_longest), BOTH)
@@ -65,10 +59,91 @@ def test_without_padding_no_padding_is_computed(qwen2_folder):
 
 def test_only_what_is_asked_for(qwen2_folder):
     tokens, mask, _ = batch()
-    policy = PolicyModel(load_policy(qwen2_folder))
-    inputs = pack(tokens, mask, device=CPU)
+    policy, inputs = PolicyModel(load_policy(qwen2_folder)), pack(tokens, mask, device=CPU)
     assert set(policy(inputs, frozenset({"log_probs"}))) == {"log_probs"}
     with pytest.raises(ConfigError, match="temperature"):
         PolicyModel(policy.model, temperature=0.0)
     with pytest.raises(EngineError, match="values"):
-        policy(inputs, frozenset({"values"}))
+        policy(inputs, VALUES)
+
+
+# The KL to a reference, over the whole vocabulary
+
+
+def assembled(tokens, mask, **columns):
+    made = DataProto({"tokens": tokens, "response_mask": tokens.with_values(mask), **columns})
+    return assemble(made, list(range(len(tokens))), frozenset(), device=CPU).inputs
+
+
+def moved(model):
+    """Return the same model with other weights, as a reference that the policy has moved away from."""
+    draw = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+    return model
+
+
+@pytest.mark.equation("kl/full")
+def test_kl_to_the_reference_and_collisions(model_folder):
+    tokens, mask, mix = batch()
+    policy, reference = policy_of(model_folder), moved(policy_of(model_folder))
+    with torch.no_grad():
+        hidden = reference(assembled(tokens, mask), frozenset({"hidden"}))["hidden"]
+    assert hidden.shape == (sum(LENGTHS), 32) and not hidden[~mask].any()
+    policy.reference_head = reference.model.get_output_embeddings().weight.detach()
+    inputs = assembled(tokens, mask, **{REFERENCE: tokens.with_values(hidden)})
+    out = policy(inputs, frozenset({"log_probs", "ref_kl", "sum_pi_squared"}))
+
+    plain, other = plain_model(model_folder), moved(plain_model(model_folder))
+    log_p, log_q = log_softmax(plain, tokens, TEMPERATURE), log_softmax(other, tokens, TEMPERATURE).detach()
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1) * mask
+    squares = (log_p.exp().square().sum(-1) * mask).detach()
+    assert kl.detach().max() > 1e-2
+    torch.testing.assert_close(out["ref_kl"], kl, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out["sum_pi_squared"], squares, rtol=0, atol=1e-12)
+    (out["ref_kl"] * mix[0]).sum().backward()
+    (kl * mix[0]).sum().backward()
+    assert_same_gradients(policy, plain, 1e-10)
+
+
+def test_a_policy_that_lacks_the_references_part_says_which(qwen2_folder):
+    policy, inputs = PolicyModel(load_policy(qwen2_folder)), assembled(*batch()[:2])
+    with pytest.raises(EngineError, match="output head"):
+        policy(inputs, frozenset({"ref_kl"}))
+    policy.reference_head = policy.model.get_output_embeddings().weight.detach()
+    with pytest.raises(EngineError, match="hidden states"):
+        policy(inputs, frozenset({"ref_kl"}))
+
+
+# Values
+
+
+def test_first_values_are_zero_and_the_head_learns(model_folder):
+    model = ValueModel(load_policy(model_folder))
+    values = model(pack(Ragged.from_list([[3] * 6, [4] * 3]), None, device=CPU), VALUES)["values"]
+    assert values.dtype == torch.float32 and values.tolist() == [0.0] * 9
+    values.sum().backward()
+    assert model.value_head.bias.grad.tolist() == [7.0]
+    assert model.value_head.weight.grad.abs().sum() > 0
+
+
+def test_value_of_a_token_is_read_before_it(model_folder):
+    tokens, mask, _ = batch()
+    model = ValueModel(load_policy(model_folder, dtype=torch.float64))
+    for parameter in (model.value_head.weight, model.value_head.bias):
+        torch.nn.init.normal_(parameter)
+    got = model(pack(tokens, mask, device=CPU), VALUES)["values"]
+    decoder = AutoModel.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="sdpa")
+    zero = torch.zeros(1, dtype=torch.float64)
+    states = [decoder(row[None]).last_hidden_state[0, :-1] for row in tokens]
+    expected = torch.cat([torch.cat([zero, model.value_head(state)[:, 0]]) for state in states])
+    assert torch.allclose(got, expected * mask, atol=1e-12, rtol=0)
+
+
+def test_no_language_model_head_is_kept(qwen2_folder):
+    model = ValueModel(load_policy(qwen2_folder))
+    names = [model.hf_name(name) for name, _ in model.named_parameters()]
+    assert "lm_head.weight" not in names and "model.layers.0.mlp.up_proj.weight" in names
+    with pytest.raises(EngineError, match="log_probs"):
+        model(pack(Ragged.from_list([[1, 2]]), None, device=CPU), frozenset({"log_probs"}))

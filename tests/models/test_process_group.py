@@ -1,4 +1,4 @@
-"""The process group's limit on a collective, on two ranks; by torchrun itself too, as a user would."""
+"""The process group's timeout of a collective, on two ranks, also started by torchrun."""
 
 import pytest
 

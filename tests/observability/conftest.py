@@ -8,7 +8,7 @@ __all__ = ["lab"]
 
 
 @pytest.fixture
-def free_port() -> int:
+def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]

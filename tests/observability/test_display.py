@@ -1,7 +1,3 @@
-"""The display of a run on a real pseudo-terminal, as it shows it; plain lines where there is none."""
-
-from __future__ import annotations
-
 import fcntl
 import io
 import json
@@ -24,17 +20,16 @@ from typing import Any
 import pyte
 import pytest
 
-from tandem.observability.display import Picture, Screen, keep_up, sparkline
+from tandem.observability.display import Picture, Screen, show_until_end, sparkline
 from tandem.observability.run import read_metrics
-from tests.support.runs import Lab
 from tests.support.warm import WarmProcess
 
 LIMIT_S = 120.0
-_OLD = logging.StreamHandler(sys.stderr)  # as a library's that was loaded before the run
+_OLD = logging.StreamHandler(sys.stderr)  # like that of a library that was imported before the run
 
 
 def on_step(step: int, metrics: Mapping[str, float]) -> None:
-    """Prints in four ways at each step of a run, and waits until the terminal shows it."""
+    """Print in four ways at each step of a run, and wait until the terminal shows the text."""
     print(f"print {step} " + "x" * 100 + f" {step} end")
     sys.stderr.write(f"error {step}\n")
     os.write(1, f"raw {step}\n".encode())
@@ -51,7 +46,7 @@ def wait_for(seen: Callable[[], bool]) -> None:
 
 
 class Terminal:
-    """A pseudo-terminal with a process on it, and what it shows."""
+    """A pseudo-terminal with a process on it, and the text that it shows."""
 
     def __init__(self, words: list[Any], columns: int, **environment: str) -> None:
         self.ours, theirs = pty.openpty()
@@ -70,11 +65,11 @@ class Terminal:
         self.screen.resize(columns=columns)
 
     def read(self) -> bool:
-        """Takes what is there; whether more may come."""
+        """Read available output; return whether more may come."""
         if select.select([self.ours], [], [], 0.05)[0]:
             try:
                 new = os.read(self.ours, 1 << 16)
-            except OSError:  # nobody has the other side any more
+            except OSError:  # the other side is closed
                 return False
             self.raw += new
             self._stream.feed(new)
@@ -93,7 +88,7 @@ class Terminal:
 
     @property
     def rows(self) -> list[str]:
-        """All that was scrolled away, and what is on the screen."""
+        """Return the lines that were scrolled away and those on the screen."""
         above = ["".join(row[column].data for column in sorted(row)) for row in self.screen.history.top]
         return [row.rstrip() for row in (*above, *self.screen.display)]
 
@@ -103,7 +98,7 @@ class Terminal:
 
     @property
     def picture(self) -> dict[str, str]:
-        """The lines of the picture by their labels; empty where there is none at the bottom."""
+        """Return the lines of the picture by label; empty if there is no picture at the bottom."""
         rows = self.rows
         begins = [number for number, row in enumerate(rows) if row.startswith("──")]
         return dict((row[:12].strip(), row[13:]) for row in rows[begins[-1] + 1 :] if row) if begins else {}
@@ -121,7 +116,7 @@ def on_terminal(words: list[Any], columns: int = 100, **environment: str) -> Ite
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once(told: bool) -> None:
+def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once(told):
     terminal, ended = io.BytesIO(), threading.Event()
     screen = Screen(terminal)
     screen.show(b"", b"picture\n")
@@ -129,15 +124,13 @@ def test_the_picture_goes_where_the_run_wants_the_terminal_back_and_ends_at_once
         ended.set()
     printed, into = os.pipe()
     os.close(into)
-    keep_up(Picture(Path(), 0, 1, os.getpid()), printed, screen, ended)
+    show_until_end(Picture(Path(), 0, 1, os.getpid()), printed, screen, ended)
     os.close(printed)
     assert terminal.getvalue() == b"picture\n" + (b"\x1b[1F\x1b[J" if told else b"")
 
 
 @pytest.mark.slow
-def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_back(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_back(lab, tmp_path):
     run = tmp_path / "run"
     more = {"trainer.logger": "[console]", "trainer.on_step": f"{__file__}:on_step", "trainer.test_freq": 2}
     words = lab.overrides(run, data__val_files=lab.val, trainer__total_training_steps=9)
@@ -208,41 +201,41 @@ def lines(text: str) -> list[str]:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> list[Any]:
+def program(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return [path, tmp_path]
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_that_wants_no_display_gets_lines(program: list[Any], environment: dict[str, str]) -> None:
+def test_a_terminal_that_wants_no_display_gets_lines(program, environment):
     with on_terminal([*program, "plain"], **environment) as terminal:
         assert terminal.end() == 0
         assert b"\x1b" not in terminal.raw
         assert lines(terminal.text) == LINES
 
 
-def test_what_is_no_terminal_gets_lines(program: list[Any]) -> None:
+def test_what_is_no_terminal_gets_lines(program):
     words = [sys.executable, *program, "plain"]
     with WarmProcess(words, stdout=subprocess.PIPE, env=os.environ | {"FORCE_COLOR": "1"}) as process:
         out, _ = process.communicate(timeout=LIMIT_S)
     assert lines(out.decode()) == LINES
 
 
-def test_a_display_that_is_killed_leaves_lines(program: list[Any]) -> None:
+def test_a_display_that_is_killed_leaves_lines(program):
     with on_terminal([*program, "alone"]) as terminal:
         assert terminal.end() == 0
         assert lines(terminal.text) == LINES
 
 
-def test_the_last_words_of_a_run_that_is_killed_are_on_the_terminal(program: list[Any]) -> None:
+def test_the_last_words_of_a_run_that_is_killed_are_on_the_terminal(program):
     with on_terminal([*program, "dies"]) as terminal:
         assert terminal.end() == -signal.SIGKILL
         assert lines(terminal.text)[:2] == ["begins", "last words"]
         assert terminal.screen.cursor.x == 0 and not terminal.screen.cursor.hidden
 
 
-def test_no_picture_below_a_line_without_its_end() -> None:
+def test_no_picture_below_a_line_without_its_end():
     screen = pyte.Screen(20, 6)
     stream = pyte.ByteStream(screen)
     stream.listener = screen
@@ -285,7 +278,7 @@ def named(track: int, name: str) -> dict[str, Any]:
     return {"name": "thread_name", "ph": "M", "tid": track, "args": {"name": name}}
 
 
-def test_the_picture_of_a_folder(tmp_path: Path) -> None:
+def test_the_picture_of_a_folder(tmp_path):
     metrics = [
         {
             "step": step,
@@ -310,7 +303,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     ]
     phases = [
         named(1, "actor rank 0"),
-        begun(1, "update_actor", 9000.0),  # of a run that was killed
+        begun(1, "update_actor", 9000.0),  # from a run that was killed
         *(named(2, "actor rank 0"), named(3, "actor rank 1"), named(4, "critic rank 0")),
         named(9, "controller"),
         begun(9, "step", 70.0, step=61),
@@ -328,7 +321,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     values = [step / 8 for step in range(21, 61)]
     assert rows["reward"] == f"7.500     {sparkline(values)}"
     assert rows["mismatch"] == "0.25 nats of 0.01 allowed"
-    assert rows["memory"] == "9.00 GiB of 8.00 GiB by plan, in update_actor"
+    assert rows["memory"] == "9.00 GiB of 8.00 GiB planned, in update_actor"
     assert rows["warning"].startswith("step 59: reads \\x1b[2Jthis\\u202e and that on")
     narrow = picture.lines(40)
     assert [line.cell_len <= 40 for line in narrow] == [True] * 7
@@ -336,7 +329,7 @@ def test_the_picture_of_a_folder(tmp_path: Path) -> None:
     assert narrow[6].plain.endswith("…")
 
 
-def test_sparklines_go_from_the_least_to_the_greatest() -> None:
+def test_sparklines_go_from_the_least_to_the_greatest():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([-7.0, 0.0, -6.0]) == "▁█▂"

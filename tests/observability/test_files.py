@@ -1,12 +1,9 @@
-"""Files that several processes append to at once."""
-
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tandem.observability.files import append_line, whole_lines
-from tandem.observability.timers import Timeline, read_timeline
+from tandem.observability.terminal import printable, say
 
 WRITER = """
 import sys
@@ -17,7 +14,7 @@ for i in range(200):
 """
 
 
-def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
+def test_lines_of_many_processes_stay_whole(tmp_path):
     path = tmp_path / "lines"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(4)]
     assert [writer.wait(60) for writer in writers] == [0] * 4
@@ -29,7 +26,7 @@ def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
         assert [(int(i), len(x)) for _, i, x in mine] == [(i, 37 * i % 500) for i in range(200)]
 
 
-def test_a_torn_line_is_cut_off_once(tmp_path: Path) -> None:
+def test_a_torn_line_is_cut_off_once(tmp_path):
     path = tmp_path / "lines"
     path.write_text("whole\ntor")
     append_line(path, "next", header="[")
@@ -40,23 +37,20 @@ def test_a_torn_line_is_cut_off_once(tmp_path: Path) -> None:
     assert path.read_text() == "[\nfirst\n"
 
 
-def test_a_line_costs_little(tmp_path: Path) -> None:
+NASTY = "\x1b[31m\x9b2J\x07\r\u202e[/bold]\ud800"
+
+
+def test_what_a_terminal_would_obey_is_written_out(capsys):
+    shown = printable(NASTY)
+    assert shown == "\\x1b[31m\\x9b2J\\x07\\r\\u202e[/bold]\\ud800"
+    assert printable(shown) == shown
+    assert printable("ü\n\tπ 👩‍🔬 مرحبا") == "ü\n\tπ 👩‍🔬 مرحبا"
+    say(NASTY)
+    assert capsys.readouterr().out == shown + "\n"
+
+
+def test_a_line_costs_little(tmp_path):
     start = time.perf_counter()
     for i in range(500):
         append_line(tmp_path / "lines", str(i))
     assert time.perf_counter() - start < 2
-
-
-def test_timelines_of_one_process_have_tracks_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    actor, critic = (Timeline(path, process=name) for name in ("actor rank 0", "critic rank 0"))
-    with actor.phase("gen"), critic.phase("values"):
-        pass
-    events = read_timeline(path)
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert [(names[event["tid"]], event["ph"], event["name"]) for event in events if event["ph"] != "M"] == [
-        ("actor rank 0", "B", "gen"),
-        ("critic rank 0", "B", "values"),
-        ("critic rank 0", "E", "values"),
-        ("actor rank 0", "E", "gen"),
-    ]

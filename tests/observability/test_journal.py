@@ -1,16 +1,10 @@
-"""Work that was finished is read back, whatever ended the process that did it."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tandem.errors import ConfigError, DataError
 from tandem.observability.journal import Journal
 
 
-def test_entries_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None:
+def test_entries_come_back_and_a_torn_one_does_not(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, {"n": 2})
     assert journal.entries == [] and not path.exists()
@@ -28,28 +22,23 @@ def test_entries_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_other_settings_are_named_and_refused(tmp_path: Path) -> None:
+def test_other_settings_are_named_and_refused(tmp_path):
     path = tmp_path / "journal.jsonl"
     Journal(path, {"n": 2, "model": ["a", 1]}).append([{"row": 0}])
     assert Journal(path, {"model": ("a", 1), "n": 2}).entries == [{"row": 0}]
     with pytest.raises(ConfigError) as caught:
         Journal(path, {"n": 4, "model": ["a", 1]})
     assert (caught.value.got, caught.value.expected) == ("n=4", "n=2")
-    assert "1 finished pieces" in str(caught.value)
+    assert "finished parts: 1" in str(caught.value)
     assert Journal(path, {"n": 4}, overwrite=True).entries == []
     assert not path.exists()
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused_and_a_torn_first_line_is_no_journal_yet(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text("a song\n")
-    with pytest.raises(DataError, match="not a file of finished work"):
+    with pytest.raises(DataError, match="not a journal"):
         Journal(path, {})
-
-
-def test_a_first_line_that_was_torn_is_no_journal_yet(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
     path.write_text('{"settings"')
-    journal = Journal(path, {"n": 1})
-    journal.append([{"row": 0}])
+    Journal(path, {"n": 1}).append([{"row": 0}])
     assert Journal(path, {"n": 1}).entries == [{"row": 0}]

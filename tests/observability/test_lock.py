@@ -1,7 +1,3 @@
-"""Locks between real processes."""
-
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,11 +7,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.observability.lock import ProcessLock, is_held, process_began
+from tandem.observability.lock import ProcessLock, is_held, process_start
 
 HOLDER = """
 import sys, time
@@ -37,12 +34,11 @@ os.read(reads, 6)
 """
 
 
-def _unexpected(sentence: str) -> None:
-    raise AssertionError(sentence)
-
-
-def _lock(path: Path) -> ProcessLock:
-    return ProcessLock(path, "trainer.default_local_dir", _unexpected)
+@pytest.fixture
+def lock(tmp_path):
+    """Return a function that makes a lock, and what it says."""
+    said = []
+    return lambda: ProcessLock(tmp_path / "run.lock", "trainer.default_local_dir", said.append), said
 
 
 def _holder(path: Path, then: str = "") -> subprocess.Popen[str]:
@@ -54,22 +50,20 @@ def _holder(path: Path, then: str = "") -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("then", ["", FORK], ids=["alone", "with_a_child_that_outlives_it"])
-def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path: Path, then: str) -> None:
-    path = tmp_path / "run.lock"
+def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path, lock, then):
+    path, (make, said) = tmp_path / "run.lock", lock
     holder = _holder(path, then)
     try:
         with pytest.raises(ConfigError) as caught:
-            _lock(path).acquire()
+            make().acquire()
         got = str(caught.value.got)
         assert f"process {holder.pid} on {socket.gethostname()} since {time.strftime('%Y-')}" in got
         assert f"kill {holder.pid}" in str(caught.value.remedy)
-        assert caught.value.field == "trainer.default_local_dir"
+        assert (caught.value.field, said) == ("trainer.default_local_dir", [])
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-        said: list[str] = []
-        with ProcessLock(path, "key", said.append):
-            assert str(holder.pid) in said[0]
-            assert "without a word" in said[0]
+        with make():
+            assert str(holder.pid) in said[0] and "was killed or crashed" in said[0]
             assert json.loads(path.read_text())["pid"] == os.getpid()
         assert not path.exists()
     finally:
@@ -78,42 +72,37 @@ def test_a_second_process_is_told_of_the_first_until_that_was_killed(tmp_path: P
         holder.communicate()
 
 
-def test_it_can_be_taken_again_after_its_release(tmp_path: Path) -> None:
-    lock, other = _lock(tmp_path / "run.lock"), _lock(tmp_path / "run.lock")
-    lock.acquire()
-    lock.acquire()
+def test_it_can_be_taken_again_after_its_release(lock):
+    make, said = lock
+    first, other = make(), make()
+    first.acquire()
+    first.acquire()
     with pytest.raises(ConfigError):
         other.acquire()
-    lock.release()
-    lock.release()
-    other.acquire()
-    other.release()
+    first.release()
+    first.release()
+    with other:
+        assert said == []
 
 
-def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path: Path) -> None:
-    path = tmp_path / "run.lock"
+def test_a_lock_left_by_another_machine_is_said_and_taken(tmp_path, lock):
+    path, (make, said) = tmp_path / "run.lock", lock
     path.write_text(json.dumps({"host": "node7", "pid": 17, "since": "2026-01-01T00:00:00"}))
-    said: list[str] = []
-    with ProcessLock(path, "key", said.append):
+    with make():
         assert json.loads(path.read_text())["host"] == socket.gethostname()
-    assert len(said) == 1
-    assert "process 17 on node7" in said[0]
-    assert "between machines" in said[0]
+    assert len(said) == 1 and "process 17 on node7" in said[0] and "between machines" in said[0]
 
 
-def test_a_later_process_of_the_same_number_holds_nothing(tmp_path: Path) -> None:
+def test_a_later_process_of_the_same_number_holds_nothing(tmp_path):
     path = tmp_path / "run.lock"
     held = {"host": socket.gethostname(), "pid": os.getpid()}
-    for began, expected in ((process_began(os.getpid()), True), ("1", False)):
+    for began, expected in ((process_start(os.getpid()), True), ("1", False)):
         path.write_text(json.dumps(held | {"began": began}))
         assert is_held(path) == expected
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: object, how: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    said: list[str] = []
-    with ProcessLock(tmp_path / "run.lock", "key", said.append):
+def test_a_file_system_without_locks_is_said(lock, monkeypatch):
+    make, said = lock
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(38, "Function not implemented")))
+    with make():
         assert "no locks" in said[0]

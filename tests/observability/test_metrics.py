@@ -1,106 +1,111 @@
+import itertools
 import math
+import statistics
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.observability.metrics import Metric, Metrics
+from tandem.observability.metrics import Metrics
+
+VALUES = [0.3, 1.7, -0.9, 1.1, 2.0, 0.0, 0.4]
+WEIGHTS = [0.5, 0.25, 0.0, 2.0, 1.0, 0.75, 0.5]
+NAN = math.nan
 
 
-def _random_parts(count: int) -> list[tuple[Metrics, list[float], list[float]]]:
-    """Metrics of random observations, with the observations and weights themselves."""
-    parts = []
-    for _ in range(count):
-        values = torch.randn(5, dtype=torch.float64)
-        weights = torch.rand(5, dtype=torch.float64)
-        metrics = Metrics()
-        for value, weight in zip(values, weights, strict=True):
-            metrics.add_sum("sum", value)
-            metrics.add_mean("mean", value * weight, weight)
-            metrics.add_max("max", value)
-            metrics.add_min("min", float(value))
-        parts.append((metrics, values.tolist(), weights.tolist()))
-    return parts
+def observed(values: list[float], weights: list[float]) -> Metrics:
+    metrics, tensor = Metrics(), torch.tensor(values, dtype=torch.float64)
+    for value, weight in zip(tensor, weights, strict=True):
+        metrics.add_sum("sum", value)
+        metrics.add_mean("mean", value * weight, torch.tensor(weight, dtype=torch.float64))
+        metrics.add_max("max", value)
+        metrics.add_min("min", float(value))
+    for reduction in ("std", "sample_std", "ess"):
+        metrics.add_spread(reduction, reduction, tensor.sum(), tensor.square().sum(), len(values))
+    return metrics
 
 
-def test_merging_parts_equals_reducing_all_observations() -> None:
-    parts = _random_parts(4)
-    values = [v for _, part, _ in parts for v in part]
-    weights = [w for _, _, part in parts for w in part]
-    merged = Metrics.merged(metrics for metrics, _, _ in parts).to_floats()
-    assert merged == pytest.approx(
-        {
-            "sum": math.fsum(values),
-            "mean": math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights),
-            "max": max(values),
-            "min": min(values),
-        },
-        rel=1e-12,
-    )
+def expected() -> dict[str, float]:
+    products = [value * weight for value, weight in zip(VALUES, WEIGHTS, strict=True)]
+    return {
+        "sum": math.fsum(VALUES),
+        "mean": math.fsum(products) / math.fsum(WEIGHTS),
+        "max": max(VALUES),
+        "min": min(VALUES),
+        "std": statistics.pstdev(VALUES),
+        "sample_std": statistics.stdev(VALUES),
+        "ess": sum(VALUES) ** 2 / len(VALUES) / sum(v * v for v in VALUES),
+    }
 
 
-def test_parts_with_different_names_are_united() -> None:
-    first, second = Metrics(), Metrics()
-    first.add_sum("only/first", 2.0)
-    second.add_mean("only/second", 6.0, 4.0)
-    assert Metrics.merged([first, second]).to_floats() == {"only/first": 2.0, "only/second": 1.5}
-
-
-def test_a_maximum_of_python_floats_keeps_double_precision() -> None:
-    metrics = Metrics()
-    metrics.add_max("x", 0.1)
-    metrics.add_max("x", torch.tensor(-1.0))
-    assert metrics.to_floats()["x"] == 0.1
-
-
-@pytest.mark.parametrize("add", ["add_max", "add_min", "add_sum"])
-def test_nan_is_not_lost_in_a_reduction(add: str) -> None:
-    for order in ((math.nan, 1.0), (1.0, math.nan)):
-        metrics = Metrics()
-        for value in order:
-            getattr(metrics, add)("x", value)
-        assert math.isnan(metrics.to_floats()["x"])
-
-
-def test_a_mean_of_nothing_is_left_out() -> None:
-    metrics = Metrics()
-    metrics.add_mean("empty", torch.tensor(0.0), torch.tensor(0.0))
-    metrics.add_mean("one", torch.tensor(3.0), 2)
-    assert metrics.to_floats() == {"one": 1.5}
-
-
-def test_one_name_has_one_reduction() -> None:
-    metrics = Metrics()
-    metrics.add_sum("x", 1.0)
-    with pytest.raises(AssertionError):
-        metrics.add_max("x", 1.0)
-
-
-def test_no_gradient_is_held() -> None:
-    metrics = Metrics()
-    metrics.add_mean("x", torch.ones((), requires_grad=True) * 2, torch.ones((), requires_grad=True))
-    metric = metrics["x"]
-    assert isinstance(metric.value, torch.Tensor)
-    assert not metric.value.requires_grad
-    assert not torch.as_tensor(metric.weight).requires_grad
+@pytest.mark.parametrize("cuts", [[0, 7], [0, 1, 4, 7], [0, 3, 3, 7]])
+def test_parts_add_up_to_the_whole(cuts):
+    parts = [observed(VALUES[a:b], WEIGHTS[a:b]) for a, b in itertools.pairwise(cuts)]
+    assert Metrics.merged(parts).to_floats() == pytest.approx(expected(), rel=1e-12)
 
 
 def _reduce_on_rank(rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    metrics = Metrics()
-    metrics.add_sum("tokens", 10.0 + rank)
-    metrics.add_mean("loss", torch.tensor(3.0 * rank), torch.tensor(float(rank)))  # rank 0 saw nothing
-    metrics.add_max("longest", torch.tensor(5 - rank))
-    metrics.add_min("shortest", float(rank))
+    mine = slice(0, 5) if rank == 0 else slice(5, 7)
+    metrics = observed(VALUES[mine], WEIGHTS[mine])
+    metrics.add_mean(
+        "loss", torch.tensor(3.0 * rank), torch.tensor(float(rank))
+    )  # rank 0 has no observations
     reduced = metrics.all_reduced(None, torch.device("cpu")).to_floats()
     dist.destroy_process_group()
-    assert reduced == {"tokens": 21.0, "loss": 3.0, "longest": 5.0, "shortest": 0.0}
+    assert reduced == pytest.approx(expected() | {"loss": 3.0}, rel=1e-12)
 
 
-def test_reduction_over_two_ranks(free_port: int) -> None:
+def test_two_ranks_add_up_to_the_whole(free_port):
     torch.multiprocessing.spawn(_reduce_on_rank, args=(2, free_port), nprocs=2)
 
 
-def test_merge_of_two_means_adds_weights() -> None:
-    merged = Metric(2.0, 1.0, "mean").merge(Metric(4.0, 3.0, "mean"))
-    assert (merged.value, merged.weight) == (6.0, 4.0)
+def test_parts_with_different_names_are_united_and_a_mean_of_nothing_is_left_out():
+    first, second = Metrics(), Metrics()
+    first.add_sum("only/first", 2.0)
+    first.add_mean("empty", torch.tensor(0.0), torch.tensor(0.0))
+    second.add_mean("only/second", 6.0, 4)
+    assert Metrics.merged([first, second]).to_floats() == {"only/first": 2.0, "only/second": 1.5}
+
+
+def test_a_maximum_of_python_floats_keeps_double_precision():
+    metrics = Metrics()
+    metrics.add_max("x", 0.1)
+    metrics.add_max("x", torch.tensor(-1.0))
+    assert metrics.to_floats()["x"] == 0.1
+    with pytest.raises(AssertionError):  # one name has one reduction
+        metrics.add_sum("x", 1.0)
+
+
+@pytest.mark.parametrize("add", ["add_max", "add_min", "add_sum"])
+@pytest.mark.parametrize("order", [(NAN, 1.0), (1.0, NAN)])
+def test_nan_is_not_lost_in_a_reduction(add, order):
+    metrics = Metrics()
+    for value in order:
+        getattr(metrics, add)("x", value)
+    assert math.isnan(metrics.to_floats()["x"])
+
+
+def test_no_gradient_is_held():
+    metrics, value = Metrics(), torch.ones((), requires_grad=True)
+    metrics.add_mean("mean", value * 2, value)
+    metrics.add_spread("spread", "std", value * 2, value * 4, value)
+    held = [getattr(metrics[name], part) for name in ("mean", "spread") for part in ("value", "weight")]
+    assert not any(torch.as_tensor(part).requires_grad for part in (*held, metrics["spread"].squares))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    found = observed(values, [1.0] * len(values)).to_floats()
+    return {name: found[name] for name in ("std", "sample_std", "ess") if name in found}
+
+
+def test_the_edges_of_spreads():
+    assert spread([]) == {}
+    assert spread([3.0]) == {"std": 0.0, "sample_std": 0.0, "ess": 1.0}
+    assert spread([0.0, 0.0])["ess"] == 0.0
+    assert spread([1.1] * 9)["std"] == pytest.approx(0, abs=1e-7)
+    assert math.isnan(spread([1.0, NAN])["std"])
+
+
+def test_the_bytes_exchanged():
+    assert observed(VALUES, WEIGHTS).reduced_bytes == 3 * 24 + 4 * 16

@@ -1,7 +1,3 @@
-"""Progress as it is shown on a terminal and elsewhere, also while nothing is finished."""
-
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -16,16 +12,13 @@ LINE = re.compile(r"work: (\d+)/8 samples in \d+ s, ([\d,]+) tokens/s")
 
 
 def shown(text: io.StringIO) -> list[int]:
-    """The numbers of finished samples, line by line."""
-    found = []
-    for line in text.getvalue().splitlines():
-        match = LINE.fullmatch(line)
-        assert match, line
-        found.append(int(match[1]))
-    return found
+    """Return the numbers of finished samples, line by line."""
+    matches = [LINE.fullmatch(line) for line in text.getvalue().splitlines()]
+    assert None not in matches, text.getvalue()
+    return [int(match[1]) for match in matches]
 
 
-def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.2)
     text = io.StringIO()
     with Progress("work", 8, done=3, console=Console(file=text, width=20)) as counted:
@@ -39,26 +32,22 @@ def test_lines_come_while_nothing_is_finished_and_none_after_the_end(monkeypatch
     assert shown(text) == ended
 
 
-def test_a_short_piece_of_work_is_one_line() -> None:
-    text = io.StringIO()
+def test_a_short_piece_of_work_is_one_line_and_a_terminal_shows_a_bar_at_once():
+    text, terminal = io.StringIO(), io.StringIO()
     with Progress("work", 8, console=Console(file=text)) as counted:
         for _ in range(8):
             counted.advance(1, 10)
     assert shown(text) == [8]
-
-
-def test_a_terminal_shows_a_bar_at_once() -> None:
-    text = io.StringIO()
-    with Progress("work", 8, console=Console(file=text, force_terminal=True, width=100)):
-        first = text.getvalue()
+    with Progress("work", 8, console=Console(file=terminal, force_terminal=True, width=100)):
+        first = terminal.getvalue()
     assert "work" in first and "0/8" in first and "0:00:00" in first
 
 
-def test_an_error_ends_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_the_lines(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.05)
     text = io.StringIO()
 
-    def fails() -> None:
+    def fails():
         with Progress("work", 8, console=Console(file=text)) as counted:
             counted.advance(2, 10)
             raise RuntimeError

@@ -1,12 +1,7 @@
-"""Run folders as readers see them: alive, resumed, half-written, ended in every way."""
-
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,11 +24,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-def test_reading_loads_neither_torch_nor_what_reads_samples() -> None:
+def test_reading_loads_neither_torch_nor_what_reads_samples():
     code = (
         "import sys; from tandem.observability.reading import Run;"
         "assert not {'torch', 'pyarrow', 'numpy', 'rich', 'pydantic'} & set(sys.modules)"
@@ -41,7 +36,7 @@ def test_reading_loads_neither_torch_nor_what_reads_samples() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_rows_come_as_they_are_written_and_only_what_is_new_is_read(folder: RunFolder) -> None:
+def test_rows_come_as_they_are_written_and_only_what_is_new_is_read(folder):
     run = Run(folder.path)
     assert (run.metrics, run.steps, run.metric, run.best) == ([], 0, None, None)
     folder.log_metrics(0, {"val/accuracy": 0.25})
@@ -50,7 +45,9 @@ def test_rows_come_as_they_are_written_and_only_what_is_new_is_read(folder: RunF
     assert math.isnan(run.metrics[1]["actor/grad_norm"])
     assert run.curve("actor/grad_norm") == []
     whole = folder.metrics_file.read_bytes()
-    folder.metrics_file.write_bytes(b"?" * (len(whole) - 64) + whole[-64:])  # what was read is not read again
+    folder.metrics_file.write_bytes(
+        b"?" * (len(whole) - 64) + whole[-64:]
+    )  # earlier lines are not read again
     with folder.metrics_file.open("ab") as file:
         file.write(b'{"step": 2, "reward/me')
     assert run.steps == 1
@@ -60,7 +57,7 @@ def test_rows_come_as_they_are_written_and_only_what_is_new_is_read(folder: RunF
     assert run.best == Best(2, "reward/mean", 0.75)
 
 
-def test_a_resumed_run_is_read_anew_and_the_last_row_of_a_step_counts(folder: RunFolder) -> None:
+def test_a_resumed_run_is_read_anew_and_the_last_row_of_a_step_counts(folder):
     run = Run(folder.path)
     for step in range(1, 8):
         folder.log_metrics(step, {"reward/mean": step / 10})
@@ -76,16 +73,7 @@ def test_a_resumed_run_is_read_anew_and_the_last_row_of_a_step_counts(folder: Ru
     assert run.metrics == []
 
 
-def test_a_damaged_line_is_named(folder: RunFolder) -> None:
-    folder.log_metrics(1, {"reward/mean": 0.5})
-    with folder.metrics_file.open("a") as file:
-        file.write("[1, 2]\n")
-    with pytest.raises(DataError, match="line 2 is not") as caught:
-        Run(folder.path).metrics  # noqa: B018
-    assert caught.value.field == str(folder.metrics_file)
-
-
-def test_the_best_goes_by_the_metric_that_checkpoints_are_kept_by(folder: RunFolder) -> None:
+def test_the_best_goes_by_the_metric_that_checkpoints_are_kept_by(folder):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 2.0)):
         folder.log_metrics(step, {"sft/loss": loss, "val/loss": 10 - loss})
     run = Run(folder.path)
@@ -95,7 +83,7 @@ def test_the_best_goes_by_the_metric_that_checkpoints_are_kept_by(folder: RunFol
     assert (run.setting("trainer.keep_best"), run.setting("trainer.nothing.there")) == ("val/loss", None)
 
 
-def test_samples(folder: RunFolder) -> None:
+def test_samples(folder):
     run = Run(folder.path)
     folder.write_config("trainer: {samples_freq: -1}")
     with pytest.raises(DataError, match="has written no samples") as caught:
@@ -125,7 +113,7 @@ def test_samples(folder: RunFolder) -> None:
     assert (caught.value.got, caught.value.expected) == (4, "3, 12")
 
 
-def test_a_response_without_a_token(folder: RunFolder) -> None:
+def test_a_response_without_a_token(folder):
     mask = Ragged.from_list([[False, False], [False, True], []], torch.bool)
     table: dict[str, Any] = {"response_mask": mask, "response_text": ["", "a", ""], "scores": [0.0, 1.0, 0.0]}
     folder.write_samples(1, table)
@@ -134,7 +122,7 @@ def test_a_response_without_a_token(folder: RunFolder) -> None:
     assert (rows[0]["prompt"], rows[0]["extra"], rows[0]["uid"]) == ("", {}, None)
 
 
-def test_states(folder: RunFolder) -> None:
+def test_states(folder):
     run = Run(folder.path)
     assert run.state == "empty"
     with ProcessLock(folder.path / "run.lock", "key", print):
@@ -155,7 +143,7 @@ def test_states(folder: RunFolder) -> None:
     assert run.state == "running"
 
 
-def test_states_of_folders_without_events(tmp_path: Path) -> None:
+def test_states_of_folders_without_events(tmp_path):
     folder = RunFolder(tmp_path / "run")
     run = Run(folder.path)
     (folder.logs / "failure.txt").write_text("a worker died")
@@ -167,7 +155,7 @@ def test_states_of_folders_without_events(tmp_path: Path) -> None:
     assert (run.state, run.total_steps) == ("finished", 2)
 
 
-def test_runs_are_found_and_their_sizes_told(tmp_path: Path) -> None:
+def test_runs_are_found_and_their_sizes_told(tmp_path):
     for name in ("b", "a/warm_up", "a/run"):
         RunFolder(tmp_path / name).log_metrics(1, {"reward/mean": 0.5})
     RunFolder(tmp_path / "b").log_metrics(2, {"timing/step": 1.5, "timing/testing": 0.25})
@@ -183,10 +171,10 @@ def test_runs_are_found_and_their_sizes_told(tmp_path: Path) -> None:
     assert bytes_below(tmp_path / "nothing") == 0
 
 
-def test_what_is_no_run_is_said_and_what_is_inside(tmp_path: Path) -> None:
+def test_what_is_no_run_is_said_and_what_is_inside(tmp_path):
     RunFolder(tmp_path / "one")
-    with pytest.raises(DataError, match="no run has begun") as caught:
+    with pytest.raises(DataError, match="no run has started") as caught:
         Run(tmp_path)
     assert str(tmp_path / "one") in str(caught.value.expected)
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="does not exist"):
         Run(tmp_path / "other")

@@ -1,6 +1,5 @@
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,29 +9,30 @@ from hypothesis import strategies as st
 
 from tandem.errors import DataError
 from tandem.observability.run import RunFolder, read_metrics, read_samples
+from tandem.observability.sinks import Generation
 from tandem.protocol import Ragged
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-def test_metrics_are_one_valid_json_line_per_step(run: RunFolder) -> None:
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def test_metrics_are_one_valid_json_line_per_step(run):
     run.log_metrics(1, {"reward/mean": 0.25, "actor/loss": math.nan, "actor/kl": -math.inf})
     run.log_metrics(2, {"reward/mean": np.float32(0.5)})
     lines = run.metrics_file.read_text().splitlines()
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
     assert [json.loads(line, parse_constant=refuse) for line in lines] == [
         {"step": 1, "reward/mean": 0.25, "actor/loss": None, "actor/kl": None},
         {"step": 2, "reward/mean": 0.5},
     ]
 
 
-def test_the_last_line_of_a_step_wins_and_steps_are_in_order(run: RunFolder) -> None:
+def test_the_last_line_of_a_step_wins_and_steps_are_in_order(run):
     for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0)):
         run.log_metrics(step, {"x": value})
     rows = read_metrics(run.metrics_file)
@@ -41,9 +41,7 @@ def test_the_last_line_of_a_step_wins_and_steps_are_in_order(run: RunFolder) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(cut=st.integers(min_value=0, max_value=200), step=st.integers(min_value=-1, max_value=6))
-def test_a_crash_at_any_byte_leaves_a_folder_that_resumes(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, step: int
-) -> None:
+def test_a_crash_at_any_byte_leaves_a_folder_that_resumes(tmp_path_factory, cut, step):
     run = RunFolder(tmp_path_factory.mktemp("run"))
     for number in range(5):
         run.log_metrics(number, {"reward/mean": number / 10})
@@ -57,16 +55,8 @@ def test_a_crash_at_any_byte_leaves_a_folder_that_resumes(
     assert [row["step"] for row in read_metrics(run.metrics_file)] == expected
 
 
-def test_a_torn_line_does_not_spoil_the_next_one(run: RunFolder) -> None:
-    run.log_metrics(1, {"x": 1.0})
-    with run.metrics_file.open("a") as file:
-        file.write('{"step": 2, "x"')
-    run.log_metrics(2, {"x": 2.0})
-    assert [row["x"] for row in read_metrics(run.metrics_file)] == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("line", ["{broken", "[1]", '{"x": 1}', '{"step": "one"}'])
-def test_a_damaged_line_in_the_middle_is_named(run: RunFolder, line: str) -> None:
+def test_a_damaged_line_in_the_middle_is_named(run, line):
     run.log_metrics(1, {"x": 1.0})
     with run.metrics_file.open("a") as file:
         file.write(line + "\n")
@@ -76,92 +66,78 @@ def test_a_damaged_line_in_the_middle_is_named(run: RunFolder, line: str) -> Non
     assert caught.value.field == str(run.metrics_file)
 
 
-def test_trimming_drops_later_samples_and_half_written_ones(run: RunFolder) -> None:
+def test_trimming_drops_later_samples_and_half_written_ones(run):
     for step in (0, 10, 20):
         run.write_samples(step, {"score": [1.0]})
     run.write_samples(20, {"score": [1.0]}, part="val_1")
     (run.samples / "step_000010.partial").write_bytes(b"half")
     run.trim_after(10)
-    assert sorted(path.name for path in run.samples.iterdir()) == [
-        "step_000000.parquet",
-        "step_000010.parquet",
-    ]
+    assert sorted(path.stem for path in run.samples.iterdir()) == ["step_000000", "step_000010"]
     run.trim_after(-1)
     assert list(run.samples.iterdir()) == []
 
 
-def test_opening_a_folder_again_changes_nothing(run: RunFolder) -> None:
-    run.write_config("a: 1\n")
-    run.log_metrics(1, {"x": 1.0})
-    again = RunFolder(str(run.path))
-    assert again.config_file.read_text() == "a: 1\n"
-    assert len(read_metrics(again.metrics_file)) == 1
+TOKENS = Ragged.from_list([[5, 6, 7], [], [8]], torch.int64)
+TURNS = [[{"role": "user", "content": "hi"}], [], [{"role": "user", "content": "ho"}]]
+MIXED = [42, "forty-two", [4, 2]]
+DICTS = [{"index": 1}, {}, {"split": "ü"}]
+COLUMNS = {
+    "ragged": (TOKENS, [[5, 6, 7], [], [8]]),
+    "log-probs": (
+        TOKENS.with_values(torch.tensor([-0.5, -1.5, -2.5, -3.5])),
+        [[-0.5, -1.5, -2.5], [], [-3.5]],
+    ),
+    "sliced": (Ragged.from_list([[1.0], [2.0, 3.0], [4.0], []])[1:], [[2.0, 3.0], [4.0], []]),
+    "dense": (torch.tensor([0.0, 1.0, 0.5]), [0.0, 1.0, 0.5]),
+    "rectangle": (torch.tensor([[1, 2], [3, 4], [5, 6]]), [[1, 2], [3, 4], [5, 6]]),
+    "texts": (np.array(["1 + 1 =", "π", ""], dtype=object), ["1 + 1 =", "π", ""]),
+    "turns": (TURNS, TURNS),
+    "list": ([0, 1, 2], [0, 1, 2]),
+}
 
 
-def test_samples_come_back_as_they_were_written(run: RunFolder) -> None:
-    tokens = Ragged.from_list([[5, 6, 7], [], [8]], torch.int64)
-    path = run.write_samples(
-        3,
-        {
-            "tokens": tokens,
-            "log_probs": tokens.with_values(torch.tensor([-0.5, -1.5, -2.5, -3.5])),
-            "score": torch.tensor([0.0, 1.0, 0.5]),
-            "prompt": np.array(["1 + 1 =", "π", ""], dtype=object),
-            "messages": [[{"role": "user", "content": "hi"}], [], [{"role": "user", "content": "ho"}]],
-            "sample": [0, 1, 2],
-        },
-    )
-    assert path == run.samples / "step_000003.parquet"
+def test_samples_come_back_as_they_were_written(run):
+    table = {name: given for name, (given, _) in COLUMNS.items()} | {"dicts": DICTS, "mixed": MIXED}
+    path = run.write_samples(3, table)
     back = read_samples(path)
-    assert back["tokens"] == [[5, 6, 7], [], [8]]
-    assert back["log_probs"] == [[-0.5, -1.5, -2.5], [], [-3.5]]
-    assert back["score"] == [0.0, 1.0, 0.5]
-    assert back["prompt"] == ["1 + 1 =", "π", ""]
-    assert back["messages"][2] == [{"role": "user", "content": "ho"}]
-    assert back["sample"] == [0, 1, 2]
+    for name, rows in (("dicts", DICTS), ("mixed", MIXED)):
+        assert [json.loads(text) for text in back.pop(name)] == rows
+    assert back == {name: rows for name, (_, rows) in COLUMNS.items()}
+    other = run.write_samples(3, {"score": [1.0]}, part="val_0")
+    assert (path.name, other.name) == ("step_000003.parquet", "step_000003_val_0.parquet")
+    assert read_samples(other) == {"score": [1.0]}
 
 
-def test_samples_of_a_sliced_ragged_column(run: RunFolder) -> None:
-    column = Ragged.from_list([[1.0], [2.0, 3.0], [4.0]])[1:]
-    assert read_samples(run.write_samples(1, {"values": column})) == {"values": [[2.0, 3.0], [4.0]]}
+def test_the_first_responses_of_a_validation(run):
+    for step, part, texts in ((3, "val", "ab"), (3, "val1", "cd"), (3, "", "t"), (4, "val", "l")):
+        messages = [[{"role": "user", "content": f"say {text}"}] for text in texts]
+        table = {"messages": messages, "response_text": [*texts], "scores": [0.0, 1.0][: len(texts)]}
+        run.write_samples(step, table | {"uid": [*texts]}, part=part)
+    wanted = [
+        Generation("user: say a", "a", 0.0),
+        Generation("user: say b", "b", 1.0),
+        Generation("user: say c", "c", 0.0),
+    ]
+    assert run.generations(3, 3) == wanted
+    assert [each.response for each in run.generations(3, 9)] == ["a", "b", "c", "d"]
+    assert run.generations(7, 1) == []
 
 
-def test_dicts_and_mixed_types_are_json_text(run: RunFolder) -> None:
-    table = {
-        "extra_info": [{"index": 1}, {}, {"split": "ü"}],
-        "ground_truth": [42, "forty-two", [4, 2]],
-    }
-    back = read_samples(run.write_samples(1, table))
-    assert {name: [json.loads(text) for text in column] for name, column in back.items()} == table
-
-
-def test_a_rectangle_is_a_list_per_sample(run: RunFolder) -> None:
-    back = read_samples(run.write_samples(1, {"x": torch.tensor([[1, 2], [3, 4]])}))
-    assert back == {"x": [[1, 2], [3, 4]]}
-
-
-def test_columns_of_different_lengths_are_refused(run: RunFolder) -> None:
+def test_columns_of_different_lengths_are_refused(run):
     with pytest.raises(DataError) as caught:
         run.write_samples(1, {"score": [1.0], "prompt": ["a", "b"]})
     assert caught.value.got == {"score": 1, "prompt": 2}
     assert list(run.samples.iterdir()) == []
 
 
-def test_the_log_takes_one_line_per_message(run: RunFolder) -> None:
+def test_the_log_takes_one_line_per_message(run):
     run.log("resumed from step 3")
     run.log("saved")
     lines = (run.logs / "run.log").read_text().splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == ["resumed from step 3", "saved"]
 
 
-def test_several_files_of_one_step(run: RunFolder) -> None:
-    first = run.write_samples(5, {"score": [1.0]}, part="val_0")
-    second = run.write_samples(5, {"score": [2.0]})
-    assert (first.name, second.name) == ("step_000005_val_0.parquet", "step_000005.parquet")
-    assert (read_samples(first), read_samples(second)) == ({"score": [1.0]}, {"score": [2.0]})
-
-
-def test_an_earlier_run_is_set_aside_whole_and_other_files_stay(run: RunFolder) -> None:
+def test_an_earlier_run_is_set_aside_whole_and_other_files_stay(run):
     assert run.set_aside() is None
     (run.path / "model").mkdir()
     for number in range(2):

@@ -1,6 +1,3 @@
-"""Experiment trackers, offline, each where its package is installed (`make test-loggers`): a run of the real
-trainer logs to one, and what it left there is what metrics.jsonl and the samples say."""
-
 import json
 import os
 import sqlite3
@@ -22,11 +19,11 @@ from tests.support.runs import Lab
 
 ROOT = Path(__file__).parents[2]
 Left = dict[tuple[str, int], float]
-"""What a logger was left with: by metric and step."""
+"""The values that a logger stored, by metric and step."""
 
 
 class Tracked:
-    """A run that logged to one tracker, in a process of its own at home in `home`."""
+    """A run that logged to one tracker, in its own process with the home folder `home`."""
 
     def __init__(self, lab: Lab, name: str, home: Path, *packages: str, **environment: str) -> None:
         for package in packages:
@@ -59,19 +56,19 @@ class Tracked:
 
     @property
     def metrics(self) -> Left:
-        """The finite ones of metrics.jsonl."""
+        """Return the finite values of metrics.jsonl."""
         rows = read_metrics(self.folder / "metrics.jsonl")
         assert [row.pop("step") for row in rows] == [0, 1, 2]
         found = [(name, step, value) for step, row in enumerate(rows) for name, value in row.items()]
         return {(name, step): value for name, step, value in found if value is not None}
 
     def table(self, step: int) -> list[list[Any]]:
-        """The rows of the table of responses after a step."""
+        """Return the rows of the table of responses after a step."""
         return [[g.prompt, g.response, g.score] for g in RunFolder(self.folder).generations(step, 2)]
 
 
 def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
-    """The records of a log in LevelDB's format."""
+    """Return the records of a log in LevelDB's format."""
     reader.open(path)
     while (data := reader.scan()) is not None:
         made = record()
@@ -81,9 +78,11 @@ def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", ["wandb", "vemlp_wandb"])
-def test_wandb_and_what_speaks_its_api(lab: Lab, tmp_path: Path, name: str) -> None:
-    """The package of vemlp_wandb is on no public index: a module in its place hands out the library whose
-    API it has."""
+def test_wandb_and_what_speaks_its_api(lab, tmp_path, name):
+    """The package of vemlp_wandb is on no public index.
+
+    A module in its place provides the library that has the same API.
+    """
     (tmp_path / "volcengine_ml_platform.py").write_text("import wandb\n\ndef init(ak, sk, region): ...\n")
     account = {name: "x" for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION")}
     run = Tracked(lab, name, tmp_path, "wandb", "swanlab", WANDB_MODE="offline", **account)
@@ -101,7 +100,7 @@ def test_wandb_and_what_speaks_its_api(lab: Lab, tmp_path: Path, name: str) -> N
     assert tables == {step: run.table(step) for step in range(3)}
 
 
-def test_mlflow(lab: Lab, tmp_path: Path) -> None:
+def test_mlflow(lab, tmp_path):
     run = Tracked(lab, "mlflow", tmp_path, "mlflow")
     with sqlite3.connect(run.folder / "mlflow" / "mlflow.db") as database:
         rows = database.execute("select key, step, value from metrics where not is_nan").fetchall()
@@ -115,7 +114,7 @@ def test_mlflow(lab: Lab, tmp_path: Path) -> None:
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_swanlab(lab: Lab, tmp_path: Path) -> None:
+def test_swanlab(lab, tmp_path):
     run = Tracked(lab, "swanlab", tmp_path, "swanlab", SWANLAB_MODE="offline")
     (log,) = run.folder.glob("swanlab/run-*/*.swanlab")
     reader = import_module("swanlab.sdk.internal.core_python.store").DataStoreReader()
@@ -129,7 +128,7 @@ def test_swanlab(lab: Lab, tmp_path: Path) -> None:
     assert sorted(files) == [0, 1, 2]
 
 
-def test_clearml(lab: Lab, tmp_path: Path) -> None:
+def test_clearml(lab, tmp_path):
     run = Tracked(lab, "clearml", tmp_path, "clearml", CLEARML_OFFLINE_MODE="1")
     (log,) = tmp_path.glob(".clearml/cache/offline/*/metrics.jsonl")
     rows = [row for line in log.read_text().splitlines() for row in json.loads(line)]
@@ -141,7 +140,7 @@ def test_clearml(lab: Lab, tmp_path: Path) -> None:
     assert plots == {s: [list(c) for c in zip(*run.table(s), strict=True)] for s in range(3)}
 
 
-def test_trackio(lab: Lab, tmp_path: Path) -> None:
+def test_trackio(lab, tmp_path):
     run = Tracked(lab, "trackio", tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     with sqlite3.connect(tmp_path / "trackio" / "tandem-test.db") as database:
         rows = [(s, json.loads(t)) for s, t in database.execute("select step, metrics from metrics")]
@@ -152,7 +151,7 @@ def test_trackio(lab: Lab, tmp_path: Path) -> None:
         assert [list(row.values()) for row in table] == run.table(step)
 
 
-def test_tensorboard(lab: Lab, tmp_path: Path) -> None:
+def test_tensorboard(lab, tmp_path):
     run = Tracked(lab, "tensorboard", tmp_path)
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()

@@ -1,9 +1,5 @@
-"""The engine of `tandem generate`: it gets the model's weights, is closed whatever happens, and has the time
-that its servers have."""
+"""The engine of `tandem generate`: its weights, its closing after errors, and its timeouts."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,28 +16,25 @@ from tandem.offline import generate as offline
 from tests.engines.rollout.http.fakes import FakeOpenAI
 from tests.support.tiny import make_model, problem, write_rows
 
+SERVED = {"name": "vllm", "mode": "server"}
+
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def words(tmp_path):
     make_model(tmp_path / "model")
     write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
-    return [
-        "generate",
-        f"data.path={tmp_path / 'in.parquet'}",
-        f"model.path={tmp_path / 'model'}",
-        f"data.output_path={tmp_path / 'out.parquet'}",
-        "data.max_response_length=6",
-        "trainer.device=cpu",
-    ]
+    paths = {"data.path": "in.parquet", "model.path": "model", "data.output_path": "out.parquet"}
+    words = [f"{key}={tmp_path / name}" for key, name in paths.items()]
+    return ["generate", *words, "data.max_response_length=6", "trainer.device=cpu"]
 
 
 class Streams(HFEngine):
-    """Takes weights into a module of its own, in which `change` then does what it does."""
+    """An engine that takes weights into its own module, which `change` then changes."""
 
     closed = False
     change: Any = staticmethod(lambda module: None)
 
-    def update_weights(self, source: Any, version: int) -> Any:
+    def update_weights(self, source, version):
         module = self.model
         for name, tensor in source.tensors:
             dict(module.named_parameters())[name].data.copy_(tensor)
@@ -49,13 +42,13 @@ class Streams(HFEngine):
         super().update_weights(SharedModule(module), version)
         return digest(module.named_parameters())
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
         super().close()
 
 
 @pytest.fixture
-def engine(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Streams:
+def engine(words, tmp_path, monkeypatch):
     made = Streams(device=torch.device("cpu"), max_length=64)
     made.takes = frozenset({WeightStream})
     made.model = offline.load_policy(tmp_path / "model", dtype=torch.bfloat16)  # type: ignore[attr-defined]
@@ -63,26 +56,22 @@ def engine(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
-def test_a_sound_engine_is_used_and_closed(words: list[str], engine: Streams, tmp_path: Path) -> None:
+def test_a_sound_engine_is_used_and_closed(words, engine, tmp_path):
     assert main(words) == 0
     assert engine.closed and (tmp_path / "out.parquet").exists()
 
 
-def test_weights_that_do_not_arrive_stop_it(
-    words: list[str], engine: Streams, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_do_not_arrive_stop_it(words, engine, tmp_path, capsys):
     engine.change = lambda module: module.model.norm.weight.data.mul_(2)
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "model.norm.weight" in said and "not what the trainer has" in said
+    assert "model.norm.weight" in said and "differ" in said
     assert engine.closed and not (tmp_path / "out.parquet").exists()
 
 
 @pytest.mark.parametrize("error", [EngineError("no room"), KeyboardInterrupt()])
-def test_an_engine_whose_weights_cannot_be_loaded_is_closed(
-    words: list[str], engine: Streams, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any, **__: Any) -> Any:
+def test_an_engine_whose_weights_cannot_be_loaded_is_closed(words, engine, error, monkeypatch):
+    def interrupted(*_, **__):
         raise error
 
     monkeypatch.setattr(offline, "load_policy", interrupted)
@@ -94,28 +83,20 @@ def test_an_engine_whose_weights_cannot_be_loaded_is_closed(
 
 
 @pytest.mark.parametrize(
-    ("changes", "limit_s"),
-    [
-        ({"name": "native"}, 600),
-        ({"name": "vllm"}, 600),
-        ({"name": "vllm", "mode": "server"}, 600 + 2 * 90),
-        ({"name": "tgi"}, 600 + 2 * 90),
-        ({"name": "sglang"}, 600 + 2 * 90),
-    ],
+    "changes", [{"name": name} for name in ("native", "vllm", "tgi", "sglang")] + [SERVED]
 )
-def test_a_hung_server_is_found_before_the_engine_is_given_up(
-    changes: dict[str, Any], limit_s: float
-) -> None:
-    """A request's whole time on the server that hangs, and again where it is redone."""
+def test_a_hung_server_is_found_before_the_engine_is_given_up(changes):
+    """A request may take its whole time on the server that hangs, and again on the next server."""
     rollout = RolloutConfig(server=ServerConfig(urls=("http://a",), request_timeout=90.0), **changes)
-    assert stall_timeout_s(rollout) == limit_s
+    here = changes["name"] in ("native", "vllm") and changes != SERVED
+    assert stall_timeout_s(rollout) == (600 if here else 600 + 2 * 90)
 
 
-def test_generation_has_that_time(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
+def test_generation_has_that_time(words, monkeypatch):
+    limits = []
     original = offline.finished
 
-    def noted(*args: Any, **options: Any) -> Any:
+    def noted(*args, **options):
         limits.append(options["stall_timeout_s"])
         return original(*args, **options)
 
@@ -126,8 +107,8 @@ def test_generation_has_that_time(words: list[str], monkeypatch: pytest.MonkeyPa
     assert limits == [780]
 
 
-def test_a_finished_run_may_have_left_its_journal(words: list[str], tmp_path: Path, monkeypatch: Any) -> None:
-    """Killed between the output and the journal's removal: the same command goes on, and ends."""
+def test_a_finished_run_may_have_left_its_journal(words, tmp_path, monkeypatch):
+    """If a run is killed before it removes the journal, the same command finishes it."""
     with monkeypatch.context() as patch:
         patch.setattr(offline.Journal, "remove", lambda _: None)
         assert main(words) == 0
@@ -137,4 +118,4 @@ def test_a_finished_run_may_have_left_its_journal(words: list[str], tmp_path: Pa
     assert main(words) == 0
     assert not work.exists()
     assert (tmp_path / "out.parquet").read_bytes() == before
-    assert main(words) == 1  # now it is there already
+    assert main(words) == 1  # now the output already exists

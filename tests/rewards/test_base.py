@@ -1,4 +1,4 @@
-"""The registry, and the check of what reward functions return."""
+"""The registry of rewards, and the checks of what reward functions return."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ import math
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
-from tandem.rewards import Item, Reward, Scored, base, known_data_sources, register_reward, reward_for, score
+from tandem.rewards import (
+    Item,
+    Pool,
+    Reward,
+    Scored,
+    base,
+    known_data_sources,
+    load_custom,
+    register_reward,
+    reward_for,
+    score,
+)
 from tandem.rewards.base import WeightedSum
+from tandem.rewards.combination import Combination, Running
 
 ITEMS = [Item("a", "first", "1", {"level": 3}, index=7), Item("b", "second " * 100, "2")]
 
@@ -28,38 +42,19 @@ def batched(function: Callable[..., Any]) -> Reward:
     return Reward("mine", function)
 
 
-def raised(reward: Reward) -> str:
+def raised(reward: Reward) -> RewardError:
     with pytest.raises(RewardError) as caught:
         score(ITEMS, reward)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("arithmetic", "arithmetic"),
-        ("arithmetic/hard", "arithmetic"),
-        ("openai/gsm8k", "gsm8k"),
-        ("gsm8k", "gsm8k"),
-        ("gsm8k-test", "gsm8k"),
-        ("lighteval/MATH", "math"),
-        ("DigitalLearningGmbH/MATH-lighteval", "math"),
-        ("HuggingFaceH4/MATH-500", "math"),
-        ("HuggingFaceH4/aime_2024", "math"),
-    ],
-)
-def test_data_sources(source: str, module: str) -> None:
-    assert reward_for(source).name == f"tandem.rewards.{module}.compute_score"
+    return caught.value
 
 
 @pytest.mark.parametrize("source", ["math_dap", "mathematics", "code", "", "Arithmetic"])
 def test_unknown_data_source(source: str) -> None:
     with pytest.raises(RewardError) as caught:
         reward_for(source)
-    text = str(caught.value)
-    assert text.startswith(f"data_source '{source}': no reward function for this data source\n")
-    assert ", ".join(known_data_sources()) in text
-    assert "custom_reward_function.path" in text
+    assert caught.value.field == f"data_source '{source}'"
+    assert ", ".join(known_data_sources()) in str(caught.value.expected)
+    assert "custom_reward_function.path" in str(caught.value.remedy)
 
 
 def test_registering_exact_names_and_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +73,7 @@ def test_registering_exact_names_and_beginnings(monkeypatch: pytest.MonkeyPatch)
     assert [entry.score for entry in score([Item(s, "", "") for s in sources])] == [2, 1, 2, 2, 1]
     with pytest.raises(RewardError, match="exact"):
         reward_for("exactly")
-    with pytest.raises(RewardError, match="has a reward already"):
+    with pytest.raises(RewardError, match="already has a reward"):
         register_reward("task")(short)
 
 
@@ -86,31 +81,14 @@ def test_function_gets_everything_by_name() -> None:
     calls: list[dict[str, Any]] = []
     reward = Reward("mine", lambda **given: calls.append(given) or 0.0, {"weight": 2})  # type: ignore[func-returns-value]
     score(ITEMS[:1], reward)
-    assert calls == [
-        {
-            "data_source": "a",
-            "solution_str": "first",
-            "ground_truth": "1",
-            "extra_info": {"level": 3},
-            "weight": 2,
-        }
-    ]
+    given = {"data_source": "a", "solution_str": "first", "ground_truth": "1", "extra_info": {"level": 3}}
+    assert calls == [given | {"weight": 2}]
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0.25, 0.25),
-        (-3, -3.0),
-        (True, 1.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
-        (np.bool_(True), 1.0),
-        (np.array(0.5), 0.5),
-        (torch.tensor(0.5, requires_grad=True), 0.5),
-        (Fraction(1, 4), 0.25),
-    ],
-)
+@pytest.mark.parametrize(("value", "expected"), [
+    (0.25, 0.25), (-3, -3.0), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.bool_(True), 1.0),
+    (np.array(0.5), 0.5), (torch.tensor(0.5, requires_grad=True), 0.5), (Fraction(1, 4), 0.25),
+])  # fmt: skip
 def test_numbers_of_all_kinds(value: Any, expected: float) -> None:
     for reward in (returning(value), returning({"score": value})):
         result = score(ITEMS, reward)
@@ -134,50 +112,31 @@ def test_the_answer_of_a_sum_is_that_of_the_first_function_that_reads_one() -> N
     assert (scored.score, scored.answer, scored.reads_answers) == (2.5, "42", True)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, {"score": math.nan}])
-def test_not_finite(value: Any) -> None:
-    text = raised(returning(value))
-    assert text.startswith(
-        "sample 0, row 7 of the data, data_source 'a': the reward function mine returned a number that is "
-        f"not finite\n  got:      {type(value).__name__} "
-    )
-    assert (
-        ", for the response 'first'\n  expected: a finite number, or a dict with one under 'score'\n" in text
-    )
-
-
-def test_not_finite_beside_the_score() -> None:
-    assert "not finite\n  got:      dict {'score': 1" in raised(returning({"score": 1, "acc": math.inf}))
-
-
-@pytest.mark.parametrize("value", ["0.5", None, [1.0], (1.0,), 1j, np.ones(1), torch.ones(2), {"score": "1"}])
-def test_not_a_number(value: Any) -> None:
-    text = raised(returning(value))
-    assert f"returned something that is not a number\n  got:      {type(value).__name__} " in text
-
-
-def test_dict_without_score() -> None:
-    text = raised(returning({"reward": 1.0}))
-    assert "returned a dict without 'score'\n  got:      dict {'reward': 1.0}, for the response" in text
+@pytest.mark.parametrize(("value", "problem"), [
+    *((value, "not finite") for value in (math.nan, math.inf, -math.inf, 10**400, {"score": math.nan})),
+    ({"score": 1, "acc": math.inf}, "not finite"),
+    *((value, "not a number") for value in ("0.5", None, [1.0], (1.0,), 1j, {"score": "1"})),
+    (np.ones(1), "not a number"), (torch.ones(2), "not a number"), ({"reward": 1.0}, "without 'score'"),
+])  # fmt: skip
+def test_what_is_no_score(value: Any, problem: str) -> None:
+    error = raised(returning(value))
+    assert error.field == "sample 0, row 7 of the data, data_source 'a'"
+    assert "mine" in error.message and problem in error.message
+    assert str(error.got).startswith(f"{type(value).__name__} ")
+    assert str(error.got).endswith(", for the response 'first'")
 
 
 def test_raising_names_the_sample_and_keeps_the_traceback() -> None:
     def function(solution_str: str, **_: Any) -> float:
         return 1 / (solution_str == "first")
 
-    with pytest.raises(RewardError) as caught:
-        score(ITEMS, Reward("mine", function))
-    error = caught.value
-    text = str(error)
-    assert text.startswith(
-        "sample 1, data_source 'b': the reward function mine raised ZeroDivisionError: division by zero "
-        "(test_base.py, line "
-    )
-    assert repr(("second " * 100)[:200]) in text
-    assert "second " * 29 not in text
+    error = raised(Reward("mine", function))
+    assert error.field == "sample 1, data_source 'b'"
+    assert "mine raised ZeroDivisionError: division by zero (test_base.py, line " in error.message
+    assert repr(("second " * 100)[:200]) in str(error) and "second " * 29 not in str(error)
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert error.__cause__.__traceback__ is not None
-    assert str(pickle.loads(pickle.dumps(error))) == text
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_batched_function() -> None:
@@ -188,31 +147,23 @@ def test_batched_function() -> None:
         return [{"score": 1, "acc": 0}, np.float32(2)]
 
     assert score(ITEMS, batched(function)) == [Scored(1.0, {"acc": 0.0}), Scored(2.0)]
-    assert calls == [
-        {
-            "data_sources": ["a", "b"],
-            "solution_strs": ["first", "second " * 100],
-            "ground_truths": ["1", "2"],
-            "extra_infos": [{"level": 3}, {}],
-        }
-    ]
+    given = {"data_sources": ["a", "b"], "solution_strs": ["first", "second " * 100]}
+    assert calls == [given | {"ground_truths": ["1", "2"], "extra_infos": [{"level": 3}, {}]}]
 
 
-@pytest.mark.parametrize("values", [[1.0], [1.0] * 3, np.ones(1)])
-def test_batched_of_the_wrong_length(values: Any) -> None:
-    text = raised(batched(lambda **_: values))
-    assert "the reward function mine returned a list of the wrong length\n" in text
-    assert f"got:      {len(values)} scores for 2 responses" in text
-
-
-@pytest.mark.parametrize("value", ["ab", {"a": 1, "b": 2}, 1.0, None])
-def test_batched_that_returns_no_list(value: Any) -> None:
-    assert "is batched and returned no list\n" in raised(batched(lambda **_: value))
+@pytest.mark.parametrize(("values", "got"), [
+    ([1.0], "1 scores for 2 responses"), ([1.0] * 3, "3 scores for 2 responses"),
+    (np.ones(1), "1 scores for 2 responses"), ("ab", "str"), ({"a": 1, "b": 2}, "dict"), (1.0, "float"),
+    (None, "None"),
+])  # fmt: skip
+def test_batched_that_returns_no_list_of_the_right_length(values: Any, got: str) -> None:
+    error = raised(batched(lambda **_: values))
+    assert got in str(error.got) and "list" in error.message
 
 
 def test_batched_with_one_bad_entry_names_it() -> None:
-    assert "sample 1, data_source 'b': " in raised(batched(lambda **_: [1.0, math.nan]))
-    assert "(it is batched" in raised(batched(lambda **_: {}["x"]))
+    assert raised(batched(lambda **_: [1.0, math.nan])).field == "sample 1, data_source 'b'"
+    assert "first sample" in str(raised(batched(lambda **_: {}["x"])))
 
 
 def test_mixed_sources_keep_their_order_and_places() -> None:
@@ -222,5 +173,111 @@ def test_mixed_sources_keep_their_order_and_places() -> None:
     items[2] = Item("gsm8k", "#### 2", "two")
     with pytest.raises(RewardError, match="raised ValueError") as caught:
         score(items)
-    assert str(caught.value).startswith("sample 2, data_source 'gsm8k'")
+    assert caught.value.field == "sample 2, data_source 'gsm8k'" and "'two'" in caught.value.message
     assert score([]) == []
+
+
+SCORERS = {
+    "openai/gsm8k": ("#### 1,072", "1072", "answer 1072, expected 1072"),
+    "gsm8k": ("it is 72", "72", "no answer found"),
+    "lighteval/MATH": (r"\boxed{\frac12}", "0.5", r"answer \frac12, expected 0.5"),
+    "arithmetic": ("3+4=8", "7", "answer 8, expected 7"),
+    "math_dapo": ("Answer: 3", "4", "answer 3, expected 4"),
+    "hiyouga/geometry3k": ("35", "35", "no answer found"),
+    "searchR1_nq": (
+        "<answer>Rome</answer>", {"target": ["Paris"]}, "answer Rome, expected {'target': ['Paris']}",
+    ),
+}  # fmt: skip
+
+
+def why(reward: Any, item: Item | None = None) -> str:
+    return score([item or Item("x", "text", None, columns={"prompt": "p"})], reward)[0].why
+
+
+@pytest.mark.parametrize("source", SCORERS)
+def test_what_the_scorers_say(source: str) -> None:
+    response, truth, expected = SCORERS[source]
+    assert why(None, Item(source, response, truth)) == expected
+
+
+def test_a_scorer_that_a_user_names_says_the_same_with_its_own_arguments() -> None:
+    item = Item("gsm8k", "it is 72", "72")
+    assert why(load_custom("tandem.rewards.gsm8k"), item) == "no answer found"
+    flexible = load_custom("tandem.rewards.gsm8k", kwargs={"method": "flexible"})
+    assert why(flexible, item) == "answer 72, expected 72"
+    assert flexible.bounded
+
+
+@pytest.mark.parametrize(("said", "kept"), [
+    ("short", "short"), ("x" * 600, "x" * 500), ("half \ud800 of a pair", "half ? of a pair"), (None, ""),
+    (3, ""),
+])  # fmt: skip
+def test_what_a_function_says(said: Any, kept: str) -> None:
+    assert why(Reward("mine", lambda **_: {"score": 1, "why": said})) == kept
+
+
+def test_sums_name_who_says_what() -> None:
+    def saying(text: str) -> Reward:
+        return Reward("mine", lambda **_: {"score": 1, "why": text})
+
+    both = WeightedSum(
+        (("right", saying("yes"), 1.0), ("mute", saying(""), 1.0), ("long", saying("z" * 600), 0.5))
+    )
+    assert why(both) == ("right: yes; long: " + "z" * 500)[:500]
+
+
+def test_a_failure_is_a_reason() -> None:
+    def fails(**_: Any) -> float:
+        raise ValueError("no idea")
+
+    pool = Pool(Reward("mine", fails), RewardConfig(num_workers=0, on_error="zero"))
+    (scored,) = pool.score([Item("x", "text", None)])
+    assert (
+        scored.failed
+        and scored.why.startswith("failed: ")
+        and "ValueError: no idea (test_base.py, line " in scored.why
+    )
+
+
+def test_running_statistics_are_those_of_all_scores_at_once() -> None:
+    draw = np.random.default_rng(0)
+    batches = [draw.normal(1e6, 3.0, size=size).tolist() for size in (1, 5, 0, 40, 2)]
+    running, seen = Running(), []
+    for batch in batches:
+        running = running.after(batch)
+        seen += batch
+        assert running.scores == len(seen)
+        assert running.mean == pytest.approx(np.mean(seen), rel=1e-14)
+        assert running.squares == pytest.approx(np.var(seen) * len(seen), rel=1e-9)
+    assert running.normalised(seen[3]) == pytest.approx((seen[3] - np.mean(seen)) / np.std(seen), rel=1e-9)
+
+
+def test_before_the_first_score_and_without_spread() -> None:
+    assert Running().normalised(3.0) == 3.0
+    assert Running().after([2.0, 2.0]).normalised(3.0) == 1.0
+
+
+SOURCE = """
+import math
+def least(scores): return min(scores.values())
+def gated(scores): return scores["help"] if scores["safe"] > 0 else -1
+def raises(scores): return scores["nothing"]
+def text(scores): return "1"
+def endless(scores): return math.inf
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("least", -2.0), ("gated", -1.0), ("raises", "KeyError"), ("text", "'1'"), ("endless", "inf")],
+)
+def test_a_function_of_the_scores(tmp_path: Path, name: str, expected: float | str) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    combination = Combination((), f"{tmp_path / 'mine.py'}:{name}")
+    if isinstance(expected, float):
+        assert combination.made({"help": 5.0, "safe": -2.0}, "sample 0") == expected
+        return
+    with pytest.raises(RewardError) as caught:
+        combination.made({"help": 5.0, "safe": -2.0}, "sample 0")
+    assert expected in str(caught.value) and "help 5, safe -2" in str(caught.value.got)
+    assert "sample 0" in str(caught.value.field)

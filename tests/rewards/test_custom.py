@@ -1,4 +1,4 @@
-"""load_custom: a user's file becomes a reward, or one message says why not."""
+"""Loading a reward function from a user's file, and the messages when that is not possible."""
 
 from __future__ import annotations
 
@@ -46,64 +46,39 @@ def raised(*args: Any) -> RewardError:
     return caught.value
 
 
-def test_file(good: str) -> None:
-    reward = load_custom(good, "compute_score", {"bonus": 1})
-    (scored,) = score([Item("whatever", "abc", "abc")], reward)
-    assert scored.score == 2.5
-    assert scored.extra == {"right": 1.0}
+def test_a_file_and_a_module(good: str) -> None:
+    (scored,) = score([Item("whatever", "abc", "abc")], load_custom(good, "compute_score", {"bonus": 1}))
+    assert scored.score == 2.5 and scored.extra == {"right": 1.0}
+    batched = load_custom(good, "all_at_once")
+    assert [entry.score for entry in score([Item("a", "x", ""), Item("b", "yz", "")], batched)] == [1, 2]
+    flexible = load_custom("tandem.rewards.gsm8k", kwargs={"method": "flexible"})
+    assert score([Item("mine", "it is 4", "4")], flexible)[0].score == 1
 
 
-def test_batched_function_in_a_file(good: str) -> None:
-    reward = load_custom(good, "all_at_once")
-    assert [entry.score for entry in score([Item("a", "x", ""), Item("b", "yz", "")], reward)] == [1, 2]
-
-
-def test_module_by_dotted_name() -> None:
-    reward = load_custom("tandem.rewards.gsm8k", kwargs={"method": "flexible"})
-    assert score([Item("mine", "it is 4", "4")], reward)[0].score == 1
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "absent.py")
-    assert str(raised(path)).startswith(f"custom_reward_function.path: no such file\n  got:      {path}")
-
-
-def test_missing_module() -> None:
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    error = raised(str(tmp_path / "absent.py"))
+    assert (error.field, error.got) == ("custom_reward_function.path", str(tmp_path / "absent.py"))
     error = raised("no_such_package.reward")
-    assert "loading it raised ModuleNotFoundError: No module named 'no_such_package'" in str(error)
-    assert isinstance(error.__cause__, ModuleNotFoundError)
-
-
-def test_file_that_raises(tmp_path: Path) -> None:
+    assert isinstance(error.__cause__, ModuleNotFoundError) and "no_such_package" in error.message
     (tmp_path / "bad.py").write_text("x = 1 / 0\n")
     error = raised(str(tmp_path / "bad.py"))
-    assert "loading it raised ZeroDivisionError: division by zero" in str(error)
-    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert isinstance(error.__cause__, ZeroDivisionError) and "division by zero" in error.message
 
 
-def test_missing_function_names_the_nearest(good: str) -> None:
-    text = str(raised(good, "compute_scores"))
-    assert text.startswith("custom_reward_function.name: no such function\n")
-    assert "all_at_once, compute_score, three" in text or "compute_score, all_at_once, three" in text
-    assert "remedy:   custom_reward_function.name=compute_score" in text
-    assert "no such function" in str(raised(good, "number"))
-
-
-def test_wrong_signature(good: str) -> None:
-    text = str(raised(good, "three"))
-    assert "cannot be called as needed: got an unexpected keyword argument 'extra_info'" in text
-    assert "got:      (data_source, solution_str, ground_truth)\n" in text
-    assert "expected: (data_source, solution_str, ground_truth, extra_info)\n" in text
-
-
-def test_unknown_keyword(good: str) -> None:
+def test_what_is_wrong_with_a_function(good: str) -> None:
+    error = raised(good, "compute_scores")
+    assert error.field == raised(good, "number").field == "custom_reward_function.name"
+    assert {"all_at_once", "compute_score", "three"} <= set(str(error.expected).replace(",", "").split())
+    assert error.remedy == "custom_reward_function.name=compute_score"
+    error = raised(good, "three")
+    assert "'extra_info'" in error.message and error.got == "(data_source, solution_str, ground_truth)"
+    assert error.expected == "(data_source, solution_str, ground_truth, extra_info)"
     text = str(raised(good, "compute_score", {"bonsu": 1}))
-    assert "got an unexpected keyword argument 'bonsu'" in text
-    assert "reward_kwargs" in text
+    assert "'bonsu'" in text and "reward_kwargs" in text
 
 
 def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its module made on import, such as a lock, cannot travel; a relative path means the same file."""
+    """Objects that the module made on import, such as a lock, are not pickled. A relative path works."""
     (tmp_path / "locked.py").write_text(
         "import threading\nlock = threading.Lock()\nmade = []\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n"
@@ -119,7 +94,7 @@ def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_module_that_moved_is_found_by_its_old_name() -> None:
-    """Run folders of before hold it in their config.yaml."""
+    """Run folders of older versions have the old name in their config.yaml."""
     old, new = (load_custom(f"tandem.{package}.controls", "shuffled") for package in ("trainer.demo", "demo"))
     assert old.function is new.function
     with pytest.raises(RewardError, match=r"tandem\.trainer\.demolition"):

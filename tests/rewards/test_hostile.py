@@ -1,5 +1,4 @@
-"""Reward functions that do what none should, in real processes: each has a named outcome, in time, the
-others' scores are right, nothing that they started stays, and the next batch is scored."""
+"""Misbehaving reward functions fail in time, cost only their own scores, and leave no processes behind."""
 
 from __future__ import annotations
 
@@ -7,21 +6,21 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tandem import lifetime
-from tandem.config.rewards import RewardConfig
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards import Item, forkserver
 from tandem.rewards.combination import load_combine
-from tandem.rewards.custom import load_custom
-from tandem.rewards.pool import Pool
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT = 2.0
+GIVEN = "data_source, solution_str, ground_truth, extra_info=None"
 DAEMON = """
     if os.fork() == 0:
         os.setsid()
@@ -35,7 +34,7 @@ DAEMON = """
         os._exit(0)
     while not os.path.exists(FOLDER + "/daemon") or not open(FOLDER + "/daemon").read(): time.sleep(0.01)
 """
-KINDS = {  # the body of a function, and what its score is; None: it has failed
+KINDS = {  # the body of a function, and its score; None: the function fails
     "forks and returns twice": ("os.fork(); return 1.0", 1.0),
     "forks, returns twice, and the copy is late": ("if not os.fork(): time.sleep(0.5)\n    return 1.0", 1.0),
     "copies that fork in C": ("ctypes.CDLL(None).fork(); return 1.0", 1.0),
@@ -112,69 +111,76 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+Made = Callable[..., Any]
+
+
 def texts(*words: str) -> list[Item]:
     return [Item("any", word, None, index=row) for row, word in enumerate(words)]
 
 
-def written(folder: Path, body: str) -> str:
-    file = folder / "own.py"
-    file.write_text(HEAD.format(folder=str(folder), body=body))
-    return str(file)
+@pytest.fixture
+def hostile(tmp_path: Path, own: Made) -> Made:
+    """Return a function that loads a function with this body."""
+    return lambda body: own(HEAD.format(folder=str(tmp_path), body=body))
+
+
+def scores(pool: Any, *words: str) -> list[float]:
+    return [each.score for each in pool.score(texts(*words))]
 
 
 def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def servers() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "forkserver" in "".join(each.cmdline())]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_function_does_costs_its_own_score_alone(kind: str, tmp_path: Path) -> None:
+def test_what_a_function_does_costs_its_own_score_alone(
+    kind: str, tmp_path: Path, hostile: Made, pool: Made
+) -> None:
+    """Each has a named outcome in time, and nothing that the function started remains."""
     body, score = KINDS[kind]
-    config = RewardConfig(num_workers=1, timeout=TIMEOUT, on_error="zero")
-    pool = Pool(load_custom(written(tmp_path, body)), config, tmp_path / "log")
+    made = pool(hostile(body), num_workers=1, timeout=TIMEOUT, on_error="zero")
     began = time.monotonic()
-    scored = pool.score(texts("2", "attack", "3", "4"))
-    again = pool.score(texts("5", "6"))
+    scored = made.score(texts("2", "attack", "3", "4"))
+    again = scores(made, "5", "6")
     assert time.monotonic() - began < 30
-    assert [s.score for s in scored] == [2.0, score or 0.0, 3.0, 4.0]
+    assert [s.score for s in scored] == [2.0, score or 0.0, 3.0, 4.0] and again == [5.0, 6.0]
     assert [s.failed for s in scored] == [False, score is None, False, False]
-    assert [s.score for s in again] == [5.0, 6.0]
-    assert all(
-        error.field == "sample 1, row 1 of the data, data_source 'any'" for error in pool.failures.values()
-    )
-    pool.close()
-    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
+    assert {error.field for error in made.failures.values()} <= {
+        "sample 1, row 1 of the data, data_source 'any'"
+    }
+    made.close()
+    (server,) = servers()
     assert not psutil.wait_procs(server.children(recursive=True), timeout=5)[1]
     daemon = tmp_path / "daemon"
     assert not daemon.exists() or ended(int(daemon.read_text()))
 
 
-def test_an_answer_names_its_failure_and_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
-    pool = Pool(
-        load_custom(written(tmp_path, "write(3, bytes(99)); return 1.0")), RewardConfig(num_workers=2)
-    )
+def test_an_answer_names_its_failure_and_ends_the_run_where_that_is_asked_for(
+    hostile: Made, pool: Made
+) -> None:
     with pytest.raises(RewardError) as caught:
-        pool.score(texts("1", "attack", "3"))
+        pool(hostile("write(3, bytes(99)); return 1.0"), num_workers=2).score(texts("1", "attack", "3"))
     assert caught.value.field == "sample 1, row 1 of the data, data_source 'any'"
-    assert "reward function compute_score" in caught.value.message
-    pool.close()
+    assert "compute_score" in caught.value.message
 
 
-def test_what_a_thread_writes_between_batches_costs_no_score(tmp_path: Path) -> None:
-    body = "threading.Timer(0.5, write, (3, b'x' * 50)).start(); return 1.0"
-    pool = Pool(load_custom(written(tmp_path, body)), RewardConfig(num_workers=1))
-    assert [s.score for s in pool.score(texts("attack"))] == [1.0]
+def test_what_a_thread_writes_between_batches_costs_no_score(hostile: Made, pool: Made) -> None:
+    made = pool(hostile("threading.Timer(0.5, write, (3, b'x' * 50)).start(); return 1.0"), num_workers=1)
+    assert scores(made, "attack") == [1.0]
     time.sleep(1.5)
-    assert [s.score for s in pool.score(texts("2"))] == [2.0]
-    assert pool.counts == {"died": 1}
-    pool.close()
+    assert scores(made, "2") == [2.0]
+    assert made.counts == {"died": 1}
 
 
-def test_what_is_printed_has_a_limit(tmp_path: Path) -> None:
-    body = "\n    ".join(["for _ in range(100): os.write(1, b'x' * 10**6)", "return 1.0"])
-    pool = Pool(load_custom(written(tmp_path, body)), RewardConfig(num_workers=1), tmp_path / "log")
-    assert [s.score for s in pool.score(texts("attack", "2"))] == [1.0, 2.0]
-    pool.close()
-    log = (tmp_path / "log").read_text()
+def test_what_is_printed_has_a_limit(tmp_path: Path, hostile: Made, pool: Made) -> None:
+    made = pool(hostile("for _ in range(100): os.write(1, b'x' * 10**6)\n    return 1.0"), num_workers=1)
+    assert scores(made, "attack", "2") == [1.0, 2.0]
+    made.close()
+    log = (tmp_path / "reward.log").read_text()
     assert forkserver.CALL_BYTES <= len(log) < forkserver.CALL_BYTES + 1000
     assert log.count("x") == forkserver.CALL_BYTES
     assert re.findall(r"\d{4,}", log) == [str(10**8 - forkserver.CALL_BYTES)]
@@ -194,19 +200,16 @@ def test_a_log_that_is_full_takes_no_more(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "log").stat().st_size < 1200
 
 
-def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
+def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(own: Made, pool: Made) -> None:
+    reward = own(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    ground_truth.append(1); extra_info['a'].append(1)\n"
         "    return len(ground_truth) + len(extra_info['a'])\n"
     )
     truth: list[int] = []
-    items = [Item("any", "", truth, {"a": truth})] * 40
     for workers in (0, 1):
-        pool = Pool(load_custom(str(file)), RewardConfig(num_workers=workers))
-        assert {s.score for s in pool.score(items)} == {4.0}
-        pool.close()
+        scored = pool(reward, num_workers=workers).score([Item("any", "", truth, {"a": truth})] * 40)
+        assert {s.score for s in scored} == {4.0}
     assert truth == []
 
 
@@ -223,66 +226,51 @@ ASYNC = {
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-def test_an_asynchronous_function_costs_its_own_score_alone(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
+def test_an_asynchronous_function_costs_its_own_score_alone(kind: str, own: Made, pool: Made) -> None:
+    reward = own(
         "import asyncio, os, sys, time\n"
         "async def fails(): raise ValueError\n"
         "async def exits(): sys.exit(3)\n"
-        "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        f"    if solution_str == 'attack':\n        {ASYNC[kind]}\n"
+        f"async def compute_score({GIVEN}):\n    if solution_str == 'attack':\n        {ASYNC[kind]}\n"
         "    return 1.0\n"
     )
-    config = RewardConfig(num_workers=1, timeout=TIMEOUT, on_error="drop")
-    pool = Pool(load_custom(str(file)), config, tmp_path / "log")
-    scored = pool.score(texts("a", "attack", "b"))
-    assert [s.failed for s in scored] == [False, kind != "forks", False]
-    assert [s.failed for s in pool.score(texts("a"))] == [False]
-    pool.close()
+    made = pool(reward, num_workers=1, timeout=TIMEOUT, on_error="drop")
+    assert [s.failed for s in made.score(texts("a", "attack", "b"))] == [False, kind != "forks", False]
+    assert [s.failed for s in made.score(texts("a"))] == [False]
 
 
 CLIENT = """
 import asyncio
 import httpx2
-import local_library
 
-async def refused(data_source, solution_str, ground_truth, extra_info=None):
+async def refused(GIVEN):
     async with httpx2.AsyncClient() as client:
         (await client.get("http://127.0.0.1:9/")).raise_for_status()
 
-async def status(data_source, solution_str, ground_truth, extra_info=None):
+async def status(GIVEN):
     request = httpx2.Request("GET", "http://127.0.0.1:9/")
     httpx2.Response(500, request=request).raise_for_status()
 
-def late(data_source, solution_str, ground_truth, extra_info=None):
-    raise TimeoutError("no answer")
-
-def deep(data_source, solution_str, ground_truth, extra_info=None):
+def late(GIVEN): raise TimeoutError("no answer")
+def deep(GIVEN):
     import json
     json.loads("{")
-
-def wrapped(data_source, solution_str, ground_truth, extra_info=None):
+def wrapped(GIVEN):
     try: raise ConnectionResetError
     except OSError as error: raise ValueError("no score") from error
-
-def nested(data_source, solution_str, ground_truth, extra_info=None):
-    return own_helper(solution_str)
+def nested(GIVEN): return own_helper(solution_str)
 def own_helper(text):
     raise LookupError(text)
 """
-LINES = {"refused": 8, "status": 12, "late": 15, "deep": 19, "wrapped": 23, "nested": 28}
+LINES = {"refused": 7, "status": 11, "late": 13, "deep": 16, "wrapped": 19, "nested": 22}
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_an_error_is_at_the_users_own_line_and_one_of_the_network_can_be_tried_again(
-    name: str, tmp_path: Path
+    name: str, own: Made, pool: Made
 ) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(CLIENT.replace("import local_library\n", "\n"))
-    pool = Pool(load_custom(str(file), name), RewardConfig(num_workers=1))
     with pytest.raises(RewardError) as caught:
-        pool.score(texts("a"))
-    pool.close()
+        pool(own(CLIENT.replace("GIVEN", GIVEN), name), num_workers=1).score(texts("a"))
     assert f"(own.py, line {LINES[name]})" in caught.value.message
     remedy = str(caught.value.remedy)
     assert ("reward.retries" in remedy and "reward.on_error" in remedy) == (name not in ("deep", "nested"))
@@ -300,17 +288,14 @@ IMPORTS = {
 
 @pytest.mark.parametrize("kind", IMPORTS)
 def test_a_file_that_cannot_be_loaded_is_named_in_time(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, own: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
-    file = tmp_path / "own.py"
     body, said = IMPORTS[kind]
-    file.write_text(body + "\ndef compute_score(data_source, solution_str, ground_truth): return 1.0\n")
     with pytest.raises(RewardError) as caught:
-        load_custom(str(file), timeout=0.5)
-    assert caught.value.field == "custom_reward_function.path"
-    assert said in caught.value.message
-    assert (caught.value.remedy is not None and "reward.timeout" in caught.value.remedy) == ("hangs" in kind)
+        own(body + "\ndef compute_score(data_source, solution_str, ground_truth): return 1.0\n", timeout=0.5)
+    assert caught.value.field == "custom_reward_function.path" and said in caught.value.message
+    assert ("reward.timeout" in str(caught.value.remedy)) == ("hangs" in kind)
 
 
 def test_a_file_that_combines_has_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,79 +307,53 @@ def test_a_file_that_combines_has_a_limit_too(tmp_path: Path, monkeypatch: pytes
     assert caught.value.field == f"{file}:function"
 
 
-@pytest.mark.parametrize("kind", ["hangs", "dies", "raises", "forks"])
+@pytest.mark.parametrize("body", ["time.sleep(600)", "os.kill(os.getpid(), 9)", "1 / 0", "os.fork()"])
 def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    body: str, own: Made, pool: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 1.0)
-    bodies = {
-        "hangs": "time.sleep(600)",
-        "dies": "os.kill(os.getpid(), 9)",
-        "raises": "1 / 0",
-        "forks": "os.fork()",
-    }
-    file = tmp_path / "own.py"
-    file.write_text(
-        f"import os, time\nif os.getpid() != {os.getpid()}: {bodies[kind]}\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
-    )
-    pool = Pool(load_custom(str(file)), RewardConfig(num_workers=1, timeout=1.0, on_error="zero"))
-    if kind == "forks":
-        assert [s.failed for s in pool.score(texts("a", "b"))] == [False, False]
-    else:
-        with pytest.raises(RewardError) as caught:
-            pool.score(texts("a"))
-        assert caught.value.field == "custom_reward_function.path"
-    pool.close()
+    head = f"import os, time\nif os.getpid() != {os.getpid()}: {body}\n"
+    reward = own(f"{head}def compute_score({GIVEN}): return 1.0\n")
+    made = pool(reward, num_workers=1, timeout=1.0, on_error="zero")
+    if body == "os.fork()":
+        assert [s.failed for s in made.score(texts("a", "b"))] == [False, False]
+        return
+    with pytest.raises(RewardError) as caught:
+        made.score(texts("a"))
+    assert caught.value.field == "custom_reward_function.path"
 
 
-def test_the_server_and_the_keepers_have_one_thread(tmp_path: Path) -> None:
-    pool = Pool(load_custom(written(tmp_path, "return 1.0")), RewardConfig(num_workers=2))
-    pool.score(texts("1", "2", "3", "4"))
-    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
+def test_the_server_and_the_keepers_have_one_thread(hostile: Made, pool: Made) -> None:
+    pool(hostile("return 1.0"), num_workers=2).score(texts("1", "2", "3", "4"))
+    (server,) = servers()
     keepers = server.children()
     assert len(keepers) == 2
     assert [lifetime.threads(each.pid) for each in (server, *keepers)] == [1, 1, 1]
-    pool.close()
 
 
-def test_a_server_that_was_killed_costs_no_batch(tmp_path: Path) -> None:
-    pool = Pool(
-        load_custom(written(tmp_path, "os.kill(os.getpid(), 9)")),
-        RewardConfig(num_workers=1, on_error="zero"),
-    )
-    pool.score(texts("1"))
-    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
-    server.kill()
-    assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
-    pool.close()
-
-
-def test_a_request_that_a_server_did_not_take_is_made_again(tmp_path: Path) -> None:
-    pool = Pool(
-        load_custom(written(tmp_path, "os.kill(os.getpid(), 9)")),
-        RewardConfig(num_workers=1, on_error="zero"),
-    )
-    pool.score(texts("1"))
-    (server,) = [p for p in psutil.Process().children() if "forkserver" in "".join(p.cmdline())]
-    server.suspend()
-    end = threading.Timer(2.0, server.kill)
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_server_that_dies_costs_no_batch(hostile: Made, pool: Made, suspended: bool) -> None:
+    """A suspended server does not take the request before it dies."""
+    made = pool(hostile("os.kill(os.getpid(), 9)"), num_workers=1, on_error="zero")
+    made.score(texts("1"))
+    (server,) = servers()
+    if suspended:
+        server.suspend()
+    end = threading.Timer(2.0 if suspended else 0.0, server.kill)
     end.start()
-    assert [s.score for s in pool.score(texts("attack", "2"))] == [0.0, 2.0]
+    if not suspended:
+        end.join()
+    assert scores(made, "attack", "2") == [0.0, 2.0]
     end.join()
-    pool.close()
 
 
-def test_a_program_with_many_open_files_gets_its_scores(tmp_path: Path) -> None:
-    for each in psutil.Process().children():
-        if "forkserver" in "".join(each.cmdline()):
-            each.kill()  # the next one takes its line under the number that it has here
-            each.wait(30)
+def test_a_program_with_many_open_files_gets_its_scores(hostile: Made, pool: Made) -> None:
+    for each in servers():
+        each.kill()  # the next process gets a socket with the same number
+        each.wait(30)
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    pool = Pool(load_custom(written(tmp_path, "return 1.0")), RewardConfig(num_workers=1))
     try:
-        assert [s.score for s in pool.score(texts("1", "2"))] == [1.0, 2.0]
+        assert scores(pool(hostile("return 1.0"), num_workers=1), "1", "2") == [1.0, 2.0]
     finally:
         for each in many:
             os.close(each)
-        pool.close()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ import pytest
 
 from tandem.config.rewards import RewardConfig
 from tandem.errors import RewardError
-from tandem.rewards import Item, Scorer
+from tandem.rewards import Item, Pool, Scored
 from tandem.rewards.base import WeightedSum
-from tandem.rewards.custom import load_custom
-from tandem.rewards.pool import Pool
 
 SOURCE = """
 import asyncio, ctypes, os, signal, tempfile, time
@@ -79,159 +77,147 @@ async def waiting(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def items_of(texts: list[str]) -> list[Item]:
+Made = Callable[..., Any]
+
+
+def items_of(*texts: str) -> list[Item]:
     return [Item("any", text, None, index=row) for row, text in enumerate(texts)]
 
 
-Maker = Callable[..., Pool]
+def asked(*texts: str, uids: str = "") -> list[Item]:
+    """Return items with a prompt, for functions that read columns."""
+    given = uids or " " * len(texts)
+    return [
+        Item("any", text, None, columns={"prompt": "p"}, uid=uid)
+        for text, uid in zip(texts, given, strict=True)
+    ]
+
+
+def told(scored: list[Scored]) -> list[tuple[float, bool]]:
+    return [(each.score, each.failed) for each in scored]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[Maker]:
-    """Makes pools of a scorer and keys, with the log `reward.log`, and closes them."""
-    pools: list[Pool] = []
-
-    def make(scorer: Scorer, say: Callable[[str], None] = print, **keys: Any) -> Pool:
-        pools.append(Pool(scorer, RewardConfig(**keys), tmp_path / "reward.log", say))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
+def reward(own: Made) -> Made:
+    """Return a function that loads a function of SOURCE by its name."""
+    return lambda name="compute_score": own(SOURCE, name)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    file = tmp_path / "own.py"
-    file.write_text(SOURCE)
-    return file
-
-
-def test_each_failure_costs_its_own_sample_alone(source: Path, tmp_path: Path, made: Maker, capfd) -> None:
-    kinds = ["ok"] * 24
+def test_each_failure_costs_its_own_sample_alone(
+    reward: Made, tmp_path: Path, pool: Made, capfd: Any
+) -> None:
     bad = {3: "hang", 4: "segfault", 9: "kill", 15: "exit"}
-    texts = [f"{bad.get(row, kind)} {row + 1}" for row, kind in enumerate(kinds)]
+    texts = [f"{bad.get(row, 'ok')} {row + 1}" for row in range(24)]
     texts[20] = "print 21"
-    pool = made(load_custom(str(source)), num_workers=2, timeout=1.0, on_error="zero")
-    scored = pool.score(items_of(texts))
-    assert [s.score for s in scored] == [0.0 if row in bad else row + 1.0 for row in range(24)]
-    assert (pool.counts["failed"], pool.counts["timeouts"], pool.counts["died"]) == (4, 1, 2)
-    assert sorted(pool.failures) == sorted(bad)
-    assert [s.failed for s in scored] == [row in bad for row in range(24)]
-    assert "took more than 1 s" in str(pool.failures[3])
-    assert "reward.timeout" in str(pool.failures[3])
-    assert "sample 9, row 9 of the data" in str(pool.failures[9])
+    made = pool(reward(), num_workers=2, timeout=1.0, on_error="zero")
+    scored = made.score(items_of(*texts))
+    assert told(scored) == [(0.0, True) if row in bad else (row + 1.0, False) for row in range(24)]
+    assert (made.counts["failed"], made.counts["timeouts"], made.counts["died"]) == (4, 1, 2)
+    assert sorted(made.failures) == sorted(bad)
+    assert "1 s" in made.failures[3].message and "reward.timeout" in made.failures[3].remedy
+    assert "sample 9, row 9 of the data" in made.failures[9].field
     assert "printed 21" in (tmp_path / "reward.log").read_text()
     assert "printed" not in "".join(capfd.readouterr())
     pids = {int(s.extra["pid"]) for s in scored if s.extra}
     assert os.getpid() not in pids
-    pool.close()
+    made.close()
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_a_leak_replaces_its_process_but_not_what_the_first_call_keeps(source: Path, made: Maker) -> None:
-    pool = made(load_custom(str(source)), num_workers=1, max_growth_mb=48)
-    scored = pool.score(items_of(["leak 0", "leak 1", "ok 2", "ok 3"]))
+def test_a_leak_replaces_its_process_but_not_what_the_first_call_keeps(reward: Made, pool: Made) -> None:
+    made = pool(reward(), num_workers=1, max_growth_mb=48)
+    scored = made.score(items_of("leak 0", "leak 1", "ok 2", "ok 3"))
     assert [s.score for s in scored] == [0.0, 1.0, 2.0, 3.0]
     first, leaky, fresh, same = (s.extra["pid"] for s in scored)
     assert first == leaky != fresh == same
-    assert pool.counts == {"recycled": 1}
+    assert made.counts == {"recycled": 1}
 
 
-def test_the_limit_is_that_of_each_call_however_many_a_process_is_sent(tmp_path: Path, made: Maker) -> None:
-    slow = tmp_path / "slow.py"
-    slow.write_text("import time\ndef compute_score(**given):\n    time.sleep(0.25)\n    return 1.0\n")
-    pool = made(load_custom(str(slow)), num_workers=1, timeout=1.5)
-    assert [s.score for s in pool.score(items_of(["any"] * 8))] == [1.0] * 8
-    assert not pool.counts
+def test_the_limit_is_that_of_each_call_however_many_a_process_is_sent(own: Made, pool: Made) -> None:
+    slow = own("import time\ndef compute_score(**given):\n    time.sleep(0.25)\n    return 1.0\n")
+    made = pool(slow, num_workers=1, timeout=1.5)
+    assert [s.score for s in made.score(items_of(*["any"] * 8))] == [1.0] * 8
+    assert not made.counts
 
 
-def test_a_failure_raises_after_its_retries_and_the_next_batch_is_scored(source: Path, made: Maker) -> None:
-    pool = made(load_custom(str(source)), num_workers=1, retries=2)
+def test_a_failure_raises_after_its_retries_and_the_next_batch_is_scored(reward: Made, pool: Made) -> None:
+    made = pool(reward(), num_workers=1, retries=2)
     with pytest.raises(RewardError, match="sample 1, row 1 of the data"):
-        pool.score(items_of(["ok 1", "kill 2"]))
-    assert (pool.counts["died"], pool.counts["failed"]) == (3, 0)
-    assert [s.score for s in pool.score(items_of(["ok 5"]))] == [5.0]
+        made.score(items_of("ok 1", "kill 2"))
+    assert (made.counts["died"], made.counts["failed"]) == (3, 0)
+    assert told(made.score(items_of("ok 5"))) == [(5.0, False)]
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.001, 0.05, 1.0])
-def test_a_pool_is_closed_while_another_thread_scores(source: Path, made: Maker, wait: float) -> None:
-    pool = made(load_custom(str(source)), num_workers=2, timeout=60.0)
+def test_a_pool_is_closed_while_another_thread_scores(reward: Made, pool: Made, wait: float) -> None:
+    made = pool(reward(), num_workers=2, timeout=60.0)
     raised: list[BaseException] = []
 
     def score() -> None:
         try:
-            pool.score(items_of(["hang 1", "hang 2"]))
+            made.score(items_of("hang 1", "hang 2"))
         except BaseException as error:
             raised.append(error)
 
     scoring = threading.Thread(target=score)
     scoring.start()
     time.sleep(wait)
-    pool.close()
+    made.close()
     scoring.join(10)
-    assert not scoring.is_alive()
+    assert not scoring.is_alive() and not made._children
     assert [type(error) for error in raised] == [RewardError]
-    assert not pool._children
     with pytest.raises(RewardError, match="closed"):
-        pool.score(items_of(["ok 1"]))
+        made.score(items_of("ok 1"))
 
 
-def test_a_process_that_died_between_batches_costs_no_score(source: Path, made: Maker) -> None:
-    pool = made(load_custom(str(source)), num_workers=1)
-    (scored,) = pool.score(items_of(["ok 1"]))
+def test_a_process_that_died_between_batches_costs_no_score(reward: Made, pool: Made) -> None:
+    made = pool(reward(), num_workers=1)
+    (scored,) = made.score(items_of("ok 1"))
     ended = psutil.Process(int(scored.extra["pid"]))
     ended.kill()
     ended.wait(10)
-    time.sleep(0.2)  # until the server that made it has said so
-    assert [s.score for s in pool.score(items_of(["ok 2", "ok 3"]))] == [2.0, 3.0]
-    assert pool.counts == {"died": 1}
+    time.sleep(0.2)  # until the server has reported that it made the process
+    assert told(made.score(items_of("ok 2", "ok 3"))) == [(2.0, False), (3.0, False)]
+    assert made.counts == {"died": 1}
 
 
-def test_a_failure_is_handled_in_this_process_too(source: Path, made: Maker) -> None:
-    pool = made(load_custom(str(source)), num_workers=0, on_error="zero")
-    scored = pool.score(items_of(["ok 1", "exit 2", "ok three", "ok 4"]))
-    assert [(s.score, s.failed) for s in scored] == [(1, False), (0, True), (0, True), (4, False)]
+def test_a_failure_is_handled_in_this_process_too(reward: Made, pool: Made) -> None:
+    scored = pool(reward(), num_workers=0, on_error="zero").score(
+        items_of("ok 1", "exit 2", "ok three", "ok 4")
+    )
+    assert told(scored) == [(1, False), (0, True), (0, True), (4, False)]
     assert scored[0].extra["pid"] == os.getpid()
 
 
-def test_asynchronous_calls_wait_side_by_side_and_a_failed_one_fails_alone(source: Path, made: Maker) -> None:
-    pool = made(load_custom(str(source), "waiting"), num_workers=1, on_error="zero")
-    pool.score(items_of(["ok 0"]))
+def test_asynchronous_calls_wait_side_by_side_and_a_failed_one_fails_alone(reward: Made, pool: Made) -> None:
+    made = pool(reward("waiting"), num_workers=1, on_error="zero")
+    made.score(items_of("ok 0"))
     began = time.monotonic()
-    assert [s.score for s in pool.score(items_of([f"ok {n}" for n in range(16)]))] == list(range(16))
+    assert [s.score for s in made.score(items_of(*[f"ok {n}" for n in range(16)]))] == list(range(16))
     assert time.monotonic() - began < 4
-    scored = pool.score(items_of(["ok 1", "bad", "ok 3"]))
-    assert [(s.score, s.failed) for s in scored] == [(1, False), (0, True), (3, False)]
+    assert told(made.score(items_of("ok 1", "bad", "ok 3"))) == [(1, False), (0, True), (3, False)]
 
 
-def test_functions_of_a_sum_are_called_apart(source: Path, made: Maker) -> None:
+def test_functions_of_a_sum_are_called_apart(reward: Made, pool: Made) -> None:
     terms = [("format", 1.0), ("waiting", 0.5), ("group", 10.0)]
-    total = WeightedSum(tuple((name, load_custom(str(source), name), weight) for name, weight in terms))
-    pool = made(total, num_workers=2, timeout=1.5, on_error="zero")
-    rows = [("ok 4", "a"), ("no 6", "b"), ("ok 8", "a")]
-    scored = pool.score([Item("any", text, None, columns={"prompt": "p"}, uid=uid) for text, uid in rows])
+    total = WeightedSum(tuple((name, reward(name), weight) for name, weight in terms))
+    made = pool(total, num_workers=2, timeout=1.5, on_error="zero")
+    scored = made.score(asked("ok 4", "no 6", "ok 8", uids="aba"))
     assert [s.score for s in scored] == pytest.approx([1 + 2 + 20, 3 + 10, 1 + 4 + 21])
     assert "format" not in scored[1].extra
-    scored = pool.score(
-        [Item("any", text, None, columns={"prompt": "p"}, uid="c") for text in ("hang", "ok 2")]
-    )
-    assert [(s.score, s.failed) for s in scored] == [(20.0, True), (1 + 1 + 21.0, False)]
+    assert told(made.score(asked("hang", "ok 2"))) == [(20.0, True), (1 + 1 + 21.0, False)]
 
 
-def test_asynchronous_functions_of_a_sum_wait_side_by_side(source: Path, made: Maker) -> None:
-    terms = tuple(
-        (name, load_custom(str(source), name), weight) for name, weight in (("first", 1), ("second", 2))
-    )
-    pool = made(WeightedSum(terms), num_workers=1, timeout=20, on_error="zero", retries=1)
-    scored = pool.score([Item("any", text, None, columns={"prompt": "p"}) for text in ("a", "first", "b")])
-    assert [(s.score, s.failed) for s in scored] == [(3, False), (2, True), (3, False)]
-    assert pool.counts == {"failed": 1, "retried": 1}
+def test_asynchronous_functions_of_a_sum_wait_side_by_side(reward: Made, pool: Made) -> None:
+    total = WeightedSum((("first", reward("first"), 1), ("second", reward("second"), 2)))
+    made = pool(total, num_workers=1, timeout=20, on_error="zero", retries=1)
+    assert told(made.score(asked("a", "first", "b"))) == [(3, False), (2, True), (3, False)]
+    assert made.counts == {"failed": 1, "retried": 1}
 
 
-def test_temporary_files_go_with_the_pool(source: Path) -> None:
-    pool = Pool(load_custom(str(source), "folder"), RewardConfig(num_workers=1))
-    (scored,) = pool.score([Item("any", "", None, columns={"prompt": "p"})])
+def test_temporary_files_go_with_the_pool(reward: Made) -> None:
+    pool = Pool(reward("folder"), RewardConfig(num_workers=1))
+    (scored,) = pool.score(asked(""))
     assert Path(scored.why).is_dir()
     pool.close()
     del pool
@@ -239,27 +225,28 @@ def test_temporary_files_go_with_the_pool(source: Path) -> None:
     assert not Path(scored.why).parent.exists()
 
 
-def test_a_response_of_which_no_function_has_anything_to_say_has_failed(source: Path, made: Maker) -> None:
-    pool = made(load_custom(str(source), "format"), num_workers=1, on_error="drop")
-    rows = [Item("any", text, None, columns={"prompt": "p"}) for text in ("ok", "no")]
-    assert [(s.score, s.failed) for s in pool.score(rows)] == [(1.0, False), (0.0, True)]
-    assert pool.counts == {"failed": 1}
+def test_a_response_of_which_no_function_has_anything_to_say_has_failed(reward: Made, pool: Made) -> None:
+    made = pool(reward("format"), num_workers=1, on_error="drop")
+    assert told(made.score(asked("ok", "no"))) == [(1.0, False), (0.0, True)]
+    assert made.counts == {"failed": 1}
 
 
-def test_a_silent_function_is_spoken_of_once(source: Path, made: Maker, monkeypatch) -> None:
+def test_a_silent_function_is_spoken_of_once(
+    reward: Made, pool: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.rewards.pool.SLOW_SECONDS", 0.5)
-    told: list[str] = []
-    pool = made(load_custom(str(source)), told.append, num_workers=1, timeout=3, on_error="zero")
-    pool.score(items_of(["ok 1"]))
-    told.clear()
-    pool.score(items_of(["hang 1"]))
-    assert len(told) == 1
-    assert "row 0" in told[0]
-    assert "3 s (reward.timeout)" in told[0]
+    said: list[str] = []
+    made = pool(reward(), said.append, num_workers=1, timeout=3, on_error="zero")
+    made.score(items_of("ok 1"))
+    said.clear()
+    made.score(items_of("hang 1"))
+    assert len(said) == 1 and "row 0" in said[0] and "3 s (reward.timeout)" in said[0]
 
 
-def test_no_process_outlives_a_killed_parent(source: Path, tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     """The parent is killed while its processes hang in a function."""
+    source = tmp_path / "own.py"
+    source.write_text(SOURCE)
     program = f"""
 from pathlib import Path
 from tandem.config.rewards import RewardConfig
@@ -276,7 +263,7 @@ pool.score([Item("any", "hang 1", None)] * 4)
     assert parent.stdout.readline() == "started\n"
     time.sleep(0.5)
     below = psutil.Process(parent.pid).children(recursive=True)
-    assert len(below) >= 3  # two that score, and the server that started them
+    assert len(below) >= 3  # two scoring processes, and the server that forked them
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

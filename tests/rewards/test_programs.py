@@ -1,4 +1,4 @@
-"""Solutions run on tests: formats, comparisons, and what a solution may try to pass without an answer."""
+"""Solutions that are run on tests: formats, comparisons, and attempts to pass without an answer."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
 
 
 NINETY_THREE = {"fn_name": "square", "inputs": ["93"], "outputs": ["8649"]}
-"""A result that is no constant of what runs around the solution."""
-FORGED = {  # each claims the answer without knowing it
+"""A result that is not a constant in the code around the solution."""
+FORGED = {  # each solution claims the answer without knowing it
     "print a result": "print('8649'); print('true')",
     "equal to everything": "class E(int):\n    def __eq__(s, o): return True\ndef square(n): return E(0)",
     "equal by its type": "class E:\n    def __eq__(s, o): return True\ndef square(n): return E()",
@@ -156,24 +156,12 @@ def test_the_expected_value_is_in_no_program(monkeypatch: pytest.MonkeyPatch) ->
     assert mark in seen[3]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "same"),
-    [
-        ("1\n2\n", "1\n2", True),
-        ("  1   2 \n\n3", "1 2\n3\n", True),
-        ("1\n2", "1 2", False),
-        ("", "", True),
-        ("", "0", False),
-        ("0.3333333333", "0.33333333", True),
-        ("1.0 yes", "1 yes", True),
-        ("10000000001", "10000000000", False),
-        ("3.14", "3.15", False),
-        ("nan", "1.5", False),
-        ("1.5", "nan", False),
-        ("inf", "1e308", False),
-        ("YES", "yes", False),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected", "same"), [
+    ("1\n2\n", "1\n2", True), ("  1   2 \n\n3", "1 2\n3\n", True), ("1\n2", "1 2", False), ("", "", True),
+    ("", "0", False), ("0.3333333333", "0.33333333", True), ("1.0 yes", "1 yes", True),
+    ("10000000001", "10000000000", False), ("3.14", "3.15", False), ("nan", "1.5", False),
+    ("1.5", "nan", False), ("inf", "1e308", False), ("YES", "yes", False),
+])  # fmt: skip
 def test_outputs_are_compared_by_words(given: str, expected: str, same: bool) -> None:
     assert same_text(given, expected) is same
 
@@ -193,16 +181,10 @@ def test_values_are_compared_as_json() -> None:
     assert not same_value("[2, 1]", [1, 2]) and not same_value("", None) and not same_value("[" * 10**6, [])
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("x\n```python\na\n```\ny\n```python\nb\n```\nz", "\nb\n"),
-        ("```py\na\n```", "a\n"),
-        ("```\na\n```", "\na\n".lstrip("\n")),
-        ("print(1)", "print(1)"),
-        ("```python\nprint(1)", "\nprint(1)"),
-    ],
-)
+@pytest.mark.parametrize(("response", "program"), [
+    ("x\n```python\na\n```\ny\n```python\nb\n```\nz", "\nb\n"), ("```py\na\n```", "a\n"),
+    ("```\na\n```", "\na\n".lstrip("\n")), ("print(1)", "print(1)"), ("```python\nprint(1)", "\nprint(1)"),
+])  # fmt: skip
 def test_the_program_in_a_response(response: str, program: str) -> None:
     assert program_in(response).strip() == program.strip()
 

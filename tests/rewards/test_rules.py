@@ -1,4 +1,4 @@
-"""The ready rules: scores and reasons on hand-made and random texts, alone, in sums, and given to Python."""
+"""The ready-made rules: scores and explanations on handmade and random texts, alone, in sums, from Python."""
 
 from __future__ import annotations
 
@@ -22,37 +22,20 @@ def right(found: dict[str, Any]) -> bool:
     return bool(found["score"])
 
 
-@pytest.mark.parametrize(
-    ("response", "chosen"),
-    [
-        *((text, "B") for text in ("B", "(b)", "b.", " B \n", "**B**", "B) Paris", "**B) Paris**", "$B$")),
-        *(
-            (text, "B")
-            for text in ("Answer: B", "**Answer:** B", "**Answer**: B", "the answer is b", "ANSWER = B")
-        ),
-        *(
-            (text, "B")
-            for text in ("The answer is (B).", "The answer is option B because", "the answer would be B,")
-        ),
-        *((text, "B") for text in (r"so \boxed{B}", r"\boxed{\text{(B)}}", r"\boxed{B. Paris}", "Option B")),
-        ("<think>A or C? The answer is C</think>B", "B"),
-        ("Answer: C <answer>B</answer>", "B"),
-        ("The answer is A. No, the answer is B.", "B"),
-        ("The answer is B since option C is wrong", "B"),
-        ("B. Paris\n\nBecause Paris is the capital.", "B"),
-        ("A) x\nB) y\nI like both", None),
-        ("A or B", None),
-        ("The answer is A or B", None),
-        ("Answer: A, B", None),
-        ("Answer: (A) and (B)", None),
-        ("The answer is not B", None),
-        ("the answer is a dog", None),
-        ("I think so", None),
-        ("A dog is no answer", None),
-        (r"\boxed{Paris}", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("response", "chosen"), [
+    *((text, "B") for text in (
+        "B", "(b)", "b.", " B \n", "**B**", "B) Paris", "**B) Paris**", "$B$", "Answer: B", "**Answer:** B",
+        "**Answer**: B", "the answer is b", "ANSWER = B", "The answer is (B).", "the answer would be B,",
+        "The answer is option B because", r"so \boxed{B}", r"\boxed{\text{(B)}}", r"\boxed{B. Paris}",
+        "Option B",
+    )),
+    ("<think>A or C? The answer is C</think>B", "B"), ("Answer: C <answer>B</answer>", "B"),
+    ("The answer is A. No, the answer is B.", "B"), ("The answer is B since option C is wrong", "B"),
+    ("B. Paris\n\nBecause Paris is the capital.", "B"), ("A) x\nB) y\nI like both", None), ("A or B", None),
+    ("The answer is A or B", None), ("Answer: A, B", None), ("Answer: (A) and (B)", None),
+    ("The answer is not B", None), ("the answer is a dog", None), ("I think so", None),
+    ("A dog is no answer", None), (r"\boxed{Paris}", None), ("", None),
+])  # fmt: skip
 def test_choice(response: str, chosen: str | None) -> None:
     assert rules.choice(response, "B")["pred"] == chosen
     assert right(rules.choice(response, "B")) == (chosen == "B")
@@ -64,28 +47,19 @@ def test_choice_names_its_truth() -> None:
         assert right(rules.choice("C", truth))
     assert rules.choice("no", "C")["why"] == "no answer found"
     for truth in ("7", "Z", "Rome"):
-        with pytest.raises(ValueError, match="no letter of ABCD"):
+        with pytest.raises(ValueError, match="letter of ABCD"):
             rules.choice("C", truth, letters="ABCD")
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "limits", "expected"),
-    [
-        ("so 3.14", "3.14159", {"absolute": 0.01}, True),
-        ("so 3.14", "3.14159", {"absolute": 0.001}, False),
-        ("990", 1000, {"relative": 0.01}, True),
-        ("989.9", 1000, {"relative": 0.01}, False),
-        ("-990", -1000, {"relative": 0.01}, True),
-        ("990", -1000, {"relative": 0.01}, False),
-        ("1/3", "0.3333", {"relative": 0.001}, True),
-        ("$1,234.50", "1234.5", {}, True),
-        (r"7 or \boxed{8}, not 9", "8", {}, True),
-        ("8 <answer>7</answer>", "8", {}, False),
-        ("10000000000000000000000000000001", "10000000000000000000000000000000", {}, False),
-        ("8", ["7", "8"], {}, True),
-        ("none", "8", {"absolute": 100}, False),
-    ],
-)
+@pytest.mark.parametrize(("response", "truth", "limits", "expected"), [
+    ("so 3.14", "3.14159", {"absolute": 0.01}, True), ("so 3.14", "3.14159", {"absolute": 0.001}, False),
+    ("990", 1000, {"relative": 0.01}, True), ("989.9", 1000, {"relative": 0.01}, False),
+    ("-990", -1000, {"relative": 0.01}, True), ("990", -1000, {"relative": 0.01}, False),
+    ("1/3", "0.3333", {"relative": 0.001}, True), ("$1,234.50", "1234.5", {}, True),
+    (r"7 or \boxed{8}, not 9", "8", {}, True), ("8 <answer>7</answer>", "8", {}, False),
+    ("10000000000000000000000000000001", "10000000000000000000000000000000", {}, False),
+    ("8", ["7", "8"], {}, True), ("none", "8", {"absolute": 100}, False),
+])  # fmt: skip
 def test_numeric(response: str, truth: Any, limits: dict[str, float], expected: bool) -> None:
     assert right(rules.numeric(response, truth, **limits)) is expected
     assert right(rules.numeric(response, None, {"ground_truth": truth}, **limits)) is expected
@@ -116,19 +90,13 @@ def test_patterns_that_backtrack_for_ever_end() -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize(
-    ("response", "telling"),
-    [
-        ('{"a": 1}', ""),
-        ('so:\n```json\n{"a": "x"}\n```\nno:\n```json\n{"a": 1}\n```', ""),
-        ('<answer>{"a": 1}</answer>', ""),
-        ('{"a": "x"}', "at $.a: 'x' is not of type 'number'"),
-        ("{}", "at $: 'a' is a required property"),
-        ("{", "no JSON: "),
-        ("[" * 100_000, "no JSON: "),
-        ("", "no JSON: "),
-    ],
-)
+@pytest.mark.parametrize(("response", "telling"), [
+    ('{"a": 1}', ""),
+    ('so:\n```json\n{"a": "x"}\n```\nno:\n```json\n{"a": 1}\n```', ""),
+    ('<answer>{"a": 1}</answer>', ""), ('{"a": "x"}', "at $.a: 'x' is not of type 'number'"),
+    ("{}", "at $: 'a' is a required property"), ("{", "no JSON: "), ("[" * 100_000, "no JSON: "),
+    ("", "no JSON: "),
+])  # fmt: skip
 def test_json_schema(response: str, telling: str) -> None:
     for schema in (SCHEMA, '{"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}'):
         found = rules.json_schema(response, schema)
@@ -140,26 +108,16 @@ def test_a_schema_fetches_nothing() -> None:
         rules.json_schema("1", {"$ref": "http://localhost:1/schema.json"})
 
 
-@pytest.mark.parametrize(
-    ("response", "score_", "telling"),
-    [
-        ("<answer>(3+5)*3 = 24</answer>", 1.0, "(3+5)*3 is 24, expected 24"),
-        (r"\boxed{(3 + 5) × 3}", 1.0, "is 24"),
-        ("3*3+5", 0.1, "3*3+5 is 14, expected 24"),
-        ("3*5", 0.0, "uses [3, 5], of [3, 3, 5]"),
-        ("24", 0.0, "uses [24]"),
-        ("3*3*5-3-3", 0.0, "uses"),
-        ("3**3-5", 0.0, "no expression found"),
-        ("3//3+5", 0.0, "no expression found"),
-        ("5/(3-3)", 0.0, "no expression found"),
-        ("__import__('os').getcwd()", 0.0, "no expression found"),
-        ("3.0+3+5", 0.0, "no expression found"),
-        ("(" * 99 + "3" + ")" * 99, 0.0, "uses [3]"),
-        ("(" * 5000, 0.0, "no expression found"),
-        ("-" * 190 + "3+3+5", 0.1, "is 11"),
-        ("I do not know", 0.0, "no expression found"),
-    ],
-)
+@pytest.mark.parametrize(("response", "score_", "telling"), [
+    ("<answer>(3+5)*3 = 24</answer>", 1.0, "(3+5)*3 is 24, expected 24"),
+    (r"\boxed{(3 + 5) × 3}", 1.0, "is 24"), ("3*3+5", 0.1, "3*3+5 is 14, expected 24"),
+    ("3*5", 0.0, "uses [3, 5], of [3, 3, 5]"), ("24", 0.0, "uses [24]"), ("3*3*5-3-3", 0.0, "uses"),
+    ("3**3-5", 0.0, "no expression found"), ("3//3+5", 0.0, "no expression found"),
+    ("5/(3-3)", 0.0, "no expression found"), ("__import__('os').getcwd()", 0.0, "no expression found"),
+    ("3.0+3+5", 0.0, "no expression found"), ("(" * 99 + "3" + ")" * 99, 0.0, "uses [3]"),
+    ("(" * 5000, 0.0, "no expression found"), ("-" * 190 + "3+3+5", 0.1, "is 11"),
+    ("I do not know", 0.0, "no expression found"),
+])  # fmt: skip
 def test_countdown(response: str, score_: float, telling: str) -> None:
     found = rules.countdown(response, [3, 3, 5], 24, form=0.1)
     assert found["score"] == score_ and telling in found["why"]
@@ -174,24 +132,21 @@ def test_countdown_is_exact() -> None:
 FORM = "<think>a</think><answer>b</answer>"
 
 
-@pytest.mark.parametrize(
-    ("response", "why"),
-    [
-        (FORM, "as the template"),
-        ("\n<think>a</think>\n <answer>b</answer>\n", "as the template"),
-        ("<think>a</think>c<answer>b</answer>", "text before <answer>"),
-        ("<think> </think><answer>b</answer>", "no text before </think>"),
-        ("<answer>b</answer>", "<think> is missing"),
-        ("<answer>b</answer><think>a</think>", "text before <think>"),
-        ("<think>a<think></think><answer>b</answer>", "<think> is there too often"),
-        (FORM + "more", "text before the end"),
-        (FORM + FORM, "<think> is there too often"),
-        ("", "<think> is missing"),
-    ],
-)
+@pytest.mark.parametrize(("response", "why"), [
+    (FORM, "matches the template"),
+    ("\n<think>a</think>\n <answer>b</answer>\n", "matches the template"),
+    ("<think>a</think>c<answer>b</answer>", "text before <answer>"),
+    ("<think> </think><answer>b</answer>", "no text before </think>"),
+    ("<answer>b</answer>", "<think> is missing"),
+    ("<answer>b</answer><think>a</think>", "text before <think>"),
+    ("<think>a<think></think><answer>b</answer>", "<think> is there too often"),
+    (FORM + "more", "text before the end"),
+    (FORM + FORM, "<think> is there too often"),
+    ("", "<think> is missing"),
+])  # fmt: skip
 def test_format(response: str, why: str) -> None:
     found = rules.format(response)
-    assert found == {"score": float(why == "as the template"), "why": why}
+    assert found == {"score": float(why == "matches the template"), "why": why}
 
 
 def test_other_templates() -> None:
@@ -230,38 +185,18 @@ def test_repetition_against_counting() -> None:
     assert rules.repetition("你好你好你好")["score"] == -0.5
 
 
-@pytest.mark.parametrize(
-    ("response", "script", "share"),
-    [
-        ("héllo мир", "Latin", 5 / 8),
-        ("мир 你", ["Cyrillic", "Han"], 1),
-        ("12 + 3", "Latin", 1),
-        ("ひらカタ漢字", ("Han", "Hiragana", "Katakana"), 1),
-        ("abc", "Greek", 0),
-    ],
-)
+@pytest.mark.parametrize(("response", "script", "share"), [
+    ("héllo мир", "Latin", 5 / 8), ("мир 你", ["Cyrillic", "Han"], 1), ("12 + 3", "Latin", 1),
+    ("ひらカタ漢字", ("Han", "Hiragana", "Katakana"), 1), ("abc", "Greek", 0),
+])  # fmt: skip
 def test_language(response: str, script: Any, share: float) -> None:
     assert rules.language(response, script)["score"] == pytest.approx(share)
 
 
 HOSTILE = [
-    "[",
-    "<<",
-    "**",
-    "***",
-    '"',
-    "\n",
-    " ",
-    "-\n",
-    "(",
-    "\\boxed{",
-    "answer is ",
-    "```",
-    "<answer>",
-    "a.",
-    "9",
-    "P. ",
-]
+    "[", "<<", "**", "***", '"', "\n", " ", "-\n", "(", "\\boxed{", "answer is ", "```", "<answer>", "a.",
+    "9", "P. ",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("unit", HOSTILE)
@@ -281,9 +216,8 @@ def test_bounded_rules_take_little_time_on_any_text(unit: str) -> None:
 
 
 def terms(*given: dict[str, Any]) -> CustomRewardConfig:
-    return CustomRewardConfig.model_validate(
-        {"terms": [{"path": "tandem.rewards.rules", **each} for each in given]}
-    )
+    rows = [{"path": "tandem.rewards.rules", **each} for each in given]
+    return CustomRewardConfig.model_validate({"terms": rows})
 
 
 ITEM = Item("x", "It is 7.", None, columns={"prompt": "3+4=", "answer": "7"}, uid="u", token_ids=[1, 2, 3, 4])
@@ -292,18 +226,13 @@ EXPECTED = Scored(
     {"acc": 1.0, "numeric": 1.0, "length": -0.5, "repetition": 0.0},
     "7",
     True,
-    why="numeric: answer 7, expected 7; length: 4 tokens, not 8; repetition: 0 of 1 3-grams come again",
+    why="numeric: answer 7, expected 7; length: 4 tokens, not 8; repetition: 0 of 1 3-grams are repeated",
 )
 
 
 def test_rules_are_summed_from_a_config() -> None:
-    own = own_reward(
-        terms(
-            {"name": "numeric"},
-            {"name": "length", "weight": 0.1, "reward_kwargs": {"target": 8}},
-            {"name": "repetition"},
-        )
-    )
+    length = {"name": "length", "weight": 0.1, "reward_kwargs": {"target": 8}}
+    own = own_reward(terms({"name": "numeric"}, length, {"name": "repetition"}))
     assert own is not None and own.reads.needs == ("prompt",) and all(part.bounded for part in own.parts)
     (found,) = Pool(own, RewardConfig()).score([ITEM])
     assert found == EXPECTED and found.right
@@ -326,11 +255,10 @@ def test_two_rules_of_one_name_are_told_apart_by_labels() -> None:
     assert found.extra["has 7"] == 1 and found.extra["has x"] == 0
 
 
-def test_what_a_rule_lacks_is_missing_before_it_is_called() -> None:
-    for name, needs in {
-        "matches": "pattern",
-        "json_schema": "schema",
-        "instructions": "instruction_id_list",
-    }.items():
-        own = own_reward(terms({"name": name}))
-        assert own is not None and own.reads.needs == ("prompt", needs)
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("matches", "pattern"), ("json_schema", "schema"), ("instructions", "instruction_id_list")],
+)
+def test_what_a_rule_lacks_is_missing_before_it_is_called(name: str, needs: str) -> None:
+    own = own_reward(terms({"name": name}))
+    assert own is not None and own.reads.needs == ("prompt", needs)

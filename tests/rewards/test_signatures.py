@@ -1,23 +1,25 @@
-"""Reward functions of every style, called through what loads them from a user's file."""
+"""Reward functions of every style, loaded from a user's file and called."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tandem.data.forms import PromptForm
 from tandem.errors import RewardError
 from tandem.rewards import Item, score
 from tandem.rewards.base import WeightedSum
-from tandem.rewards.custom import load_custom
 from tandem.rewards.signatures import Reads
 
+Load = Callable[..., Any]
 
-def load(folder: Path, code: str, name: str = "f", **kwargs: Any) -> Any:
-    path = folder / "own.py"
-    path.write_text(code)
-    return load_custom(str(path), name, kwargs)
+
+@pytest.fixture
+def load(own: Load) -> Load:
+    """Return a function that writes a file with the function `f`, and loads it."""
+    return lambda code, **kwargs: own(code, "f", **kwargs)
 
 
 def item(response: str, uid: str = "p", prompt: Any = "1+1=", **columns: Any) -> Item:
@@ -28,60 +30,50 @@ def scores(reward: Any, *items: Item) -> list[float]:
     return [each.score for each in score(items, reward)]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "needs", "optional"),
-    [
-        ("prompt, response, answer", ("prompt", "answer"), ()),
-        ("prompt, response, answer, hint=None", ("prompt", "answer"), ("hint",)),
-        ("prompt, response, **columns", ("prompt",), None),
-        ("prompts, responses, answer", ("prompt", "answer"), ()),
-        ("prompt, responses", ("prompt",), ()),
-        ("completions, solution, **kwargs", ("prompt", "solution"), None),
-        ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
-        ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "needs", "optional"), [
+    ("prompt, response, answer", ("prompt", "answer"), ()),
+    ("prompt, response, answer, hint=None", ("prompt", "answer"), ("hint",)),
+    ("prompt, response, **columns", ("prompt",), None),
+    ("prompts, responses, answer", ("prompt", "answer"), ()),
+    ("prompt, responses", ("prompt",), ()),
+    ("completions, solution, **kwargs", ("prompt", "solution"), None),
+    ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
+    ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
+])  # fmt: skip
 def test_the_columns_a_function_reads_are_its_other_parameters(
-    tmp_path: Path, parameters: str, needs: tuple[str, ...], optional: tuple[str, ...] | None
+    load: Load, parameters: str, needs: tuple[str, ...], optional: tuple[str, ...] | None
 ) -> None:
-    reward = load(tmp_path, f"def f({parameters}): return 0.0")
+    reward = load(f"def f({parameters}): return 0.0")
     assert reward.reads == Reads(needs, optional)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "problem"),
-    [
-        ("answer", "does not say which responses it wants"),
-        ("response, responses", "name two ways"),
-        ("prompts, response", "name two ways"),
-        ("completions, response", "name two ways"),
-        ("completions, trainer_state", "trainer_state, which only TRL's trainer has"),
-        ("solution_str, ground_truth", "cannot be called as needed"),
-    ],
-)
-def test_an_unclear_signature_is_an_error(tmp_path: Path, parameters: str, problem: str) -> None:
+@pytest.mark.parametrize(("parameters", "problem"), [
+    ("answer", "which responses the function needs"), ("response, responses", "name two ways"),
+    ("prompts, response", "name two ways"), ("completions, response", "name two ways"),
+    ("completions, trainer_state", "takes trainer_state"),
+    ("solution_str, ground_truth", "cannot be called as needed"),
+])  # fmt: skip
+def test_an_unclear_signature_is_an_error(load: Load, parameters: str, problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
-        load(tmp_path, f"def f({parameters}): return 0.0")
+        load(f"def f({parameters}): return 0.0")
 
 
-def test_a_misspelt_parameter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\? rename its"):
-        load(tmp_path, "def f(prompt, respnse, answer): return 0.0")
+def test_a_misspelt_parameter_is_named(load: Load) -> None:
+    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\?"):
+        load("def f(prompt, respnse, answer): return 0.0")
 
 
-def test_misspelt_arguments_are_refused_before_any_call(tmp_path: Path) -> None:
+def test_misspelt_arguments_are_refused_before_any_call(load: Load) -> None:
     code = "def f(prompt, response, bonus=0.0): return bonus"
-    with pytest.raises(
-        RewardError, match=r"bonsu: the function has no such parameter(.|\n)*did you mean bonus"
-    ):
-        load(tmp_path, code, bonsu=1)
-    assert scores(load(tmp_path, code, bonus=1), item("x")) == [1]
-    assert load(tmp_path, "def f(prompt, response, **more): return 0.0", bonsu=1).kwargs == {"bonsu": 1}
+    with pytest.raises(RewardError, match="did you mean bonus") as caught:
+        load(code, bonsu=1)
+    assert str(caught.value.field).endswith("bonsu")
+    assert scores(load(code, bonus=1), item("x")) == [1]
+    assert load("def f(prompt, response, **more): return 0.0", bonsu=1).kwargs == {"bonsu": 1}
 
 
-def test_one_response_at_a_time(tmp_path: Path) -> None:
+def test_one_response_at_a_time(load: Load) -> None:
     reward = load(
-        tmp_path,
         "async def f(prompt, response, answer, bonus, hint=7):\n"
         "    return {'score': (response == answer) + bonus, 'hint': hint, 'len': len(prompt)}",
         bonus=0.5,
@@ -91,18 +83,18 @@ def test_one_response_at_a_time(tmp_path: Path) -> None:
     assert [each.extra for each in found] == [{"hint": 7, "len": 4}, {"hint": 1, "len": 4}]
 
 
-def test_a_batch_and_a_group(tmp_path: Path) -> None:
+def test_a_batch_and_a_group(load: Load) -> None:
     items = [item("a", "p", k=1), item("b", "q", k=2), item("ccc", "p", k=3)]
-    batch = load(tmp_path, "def f(responses, k): return [len(r) * x for r, x in zip(responses, k)]")
+    batch = load("def f(responses, k): return [len(r) * x for r, x in zip(responses, k)]")
     assert scores(batch, *items) == [1, 2, 9]
-    group = load(tmp_path, "def f(prompt, responses, k): return [len(responses) * 10 + x for x in k]")
+    group = load("def f(prompt, responses, k): return [len(responses) * 10 + x for x in k]")
     assert scores(group, *items) == [21, 12, 23]
-    short = load(tmp_path, "def f(responses): return [1.0]")
+    short = load("def f(responses): return [1.0]")
     with pytest.raises(RewardError, match="1 scores for 3 responses"):
         scores(short, *items)
 
 
-def test_a_function_of_trls(tmp_path: Path) -> None:
+def test_a_function_of_trls(load: Load) -> None:
     code = """
 async def f(prompts, completions, completion_ids, answer, log_extra, log_metric, **kwargs):
     assert kwargs.keys() <= {"hint"}, kwargs
@@ -114,28 +106,25 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
 """
     chat = [{"role": "user", "content": "hi"}]
     items = [item("xy", prompt=chat, answer=1, hint=1), item("y", prompt=chat, answer=None)]
-    trl = load(tmp_path, code)
+    trl = load(code)
     (found,) = score(items[:1], trl)
     assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0})
     assert found.why == "heard: xy"
     with pytest.raises(RewardError, match="None"):
         score(items, trl)
-    (tmp_path / "other.py").write_text("def g(response, **columns): return 1.0")
-    both = WeightedSum((("f", trl, 2.0), ("g", load_custom(str(tmp_path / "other.py"), "g"), 3.0)))
+    both = WeightedSum((("f", trl, 2.0), ("g", load("def f(response, **columns): return 1.0"), 3.0)))
     assert scores(both, *items) == [7.0, 3.0]
     assert both.reads == Reads(("prompt", "answer"), None)
-    assert scores(
-        load(tmp_path, "def f(completions): return [len(c) for c in completions]"), item("abc")
-    ) == [3]
+    assert scores(load("def f(completions): return [len(c) for c in completions]"), item("abc")) == [3]
 
 
-def test_terms_of_one_name_are_an_error(tmp_path: Path) -> None:
-    reward = load(tmp_path, "def f(response): return 1.0")
-    with pytest.raises(RewardError, match="name of its own"):
+def test_terms_of_one_name_are_an_error(load: Load) -> None:
+    reward = load("def f(response): return 1.0")
+    with pytest.raises(RewardError, match="own name"):
         WeightedSum((("f", reward, 1.0), ("f", reward, 1.0)))
 
 
-def test_calls_of_an_asynchronous_function_wait_side_by_side(tmp_path: Path) -> None:
+def test_calls_of_an_asynchronous_function_wait_side_by_side(load: Load) -> None:
     code = """
 import asyncio
 barrier = asyncio.Barrier(30)
@@ -144,16 +133,38 @@ async def f(response):
     return float(response)
 """
     items = [item(str(number)) for number in range(30)]
-    reward = load(tmp_path, code)
+    reward = load(code)
     assert scores(reward, *items) == list(range(30))
-    assert scores(reward, *items) == list(range(30))  # in the same event loop, which the barrier belongs to
+    assert scores(reward, *items) == list(range(30))  # all in the event loop that the barrier belongs to
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
-def test_an_asynchronous_function_cannot_end_the_process(tmp_path: Path, end: str) -> None:
+def test_an_asynchronous_function_cannot_end_the_process(load: Load, end: str) -> None:
     code = f"import asyncio, os, sys\nasync def f(response):\n    await asyncio.sleep(0)\n    {end}"
-    with pytest.raises(RewardError, match="exit with status 3"):
-        scores(load(tmp_path, code), item("a"), item("b"))
-    with pytest.raises(RewardError, match="exit with status 3"):
-        scores(load(tmp_path, code.replace("response", "responses")), item("a"))
-    assert scores(load(tmp_path, "async def f(response): return 1"), item("a")) == [1]
+    with pytest.raises(RewardError, match="exit status 3"):
+        scores(load(code), item("a"), item("b"))
+    with pytest.raises(RewardError, match="exit status 3"):
+        scores(load(code.replace("response", "responses")), item("a"))
+    assert scores(load("async def f(response): return 1"), item("a")) == [1]
+
+
+ROW = {"prompt": "1+1=", "completion": "3", "completions": ["3"], "completion_ids": [7], "answer": "2"}
+
+
+@pytest.mark.parametrize("name", ["completion", "completions", "completion_ids"])
+def test_a_completion_column_of_trls_is_no_problem(name: str) -> None:
+    form = PromptForm(needs=("answer",))
+    assert form.problem({"prompt": "1+1=", "answer": "2", name: ROW[name]}) is None
+    assert "column name response" in str(form.problem({"prompt": "1+1=", "answer": "2", "response": "3"}))
+
+
+@pytest.mark.parametrize(("parameters", "given"), [
+    ("completions", {"completions": ["2"], "prompts": ["1+1="], "completion_ids": [(5, 6)], "answer": ["2"]}),
+    ("prompts, responses", {"prompts": ["1+1="], "responses": ["2"], "answer": ["2"]}),
+    ("prompt, response", {"prompt": "1+1=", "response": "2", "answer": "2"}),
+])  # fmt: skip
+def test_functions_are_given_what_the_policy_wrote(load: Load, parameters: str, given: Any) -> None:
+    """The rows of TRL's datasets have completions beside their prompts."""
+    reward = load(f"def f({parameters}, **columns): ...")
+    found = reward.arguments([Item("data", "2", None, {}, 0, ROW, "0-0", (5, 6))])
+    assert found == given

@@ -1,4 +1,4 @@
-"""What verl 0.9.1's reward functions give: their column of odd formats, and our scores on plain responses."""
+"""The results of verl 0.9.1's reward functions: its column of odd formats, and scores on plain responses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SEARCH = {"target": ["Paris", "the city of Paris"]}
 PLAIN: list[tuple[str, str, Any]] = [
-    ("openai/gsm8k", "3*24=72\n#### 72", "72"),
-    ("openai/gsm8k", "#### 71", "72"),
-    ("openai/gsm8k", "it is 72", "72"),
-    ("lighteval/MATH", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ("openai/gsm8k", "3*24=72\n#### 72", "72"), ("openai/gsm8k", "#### 71", "72"),
+    ("openai/gsm8k", "it is 72", "72"), ("lighteval/MATH", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{0.5}", r"\frac{1}{2}"),
     ("HuggingFaceH4/MATH-500", r"\boxed{3}", "4"),
     *(
@@ -64,7 +62,7 @@ PLAIN: list[tuple[str, str, Any]] = [
             "<answer>x</answer>" * 10 + "<answer>Paris</answer>",
         )
     ),
-]
+]  # fmt: skip
 
 
 def scores_of_verl(cases: list[Any], folder: Path) -> list[float | None]:
@@ -88,7 +86,7 @@ def test_the_column_of_verl(tmp_path: Path) -> None:
 def test_plain_responses_get_the_scores_of_verl(tmp_path: Path) -> None:
     found = scores_of_verl(PLAIN, tmp_path)
     unscored = {case[0] for case, theirs in zip(PLAIN, found, strict=True) if theirs is None}
-    assert unscored <= {"hiyouga/geometry3k"}  # it needs mathruler
+    assert unscored <= {"hiyouga/geometry3k"}  # verl needs mathruler for this source
     for case, theirs in zip(PLAIN, found, strict=True):
         if theirs is not None:
             assert score([Item(*case)])[0].score == pytest.approx(theirs), case

@@ -1,7 +1,7 @@
-"""A backend of several workers in one process: each has a thread of its own that runs its calls
-in order, and a call that was queued has not happened yet, as it is between processes."""
+"""A backend of several workers in one process.
 
-from __future__ import annotations
+Each worker has a thread that runs its calls in order. As between processes, a queued call has not run yet.
+"""
 
 import queue
 import time
@@ -20,20 +20,19 @@ from tandem.runtime.worker import create, execute
 
 
 class ThreadHandle:
-    """A promise. Counts how often its value was fetched and its index asked for."""
+    """A promised result that counts how often its value was fetched."""
 
-    def __init__(self, promise: futures.Future, borrowed: bool = False) -> None:
+    borrowed = False
+
+    def __init__(self, promise: futures.Future) -> None:
         self.promise = promise
-        self.borrowed = borrowed
         self.values_moved = 0
-        self.indices_moved = 0
 
     def get(self, timeout_s: float | None = None) -> Any:
         self.values_moved += 1
         return self.promise.result(timeout_s)
 
     def index(self, timeout_s: float | None = None) -> Index:
-        self.indices_moved += 1
         return Index.of(self.promise.result(timeout_s))
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -44,12 +43,14 @@ class ThreadHandle:
 
 
 STORE: dict[int, DataProto | None] = {}
-"""What an object store holds; None has not been made yet."""
+"""The content of an object store. None means that the value does not exist yet."""
 
 
 class StoredHandle:
-    """A handle that can travel, of a batch in STORE. Counts, over all its copies, how often its value was
-    fetched and its index asked for."""
+    """A picklable handle of a batch in STORE.
+
+    It counts over all its copies how often its value was fetched and its index was read.
+    """
 
     fetched: ClassVar[Counter[int]] = Counter()
     asked: ClassVar[Counter[int]] = Counter()
@@ -80,7 +81,7 @@ class StoredHandle:
         return STORE[self.key] is not None
 
     def moved(self) -> int:
-        """How often the value was fetched since the last call."""
+        """Return how often the value was fetched since the last call."""
         return self.fetched.pop(self.key, 0)
 
 
@@ -150,7 +151,7 @@ class ThreadBackend:
         self.groups: list[ThreadWorkers] = []
 
     def reserve(self, pools: Sequence[Any]) -> None:
-        """There are always enough threads."""
+        """Do nothing: there are always enough threads."""
 
     def launch(self, worker: WorkerFactory, pool: Any, role: str) -> ThreadWorkers:
         self.groups.append(ThreadWorkers(worker, pool.world_size))
@@ -165,7 +166,10 @@ class ThreadBackend:
 
 
 def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
-    """Ragged tokens and log-probs of one family, ragged prompts of another, a dense score, uids."""
+    """Return a batch with several ragged columns, a dense score and uids.
+
+    Tokens and log-probs have equal lengths; prompts have other lengths.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 6, (rows,), generator=generator)
     total = int(lengths.sum())
@@ -183,7 +187,7 @@ def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
 
 
 def assert_same(got: DataProto, expected: DataProto) -> None:
-    """Same columns with the same values in the same order."""
+    """Check that both have the same columns in the same order, with the same values."""
     assert set(got.columns) == set(expected.columns)
     assert len(got) == len(expected)
     for name, column in expected.batch.items():
@@ -193,3 +197,12 @@ def assert_same(got: DataProto, expected: DataProto) -> None:
             assert torch.equal(got.dense(name), column), name
     for name, array in expected.non_tensor_batch.items():
         assert list(got.non_tensor_batch[name]) == list(array), name
+
+
+def assert_index_of(index: Index, batch: DataProto) -> None:
+    assert len(index) == len(batch)
+    assert set(index.columns) == set(batch.columns)
+    ragged = {name: c for name, c in batch.batch.items() if isinstance(c, Ragged)}
+    assert set(index.lengths) == set(ragged)
+    for name, column in ragged.items():
+        assert torch.equal(index.lengths[name], column.lengths), name

@@ -1,10 +1,5 @@
-"""Threads that work beside training leave the cores to it."""
-
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -15,13 +10,13 @@ from tandem.runtime import Dispatch, LocalBackend, ResourcePool, Worker, WorkerG
 
 
 def multiply() -> int:
-    """Run a kernel that PyTorch divides among threads; return how many this process then has."""
+    """Run a kernel that PyTorch divides among threads, and return the number of threads of this process."""
     torch.ones(1 << 20).mul_(2)
     return len(os.listdir("/proc/self/task"))
 
 
 class Beside(Worker):
-    aside = True
+    in_thread = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def multiply(self) -> int:
@@ -29,7 +24,7 @@ class Beside(Worker):
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     others = set(threading.enumerate())
@@ -58,7 +53,7 @@ def by_checkpoint() -> int:
 
 
 @pytest.mark.parametrize("run", [by_worker, by_checkpoint])
-def test_a_thread_beside_training_adds_itself_alone(two_threads: None, run: Callable[[], int]) -> None:
+def test_a_thread_beside_training_adds_itself_alone(two_threads, run):
     before = multiply()
     assert run() == before + 1
     assert torch.get_num_threads() == 2

@@ -1,7 +1,3 @@
-"""Joining a Ray cluster leaves the controller's process as it was."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,15 +12,13 @@ cluster = pytest.importorskip("tandem.runtime.ray_backend.cluster")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_the_controllers_breakpoint_is_the_users() -> None:
-    """Ray would have its own debugger there, and in every process started from here."""
+def test_the_controllers_breakpoint_is_the_users():
+    """Ray would set its own debugger, also in every process that this process starts."""
     assert "PYTHONBREAKPOINT" not in os.environ
 
 
-def test_a_ray_that_does_not_start_in_time_is_a_failure_that_a_restart_may_mend(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def init(**_: object) -> None:
+def test_a_ray_that_does_not_start_in_time_is_a_failure_that_a_restart_may_mend(monkeypatch):
+    def init(**_):
         raise Exception("The current node timed out during startup.")
 
     ended = []
@@ -52,9 +46,8 @@ print(ray.cluster_resources()["CPU"], ray.get(seen.remote(), timeout=60))
 
 
 @pytest.mark.slow
-def test_further_arguments_reach_ray() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STARTS], check=False, capture_output=True, text=True, timeout=300
-    )
+def test_further_arguments_reach_ray():
+    words = [sys.executable, "-c", STARTS]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["refused True trainer.cluster.ray_init", "3.0 5"]

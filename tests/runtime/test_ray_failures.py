@@ -1,13 +1,8 @@
-"""Real processes on real Ray that raise, die, stop or never end: one report in time, and nobody left."""
-
-from __future__ import annotations
-
 import os
 import random
 import re
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -25,18 +20,27 @@ ANSWER_S, CALL_S, LIMIT_S = 6.0, 8.0, 60.0
 
 
 @pytest.fixture
-def backend(ray_cluster: None, tmp_path: Path) -> Iterator[RayBackend]:
-    backend = RayBackend(log_dir=tmp_path, answer_s=ANSWER_S, call_s=CALL_S, stop_s=5)
-    yield backend
-    backend.shutdown()
+def backend_of(ray_cluster, tmp_path):
+    """Return a function that starts a backend, which the end of the test stops."""
+    with ExitStack() as opened:
+
+        def started(**options):
+            backend = RayBackend(log_dir=tmp_path, **options)
+            opened.callback(backend.shutdown)
+            return backend
+
+        yield started
+
+
+@pytest.fixture
+def backend(backend_of):
+    return backend_of(answer_s=ANSWER_S, call_s=CALL_S, stop_s=5)
 
 
 def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    with suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def gone_within(pids: list[int], seconds: float) -> bool:
@@ -46,20 +50,20 @@ def gone_within(pids: list[int], seconds: float) -> bool:
     return not any(map(alive, pids))
 
 
+SAYS = {
+    "raise": "ValueError: the number is wrong",
+    "sys.exit": "SystemExit: 3",
+    "use all memory": "MemoryError",
+}
+SAYS |= dict.fromkeys(("exit", "die", "crash"), "its process died")
+SAYS |= {"stop": "no answer for", "sleep": f"the limit is {CALL_S:g} s"}
+QUICK = ("raise", "die", "sleep")
+
+
 @pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("raise", "ValueError: the number is wrong"),
-        pytest.param("sys.exit", "SystemExit: 3", marks=pytest.mark.slow),
-        pytest.param("use all memory", "MemoryError", marks=pytest.mark.slow),
-        pytest.param("exit", "its process died", marks=pytest.mark.slow),
-        ("die", "its process died"),
-        pytest.param("crash", "its process died", marks=pytest.mark.slow),
-        pytest.param("stop", "no answer for", marks=pytest.mark.slow),
-        ("sleep", f"the limit is {CALL_S:g} s"),
-    ],
+    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in SAYS]
 )
-def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: str, says: str) -> None:
+def test_one_report_in_bounded_time_and_nobody_left(backend, how):
     group = WorkerGroup(backend, Faulty, ResourcePool([2], "faulty"), role="policy")
     other = WorkerGroup(backend, Faulty, ResourcePool([1], "other"))
     assert group.total(1.5) == [3.0, 3.0]
@@ -70,11 +74,11 @@ def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: st
         future.get()
     assert time.monotonic() - start < LIMIT_S
     report = str(caught.value)
-    rank = 0 if how == "sleep" else 1  # both run for too long, and no one can tell who waits for whom
+    rank = 0 if how == "sleep" else 1  # both run too long, and either could be waiting for the other
     assert report.startswith(f"policy rank {rank} of 2 failed in fail: ")
-    assert says in report.splitlines()[0]
+    assert SAYS[how] in report.splitlines()[0]
     assert f"pid {pids[1]}" in report
-    assert how == "crash" or f"about to {how}" in report  # the end of that process's log
+    assert how == "crash" or f"about to {how}" in report  # the end of the process's log
     assert f"faulty rank {1 - rank} of 2 (node {_node(report)}, pid {pids[1 - rank]})" in report
     assert f"other rank 0 of 1 (node {_node(report)}, pid {pids[2]}): idle" in report
     assert caught.value.restartable
@@ -83,11 +87,11 @@ def test_one_report_in_bounded_time_and_nobody_left(backend: RayBackend, how: st
         assert "faulty.py" in report
         assert "host.py" not in report
     if how == "sleep":
-        assert "time.sleep(1000)" in report  # where it is
+        assert "time.sleep(1000)" in report  # the stack shows the line that runs
     if how == "crash":
-        log = Path(report.partition("the end of its log, ")[2].partition(":")[0])
+        log = Path(report.partition("end of the log ")[2].partition(":")[0])
         assert "Fatal Python error: Segmentation fault" in log.read_text()
-        assert "faulty.py" in report  # where it crashed
+        assert "faulty.py" in report  # the stack shows where the process crashed
     backend.shutdown()
     assert gone_within(pids, 5)
 
@@ -98,7 +102,7 @@ def _node(report: str) -> str:
     return found[1]
 
 
-def test_a_process_killed_while_idle_is_found(backend: RayBackend) -> None:
+def test_a_process_killed_while_idle_is_found(backend):
     group = WorkerGroup(backend, Faulty, ResourcePool([1], "idle"), role="quiet")
     waiting = WorkerGroup(backend, Faulty, ResourcePool([1], "waiting"))
     future = waiting.fail("sleep", 0)
@@ -107,84 +111,65 @@ def test_a_process_killed_while_idle_is_found(backend: RayBackend) -> None:
         future.get()
 
 
-def test_the_first_failure_is_reported_not_what_followed(backend: RayBackend) -> None:
-    first = WorkerGroup(backend, Faulty, ResourcePool([1], "first"), role="source")
-    second = WorkerGroup(backend, Faulty, ResourcePool([1], "second"), role="sink")
-    bad = first.double(DataProto({"x": torch.tensor([1.0, -1.0])}))
+@pytest.mark.parametrize("pools", ["one pool", "two pools"])
+def test_the_first_failure_is_reported_not_what_followed(backend, pools):
+    pool = ResourcePool([1], "first")
+    other = pool if pools == "one pool" else ResourcePool([1], "second")
+    first = WorkerGroup(backend, Faulty, pool, role="source")
+    second = WorkerGroup(backend, Faulty, other, role="sink")
+    later = second.double(second.double(first.double(DataProto({"x": torch.tensor([1.0, -1.0])}))))
     with pytest.raises(WorkerFailure) as caught:
-        second.double(bad).get()
+        later.get()
     assert str(caught.value).startswith("source rank 0 of 1 failed in double: ")
-    assert isinstance(caught.value.__cause__, DataError)
-    assert caught.value.__cause__.field == "x"
+    assert isinstance(caught.value.__cause__, DataError) and caught.value.__cause__.field == "x"
+    assert "expression.py" not in str(caught.value)
     assert not caught.value.restartable  # the same input would fail again
     assert first.double(DataProto({"x": torch.tensor([2.0])})).get().dense("x").tolist() == [4.0]
 
 
-def test_what_follows_in_the_same_process_does_not_hide_the_cause(backend: RayBackend) -> None:
-    pool = ResourcePool([1], "shared")
-    first = WorkerGroup(backend, Faulty, pool, role="first")
-    second = WorkerGroup(backend, Faulty, pool, role="second")
-    bad = first.double(DataProto({"x": torch.tensor([-1.0])}))
-    later = second.double(second.double(bad))
-    with pytest.raises(WorkerFailure) as caught:
-        later.get()
-    assert str(caught.value).startswith("first rank 0 of 1 failed in double: ")
-    assert isinstance(caught.value.__cause__, DataError)
-    assert "expression.py" not in str(caught.value)
-
-
-def test_a_value_belongs_to_whoever_got_it(backend: RayBackend) -> None:
+def test_a_value_belongs_to_whoever_got_it(backend):
     group = WorkerGroup(backend, Faulty, ResourcePool([2], "values"))
     future = group.table()
     for batch in future.get():
         batch.dense("x").zero_()
     assert [batch.dense("x").tolist() for batch in future.get()] == [[1.0] * 1000] * 2
     shared = DataProto({"x": torch.ones(100_000)})
-    assert group.spoil(shared) == [100_000.0, 100_000.0]  # each rank has a copy of its own
+    assert group.spoil(shared) == [100_000.0, 100_000.0]  # each rank has its own copy
     assert group.spoil([shared, shared]) == [200_000.0, 200_000.0]
     assert bool((shared.dense("x") == 1).all())
 
 
 @pytest.mark.slow
-def test_pools_come_and_go_while_they_are_watched(ray_cluster: None, tmp_path: Path) -> None:
-    backend = RayBackend(log_dir=tmp_path, answer_s=0.6, stop_s=5)
-    try:
-        for number in range(4):
-            pool = ResourcePool([2], f"pool_{number}")
-            group = WorkerGroup(backend, Faulty, pool)
-            pids = group.pid()
-            group.shutdown()
-            backend.release([pool.name])
-            assert gone_within(pids, 5)
-            backend.take_traffic()
-    finally:
-        backend.shutdown()
+def test_pools_come_and_go_while_they_are_watched(backend_of):
+    backend = backend_of(answer_s=0.6, stop_s=5)
+    for number in range(4):
+        pool = ResourcePool([2], f"pool_{number}")
+        group = WorkerGroup(backend, Faulty, pool)
+        pids = group.pid()
+        group.shutdown()
+        backend.release([pool.name])
+        assert gone_within(pids, 5)
+        backend.take_traffic()
 
 
 @pytest.mark.slow
-def test_each_pool_listens_on_a_port_of_its_own(ray_cluster: None, tmp_path: Path) -> None:
+def test_each_pool_listens_on_a_port_of_its_own(backend_of):
     port = _free_port()
-    backend = RayBackend(log_dir=tmp_path, master_port=port)
-    try:
-        helper = WorkerGroup(backend, Faulty, ResourcePool([1], "helper"))
-        a, b = (WorkerGroup(backend, Faulty, ResourcePool([2], name)) for name in "ab")
-        assert a.total(1.0) == b.total(1.0) == [2.0, 2.0]
-        assert [group.environment("MASTER_PORT")[0] for group in (helper, a, b)] == [
-            None,
-            str(port),
-            str(port + 1),
-        ]
-        with socket.create_server(("", port + 2)), pytest.raises(WorkerFailure) as caught:
-            WorkerGroup(backend, Faulty, ResourcePool([2], "c"))
-        assert isinstance(caught.value.__cause__, ConfigError)
-        assert caught.value.__cause__.field == "trainer.cluster.master_port"
-        assert not caught.value.restartable
-    finally:
-        backend.shutdown()
+    backend = backend_of(master_port=port)
+    helper = WorkerGroup(backend, Faulty, ResourcePool([1], "helper"))
+    a, b = (WorkerGroup(backend, Faulty, ResourcePool([2], name)) for name in "ab")
+    assert a.total(1.0) == b.total(1.0) == [2.0, 2.0]
+    ports = [group.environment("MASTER_PORT")[0] for group in (helper, a, b)]
+    assert ports == [None, str(port), str(port + 1)]
+    with socket.create_server(("", port + 2)), pytest.raises(WorkerFailure) as caught:
+        WorkerGroup(backend, Faulty, ResourcePool([2], "c"))
+    assert isinstance(caught.value.__cause__, ConfigError)
+    assert caught.value.__cause__.field == "trainer.cluster.master_port"
+    assert not caught.value.restartable
 
 
 def _free_port() -> int:
-    """The first of three that are free in a row, below those that systems give out by themselves."""
+    """Return the first of three consecutive free ports, below the range that systems assign automatically."""
     while True:
         port = random.randrange(10_000, 30_000)
         with suppress(OSError), ExitStack() as held:
@@ -193,60 +178,40 @@ def _free_port() -> int:
             return port
 
 
-def test_a_watch_that_fails_says_so(ray_cluster: None, tmp_path: Path) -> None:
-    def closed(_: str) -> None:
+def test_a_watch_that_fails_says_so(backend_of):
+    def closed(_):
         raise BrokenPipeError("nobody listens")
 
-    backend = RayBackend(log_dir=tmp_path, answer_s=3, say=closed)
-    try:
-        group = WorkerGroup(backend, Faulty, ResourcePool([1], "speaks"))
-        group.speak("hello")
-        with pytest.raises(WorkerFailure, match="the watch over the workers failed: nobody listens"):
-            group.fail("sleep", 0).get()
-    finally:
-        backend.shutdown()
+    group = WorkerGroup(backend_of(answer_s=3, say=closed), Faulty, ResourcePool([1], "speaks"))
+    group.speak("hello")
+    with pytest.raises(WorkerFailure, match=r"watch .* failed: nobody listens"):
+        group.fail("sleep", 0).get()
 
 
-def test_children_of_a_killed_worker_end_too(backend: RayBackend) -> None:
+def test_children_of_a_killed_worker_end_too(backend):
     group = WorkerGroup(backend, Faulty, ResourcePool([1], "parent"))
     (child,), (pid,) = group.spawn(), group.pid()
     os.kill(pid, 9)
     assert gone_within([child], 10)
 
 
-def test_what_cannot_be_placed_is_refused_before_anything_starts(backend: RayBackend, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        backend.reserve([ResourcePool([1, 1], "wide"), ResourcePool([1], "narrow")])
-    message = str(caught.value)
-    assert "wide: 1 + 1 process(es) on 2 node(s)" in message
-    assert "at most what 1 node(s) have" in message
-    assert "trainer.cluster.address=auto" in message
+def test_what_cannot_be_placed_is_refused_before_anything_starts(backend_of, tmp_path):
+    for backend, pools, facts in (
+        (backend_of(), ([1, 1], [1]), ("pool 0: 1 + 1 process", "2 node", "trainer.cluster.address=auto")),
+        (backend_of(device="cuda"), ([1],), ("1 GPU(s) on 1 node",)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            backend.reserve([ResourcePool(counts, f"pool {i}") for i, counts in enumerate(pools)])
+        assert all(fact in str(caught.value) for fact in facts)
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_gpus_that_are_not_there(ray_cluster: None) -> None:
-    backend = RayBackend(device="cuda")
-    try:
-        with pytest.raises(ConfigError, match=r"1 GPU\(s\) on 1 node"):
-            backend.reserve([ResourcePool([1], "gpu")])
-    finally:
-        backend.shutdown()
+def test_processes_that_do_not_come_up_in_time(backend_of):
+    with pytest.raises(WorkerFailure, match=r"trainer.timeouts.start=0.01 s\n(.|\n)*0 of 1"):
+        backend_of(start_s=0.01).reserve([ResourcePool([1], "slow")])
 
 
-def test_processes_that_do_not_come_up_in_time(ray_cluster: None, tmp_path: Path) -> None:
-    backend = RayBackend(log_dir=tmp_path, start_s=0.01)
-    try:
-        with pytest.raises(
-            WorkerFailure, match=r"not all were up within trainer.timeouts.start=0.01 s\n  answered: 0 of 1"
-        ):
-            backend.reserve([ResourcePool([1], "slow")])
-    finally:
-        backend.shutdown()
-
-
-def test_what_a_machine_says_itself_counts_before_what_was_found_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_machine_says_itself_counts_before_what_was_found_there(monkeypatch):
     actor = pytest.importorskip("tandem.runtime.ray_backend.actor")
     monkeypatch.setattr(actor, "set_threads", lambda count: None)
     own = {"NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}

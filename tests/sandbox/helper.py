@@ -1,8 +1,10 @@
-"""Runs what a line of standard input asks for in a sandbox, as the user that started it.
+"""Runs programs in a sandbox, as the user that started this process.
 
     python -m tests.sandbox.helper Sandlock
 
-The first line that it writes says why that sandbox does not work here, or "null"."""
+The first line of output says why the sandbox does not work on this machine, or "null". After that, each line
+of standard input describes a program, and each line of output a result.
+"""
 
 from __future__ import annotations
 

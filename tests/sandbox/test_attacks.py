@@ -1,5 +1,4 @@
-"""No program escapes from the sandbox, as root and as nobody, under sandlock and under bubblewrap: seen from
-outside, by what it was after."""
+"""No program escapes from the sandbox, as root and as nobody, under sandlock and under bubblewrap."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from tests.sandbox.honest import HONEST
 SECRET = "tandem-tests-secret"
 CALLS = f"{inside.CALLS} {inside.TO_ITSELF}".split()
 LISTED = CALLS[inside.ARCHITECTURES[platform.machine()][0] :: 3]
-"""The numbers on this machine of the system calls that programs may make."""
+"""The numbers, on this machine, of the system calls that programs may make."""
 NOBODY = 65534
 SECONDS = 2.0
 
@@ -43,7 +42,7 @@ def environment() -> dict[str, str]:
 
 
 def interpreter(user: int) -> str:
-    """A Python that a user may execute, with Tandem's packages; without one the test is skipped."""
+    """Return a Python with Tandem's packages that the user may execute; skip the test if there is none."""
     for path in (sys.executable, *map(str, Path("/usr/bin").glob("python3.1[0-9]"))):
         command = [path, "-c", "import os, sys, tandem.sandbox; open(os.path.realpath(sys.executable))"]
         try:
@@ -54,18 +53,13 @@ def interpreter(user: int) -> str:
             continue
         if tried.returncode == 0:
             return path
-    pytest.skip("nobody may execute no Python that has the packages")
+    pytest.skip("no Python with the needed packages may be executed by this user")
 
 
 class Helper:
-    """A process that runs programs in sandboxes as a user.
+    """A process that runs programs in sandboxes of a kind as a given user; their folders are in `scratch`.
 
-    Args:
-        user: who.
-        kind: the class of what holds them; where it cannot, the test is skipped.
-
-    Attributes:
-        scratch: holds the sandboxes' folders.
+    Where this kind of sandbox does not work, the test is skipped.
     """
 
     def __init__(self, user: int, kind: str) -> None:
@@ -77,13 +71,9 @@ class Helper:
         high = fcntl.fcntl(inherited, fcntl.F_DUPFD, 1500)
         self.process = subprocess.Popen(
             [sys.executable if same else interpreter(user), "-m", "tests.sandbox.helper", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment() | {"TMPDIR": str(self.scratch)},
-            pass_fds=(inherited, high),
-            **who,
-        )
+            env=environment() | {"TMPDIR": str(self.scratch)}, pass_fds=(inherited, high),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **who,
+        )  # fmt: skip
         for descriptor in (inherited, high):
             os.close(descriptor)
         self.user = user
@@ -97,7 +87,7 @@ class Helper:
         self.process.stdin.write(json.dumps([program, "", seconds]) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
-        assert line, "the helper has died"
+        assert line, "the helper process has ended"
         return SimpleNamespace(**json.loads(line))
 
     def close(self) -> None:
@@ -111,14 +101,13 @@ HELPERS = [(who, kind) for kind in ("Sandlock", "Bubblewrap") for who in USERS]
 
 
 def by_helper(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Each name with each user and sandbox; the quick suite has each name with one of them, by turns."""
+    """Parametrize a test over all names, users and sandboxes.
+
+    In the quick test suite, each name runs with only one pair of user and sandbox, in turn.
+    """
+    slow = pytest.mark.slow
     pairs = [
-        pytest.param(
-            made,
-            name,
-            marks=pytest.mark.slow if turn != at % len(HELPERS) else (),
-            id="-".join([*made, name]),
-        )
+        pytest.param(made, name, marks=slow if turn != at % len(HELPERS) else (), id="-".join([*made, name]))
         for turn, made in enumerate(HELPERS)
         for at, name in enumerate(names)
     ]
@@ -134,11 +123,9 @@ def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
 
 
 class Field:
-    """What the attacks are after. It belongs to the user that attacks, who could reach it outside.
+    """The targets of the attacks, which belong to the attacking user, and their names for the programs.
 
-    Attributes:
-        names: of what is there, for the programs.
-        reached: an entry for each time that a socket was reached.
+    `reached` has an entry for each time that a socket was reached.
     """
 
     def __init__(self, folder: Path, user: int) -> None:
@@ -163,18 +150,11 @@ class Field:
         for name in ("s", "d"):
             (folder / name).chmod(0o777)
         self.names = {
-            "tcp": self.sockets[0].getsockname()[1],
-            "udp": self.sockets[1].getsockname()[1],
-            "unix": folder / "s",
-            "datagrams": folder / "d",
-            "abstract": abstract,
-            "secret": secret,
-            "target": self.target,
-            "outside": self.outside,
-            "variable": SECRET,
-            "pid": self.victim.pid,
+            "tcp": self.sockets[0].getsockname()[1], "udp": self.sockets[1].getsockname()[1],
+            "unix": folder / "s", "datagrams": folder / "d", "abstract": abstract, "secret": secret,
+            "target": self.target, "outside": self.outside, "variable": SECRET, "pid": self.victim.pid,
             "listed": [int(number) for number in LISTED if number != "-"],
-        }
+        }  # fmt: skip
         self._closed = threading.Event()
         self._ears = threading.Thread(target=self._hear)
         self._ears.start()
@@ -188,28 +168,23 @@ class Field:
         return made
 
     def _hear(self) -> None:
-        """Note what reaches a socket, until the field is closed."""
+        """Record everything that reaches a socket, until the targets are closed."""
         while not self._closed.is_set():
             for made in wait(self.sockets, 0.1):
                 assert isinstance(made, socket.socket)
                 self.reached.append(made.recv(9) if made.type == socket.SOCK_DGRAM else made.accept())
 
     def seen(self) -> Any:
-        """What an attack could have changed."""
+        """Return everything that an attack could have changed."""
         status = self.target.stat()
         return (
             self.target.read_text(),
             (status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns),
-            os.listxattr(self.target),
-            os.listdir(self.outside),
-            os.path.exists(f"/dev/shm/{SECRET}"),
-            self.victim.poll(),
-            os.getpriority(os.PRIO_PROCESS, self.victim.pid),
-            os.sched_getaffinity(self.victim.pid),
-            os.sched_getscheduler(self.victim.pid),
-            Path(f"/proc/{self.victim.pid}/limits").read_text(),
-            len(self.reached),
-        )
+            os.listxattr(self.target), os.listdir(self.outside), os.path.exists(f"/dev/shm/{SECRET}"),
+            self.victim.poll(), os.getpriority(os.PRIO_PROCESS, self.victim.pid),
+            os.sched_getaffinity(self.victim.pid), os.sched_getscheduler(self.victim.pid),
+            Path(f"/proc/{self.victim.pid}/limits").read_text(), len(self.reached),
+        )  # fmt: skip
 
     def close(self) -> None:
         self.victim.kill()
@@ -229,8 +204,7 @@ def field(helper: Helper) -> Iterator[Field]:
 
 
 def sandboxed(helper: Helper) -> list[str]:
-    """The processes of a helper's sandboxes that are alive, but what it started itself: their command names
-    their folder."""
+    """Return the live processes with a sandbox's folder in their command line, but the helper's own."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -243,7 +217,7 @@ def sandboxed(helper: Helper) -> list[str]:
 
 @contextmanager
 def nothing_left(helper: Helper, field: Field) -> Iterator[None]:
-    """Fails if anything of the field changed, or a process or a folder of the sandbox stays."""
+    """Fail if a target has changed, or if a process or a folder of the sandbox is left."""
     yield
     until = time.monotonic() + 2
     while sandboxed(helper) and time.monotonic() < until:
@@ -260,14 +234,16 @@ def test_an_attack_comes_to_nothing(name: str, helper: Helper, field: Field) -> 
         ran = helper.run(REFUSED[name].format(**field.names), seconds=20)
         assert "ESCAPED" not in ran.stdout
         assert ran.status in ("finished", "error")
-        assert not re.search("SyntaxError|NameError|TypeError|IndexError", ran.stderr)  # it has tried
+        # A programming error in the attack would mean that it attacked nothing.
+        assert not re.search("SyntaxError|NameError|TypeError|IndexError", ran.stderr)
 
 
 @by_helper(LEFT_BEHIND)
 def test_nothing_outlives_a_program(name: str, helper: Helper, field: Field) -> None:
     with nothing_left(helper, field):
         ran = helper.run(LEFT_BEHIND[name], seconds=20)
-        assert ran.status in ("finished", "error", "disk") and ran.seconds < 15  # disk: a folder is hidden
+        # The status is "disk" if the program made an unreadable folder.
+        assert ran.status in ("finished", "error", "disk") and ran.seconds < 15
 
 
 @pytest.mark.slow
@@ -316,13 +292,15 @@ def test_a_run_finds_nothing_of_another(name: str, helper: Helper, field: Field)
 def test_a_waiting_process_that_was_killed_is_replaced() -> None:
     if protections.Sandlock.version() is None:
         pytest.skip("sandlock is not installed")
-    limits = protections.Limits()
-    first = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
-    again = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
-    assert first == again  # of one process
+
+    def parent() -> Any:
+        return local.run("import os; print(os.getppid())", "", protections.Limits(), protections.Sandlock)
+
+    first = parent()
+    assert first == parent()  # both were forked from the same process
     os.kill(int(first.stdout), 9)
     os.waitid(os.P_PID, int(first.stdout), os.WEXITED | os.WNOWAIT)
-    after = local.run("import os; print(os.getppid())", "", limits, protections.Sandlock)
+    after = parent()
     assert after.status == "finished" and after != first
 
 

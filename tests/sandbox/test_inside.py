@@ -1,4 +1,4 @@
-"""The filter of system calls, run step by step as the kernel does, for both architectures."""
+"""The system call filter, executed step by step like in the kernel, for both architectures."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from tandem.sandbox import inside
 CALLS = f"{inside.CALLS} {inside.TO_ITSELF}".split()
 GOOD = {
     "openat": (0, 0, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC),
-    "fcntl": (1, 3),
-    "ioctl": (1, 0x5401),
-    "socketpair": (1, 0x80001),
-    "mmap": (0, 4096, 3, 0x22),
-    "madvise": (0, 0, 4),
-    "futex": (0, 129),
-    "clone": (0x1200011,),
-    "kill": (os.getpid(), 9),
+    "fcntl": (1, 3), "ioctl": (1, 0x5401), "socketpair": (1, 0x80001), "mmap": (0, 4096, 3, 0x22),
+    "madvise": (0, 0, 4), "futex": (0, 129), "clone": (0x1200011,), "kill": (os.getpid(), 9),
     "tgkill": (os.getpid(), 1, 9),
-}
-"""Arguments with which a call is let through; the others need none."""
+}  # fmt: skip
+"""Arguments with which a call is allowed; the other calls need none."""
 BAD: dict[str, list[tuple[int, ...]]] = {
     "openat": [(0, 0, 0o10000000), (0, 0, 0o20200002), (0, 0, 0o1000000)],
     "fcntl": [(1, n) for n in (6, 8, 1024, 1026, 1031, 2**32 - 1)],
@@ -33,21 +27,18 @@ BAD: dict[str, list[tuple[int, ...]]] = {
     "socketpair": [(2, 1), (1, 2), (1, 5), (1, 0x80002)],
     "sendto": [(0, 0, 0, 0, 1), (0, 0, 0, 0, 1 << 32)],
     "mmap": [(0, 4096, 3, 0x40022), (0, 4096, 3, 1 << 32 | 2)],
-    "madvise": [(0, 0, 12), (0, 0, 100)],
-    "futex": [(0, 1), (0, 7)],
+    "madvise": [(0, 0, 12), (0, 0, 100)], "futex": [(0, 1), (0, 7)],
     "clone": [(flags,) for flags in (0x8011, 0x1011, 0x20011, 0x10000011, 0x40000011, 0x80000011)],
     "kill": [(pid, 9) for pid in (0, 1, os.getppid(), 2**64 - 1, 2**32 - os.getpid())],
     "tgkill": [(os.getppid(), os.getpid(), 9)],
-    "clock_gettime": [(2**32 - 6,), (12,)],
-    "clock_getres": [(2**32 - 6,)],
-    "clock_nanosleep": [(2**32 - 6,)],
+    "clock_gettime": [(2**32 - 6,), (12,)], "clock_getres": [(2**32 - 6,)], "clock_nanosleep": [(2**32 - 6,)],
     "prlimit64": [(os.getpid(), 7), (1, 7), (0, 4)],
     "sched_getaffinity": [(1,)],
-}
+}  # fmt: skip
 
 
 def verdict(filters: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """Return what a filter says of a call."""
+    """Return what the filter decides about a system call."""
     words = (*arguments, *(6 - len(arguments)) * (0,))
     data, at, value = struct.pack("=IIQ6Q", number, architecture, 0, *words), 0, 0
     while True:

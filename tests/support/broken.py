@@ -1,4 +1,4 @@
-"""Ways to put a fault into a real run, each by changing the one piece that had it."""
+"""Ways to put a fault into a real run; each changes the one piece of code that had the fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replaces a method by `change(method, self, *its arguments)`; what marks it as a worker's stays."""
+    """Replace a method by `change(method, self, *its arguments)`, and keep its registration."""
     real = getattr(owner, name)
 
     @wraps(real)
@@ -44,13 +44,14 @@ def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> N
     patch.setattr(owner, name, method)
 
 
+def fault(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
+    """Return a decorator that makes a fault of a function that `around` takes."""
+    return lambda change: lambda patch: around(patch, owner, name, change)
+
+
 def rollout(change: Callable[[DataProto], DataProto]) -> Callable[[Patch], None]:
-    """Changes the batch of what the rollout wrote."""
-
-    def put_in(patch: Patch) -> None:
-        around(patch, RolloutPart, "batch", lambda real, self, *args: change(real(self, *args)))
-
-    return put_in
+    """Change the batch that the rollout returns."""
+    return fault(RolloutPart, "batch")(lambda real, self, *args: change(real(self, *args)))
 
 
 def column(batch: DataProto, name: str, values: torch.Tensor) -> DataProto:
@@ -61,12 +62,13 @@ def column(batch: DataProto, name: str, values: torch.Tensor) -> DataProto:
 def engine(
     weights: Callable[[Any, Any], Any], *, version: int | None = None, honest: bool = True
 ) -> Callable[[Patch], None]:
-    """The engine loads other weights than it is given.
+    """Let the engine load other weights than it is given.
 
     Args:
-        weights: of the first module that it was given and the newest, those that it takes.
-        version: that it says they are; None: the newest.
-        honest: whether its digest is of what it holds.
+        weights: A function from the first module and the newest module that the engine was given to the
+            weights that it loads.
+        version: The version that the engine reports; None reports the newest.
+        honest: Whether the engine's digest describes the weights that it holds.
     """
 
     def put_in(patch: Patch) -> None:
@@ -84,7 +86,7 @@ def engine(
 
 
 def copied(module: Any) -> Any:
-    """A model of its own with the same weights."""
+    """Return a separate model with the same weights."""
     made = AutoModelForCausalLM.from_config(module.config, dtype=module.dtype).eval()
     with torch.no_grad():
         for name, value in made.named_parameters():
@@ -93,7 +95,7 @@ def copied(module: Any) -> Any:
 
 
 def changed(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Any, Any], Any]:
-    """The newest weights, some of them changed."""
+    """Return the newest weights with some of them changed."""
 
     def weights(first: Any, newest: Any) -> Any:
         module = copied(newest)
@@ -121,19 +123,13 @@ def rounded(weights: dict[str, torch.Tensor]) -> None:
 
 
 def requests(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Changes what the engine reads of each request."""
-
-    def put_in(patch: Patch) -> None:
-        around(patch, HFEngine, "submit", lambda real, self, asked: real(self, list(map(change, asked))))
-
-    return put_in
+    """Change the requests that the engine reads."""
+    return fault(HFEngine, "submit")(lambda real, self, asked: real(self, list(map(change, asked))))
 
 
-def raw_log_probs(patch: Patch) -> None:
-    def made(real: Any, self: HFEngine, **options: Any) -> None:
-        real(self, **{**options, "logprobs_mode": "raw_logprobs"})
-
-    around(patch, HFEngine, "__init__", made)
+@fault(HFEngine, "__init__")
+def raw_log_probs(real: Any, self: HFEngine, **options: Any) -> None:
+    real(self, **{**options, "logprobs_mode": "raw_logprobs"})
 
 
 def reencoded(batch: DataProto) -> DataProto:
@@ -167,18 +163,16 @@ def repeated(batch: DataProto) -> DataProto:
     return batch[[0, 0, *range(2, len(batch))]]
 
 
-def base_weights(patch: Patch) -> None:
-    def merged(real: Any, self: Adapters, weight: torch.Tensor) -> torch.Tensor:
-        layers, self._layers = self._layers, {}
-        found = real(self, weight)
-        self._layers = layers
-        return found
-
-    around(patch, Adapters, "merged", merged)
+@fault(Adapters, "merged")
+def base_weights(real: Any, self: Adapters, weight: torch.Tensor) -> torch.Tensor:
+    layers, self._layers = self._layers, {}
+    found = real(self, weight)
+    self._layers = layers
+    return found
 
 
 def leaking(at_once: bool) -> Callable[[Patch], None]:
-    """Packed sequences see those before them, from the start or once samples have been written."""
+    """Let packed sequences see those before them, at once or after samples were generated."""
 
     def put_in(patch: Patch) -> None:
         leaks: list[bool] = [at_once]
@@ -196,7 +190,7 @@ def leaking(at_once: bool) -> Callable[[Patch], None]:
 
 
 def dropout(patch: Patch) -> None:
-    """On once the model has been trained, as after a call of train() that nothing undoes."""
+    """Turn dropout on after the first training step, as if train() were called and never undone."""
     trained: list[int] = []
     real = policy.decode
 
@@ -212,50 +206,39 @@ def dropout(patch: Patch) -> None:
     around(patch, fsdp.FSDPEngine, "train_step", step)
 
 
-def own_counts(patch: Patch) -> None:
-    def loss(real: Any, self: Any, out: Any, columns: Any, offsets: Any, counts: Counts) -> Any:
-        own = Counts(max(1, int(columns["response_mask"].sum())), max(1, len(offsets) - 1))
-        return real(self, out, columns, offsets, own)
-
-    around(patch, ActorLoss, "__call__", loss)
+@fault(ActorLoss, "__call__")
+def own_counts(real: Any, self: Any, out: Any, columns: Any, offsets: Any, counts: Counts) -> Any:
+    own = Counts(max(1, int(columns["response_mask"].sum())), max(1, len(offsets) - 1))
+    return real(self, out, columns, offsets, own)
 
 
-def fresh_old(patch: Patch) -> None:
-    def loss(real: Any, self: Any, out: Any, columns: Any, offsets: Any, counts: Any) -> Any:
-        return real(self, out, {**columns, "old_log_probs": out["log_probs"].detach()}, offsets, counts)
-
-    around(patch, ActorLoss, "__call__", loss)
+@fault(ActorLoss, "__call__")
+def fresh_old(real: Any, self: Any, out: Any, columns: Any, offsets: Any, counts: Any) -> Any:
+    return real(self, out, {**columns, "old_log_probs": out["log_probs"].detach()}, offsets, counts)
 
 
-def one_model(patch: Patch) -> None:
-    def add(real: Any, self: ActorWorker, role: Any, *args: Any, **options: Any) -> Any:
-        return (
-            self.hold("ref", self.engines["actor"]) if role == "ref" else real(self, role, *args, **options)
-        )
-
-    around(patch, ActorWorker, "_add_engine", add)
+@fault(ActorWorker, "_add_engine")
+def one_model(real: Any, self: ActorWorker, role: Any, *args: Any, **options: Any) -> Any:
+    return self.hold("ref", self.engines["actor"]) if role == "ref" else real(self, role, *args, **options)
 
 
-def other_scores(patch: Patch) -> None:
-    def scored(real: Any, self: RewardWorker, batch: DataProto) -> DataProto:
-        return real(self, batch[[*range(1, len(batch)), 0]])
-
-    around(patch, RewardWorker, "compute_scores", scored)
+@fault(RewardWorker, "compute_scores")
+def other_scores(real: Any, self: RewardWorker, batch: DataProto) -> DataProto:
+    return real(self, batch[[*range(1, len(batch)), 0]])
 
 
-def against(patch: Patch) -> None:
-    def advantages(real: Any, self: BatchWorker, batch: DataProto, kl_coef: float) -> DataProto:
-        found = real(self, batch, kl_coef)
-        return column(found, "advantages", -found.ragged("advantages").values)
-
-    around(patch, BatchWorker, "compute_advantages", advantages)
+@fault(BatchWorker, "compute_advantages")
+def against(real: Any, self: BatchWorker, batch: DataProto, kl_coef: float) -> DataProto:
+    found = real(self, batch, kl_coef)
+    return column(found, "advantages", -found.ragged("advantages").values)
 
 
 def prompts(change: Callable[[list[int]], list[int]], **special: Any) -> Callable[[Patch], None]:
-    """Changes the token ids of all prompts.
+    """Change the token ids of all prompts.
 
     Args:
-        special: what tokens are said to mean.
+        change: The change.
+        special: The special tokens that the checks know.
     """
 
     def put_in(patch: Patch) -> None:
@@ -272,22 +255,17 @@ def prompts(change: Callable[[list[int]], list[int]], **special: Any) -> Callabl
     return put_in
 
 
-def read_ahead(patch: Patch) -> None:
-    def saved(real: Any, self: Prompts) -> dict[str, Any]:
-        found = real(self)
-        return {**found, "position": found["position"] + self.batch_size}
-
-    around(patch, Prompts, "state_dict", saved)
+@fault(Prompts, "state_dict")
+def read_ahead(real: Any, self: Prompts) -> dict[str, Any]:
+    found = real(self)
+    return {**found, "position": found["position"] + self.batch_size}
 
 
-def turned_kl(patch: Patch) -> None:
-    """The estimator r - 1 - log r with the sign of the logarithm turned round."""
-
-    def term(real: Any, self: Any, given: Any) -> Any:
-        kl_T = real(self, given)[0] + 2 * (given["ref_log_probs"] - given["log_probs"])
-        return kl_T, {"kl": kl_T}
-
-    around(patch, SampledKLTerm, "__call__", term)
+@fault(SampledKLTerm, "__call__")
+def turned_kl(real: Any, self: Any, given: Any) -> Any:
+    """Return the estimator r - 1 - log r with the wrong sign of the logarithm."""
+    kl_T = real(self, given)[0] + 2 * (given["ref_log_probs"] - given["log_probs"])
+    return kl_T, {"kl": kl_T}
 
 
 def nothing_moves(patch: Patch) -> None:
@@ -299,4 +277,4 @@ def no_rate(patch: Patch) -> None:
 
 
 def nothing(patch: Patch) -> None:
-    """The fault is in the config."""
+    """Change nothing: the fault is in the config."""

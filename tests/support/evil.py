@@ -1,4 +1,4 @@
-"""Files that run a command when they are unpickled or imported. The command leaves a file behind."""
+"""Files that run a command when they are unpickled or imported; the command leaves a file behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.checkpoint import manager
 
 
 class Runs:
-    """Calls a function when it is unpickled."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = function, arguments
@@ -28,7 +28,7 @@ class Runs:
 
 
 def payloads(canary: Path) -> dict[str, Any]:
-    """Objects that leave `canary` behind when they are unpickled freely, by their kind."""
+    """Return objects, by kind, that create `canary` if they are unpickled without restrictions."""
     command = f"touch {canary}"
     array = np.empty(1, dtype=object)
     array[0] = Runs(os.system, command)
@@ -49,13 +49,13 @@ def payloads(canary: Path) -> dict[str, Any]:
 
 
 def put_state(checkpoint: Path, state: Any) -> None:
-    """Put another state into a checkpoint, and make its manifest right again."""
+    """Put another state into a checkpoint, and update its manifest."""
     torch.save(state, checkpoint / "state.pt")
     seal(checkpoint)
 
 
 def seal(checkpoint: Path) -> None:
-    """Make a checkpoint's digests those of its files as they are now."""
+    """Update a checkpoint's digests to those of its current files."""
     file = checkpoint / "manifest.json"
     content = json.loads(file.read_text())
     file.unlink()
@@ -63,13 +63,13 @@ def seal(checkpoint: Path) -> None:
 
 
 def put_contents(shards: Path, thing: Any) -> None:
-    """Put something else in place of a sharded checkpoint's table of contents."""
+    """Replace a sharded checkpoint's table of contents."""
     (shards / ".metadata").write_bytes(pickle.dumps(thing))
     seal(shards.parent)
 
 
 def put_data(shards: Path, thing: Any) -> None:
-    """Put a pickle in place of every entry of a sharded checkpoint's files."""
+    """Replace every entry of a sharded checkpoint's files with a pickle."""
     contents = pickle.loads((shards / ".metadata").read_bytes())
     with (shards / "evil.distcp").open("wb") as file:
         torch.save(thing, file)

@@ -1,4 +1,4 @@
-"""Workers that fail in every way a worker can. In a module of its own, so that other processes import it."""
+"""Workers that fail in every possible way, in a separate module so that other processes can import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.runtime import Dispatch, Worker, register
 
 
 class Faulty(Worker):
-    """Does what it is told, on the rank it is told."""
+    """A worker that fails as it is told, on the given rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
@@ -26,7 +26,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def fail(self, how: str, rank: int) -> str:
-        """The others wait for that rank in a collective, as they would in training."""
+        """Fail on one rank, while the others wait for it in a collective, as in training."""
         print(f"about to {how}")
         if self.rank == rank:
             FAULTS[how]()
@@ -35,7 +35,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def total(self, value: float) -> float:
-        """The sum over ranks, through the pool's process group."""
+        """Return the sum over ranks, through the pool's process group."""
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         tensor = torch.tensor([value])
@@ -55,7 +55,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spoil(self, given: DataProto | list[DataProto]) -> float:
-        """The sum of what was given, which is overwritten."""
+        """Return the sum of the given values, and overwrite them."""
         batches = given if isinstance(given, list) else [given]
         total = sum(float(batch.dense("x").sum()) for batch in batches)
         for batch in batches:
@@ -72,7 +72,7 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spawn(self) -> int:
-        """A child process that ends when its input does, as rewards have them."""
+        """Start a child process that ends when its standard input ends, like those of rewards."""
         self.child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         return self.child.pid
 

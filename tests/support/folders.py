@@ -1,4 +1,4 @@
-"""Run folders written by hand, as a run would have left them."""
+"""Run folders that are written by hand, as a run would leave them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_samples(
     prompts: Sequence[str] = (),
     responses: Sequence[str] = (),
 ) -> None:
-    """Two responses, or one, to each prompt of two tokens; the responses have 1, 2, … tokens."""
+    """Write one or two responses to each prompt of two tokens; the responses have 1, 2, … tokens."""
     count = len(scores)
     lengths = [2 + number for number in range(1, count + 1)]
     tokens = Ragged.from_list([list(range(length)) for length in lengths], torch.int64)
@@ -51,7 +51,7 @@ def write_samples(
 def write_run(
     path: Path, rewards: Sequence[float], *, config: str = "", checkpoints: Sequence[int] = ()
 ) -> Path:
-    """A run of `grpo` that finished, with a whole checkpoint of 1,000 bytes at each of some steps."""
+    """Write a finished run of `grpo`, with a complete checkpoint of 1,000 bytes at each of some steps."""
     folder = RunFolder(path)
     folder.write_config(
         "actor_rollout_ref: {model: {path: models/tiny}}\nalgorithm: {adv_estimator: grpo}\n"

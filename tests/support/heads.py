@@ -1,4 +1,4 @@
-"""A head's outputs and gradients against softmax over all logits at once, in float64."""
+"""Outputs and gradients of an output head, compared with softmax over all logits at once, in float64."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,13 +7,13 @@ from tandem.models.heads import tiled
 
 
 def reference(hidden, weight, targets, temperature):
-    """(log-probs, entropies) of (M, D), (V, D) and (M), the plain way."""
+    """Return (log-probs, entropies) of (M, D), (V, D) and (M), computed in the plain way."""
     log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def make_case(rows, vocabulary, width, dtype, *, scale=1.0, seed=0, device="cpu"):
-    """Random states and weights, and targets among which are the first and the last entry."""
+    """Return random states and weights, and targets that include the first and the last entry."""
     generator = torch.Generator().manual_seed(seed)
     hidden = scale * torch.randn(rows, width, dtype=torch.float64, generator=generator)
     weight = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator)
@@ -24,8 +24,11 @@ def make_case(rows, vocabulary, width, dtype, *, scale=1.0, seed=0, device="cpu"
 
 
 def check_head(head, hidden, weight, targets, temperature, tolerance):
-    """Values within `tolerance` of their size; gradients of a random mix of both outputs within it of their
-    own size and of the factors that they are products of."""
+    """Check values and gradients against the reference.
+
+    Values must be within `tolerance` of their size. Gradients of a random mix of both outputs must be within
+    `tolerance` of their own size and of the size of the factors that they are products of.
+    """
     wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     expected = reference(*wide, targets, temperature)
     got = head(hidden, weight, targets, temperature=temperature, with_entropy=True)
@@ -44,13 +47,13 @@ def check_head(head, hidden, weight, targets, temperature, tolerance):
 
 
 def cut(monkeypatch, width):
-    """Tiles of so many entries."""
+    """Return tiles with the given number of entries."""
     monkeypatch.setattr(tiled, "_LEAST_TILE", width)
     monkeypatch.setitem(tiled.TILE_BYTES, "cpu", 1)
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of one tensor that an operator returned."""
+    """A record of the largest tensor, in bytes, that any operator returned."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Commands of Tandem in processes of their own, killed half way."""
+"""Tandem commands in separate processes that are killed half way."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LIMIT_S = 120.0
 
 
 def kill_half_way(words: Sequence[str], journal: Path, pieces: int) -> int:
-    """Runs `tandem` and kills it with SIGKILL once a journal holds that many pieces of work.
+    """Run `tandem`, and kill it with SIGKILL once a journal has the given number of finished items.
 
     Returns:
-        the pieces it holds afterwards.
+        The number of items in the journal afterwards.
 
     Raises:
-        AssertionError: the process ended by itself, or the pieces did not come.
+        AssertionError: The process ended by itself, or the items did not appear in time.
     """
     process = WarmProcess(
         [sys.executable, "-m", "tandem", *words],

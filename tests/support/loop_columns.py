@@ -1,4 +1,4 @@
-"""Estimators and a reward of a user's own that need of the loop whatever it can provide."""
+"""A user's estimators and reward that together need every column that the training loop can provide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def score_unevenly(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write(folder: Path) -> Path:
-    """The file with all of them."""
+    """Write the file with all of them."""
     path = folder / "loop_columns.py"
     path.write_text(FILE)
     return path

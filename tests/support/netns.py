@@ -1,5 +1,7 @@
-"""Network namespaces that stand for the machines of a cluster: each has an address of its own, and
-one bridge joins them. Needs root and iproute2."""
+"""Network namespaces that stand for the machines of a cluster.
+
+Each namespace has its own address, and one bridge joins them. This needs root and iproute2.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,18 @@ from typing import Any
 
 import pytest
 
-NETWORK = "10.213.0"  # the same in every network: two networks at once never meet
+NETWORK = "10.213.0"  # the same in every network, because two networks are never connected
 KILL_S = 5.0
 
 
 @dataclass(frozen=True)
 class Node:
-    """One namespace.
+    """One network namespace.
 
     Attributes:
-        name: of the namespace.
-        address: its IPv4 address on the bridge.
-        interface: the interface that has it.
+        name: The name of the namespace.
+        address: Its IPv4 address on the bridge.
+        interface: The interface that has the address.
     """
 
     name: str
@@ -35,20 +37,23 @@ class Node:
     interface: str
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command inside; the process id is the command's own. Options are Popen's."""
+        """Start a command in the namespace; options are those of Popen.
+
+        The process id is that of the command itself.
+        """
         return subprocess.Popen(["nsenter", f"--net=/run/netns/{self.name}", *command], **options)
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Runs a command inside to its end. Options are those of subprocess.run."""
+        """Run a command in the namespace to its end; options are those of subprocess.run."""
         return subprocess.run(["nsenter", f"--net=/run/netns/{self.name}", *command], check=False, **options)
 
     def processes(self) -> list[int]:
-        """Ids of all processes that live inside."""
+        """Return the ids of all processes in the namespace."""
         return [int(word) for word in _ip("netns", "pids", self.name).split()]
 
 
 def why_not() -> str | None:
-    """Why this machine can have no network of namespaces; None where it can."""
+    """Return why this machine cannot create network namespaces, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
@@ -64,9 +69,10 @@ def why_not() -> str | None:
 
 @contextmanager
 def cluster_network(nodes: int) -> Iterator[list[Node]]:
-    """Makes `nodes` namespaces on one bridge; at the end kills what still runs inside and removes all.
+    """Create `nodes` namespaces on one bridge.
 
-    Skips the calling test, with the reason, where the machine cannot.
+    At the end, kill the processes that still run in them and remove everything. If the machine cannot create
+    namespaces, skip the calling test with the reason.
     """
     reason = why_not()
     if reason is not None:

@@ -17,14 +17,19 @@ from tests.support.warm import WarmProcess
 
 
 def run_ranks(job: str | Path, *arguments: object, ranks: int = 2, timeout: float = 280) -> str:
-    """What a script printed on so many ranks of this machine, each in one thread: processes with the
-    environment that torchrun gives them, forked from one that has imported PyTorch and Tandem.
+    """Run a script on several ranks of this machine, and return its output.
+
+    Each rank has one thread. The processes have the environment that torchrun would set, and are forked from
+    a process that has imported PyTorch and Tandem.
 
     Args:
-        timeout: seconds.
+        job: The script.
+        arguments: The arguments of the script.
+        ranks: The number of ranks.
+        timeout: The time limit in seconds.
 
     Raises:
-        AssertionError: it failed; with the end of what the rank said that failed first.
+        AssertionError: A rank failed. The error shows the end of the output of the rank that failed first.
     """
     store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
     common = {
@@ -60,7 +65,7 @@ def run_ranks(job: str | Path, *arguments: object, ranks: int = 2, timeout: floa
 
 
 def _first_failure(processes: list[WarmProcess], deadline: float) -> int | None:
-    """The rank that failed first, or was not ready in time."""
+    """Return the rank that failed first, or that did not finish in time."""
     while True:
         ended = [process.poll() for process in processes]
         for rank, status in enumerate(ended):
@@ -77,8 +82,9 @@ def _text(file: IO[Any]) -> str:
 
 
 def torchrun(job: str | Path, *arguments: object, ranks: int = 2, timeout: float = 280) -> str:
-    """As `run_ranks`, with processes that torchrun itself starts, which import everything anew: twenty
-    seconds more for each rank.
+    """Run a script like `run_ranks`, but with processes that torchrun itself starts.
+
+    These processes repeat all imports, which takes twenty seconds more per rank.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     path = os.pathsep.join(filter(None, sys.path))

@@ -1,22 +1,30 @@
-"""Whole runs of the real trainer on a tiny model, in this process."""
+"""Complete runs of the real trainer on a tiny model, in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.config.load import load_train_config
+from tandem.config.root import TrainConfig
 from tandem.observability.run import read_metrics, read_samples
 from tandem.trainer.assembly import build_ppo
 from tandem.trainer.loop import Schedule
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.tiny import make_model, write_problems
+from tests.support.words import words as full_words
+
+REWARD_HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
 
 
 @dataclass
@@ -24,9 +32,9 @@ class Finished:
     """A run that ended.
 
     Attributes:
-        trainer: the controller, its workers shut down, which on the local backend leaves them readable.
-        folder: the run folder.
-        said: the sentences it printed.
+        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
+        folder: The run folder.
+        said: The messages that the run printed.
     """
 
     trainer: PPOTrainer
@@ -40,17 +48,42 @@ class Finished:
     def samples(self, step: int) -> dict[str, list[Any]]:
         return read_samples(self.folder / "samples" / f"step_{step:06d}.parquet")
 
+    def each(self, step: int, *names: str) -> list[tuple[Any, ...]]:
+        """Return these columns of each sample of a step."""
+        samples = self.samples(step)
+        return list(zip(*(samples[name] for name in names), strict=True))
+
+    def tokens(self, step: int) -> list[dict[str, Any]]:
+        """Return each response token of a step with its columns and those of its sample, `sample`."""
+        samples = self.samples(step)
+        found = []
+        for number, mask in enumerate(samples["response_mask"]):
+            own = {name: column[number] for name, column in samples.items()} | {"sample": number}
+            lists = [name for name, value in own.items() if isinstance(value, list)]
+            for place in np.flatnonzero(mask):
+                found.append(own | {name: own[name][place] for name in lists if len(own[name]) == len(mask)})
+        return found
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log" / "run.log").read_text()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The names of the run's checkpoints."""
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
     def weights(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.actor.actor.weights()}
 
     @property
     def actor(self) -> Any:
-        """The actor's worker; the local backend has it in this process."""
+        """The actor's worker, which the local backend keeps in this process."""
         return self.trainer.roles.actor._workers._worker
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What does not depend on the machine."""
+    """Return only the metrics that do not depend on the machine."""
     timed = ("timing", "perf", "controller")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
@@ -60,29 +93,52 @@ def same_weights(a: Finished, b: Finished) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+def assert_same(a: Finished, b: Finished) -> None:
+    assert same_weights(a, b)
+    assert without_times(a.rows) == without_times(b.rows)
+
+
 @contextmanager
-def broken_off(step: int) -> Iterator[None]:
-    """The run within ends by an error in the middle of `step`, of which nothing is kept."""
+def at_step(
+    number: int, does: Callable[[Any], object], *, after: bool = False, trainer: type[Any] = PPOTrainer
+) -> Iterator[None]:
+    """Call `does` with the trainer before, or after, the step of this number of runs inside the block."""
+    original = trainer.step
 
-    class Stop(Exception):
-        """Stands for whatever ends a process."""
-
-    original = PPOTrainer.step
-
-    def breaks(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
-        metrics = original(self, number, prompts)
-        if number == step:
-            raise Stop
+    def step(self: Any, count: int, prompts: Any) -> dict[str, float]:
+        if count == number and not after:
+            does(self)
+        metrics = original(self, count, prompts)
+        if count == number and after:
+            does(self)
         return metrics
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PPOTrainer, "step", breaks)
-        with pytest.raises(Stop):
-            yield
+        patch.setattr(trainer, "step", step)
+        yield
+
+
+def interrupt(_: object) -> None:
+    """Send this process what Ctrl-C sends."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def broken_off(step: int) -> Iterator[None]:
+    """End the run inside the block with an error in the middle of `step`; nothing of this step is kept."""
+
+    class Stop(Exception):
+        """An error that stands for anything that ends a process."""
+
+    def stop(_: object) -> None:
+        raise Stop
+
+    with at_step(step, stop, after=True), pytest.raises(Stop):
+        yield
 
 
 class Lab:
-    """Makes runs over one model and one pair of data files."""
+    """A maker of runs that share one model and one pair of data files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,6 +165,45 @@ class Lab:
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={'null' if value is None else value}" for name, value in keys.items()]
 
+    def config(self, *words: str, run: str = "never") -> TrainConfig:
+        """Return the config of a run that is not made."""
+        return load_train_config(None, [*self.overrides(self.folder / run), *full_words(*words)]).config
+
+    def reward(self, source: str, name: str = "compute_score") -> str:
+        """Write a file of reward functions, and return the words for the function of this name.
+
+        A source of one line is the value that the function returns for a `response`.
+        """
+        file = self.folder / f"reward_{crc32(source.encode()):x}.py"
+        if "\n" not in source:
+            source = f"{REWARD_HEAD}\n    response = solution_str\n    return {source}\n"
+        file.write_text(source)
+        words = f"custom_reward_function.path={file}"
+        return words if name == "compute_score" else f"{words} custom_reward_function.name={name}"
+
+    def worker(self, methods: str) -> str:
+        """Write a worker class with these methods, which do nothing, and return its name in the config."""
+        file = self.folder / f"worker_{crc32(methods.encode()):x}.py"
+        lines = [f"    @register()\n    def {method}(self, *_): ...\n" for method in methods.split()]
+        file.write_text("from tandem.runtime import Worker, register\nclass Own(Worker):\n" + "".join(lines))
+        return f"{file}:Own"
+
+    @property
+    def letters(self) -> str:
+        """The words for a reward that differs between samples even for an untrained model."""
+        return self.reward("len(set(response)) / 6")
+
+    @property
+    def validated(self) -> str:
+        """The words for validation on the other problems."""
+        return f"data.val_files={self.val}"
+
+    def resumed(self, name: str, *words: str, at: int) -> Finished:
+        """End a run in the middle of step `at`, and return the run that the same words resume."""
+        with broken_off(at):
+            self.run(name, *words)
+        return self.run(name, *words)
+
     def trainer(
         self,
         run: Path,
@@ -117,7 +212,7 @@ class Lab:
         trainer: type[PPOTrainer] = PPOTrainer,
         schedule: Schedule[Any] | None = None,
     ) -> PPOTrainer:
-        loaded = load_train_config(None, [*self.overrides(run), *words])
+        loaded = load_train_config(None, [*self.overrides(run), *full_words(*words)])
         said = [] if said is None else said
         said.extend(loaded.notices)
         return build_ppo(loaded.config, say=said.append, trainer=trainer, schedule=schedule)
@@ -129,11 +224,13 @@ class Lab:
         trainer: type[PPOTrainer] = PPOTrainer,
         schedule: Schedule[Any] | None = None,
     ) -> Finished:
-        """A run in the folder `name`, with `key=value` words on top of the usual ones.
+        """Run in the folder `name`, with `key=value` words in addition to the usual ones.
 
         Args:
-            trainer: its class.
-            schedule: the order of its steps.
+            name: The name of the run folder.
+            words: Words of the config, which may be short (`tests/support/words.py`).
+            trainer: The class of the trainer.
+            schedule: The order of the steps.
         """
         said: list[str] = []
         made = self.trainer(self.folder / name, *words, said=said, trainer=trainer, schedule=schedule)

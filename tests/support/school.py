@@ -1,4 +1,4 @@
-"""Whole supervised runs, `tandem sft` and `tandem rm`, on a tiny model."""
+"""Complete supervised runs, `tandem sft` and `tandem rm`, on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from tandem.observability.run import read_metrics
 from tandem.trainer.assembly import build_supervised
 from tandem.trainer.supervised import SupervisedTrainer
 from tests.support.tiny import make_model, write_rows
+from tests.support.words import words as full_words
 
 FP64 = "fsdp_config.model_dtype=fp64"
 LOADERS: dict[str, Callable[..., Loaded[Any]]] = {"sft": load_sft_config, "rm": load_rm_config}
 
 
 def text(draw: np.random.Generator, low: int, high: int, letters: str = "abcdefgh") -> str:
-    """Random letters, `low` to `high` of them."""
+    """Return random letters, between `low` and `high` of them."""
     return "".join(draw.choice(list(letters), size=draw.integers(low, high + 1)))
 
 
 def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Pairs of unequal length; nothing is to be learnt from them."""
+    """Return pairs of unequal length, from which nothing can be learned."""
     draw = np.random.default_rng(seed)
     return [
         {
@@ -41,7 +42,7 @@ def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Talks of two turns each side."""
+    """Return conversations with two turns of each side."""
     draw = np.random.default_rng(seed)
     roles = ("user", "assistant", "user", "assistant")
     return [
@@ -54,9 +55,9 @@ class Taught:
     """A run that ended.
 
     Attributes:
-        trainer: the controller; its workers are shut down, which on the local backend leaves them readable.
-        folder: the run folder.
-        said: what it said to the user.
+        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
+        folder: The run folder.
+        said: The messages for the user.
     """
 
     trainer: SupervisedTrainer
@@ -69,7 +70,7 @@ class Taught:
 
     @property
     def engine(self) -> Any:
-        """That of the local backend's worker."""
+        """The engine of the local backend's worker."""
         return self.trainer.model._workers._worker.engine  # type: ignore[attr-defined]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -77,11 +78,7 @@ class Taught:
 
 
 class School:
-    """Makes runs over one model and its data files.
-
-    Args:
-        folder: an empty folder.
-    """
+    """A maker of runs that share one model and its data files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +95,7 @@ class School:
         }
 
     def words(self, task: str, name: str, *words: str) -> list[str]:
-        """A command line of six steps over three epochs, in the run folder `name`."""
+        """Return a command line for six steps over three epochs, in the run folder `name`."""
         train, held_out = self.files[task]
         return [
             f"model.path={self.model}",
@@ -112,7 +109,7 @@ class School:
             "trainer.test_freq=2",
             "trainer.logger=[]",
             f"trainer.default_local_dir={self.folder / name}",
-            *words,
+            *full_words(*words),
         ]
 
     def build(self, task: str, name: str, *words: str, said: list[str] | None = None) -> SupervisedTrainer:

@@ -1,4 +1,4 @@
-"""Tiny reward models, made from nothing, in Hugging Face formats."""
+"""Tiny reward models, created from scratch, in Hugging Face formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_TEMPLATE = (
 def make_scorer(
     folder: Path, policy: Path, *, seed: int = 5, by_token: bool = False, labels: int = 1, **changes: Any
 ) -> Path:
-    """A random classifier of the policy's sizes, without a tokenizer."""
+    """Create a random classifier of the policy's sizes, without a tokenizer."""
     torch.manual_seed(seed)
     config = Qwen2Config.from_pretrained(policy, num_labels=labels, vocab_size=64, **changes)
     classifier = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
@@ -37,7 +37,10 @@ def make_scorer(
 
 
 def make_other_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Other ids than the policy's, one token for each two letters where it can, and another chat template."""
+    """Create a tokenizer with other ids than the policy's and another chat template.
+
+    Where possible, one token stands for two letters.
+    """
     names = ["<pad>", "<end>", "<unk>", *reversed(CHARACTERS), "ab", "12", "34"]
     raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("ab|12|34|."), behavior="isolated")

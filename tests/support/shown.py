@@ -1,4 +1,4 @@
-"""What pages show of the files in benchmarks/results, for `tests/docs/test_figures.py`."""
+"""Figures of the files in benchmarks/results that docs pages show, for `tests/docs/test_figures.py`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = "docs/measurements.md"
 
 Shown = Iterator[tuple[str, str]]
-"""Pages, and phrases that stand there once; in a phrase `…` is the rest of a cell."""
+"""Pages, and phrases that appear on them once. In a phrase, `…` stands for the rest of a table cell."""
 
 
 def plain(text: str) -> str:
-    """Without comments, and with single blanks alone."""
+    """Return the text without comments and with single spaces only."""
     return " ".join(re.sub(r"<!--.*?-->", "", text, flags=re.S).split())
 
 
@@ -27,7 +27,7 @@ def page(name: str) -> str:
 
 
 def times_in(text: str, phrase: str) -> int:
-    """How often a phrase stands in a text, not as part of a longer number or word."""
+    """Count how often a phrase appears in a text, but not as part of a longer number or word."""
     pattern = re.escape(plain(phrase)).replace("…", "[^|]*")
     return len(re.findall(rf"(?<![\w.,-]){pattern}(?![\w%]|[.,]\d)", text))
 

@@ -1,4 +1,4 @@
-"""What pages show of the files about `tandem plan`."""
+"""Figures about `tandem plan` that docs pages show."""
 
 from __future__ import annotations
 
@@ -31,18 +31,24 @@ def plan_memory(file: Any) -> Shown:
     state = max(abs(part[kind]) for part in parts for kind in ("weights", "optimizer"))
     yield MEMORY, f"Weights and optimizer state are exact to {state:.1%}"
     drawn = sum(name.startswith("drawn") for name in file["rows"])
-    yield MEMORY, f"{count[0]} configurations of 0.5B to 72B shapes, levers on and off, and {count[1]} that"
+    yield (
+        MEMORY,
+        f"{count[0]} configurations of 0.5B to 72B shapes, with memory settings on and off, and {count[1]}",
+    )
     yield MEMORY, f"these {drawn} are among the {count[0]}"
     most = max(abs(part["total"]) for part in parts)
     yield "README.md", f"within {most:.1%} of traces of the model's own operations"
     (middle, worst), (middle_held, worst_held) = (totals(held, "update") for held in (False, True))
     yield (
         MEASURED,
-        f"total of the update off by {middle} (median) and {worst} (worst) in {count[0]} designed"
+        f"total of the update is off by {middle} (median) and {worst} (worst) in {count[0]} designed"
         f" configurations, {middle_held} and {worst_held} in {count[1]} held-out ones",
     )
     (middle, worst), (middle_held, worst_held) = (totals(held, "log_prob") for held in (False, True))
-    yield MEASURED, f"of the log-prob pass by {middle} and {worst}, {middle_held} and {worst_held}"
+    yield (
+        MEASURED,
+        f"total of the log-prob pass is off by {middle} and {worst}, {middle_held} and {worst_held}",
+    )
     ranks = span((row["case"]["shards"] * row["case"]["tensor"] for row in file["rows"].values()), "")
     yield MEASURED, f"0.5B to 72B, {ranks} ranks"
     large, small = "Llama-3-70B 3 layers, 8192 tokens mode={} shards=64", "Qwen2.5-0.5B 4 layers, 4096 tokens"
@@ -51,7 +57,7 @@ def plan_memory(file: Any) -> Shown:
         return float(file["rows"][name]["traced"]["update"]["total"]) / 2**30
 
     kept, again = (traced(large.format(mode)) for mode in ("none", "full"))
-    yield MEMORY, f"one of 64 devices: {kept:.1f} GiB with nothing made again, {again:.1f} with everything"
+    yield MEMORY, f"one of 64 devices: {kept:.1f} GiB without recomputation, {again:.1f} with everything"
     none, ops, full = (traced(f"{small} shards=8 mode={mode}") for mode in ("none", "ops", "full"))
     yield MEMORY, f"on one of 8, 4,096 tokens: {none:.2f}, `ops` {ops:.2f}, `full` {full:.2f}"
 
@@ -71,8 +77,9 @@ def plan_time(file: Any) -> Shown:
     yield name, f"factors of {fitted['runs']} runs predict the step of {held['runs']} others"
     yield name, f"of models from {sizes} million parameters in fp32"
     yield name, f"{word(estimators)} estimators with and without a critic"
-    yield name, f"Off by {held['median']:.1%} in the median and {held['worst']:.1%} at worst; the"
-    yield name, f"{fitted['runs']} that were fitted, {fitted['median']:.1%} and {fitted['worst']:.1%}"
+    yield name, f"off by {held['median']:.1%} in the median and {held['worst']:.1%} at worst; for the"
+    errors = f"{fitted['median']:.1%} and {fitted['worst']:.1%}"
+    yield name, f"{fitted['runs']} runs that were fitted, the errors are {errors}"
     yield name, f"(load {file['load']['least']:.2f} to {file['load']['most']:.2f})"
 
 

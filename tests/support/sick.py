@@ -1,4 +1,4 @@
-"""Rewards and an estimator with the faults that warnings about learning name, and a healthy reward."""
+"""A healthy reward, and rewards and an estimator with the faults that learning warnings name."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from torch import Tensor
 
 
 def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The share of digits among the first two characters: a task that tiny models learn."""
+    """Return the share of digits among the first two characters, a task that tiny models learn."""
     return sum(character.isdigit() for character in solution_str[:2]) / 2
 
 
 def nothing(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The mistake of a parser that finds no answer anywhere."""
+    """Return 0 always, like a parser that never finds an answer."""
     return 0.0
 
 
 def by_prompt(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Worth the same whatever is answered: 1 for every second sum, else 0."""
+    """Return a score that depends only on the prompt: 1 for every second sum, else 0."""
     return float(int(ground_truth) % 2)
 
 
 def by_lot(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """A lot that no policy can learn: the same for the same answer to the same sum."""
+    """Return a random score that is fixed for each response to each sum, which no policy can learn."""
     return float(zlib.crc32(f"{ground_truth} {solution_str}".encode()) % 2)
 
 
 def dies(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *, count: str, after: int
 ) -> float:
-    """Scores by lot, and after so many responses gives 0, as a judge that is out of reach.
+    """Return random scores, and 0 after `after` responses, like a judge that can no longer be reached.
 
-    Args:
-        count: a file that grows by a byte for each response, whichever process scores it.
+    `count` is a file that grows by one byte for each response, in whichever process it is scored.
     """
     with Path(count).open("ab") as file:
         file.write(b".")
@@ -46,12 +45,12 @@ def dies(
 def letter_and_parity(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> float:
-    """Half for an answer that begins with a, half for a sum that is odd: no policy is right everywhere."""
+    """Return half for a response that starts with a, and half for an odd sum: no policy gets both."""
     return (float(solution_str[:1] == "a") + int(ground_truth) % 2) / 2
 
 
 def no_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Zero everywhere, as from a mask that is wrong."""
+    """Return zero everywhere, as if the mask were wrong."""
     return torch.zeros_like(token_level_rewards), token_level_rewards

@@ -1,5 +1,7 @@
-"""Checkpoints whose writing in the background takes a while, or fails. As a file of a user's own worker class
-it works in every process of a run."""
+"""Checkpoints that take long to write in the background, or fail.
+
+This is also a file with a user's worker class, so that it works in every process of a run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def slowed(write: Callable[[], None]) -> Callable[[], None]:
 
 
 class SlowWrites(ActorWorker):
-    """An actor with such checkpoints; the first of them is quick."""
+    """An actor with slow checkpoints; its first checkpoint is quick."""
 
     _begun = 0
 

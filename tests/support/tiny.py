@@ -1,4 +1,4 @@
-"""Small models, tokenizers and data files, made from nothing, in Hugging Face formats."""
+"""Small models, tokenizers and data files, created from scratch, in Hugging Face formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def make_tokenizer(folder: Path, *, chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a character; <pad> and <eos> come first."""
+    """Create a tokenizer with one token per character; <pad> and <eos> come first."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -32,7 +32,7 @@ def make_tokenizer(folder: Path, *, chat_template: str | None = TEMPLATE) -> Pre
 def make_model(
     folder: Path, *, kind: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Path:
-    """A random causal LM of a few thousand parameters with its tokenizer."""
+    """Create a random causal LM of a few thousand parameters, with its tokenizer."""
     tokenizer = make_tokenizer(folder)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -58,7 +58,7 @@ def make_model(
 
 
 def problem(a: int, b: int, split: str = "train") -> dict[str, Any]:
-    """A row of the users' data format."""
+    """Return a row in the users' data format."""
     question = f"{a}+{b}="
     return {
         "data_source": "arithmetic",
@@ -75,7 +75,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_problems(folder: Path, train: int = 24, val: int = 8) -> tuple[Path, Path]:
-    """Training and validation files of sums."""
+    """Write training and validation files of sums."""
     pairs = [(a, b) for a in range(3, 60, 4) for b in range(2, 9)]
     rows = [problem(a, b) for a, b in pairs[: train + val]]
     return (

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have: of bytes, with blanks as marks, with added tokens."""
+"""Small tokenizers of the common kinds: over bytes, with marks for spaces, and with added tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _made(core: Tokenizer, markers: Sequence[str], template: str | None) -> PreT
 
 
 def byte_level(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    """Merges of bytes, as Qwen and Llama 3 have them; nothing is put before a text."""
+    """Create a byte-level BPE tokenizer, as Qwen and Llama 3 have, which puts nothing before a text."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -29,7 +29,10 @@ def byte_level(markers: Sequence[str] = (), template: str | None = None) -> PreT
 
 
 def metaspace(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    """Blanks as marks, one of them before each text, as SentencePiece makes them; a begin token is given."""
+    """Create a tokenizer with marks for spaces, one before each text, like SentencePiece.
+
+    It has a begin token.
+    """
     merges = [("T", "h"), ("Th", "e"), ("▁", "The"), ("▁", "a"), ("▁", "▁"), (":", "▁")]
     single = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*"".join(_TEXTS), "▁"} - {" "})]
     vocab = {token: at for at, token in enumerate([*single, *map("".join, merges)])}
@@ -45,7 +48,7 @@ def metaspace(markers: Sequence[str] = (), template: str | None = None) -> PreTr
 
 
 def with_added(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    """Merges of bytes over words and blanks, and tokens that are added but not special."""
+    """Create a BPE tokenizer over words and spaces, with added tokens that are not special."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [

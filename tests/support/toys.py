@@ -1,4 +1,4 @@
-"""Small workers for tests of the controller, importable in any process."""
+"""Small workers for tests of the controller, which any process can import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_up(mesh: Mesh, results: list[Any]) -> int:
 
 
 def countdown(mesh: Mesh, args: tuple, kwargs: dict) -> list[Any]:
-    """world_size - rank to each rank; rank 1 is not called."""
+    """Give world_size - rank to each rank; rank 1 is not called."""
     return [((mesh.world_size - rank,), {}) if rank != 1 else None for rank in range(mesh.world_size)]
 
 
@@ -99,7 +99,7 @@ class Toy(Worker):
 
 
 class Parallel(Worker):
-    """dp × tp × pp, registered after construction, tensor ranks fastest."""
+    """A worker with dp × tp × pp ranks, registered after construction, with tensor ranks fastest."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, dp: int, tp: int, pp: int) -> None:
@@ -114,12 +114,9 @@ class Parallel(Worker):
     @register(Dispatch.MEGATRON_COMPUTE)
     def forward(self, batch: DataProto) -> DataProto:
         out = batch.select(["score"], ["uid"])
-        place = self.meshes()["train"]
-        return (
-            out
-            if place.collects
-            else DataProto({"score": torch.full((len(out),), torch.nan)}, out.non_tensor_batch)
-        )
+        if self.meshes()["train"].collects:
+            return out
+        return DataProto({"score": torch.full((len(out),), torch.nan)}, out.non_tensor_batch)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, mesh="train", blocking=False)
     def forward_later(self, batch: DataProto) -> DataProto:
@@ -135,25 +132,21 @@ class Parallel(Worker):
 
 
 class Balancer(Worker):
-    """Divides rows by their tokens."""
+    """A worker whose rows are divided by their number of tokens."""
 
     @register(balance="tokens", blocking=False)
     def score(self, batch: DataProto, scale: float = 1.0) -> DataProto:
-        """The row's first token, who worked on it and how much that rank had to do."""
+        """Return each row's first token, the rank that processed it, and the work of that rank."""
         tokens = batch.ragged("tokens")
         first = [float(row[0]) if len(row) else -1.0 for row in tokens]
-        return DataProto(
-            {
-                "first": torch.tensor(first, dtype=torch.float64) * scale,
-                "rank": torch.full((len(batch),), self.rank),
-                "load": torch.full((len(batch),), len(tokens.values)),
-            },
-            {"uid": batch.non_tensor_batch["uid"]},
-        )
+        columns = {"first": torch.tensor(first, dtype=torch.float64) * scale}
+        columns |= {"rank": torch.full((len(batch),), self.rank)}
+        columns |= {"load": torch.full((len(batch),), len(tokens.values))}
+        return DataProto(columns, {"uid": batch.non_tensor_batch["uid"]})
 
     @register(balance="tokens")
     def add(self, batch: DataProto, other: DataProto) -> DataProto:
-        """Two batches that are divided alike."""
+        """Add two batches that are divided in the same way."""
         return DataProto({"sum": batch.dense("score") + other.dense("score")})
 
     @register(balance="tokens", collect="first", blocking=False)
@@ -174,11 +167,11 @@ class Balancer(Worker):
 
 
 class Streamer(Worker):
-    """Gives its samples in parts, not in their order."""
+    """A worker that yields its samples in parts and in another order."""
 
     @register(stream=True)
     def stream(self, batch: DataProto, n: int = 1, size: int = 2) -> Iterator[Part]:
-        """n rows to each, the last ones first."""
+        """Yield n rows for each sample, the last ones first."""
         whole = batch.repeat(n).select(["score", "tokens"], ["uid"])
         whole = whole.union(DataProto({"rank": torch.full((len(whole),), self.rank)}))
         for rows in np.array_split(np.arange(len(whole))[::-1], -(-len(whole) // size) or 1):
@@ -210,7 +203,7 @@ class Streamer(Worker):
 
 
 class Custom(Worker):
-    """Methods with their own dispatch and collect functions."""
+    """A worker whose methods have their own dispatch and collect functions."""
 
     @register((countdown, backwards), blocking=False)
     def place(self, number: int) -> tuple[int, int]:

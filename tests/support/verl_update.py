@@ -1,5 +1,6 @@
-"""One optimizer step on a given batch, from scores to the gradient: by Tandem's workers, and by verl's
-functions in verl's interpreter.
+"""One optimizer step on a given batch, from scores to the gradient.
+
+It is taken by Tandem's workers, and by verl's functions in verl's interpreter.
 
 Shapes: B samples, T the longest response, K components of the reward.
 """
@@ -32,25 +33,22 @@ PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SAMPLES, LONGEST, N, PROMPT = 16, 24, 4, 2
 MICRO = tuple(tuple(range(first, first + 4)) for first in range(0, SAMPLES, 4))
 WHOLE = (tuple(range(SAMPLES)),)
+CORRECTION = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False}
+CORRECTION |= {
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
 ALGORITHM: dict[str, Any] = {
     "adv_estimator": "gae",
     "gamma": 1.0,
     "lam": 1.0,
     "norm_adv_by_std_in_grpo": True,
-    "use_kl_in_reward": False,
-    "kl_penalty": "kl",
-    "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
-    "rollout_correction": {
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-        "bypass_mode": False,
-        "loss_type": "ppo_clip",
-    },
 }
-"""verl's defaults of what its functions are given; those of its actor are its dataclass's."""
+ALGORITHM |= {"use_kl_in_reward": False, "kl_penalty": "kl", "rollout_correction": CORRECTION}
+ALGORITHM["kl_ctrl"] = {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1}
+"""The defaults of verl for the arguments of its functions; those of its actor are in verl's dataclass."""
 CRITIC = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean", "loss_scale_factor": None}
 ACTOR = (
     "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "policy_loss",
@@ -63,41 +61,34 @@ class Case:
     """A step on a batch.
 
     Attributes:
-        words: of verl's command line.
-        columns: see `batch`.
-        micro: the rows of each micro-batch.
-        ours: further words for Tandem alone.
-        verl: further words for verl alone.
-        applied: whether bypass mode reaches verl's loss, as it does in its older trainer alone.
+        words: The words of verl's command line.
+        columns: See `batch`.
+        micro: The rows of each micro-batch.
+        ours: Further words for Tandem alone.
     """
 
     words: tuple[str, ...]
     columns: Mapping[str, Tensor]
     micro: tuple[tuple[int, ...], ...] = MICRO
     ours: tuple[str, ...] = ()
-    verl: tuple[str, ...] = ()
-    applied: bool = True
 
 
-def batch(
-    seed: int, *, spread: float = 0.3, holes: float = 0.0, empty: int = 0, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """A random ragged batch: 16 samples, 4 of each prompt, 2 to 24 response tokens, a reward of 0 or 1 at
-    the last.
+def batch(seed: int, *, holes: float = 0.0, empty: int = 0) -> dict[str, Tensor]:
+    """Return 16 random samples, 4 per prompt, with 2 to 24 response tokens and a reward of 0 or 1.
 
     Args:
-        spread: standard deviation of the log-ratio, nats.
-        holes: share of the tokens between the first and the last that a tool wrote.
-        empty: how many responses have no token.
+        seed: The seed.
+        holes: The share of the tokens between the first and the last that a tool wrote.
+        empty: The number of responses without tokens.
     """
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
 
     def uniform(*size: int) -> Tensor:
-        return torch.rand(size, generator=draw, dtype=dtype)
+        return torch.rand(size, generator=draw, dtype=torch.float64)
 
     def normal(scale: float) -> Tensor:
-        return scale * torch.randn(shape, generator=draw, dtype=dtype)
+        return scale * torch.randn(shape, generator=draw, dtype=torch.float64)
 
     lengths = torch.randint(2, LONGEST + 1, (SAMPLES,), generator=draw)
     lengths[torch.randperm(SAMPLES, generator=draw)[:empty]] = 0
@@ -105,7 +96,7 @@ def batch(
     last = place == lengths[:, None] - 1
     mask = (place < lengths[:, None]) & ((uniform(*shape) >= holes) | (place == 0) | last)
     log_probs = -3 * uniform(*shape) - 0.05
-    old = (log_probs + normal(spread)).clamp(max=-0.01)
+    old = (log_probs + normal(0.3)).clamp(max=-0.01)
     return {
         "lengths": lengths,
         "group": torch.arange(SAMPLES) // N,
@@ -117,7 +108,7 @@ def batch(
         "entropy": 2 * uniform(*shape),
         "values": normal(0.5),
         "new_values": normal(0.5),
-        "token_level_scores": last * (uniform(SAMPLES, 1) < 0.4).to(dtype),
+        "token_level_scores": last * (uniform(SAMPLES, 1) < 0.4).double(),
         "sum_pi_squared": (2 * log_probs).exp() + 0.1 * uniform(*shape),
         "reward_baselines": uniform(SAMPLES // N).repeat_interleave(N),
         "reward_components": uniform(SAMPLES, 2),
@@ -125,8 +116,8 @@ def batch(
 
 
 def verl_case(case: Case) -> dict[str, Any]:
-    """The case as verl_update.py reads it."""
-    words = [word.lstrip("+") for word in (*case.words, *case.verl)]
+    """Return the case in the form that verl_update.py reads."""
+    words = [word.lstrip("+") for word in case.words]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     assert isinstance(given, dict)
     actor = given.get("actor_rollout_ref", {}).get("actor", {})
@@ -148,12 +139,12 @@ def verl_case(case: Case) -> dict[str, Any]:
         "actor": settings,
         "critic": critic,
         "micro": [list(rows) for rows in case.micro],
-        "applied": case.applied,
+        "applied": True,
     }
 
 
 def by_verl(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The steps as verl takes them; see verl_update.py for the numbers."""
+    """Take the steps with verl; see verl_update.py for the numbers."""
     assert PYTHON.exists(), "make peers"
     with tempfile.TemporaryDirectory() as folder:
         given, answers = Path(folder) / "given.pt", Path(folder) / "answers.pt"
@@ -168,7 +159,7 @@ def by_verl(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def configured(case: Case, folder: Path) -> TrainConfig:
-    """The config that Tandem makes of the case's words, with files of `folder` in place of theirs."""
+    """Return the config that Tandem makes of the case's words, with files of `folder`."""
     model, rows, reward = folder / "model", folder / "rows.parquet", folder / "reward.py"
     if not model.exists():
         model.mkdir(parents=True)
@@ -200,7 +191,7 @@ def configured(case: Case, folder: Path) -> TrainConfig:
 
 
 def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
-    """The step as Tandem's workers take it; what `by_verl` gives, as rectangles."""
+    """Take the step with Tandem's workers, and return the same tensors as `by_verl`."""
     config = configured(case, folder)
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -225,7 +216,7 @@ def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
 def _accumulated(
     loss: ActorLoss | CriticLoss, table: DataProto, outputs: dict[str, Tensor], by: str, case: Case
 ) -> tuple[Tensor, Tensor]:
-    """The mini-batch's loss and its gradient, summed over micro-batches as a training engine does."""
+    """Return the mini-batch's loss and gradient, summed over micro-batches like in a training engine."""
     mask = table.ragged("response_mask")
     kept = mask.to_padded().bool()
     counts = Counts(tokens=int(kept.sum()), sequences=int(kept.any(1).sum()))
@@ -245,14 +236,14 @@ def _accumulated(
 
 
 def _flat(column: Tensor, columns: Mapping[str, Tensor], rows: Sequence[int]) -> Tensor:
-    """Rows of a rectangle, end to end, with a prompt of zeros before each."""
+    """Return the rows of a rectangle end to end, with a prompt of zeros before each row."""
     lengths = columns["lengths"].tolist()
     before = torch.zeros(PROMPT, dtype=column.dtype)
     return torch.cat([torch.cat((before, column[row, : lengths[row]])) for row in rows])
 
 
 def _table(columns: Mapping[str, Tensor], components: Sequence[str], *, without_old: bool) -> DataProto:
-    """The batch with prompts, before its advantages."""
+    """Return the batch with prompts, before its advantages."""
     everyone, lengths = range(SAMPLES), columns["lengths"] + PROMPT
     names = {name: name for name in columns if columns[name].shape == (SAMPLES, LONGEST)}
     names |= {"ref_log_prob": "ref_log_probs"}
@@ -275,5 +266,5 @@ def _rectangle(column: Ragged) -> Tensor:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The length of the difference over that of `wanted`."""
+    """Return the norm of the difference divided by the norm of `wanted`."""
     return float((found - wanted).double().norm() / wanted.double().norm())

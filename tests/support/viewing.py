@@ -1,4 +1,4 @@
-"""A run with something for every page of `tandem view`, and a client of its server."""
+"""A run with data for every page of `tandem view`, and a client of its server."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from tandem.viewer.shelf import Shelf
 STEPS, PROMPTS, GROUP = 6, 2, 4
 WORDS = ["<pad>", "what", "is", "the", "answer", "seven", "eight", "call", "result", "end"]
 TOKENS = [1, 2, 5, 4, 7, 8, 5, 9]
-"""A prompt of two tokens, then a response in whose middle a tool wrote one token (`result`)."""
+"""A prompt of two tokens, then a response with one token in the middle that a tool wrote (`result`)."""
 MASK = [False, False, True, True, True, False, True, True]
 START = 1_700_000_000.0
 
 
 def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -> Path:
-    """A finished run of `steps` steps, eight samples each, in which all scores of step s are s / 10 for the
-    first prompt and 1 for the second."""
+    """Write a finished run of `steps` steps with eight samples each.
+
+    In step s, all scores are s / 10 for the first prompt and 1 for the second.
+    """
     folder = RunFolder(path)
     tokenizer = model or path / "model"
     tokenizer.mkdir(exist_ok=True)
@@ -110,7 +112,7 @@ def sample_table(step: int, responses: list[str] | None = None) -> dict[str, Any
 
 
 def _write_timeline(path: Path, steps: int) -> None:
-    """Of each step: two seconds, in which rank 0 generates for 0.5 s, rank 1 for 1 s, then both update."""
+    """Write two seconds per step: rank 0 generates for 0.5 s, rank 1 for 1 s, then both update."""
     tracks = {"controller": 1, "actor rank 0": 2, "actor rank 1": 3}
     lines = [
         {"name": "thread_name", "ph": "M", "args": {"name": name}, "pid": 1, "tid": tid}
@@ -136,7 +138,7 @@ def _write_timeline(path: Path, steps: int) -> None:
 
 
 class Client:
-    """Asks a viewer's server, as the page does."""
+    """A client that asks a viewer's server like the page does."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -144,10 +146,9 @@ class Client:
         self.path = urlsplit(server.url).path
 
     def get(self, path: str, *, method: str = "GET", host: str = "", whole: bool = False) -> tuple[int, Any]:
-        """The status and the body, with its headers where they are wanted.
+        """Return the status and the body, and with `whole` the headers too.
 
-        Args:
-            path: below the token's, or from the root where it begins with "/".
+        `path` is a path below the token's path, or a path from the root if it starts with "/".
         """
         connection = HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
         target = path if path.startswith("/") else self.path + path
@@ -165,7 +166,7 @@ class Client:
 
 @contextmanager
 def viewing(*folders: Path) -> Iterator[Client]:
-    """A server over some folders, whose samples have been read."""
+    """Serve some folders, and wait until their samples were read."""
     with Shelf(folders) as shelf, Server(Api(shelf)) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         client = Client(server)
@@ -176,7 +177,7 @@ def viewing(*folders: Path) -> Iterator[Client]:
 
 
 def await_samples(client: Client, run: str, files: int | None = None) -> None:
-    """Until the index has all files of samples, or so many."""
+    """Wait until the index has all files of samples, or the given number."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         found = next(each for each in client.ask("runs") if each["run"] == run)

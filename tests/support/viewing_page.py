@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
 COUNT = PROMPTS * GROUP * STEPS
-"""Samples of a run of `write_viewed`."""
+"""The number of samples of a run of `write_viewed`."""
 
 
 class Viewer:
-    """A tab: opens pages, and holds what went wrong in it."""
+    """A tab that opens pages and records errors in them."""
 
     def __init__(self, page: Page, client: Client, root: Path) -> None:
         self.page, self._client, self._root = page, client, root
@@ -36,7 +36,7 @@ class Viewer:
         return self.page
 
     def params(self) -> dict[str, str]:
-        """What the address says, but for the run."""
+        """Return the parameters in the address, without the run."""
         found = parse_qs(urlsplit(self.page.url).fragment.partition("?")[2])
         return {name: values[0] for name, values in found.items() if name != "run"}
 

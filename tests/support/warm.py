@@ -1,9 +1,9 @@
-"""Python processes that begin with PyTorch, Ray and Tandem imported.
+"""Python processes that start with PyTorch, Ray and Tandem already imported.
 
-A new process spends about twenty seconds on imports. Here one server per test process makes them once, and
-forks itself for each program that it is asked to run: with a process id, memory, signals and an exit of its
-own, and every library fresh as after its import. A test of what is read at the start of a process (MALLOC_…),
-of the imports themselves, or of a whole session's processes starts a cold Python.
+A new process spends about twenty seconds on imports. Here, each test process has one server that imports
+everything once and forks itself for each program. A forked process has its own process id, memory, signals
+and exit, and every library is fresh as after its import. Some tests start a cold Python instead. They test
+what is read at the start of a process (MALLOC_…), the imports themselves, or all processes of a session.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_LIMIT_S = 240.0
 
 @cache
 def server() -> Path:
-    """The socket of this test process's server, started by the first who asks."""
+    """Return the socket of this test process's server, which the first call starts."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     atexit.register(folder.cleanup)
     path = Path(folder.name, "socket")
@@ -37,7 +37,7 @@ def server() -> Path:
     process = subprocess.Popen(
         [sys.executable, warm_server.__file__, path], stdin=subprocess.PIPE, env=os.environ | own
     )
-    atexit.register(process.wait)  # called last first
+    atexit.register(process.wait)  # exit functions run in reverse order
     atexit.register(process.stdin.close)  # type: ignore[union-attr]
     deadline = time.monotonic() + START_LIMIT_S
     while not path.exists():
@@ -47,8 +47,10 @@ def server() -> Path:
 
 
 class WarmProcess(subprocess.Popen[Any]):
-    """`subprocess.Popen([sys.executable, …])`, forked by the server. Of Popen's options those for streams,
-    `cwd`, `env` and `start_new_session` are heeded."""
+    """A process like `subprocess.Popen([sys.executable, …])`, forked by the server.
+
+    It supports Popen's options for streams, `cwd`, `env` and `start_new_session`.
+    """
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         cwd, env = more[4:6]
@@ -70,14 +72,14 @@ class WarmProcess(subprocess.Popen[Any]):
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """As waitpid: zeros while it runs."""
+        """Return the same as waitpid: zeros while the process runs."""
         self._line.settimeout(0 if wait_flags & os.WNOHANG else None)
         try:
             seen = self._line.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return 0, 0
         self._line.settimeout(None)
-        status = int(self._answers.readline()) if seen else 9  # without its server
+        status = int(self._answers.readline()) if seen else 9  # 9 if the server is gone
         return self.pid, status
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
@@ -89,7 +91,7 @@ class WarmProcess(subprocess.Popen[Any]):
 
 
 def run(command: list[Any], *, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run(…, capture_output=True, text=True, check=False)`."""
+    """Run a command like `subprocess.run(…, capture_output=True, text=True, check=False)`."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with WarmProcess(command, **(pipes | options)) as process:
         try:
@@ -101,7 +103,7 @@ def run(command: list[Any], *, timeout: float = 120, **options: Any) -> subproce
 
 
 def warm_ray() -> None:
-    """Ray that this process starts from now on forks its workers from the server."""
+    """Let Ray clusters that this process starts from now on fork their workers from the server."""
     services: Any = import_module("ray._private.services")
     stand_in = server().with_name("python")
     if not stand_in.exists():

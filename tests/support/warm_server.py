@@ -1,7 +1,7 @@
-"""The server of `warm`, and its client: standard library alone, so that the client starts in no time.
+"""The server of `warm` and its client. Both use only the standard library, so the client starts fast.
 
-As a program: `warm_server.py SOCKET` serves until its standard input ends. Under the name `python` beside the
-socket it stands in for the interpreter: Ray's workers are forked by the server, anything else is executed.
+As a program, `warm_server.py SOCKET` serves until its standard input ends. Under the name `python` beside the
+socket, it replaces the interpreter: the server forks Ray's workers, and anything else is executed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 LENGTH = 8
-IMPORTED = (  # not Ray, whose settings are read from the environment while it is imported
+IMPORTED = (  # not Ray, because its import reads settings from the environment
     "tandem.trainer.assembly",
     "tandem.trainer.supervised",
     "tandem.workers.actor",
@@ -30,8 +30,11 @@ IMPORTED = (  # not Ray, whose settings are read from the environment while it i
 
 
 def ask(path: object, request: dict[str, object], streams: list[int]) -> socket.socket:
-    """Asks for a process with these streams; the answers are lines: its process id and, once, its status. It
-    is killed when the connection ends before it."""
+    """Request a process with these streams.
+
+    The answers are lines: its process id and later its status. The process is killed if the connection ends
+    first.
+    """
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
     text = json.dumps(request).encode()
@@ -44,7 +47,7 @@ def ask(path: object, request: dict[str, object], streams: list[int]) -> socket.
 
 
 def stand_in() -> None:
-    """Runs what this was called with, in place of the interpreter."""
+    """Run the command of this program in place of the interpreter."""
     words = sys.argv[1:]
     if not any(word.endswith("default_worker.py") for word in words):
         os.execv(sys.executable, [sys.executable, *words])
@@ -59,7 +62,7 @@ def stand_in() -> None:
 
 
 class Server:
-    """Forks a process for each request."""
+    """A server that forks a process for each request."""
 
     def __init__(self, path: str) -> None:
         self.listener = socket.socket(socket.AF_UNIX)
@@ -72,11 +75,14 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         self.wakes = wakes
-        self.running: dict[int, socket.socket] = {}  # connections by process id
-        os.rename(f"{path}.new", path)  # whoever sees it can connect
+        self.running: dict[int, socket.socket] = {}  # the connection of each process id
+        os.rename(f"{path}.new", path)  # a client that sees the name can connect
 
     def serve(self) -> list[str] | None:
-        """Returns in each child, with the words of its program; None at the end of standard input."""
+        """Serve requests until standard input ends, and return None then.
+
+        In each child process, return the words of its program.
+        """
         with selectors.DefaultSelector() as ready:
             for source in (sys.stdin.fileno(), self.listener, self.awake):
                 ready.register(source, selectors.EVENT_READ)
@@ -88,7 +94,7 @@ class Server:
                             return words
                     elif key.fileobj is self.awake:
                         self._reap(ready)
-                    elif key.data is not None:  # a client that is gone, or has ended its side
+                    elif key.data is not None:  # a client that has closed its side
                         self._kill(key.data)
                         ready.unregister(key.fileobj)
                     else:
@@ -144,7 +150,7 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
-    """Makes the forked process one that was started so."""
+    """Turn the forked process into one that was started with this request."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["session"]:
@@ -169,8 +175,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
 
 
 def program(words: list[str]) -> None:
-    """What the interpreter does with these words."""
-    if words[0].endswith("setup_worker.py"):  # Ray's worker, with what that file would set up for it
+    """Run these words like the interpreter."""
+    if words[0].endswith("setup_worker.py"):  # Ray's worker; do the setup that this file would do
         parser = argparse.ArgumentParser()
         parser.add_argument("--serialized-runtime-env-context", default="{}")
         parser.add_argument("--language")

@@ -1,13 +1,16 @@
-"""What is said of a config before anything is made."""
+"""Messages about a config before anything is created."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tandem.config.rollout import RolloutConfig
+from tandem.engines.rollout.vllm import process
 from tandem.errors import ConfigError
-from tandem.trainer import assembly
+from tandem.trainer import assembly, here
 from tests.support.runs import Lab
 
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
@@ -19,10 +22,8 @@ ACTIVATIONS = "actor_rollout_ref.model.enable_activation_offload"
     ("backend", "device", "told"),
     [("local", "auto", True), ("local", "cpu", True), ("ray", "cpu", True), ("ray", "auto", False)],
 )
-def test_offload_without_effect(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, told: bool
-) -> None:
-    """On Ray this machine's devices are not those of the workers."""
+def test_offload_without_effect(lab: Lab, monkeypatch, backend, device, told):
+    """On Ray, this machine's devices are not the workers' devices, so there is no message."""
 
     def none(*_: Any) -> None:
         raise ConfigError("no backend here")
@@ -33,16 +34,14 @@ def test_offload_without_effect(
     with pytest.raises(ConfigError, match="no backend here"):
         lab.trainer(
             lab.folder / "unmade",
-            f"{OFFLOAD}=true",
+            "A.fsdp_config.param_offload=true",
             HOST,
-            f"{ACTIVATIONS}=true",
-            f"trainer.backend={backend}",
-            f"trainer.device={device}",
+            f"M.enable_activation_offload=true trainer.backend={backend} trainer.device={device}",
             said=said,
         )
     sentences = [
-        f"{OFFLOAD}, {HOST}: no effect on a CPU, whose memory is the host's.",
-        f"{ACTIVATIONS}: on a CPU nothing moves; what would is counted.",
+        f"{OFFLOAD}, {HOST}: no effect on a CPU, where everything is in host memory already.",
+        f"{ACTIVATIONS}: on a CPU nothing is moved; its size is only counted.",
     ]
     assert said == sentences * told
 
@@ -50,13 +49,11 @@ def test_offload_without_effect(
 @pytest.mark.parametrize(
     "words",
     [
-        ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type"),
+        ("A.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type"),
         ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty"),
     ],
 )
-def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, words: tuple[str, str]
-) -> None:
+def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(lab, monkeypatch, words):
     def none(*_: Any) -> None:
         raise AssertionError("a backend is made")
 
@@ -64,5 +61,14 @@ def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(
     own = lab.folder / "own_kl.py"
     own.write_text("def distance(log_probs, reference):\n    return log_probs - reference\n")
     switch, key = words
-    with pytest.raises(ConfigError, match="'reference' is no column"):
+    with pytest.raises(ConfigError, match="'reference' is not a column"):
         lab.trainer(lab.folder / "unmade", switch, f"{key}={own}:distance")
+
+
+def test_a_rollout_on_vllm_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (here, process):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    config: Any = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=RolloutConfig(name="vllm")))
+    with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
+        here._vllm(config)
+    assert caught.value.field == "actor_rollout_ref.rollout.name" and caught.value.got == "vllm"

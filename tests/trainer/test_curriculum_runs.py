@@ -1,5 +1,4 @@
-"""A sampler in the loop: it is told what was observed before it draws again, and a run that was stopped goes
-on as the one that was not."""
+"""A sampler of prompts in a run: it observes results before it draws again, and it resumes correctly."""
 
 from __future__ import annotations
 
@@ -7,12 +6,8 @@ import numpy as np
 import pytest
 
 from tandem.errors import DataError
-from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same
 
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 6
-"""
 OWN = """
 class Worst:
     '''The rows with the lowest mean reward; rows never answered come first, by number.'''
@@ -39,30 +34,24 @@ class Worst:
 
 
 @pytest.fixture(scope="module")
-def words(lab: Lab) -> tuple[str, ...]:
-    (lab.folder / "letters.py").write_text(REWARD)
+def words(lab: Lab) -> str:
     (lab.folder / "own_sampler.py").write_text(OWN)
-    return (
-        f"custom_reward_function.path={lab.folder / 'letters.py'}",
-        f"data.sampler.class_path={lab.folder / 'own_sampler.py'}",
-        "data.sampler.class_name=Worst",
-        "data.sampler.kwargs={longest: 4}",
-        "trainer.total_training_steps=5",
-        "trainer.save_freq=1",
+    own = (
+        f"data.sampler={{class_path: {lab.folder}/own_sampler.py, class_name: Worst, kwargs: {{longest: 4}}}}"
     )
+    return f"{lab.letters} {own} steps=5 trainer.save_freq=1"
 
 
 def drawn(run: Finished, step: int) -> tuple[list[int], list[float]]:
-    """The rows of a step, and the mean reward of each."""
+    """Return the rows of a step, and the mean reward of each."""
     samples = run.samples(step)
     scores = np.array(samples["scores"]).reshape(-1, 3).mean(1)
     return samples["index"][::3], scores.tolist()
 
 
-def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...]) -> None:
-    """Of the fourteen questions of four characters, the first two steps bring eight; then follow six new
-    ones and the worst."""
-    run = lab.run("worst", *words)
+def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: str) -> None:
+    """There are 14 questions of four characters; the third step takes the last six and the worst."""
+    run = lab.run("worst", words)
     known = dict.fromkeys(range(14), -1.0)
     for step in range(1, 6):
         rows, rewards = drawn(run, step)
@@ -75,31 +64,27 @@ def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: tuple[str, ...])
 
 
 @pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: tuple[str, ...], built_in: bool) -> None:
-    """With dynamic sampling, so that the sampler is asked several times a step and prompts are given back."""
+def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: str, built_in: bool) -> None:
+    """With dynamic sampling, the sampler draws several times per step and prompts are given back."""
     if built_in:
-        words = (words[0], "data.sampler.class_name=PassRateSampler", *words[4:])
-    words = (*words, "algorithm.filter_groups.enable=true", "data.gen_batch_size=5",
-             "actor_rollout_ref.actor.ppo_mini_batch_size=2")  # fmt: skip
-    whole = lab.run(f"whole_{built_in}", *words)
+        words = f"{lab.letters} data.sampler.class_name=PassRateSampler steps=5 trainer.save_freq=1"
+    words += " F.enable=true data.gen_batch_size=5 A.ppo_mini_batch_size=2"
+    whole = lab.run(f"whole_{built_in}", words)
     assert any(row["sampling/gen_batches"] > 1 or row["sampling/surplus_groups"] > 0 for row in whole.rows)
-    with broken_off(4):
-        lab.run(f"stopped_{built_in}", *words)
-    resumed = lab.run(f"stopped_{built_in}", *words)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+    resumed = lab.resumed(f"stopped_{built_in}", words, at=4)
+    assert_same(resumed, whole)
     assert resumed.samples(5)["uid"] == whole.samples(5)["uid"]
 
 
-def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab: Lab, words: tuple[str, ...]) -> None:
-    lab.run("with_sampler", *words, "trainer.total_training_steps=1")
+def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab: Lab, words: str) -> None:
+    lab.run("with_sampler", words, "steps=1")
     with pytest.raises(DataError) as caught:
-        lab.run("with_sampler", words[0], "trainer.resume_with_changes=true")
+        lab.run("with_sampler", lab.letters, "trainer.resume_with_changes=true")
     assert caught.value.field == "data.sampler.class_name"
 
 
-def test_what_the_sampler_raises_ends_the_run(lab: Lab, words: tuple[str, ...]) -> None:
+def test_what_the_sampler_raises_ends_the_run(lab: Lab, words: str) -> None:
     path = lab.folder / "raising.py"
     path.write_text(OWN.replace("for row, reward", "raise ValueError('lost count')\n        for row, reward"))
     with pytest.raises(ValueError, match="lost count"):
-        lab.run("raising", *words, f"data.sampler.class_path={path}")
+        lab.run("raising", words, f"data.sampler.class_path={path}")

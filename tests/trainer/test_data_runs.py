@@ -1,4 +1,4 @@
-"""Data in the loop: a mixture and its metrics, files that grew before a resume, a dataset of one's own."""
+"""Data in a run: a mixture and its metrics, files that grow before a resume, a custom dataset class."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from tandem.errors import DataError
 from tests.support.runs import Finished, Lab, broken_off, same_weights
 from tests.support.tiny import problem, write_rows
 
-SCORE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 6
-"""
 OWN = """
 from torch.utils.data import Dataset
-
 
 class Sums(Dataset):
     def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
@@ -37,28 +32,23 @@ class Sums(Dataset):
 
 
 def write(lab: Lab, name: str, rows: int) -> str:
-    """Every third row is of the source hard."""
+    """Write rows of which every third has the source hard."""
     made = [problem(n % 9, n % 8) | {"data_source": "hard" if n % 3 == 2 else "easy"} for n in range(rows)]
     return str(write_rows(lab.folder / name, made))
 
 
 @pytest.fixture(scope="module")
-def words(lab: Lab) -> tuple[str, ...]:
-    (lab.folder / "letters.py").write_text(SCORE)
-    return (
-        f"custom_reward_function.path={lab.folder / 'letters.py'}",
-        "trainer.total_training_steps=5",
-        "trainer.save_freq=1",
-    )
+def words(lab: Lab) -> str:
+    return f"{lab.letters} steps=5 trainer.save_freq=1"
 
 
 def uids(run: Finished, step: int) -> list[str]:
     return run.samples(step)["uid"][::3]
 
 
-def test_a_mixture_over_a_file_that_grew(lab: Lab, words: tuple[str, ...]) -> None:
-    """Nine rows give epochs of two steps; after the stop at step 3 there are 21, which join at step 5."""
-    words = (*words, "data.mixture={easy: 1, hard: 3}")
+def test_a_mixture_over_a_file_that_grew(lab: Lab, words: str) -> None:
+    """Nine rows make epochs of two steps. After the stop at step 3 there are 21 rows, used from step 5 on."""
+    words = (words, "data.mixture={easy: 1, hard: 3}")
     path = write(lab, "mixed.parquet", 9)
     whole = lab.run("mixed", *words, f"data.train_files={path}")
     for step in range(1, 6):
@@ -76,29 +66,27 @@ def test_a_mixture_over_a_file_that_grew(lab: Lab, words: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("change", ["another prompt", "fewer rows"])
-def test_other_old_rows_are_refused_and_other_answers_are_not(
-    lab: Lab, words: tuple[str, ...], change: str
-) -> None:
+def test_other_old_rows_are_refused_and_other_answers_are_not(lab, words, change):
     path, name = write(lab, "old.parquet", 9), change.replace(" ", "_")
-    words = (*words, f"data.train_files={path}")
+    words = (words, f"data.train_files={path}")
     with broken_off(2):
         lab.run(name, *words)
     rows = [problem(n % 9, n % 8) for n in range(9)]
     rows[0]["reward_model"]["ground_truth"] = "7"
     write_rows(lab.folder / "old.parquet", rows if change == "another prompt" else rows[:8])
     if change == "another prompt":
-        lab.run(name, *words, "trainer.total_training_steps=3", "trainer.resume_with_changes=true")
+        lab.run(name, *words, "steps=3 trainer.resume_with_changes=true")
         rows[4] = problem(1, 1)
         write_rows(lab.folder / "old.parquet", rows)
-    with pytest.raises(DataError, match="the checkpoint continues another order of the data") as caught:
+    with pytest.raises(DataError, match="another order of the data") as caught:
         lab.run(name, *words)
     said = "whose first 9 are not those of the checkpoint" if change == "another prompt" else "rows 8"
     assert said in str(caught.value)
 
 
-def test_a_dataset_of_ones_own_trains_and_goes_on(lab: Lab, words: tuple[str, ...]) -> None:
+def test_a_dataset_of_ones_own_trains_and_goes_on(lab: Lab, words: str) -> None:
     (lab.folder / "own_rows.py").write_text(OWN)
-    words = (*words, f"data.custom_cls.path={lab.folder / 'own_rows.py'}", "data.custom_cls.name=Sums")
+    words = (words, f"data.custom_cls.path={lab.folder / 'own_rows.py'} data.custom_cls.name=Sums")
     whole = lab.run("own", *words)
     assert set(whole.samples(1)["data_source"]) == {"own"}
     with broken_off(2):

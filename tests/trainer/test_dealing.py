@@ -28,7 +28,7 @@ def shares(order, count):
 def test_prompts_are_dealt_by_what_was_written_to_them_the_last_time():
     dealer = Dealer()
     first = index([f"0-{row}" for row in range(4)], "prompts", [5, 5, 5, 5])
-    # responses of 100 and 100, 1 and 3, 90 and 110, 2 and 2 tokens
+    # the responses have 100 and 100, 1 and 3, 90 and 110, 2 and 2 tokens
     written = [105, 105, 6, 8, 95, 115, 7, 7]
     dealer.learn(first, index([f"0-{row}" for row in range(4) for _ in range(2)], "tokens", written))
     again = index([f"1-{row}" for row in range(4)], "prompts", [5, 5, 5, 5])
@@ -40,9 +40,9 @@ def test_prompts_are_dealt_by_what_was_written_to_them_the_last_time():
 def test_a_new_prompt_is_expected_to_be_answered_as_the_others_were():
     dealer = Dealer()
     known = index(["0-0", "0-1"], "prompts", [4, 4])
-    dealer.learn(known, index(["0-0", "0-1"], "tokens", [104, 24]))  # 100 and 20 tokens, 60 on average
+    dealer.learn(known, index(["0-0", "0-1"], "tokens", [104, 24]))  # responses of 100 and 20 tokens: mean 60
     new = index(["0-0", "0-1", "0-7", "0-8"], "prompts", [4, 4, 4, 4])
-    assert shares(dealer.order(new, 2), 2) == [[0, 1], [2, 3]]  # 120 and 120
+    assert shares(dealer.order(new, 2), 2) == [[0, 1], [2, 3]]  # 120 tokens for each rank
 
 
 def test_prompts_that_nobody_answered_are_dealt_by_their_own_length():
@@ -55,7 +55,7 @@ def test_one_rank_gets_the_prompts_as_they_are():
 
 
 class Writer(Worker):
-    """Answers each prompt with its own uid and the number of the sample."""
+    """Answers each prompt with the prompt's uid and the number of the sample."""
 
     def __init__(self):
         self.seen = []
@@ -64,10 +64,7 @@ class Writer(Worker):
     def generate_sequences(self, prompts, n, params):
         self.seen += prompts.non_tensor_batch["uid"].tolist()
         out = prompts.repeat(n)
-        return DataProto(
-            {"sample": torch.arange(len(prompts) * n) % n},
-            {"uid": out.non_tensor_batch["uid"]},
-        )
+        return DataProto({"sample": torch.arange(len(prompts) * n) % n}, {"uid": out.non_tensor_batch["uid"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_scores(self, samples):
@@ -90,7 +87,7 @@ def test_samples_come_back_in_the_order_of_the_prompts():
     prompts = BatchFuture.of(table(["1", "2", "3", "4", "5"], "prompts", [3, 9, 8, 1, 7]))
     plain = roles.generate(prompts, 2, SamplingParams(max_tokens=1), Dealer())
     dealt = replace(roles, rollout_shares=2).generate(prompts, 2, SamplingParams(max_tokens=1), Dealer())
-    assert group.order()[0][5:] == ["1", "2", "4", "3", "5"]  # 3 + 9 + 1 tokens, and 8 + 7
+    assert group.order()[0][5:] == ["1", "2", "4", "3", "5"]  # ranks get 3 + 9 + 1 and 8 + 7 tokens
     for samples, scores in (plain, dealt):
         assert samples.get().non_tensor_batch["uid"].tolist() == np.repeat(list("12345"), 2).tolist()
         assert samples.get().dense("sample").tolist() == [0, 1] * 5

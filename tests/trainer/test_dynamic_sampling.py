@@ -1,50 +1,41 @@
-"""Prompts whose responses are all worth the same are left out, and others take their place: which ones, how
-many, and the same after a resume."""
+"""Dynamic sampling: prompts whose responses all have the same reward are replaced."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tandem.config.load import load_train_config
 from tandem.errors import ConfigError, DataError, RewardError
 from tandem.trainer.control import run_control
-from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same
 
 FILTER = "algorithm.filter_groups"
-ON = (f"{FILTER}.enable=true", "data.shuffle=false")
+ON = "F.enable=true data.shuffle=false"
 
 
-def rewarded(lab: Lab, name: str, body: str) -> str:
-    """The key of a reward function whose last lines are `body`."""
-    path = lab.folder / f"{name}.py"
-    path.write_text(
+def rewarded(lab: Lab, body: str) -> str:
+    """Write a reward function whose last lines are `body`, and return the config key that names it."""
+    return lab.reward(
         "import collections, zlib\nseen = collections.Counter()\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         f"    seen[ground_truth, extra_info['index']] += 1\n    {body}\n"
     )
-    return f"custom_reward_function.path={path}"
 
 
 @pytest.fixture(scope="module")
 def odd(lab: Lab) -> str:
-    """Every second response is right, of prompts with an odd answer; the others are all wrong. The answers
-    of rows 0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18, 20, 21 and 23 are odd."""
+    """Return a reward under which every second response to a prompt with an odd answer is right, no other."""
     return rewarded(
-        lab,
-        "odd",
-        "return float(int(ground_truth) % 2 == 1 and seen[ground_truth, extra_info['index']] % 2)",
+        lab, "return float(int(ground_truth) % 2 == 1 and seen[ground_truth, extra_info['index']] % 2)"
     )
 
 
 def prompts(run: Finished, step: int) -> list[str]:
-    """The uids of a step's prompts, in order."""
+    """Return the uids of a step's prompts, in order."""
     return list(dict.fromkeys(run.samples(step)["uid"]))
 
 
 def test_exactly_the_prompts_that_differ_are_learnt_from_and_none_is_lost(lab: Lab, odd: str) -> None:
-    run = lab.run("odd", *ON, odd, "trainer.total_training_steps=4")
+    run = lab.run("odd", ON, odd, "steps=4")
     assert [prompts(run, step) for step in (1, 2, 3, 4)] == [
         ["0-0", "0-2", "0-4", "0-6"],
         ["0-7", "0-9", "0-11", "0-13"],
@@ -63,8 +54,8 @@ def test_exactly_the_prompts_that_differ_are_learnt_from_and_none_is_lost(lab: L
 
 
 def test_a_larger_generation_batch_is_one_generation(lab: Lab, odd: str) -> None:
-    """Of rows 7, 9, 11, 12, 13, 14 the last is one too many."""
-    run = lab.run("six", *ON, odd, "data.gen_batch_size=6")
+    """The batch has rows 7, 9, 11, 12, 13 and 14; the last one no longer fits."""
+    run = lab.run("six", ON, odd, "data.gen_batch_size=6")
     assert prompts(run, 1) == ["0-0", "0-2", "0-4", "0-6"]
     assert prompts(run, 2) == ["0-7", "0-9", "0-11", "0-13"]
     assert [row["sampling/gen_batches"] for row in run.rows] == [2, 1]
@@ -73,10 +64,9 @@ def test_a_larger_generation_batch_is_one_generation(lab: Lab, odd: str) -> None
 
 
 def test_what_was_written_and_scored_is_said_of_all_prompts(lab: Lab, odd: str) -> None:
-    """Responses of six tokens: eight prompts were answered, and four are learnt from. Of three responses to
-    five odd prompts two are right."""
-    words = ("actor_rollout_ref.rollout.ignore_eos=true", "trainer.total_training_steps=1")
-    (row,) = lab.run("written", *ON, odd, *words).rows
+    """All responses have six tokens; two of three responses to five odd prompts are right."""
+    words = "R.ignore_eos=true steps=1"
+    (row,) = lab.run("written", ON, odd, words).rows
     assert (row["tokens/response"], row["sampling/response_tokens"]) == (4 * 3 * 6, 8 * 3 * 6)
     assert row["reward/mean"] == pytest.approx(2 / 3)
     assert row["sampling/reward"] == pytest.approx(5 / 8 * 2 / 3)
@@ -85,16 +75,13 @@ def test_what_was_written_and_scored_is_said_of_all_prompts(lab: Lab, odd: str) 
 
 
 @pytest.mark.parametrize(
-    ("limit", "telling"),
-    [(0, "0 of 4 prompts after 6 generation batches"), (2, "0 of 4 prompts after 2 generation batches")],
+    ("limit", "telling"), [(0, "0 of 4 prompts after 6 generation"), (2, "0 of 4 prompts after 2 generation")]
 )
-def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_reason(
-    lab: Lab, limit: int, telling: str
-) -> None:
-    """Without a limit each of the 24 prompts is tried once."""
-    same = rewarded(lab, "same", "return 1.0")
+def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_reason(lab, limit, telling):
+    """Without a limit, the run tries each of the 24 prompts once."""
+    same = rewarded(lab, "return 1.0")
     with pytest.raises(RewardError) as caught:
-        lab.run(f"same_{limit}", *ON, same, f"{FILTER}.max_num_gen_batches={limit}")
+        lab.run(f"same_{limit}", ON, same, f"F.max_num_gen_batches={limit}")
     error = caught.value
     assert error.field == f"{FILTER}.max_num_gen_batches"
     assert str(error.got).startswith(telling)
@@ -103,82 +90,61 @@ def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_reason(
 
 def test_a_number_that_the_reward_does_not_return_is_named(lab: Lab, odd: str) -> None:
     with pytest.raises(RewardError) as caught:
-        lab.run("no_metric", *ON, odd, f"{FILTER}.metric=format")
+        lab.run("no_metric", ON, odd, "F.metric=format")
     assert caught.value.field == f"{FILTER}.metric"
     assert "format" in str(caught.value.got)
 
 
 def test_a_number_of_the_rewards_own_may_decide(lab: Lab) -> None:
-    """The score differs everywhere, `right` only for odd answers."""
+    """The score differs for all prompts, but the filter reads `right`, which differs only for odd answers."""
     key = rewarded(
         lab,
-        "own",
         "k = seen[ground_truth, extra_info['index']]; "
         "return {'score': k / 7, 'right': float(int(ground_truth) % 2 == 1 and k % 2)}",
     )
-    words = ("trainer.total_training_steps=1",)
-    assert prompts(lab.run("by_right", *ON, key, *words, f"{FILTER}.metric=right"), 1) == [
-        "0-0", "0-2", "0-4", "0-6",
-    ]  # fmt: skip
+    words = "steps=1"
+    assert prompts(lab.run("by_right", ON, key, words, "F.metric=right"), 1) == ["0-0", "0-2", "0-4", "0-6"]
     for metric in ("acc", "score", "reward", "seq_final_reward"):
-        run = lab.run(f"by_{metric}", *ON, key, *words, f"{FILTER}.metric={metric}")
+        run = lab.run(f"by_{metric}", ON, key, words, f"F.metric={metric}")
         assert prompts(run, 1) == ["0-0", "0-1", "0-2", "0-3"]
 
 
 def test_a_data_set_smaller_than_a_generation_batch_is_refused(lab: Lab, odd: str) -> None:
     with pytest.raises(DataError) as caught:
-        lab.run("too_few", *ON, odd, "data.gen_batch_size=25")
+        lab.run("too_few", ON, odd, "data.gen_batch_size=25")
     assert caught.value.field == "data.gen_batch_size"
 
 
-STOPPED = (
-    f"{FILTER}.enable=true",
-    "data.gen_batch_size=6",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "trainer.total_training_steps=5",
-    "trainer.save_freq=1",
-)
+STOPPED = "F.enable=true data.gen_batch_size=6 A.ppo_mini_batch_size=2 steps=5 trainer.save_freq=1"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, step: int) -> None:
-    """With prompts that were given back when it was broken off, and some of the batch that filled up."""
-    key = rewarded(lab, "hashed", "return zlib.crc32(solution_str.encode()) % 5 // 4")
-    whole = lab.run(f"whole_{step}", *STOPPED, key)
+    """When the run stopped, some prompts had been given back, and some of a filling batch were waiting."""
+    key = rewarded(lab, "return zlib.crc32(solution_str.encode()) % 5 // 4")
+    whole = lab.run(f"whole_{step}", STOPPED, key)
     waiting = whole.trainer.prompts.state_dict()["waiting"]
     assert waiting and len(set(waiting)) == len(waiting)
-    with broken_off(step):
-        lab.run(f"stopped_{step}", *STOPPED, key)
-    resumed = lab.run(f"stopped_{step}", *STOPPED, key)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+    resumed = lab.resumed(f"stopped_{step}", STOPPED, key, at=step)
+    assert_same(resumed, whole)
     assert [prompts(resumed, number) for number in range(1, 6)] == [
         prompts(whole, number) for number in range(1, 6)
     ]
     assert resumed.trainer.prompts.state_dict() == whole.trainer.prompts.state_dict()
 
 
-def test_a_worker_class_that_cannot_filter_is_refused(lab: Lab, tmp_path: Path) -> None:
-    (lab.folder / "own_batch.py").write_text(
-        "from tandem.runtime import Worker, register\n"
-        "class Own(Worker):\n"
-        "    def __init__(self, config, run, actor): super().__init__()\n"
-        "    @register()\n    def compute_advantages(self, batch, kl_coef): ...\n"
-        "    @register()\n    def measure(self, batch): ...\n"
-        "    @register()\n    def measure_validation(self, batch): ...\n"
-        "    @register()\n    def write_samples(self, step, batch): ...\n"
-    )
+def test_a_worker_class_that_cannot_filter_is_refused(lab: Lab) -> None:
+    own = lab.worker("compute_advantages measure measure_validation write_samples")
     with pytest.raises(ConfigError) as caught:
-        lab.run("own_batch", *ON, f"trainer.worker_classes={{batch: '{lab.folder}/own_batch.py:Own'}}")
+        lab.run("own_batch", ON, f"W.batch={own}")
     assert caught.value.field == f"{FILTER}.enable"
     assert "group_spread" in str(caught.value.got)
 
 
-def test_the_control_answers_the_same_prompts_twice(lab: Lab, tmp_path: Path) -> None:
-    """All prompts would be left out."""
-    same = rewarded(lab, "all_same", "return 1.0")
-    words = [*lab.overrides(tmp_path / "run"), *ON, "data.gen_batch_size=6", same]
-    report = run_control(load_train_config(None, words).config, say=lambda sentence: None)
+def test_the_control_answers_the_same_prompts_twice(lab: Lab) -> None:
+    """Dynamic sampling would drop all prompts, so the control run turns it off."""
+    same = rewarded(lab, "return 1.0")
+    report = run_control(lab.config(ON, "data.gen_batch_size=6", same), say=lambda sentence: None)
     assert report.causes == ()
     assert all(probe.at_floor for probe in report.probes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,17 @@ from tandem.errors import ConfigError
 from tests.support import loop_columns
 from tests.support.runs import Lab
 
-LOSS = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full")
-REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
-STEPS = 2
+LOSS = "A.use_kl_loss=true A.kl_loss_type=full"
+REWARD = "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full"
 
 
 @pytest.fixture(scope="module")
 def reward(lab: Lab) -> str:
-    return f"custom_reward_function.path={loop_columns.write(lab.folder)}"
-
-
-NAME = "custom_reward_function.name=score"
+    return f"custom_reward_function.path={loop_columns.write(lab.folder)} custom_reward_function.name=score"
 
 
 def exact(policy: Any, reference: Any, tokens: list[int]) -> list[float]:
-    """Σ p log p/q before each token, by transformers' own forward in float64."""
+    """Compute Σ p log p/q before each token with transformers' own forward in float64."""
     ids = torch.tensor([tokens])
     with torch.no_grad():
         log_p, log_q = (torch.log_softmax(model(ids).logits[0], -1) for model in (policy, reference))
@@ -45,28 +40,22 @@ def model_of(lab: Lab, weights: dict[str, torch.Tensor] | None = None) -> Any:
 
 @pytest.mark.equation("kl/full")
 @pytest.mark.parametrize("where", ["reward", "loss"])
-def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(
-    lab: Lab, reward: str, where: str
-) -> None:
-    words = (*(REWARD if where == "reward" else LOSS), reward, NAME, "algorithm.kl_ctrl.kl_coef=0.3")
-    words = words if where == "reward" else words[:-1]
-    after_one = lab.run(f"one step {where}", *words, "trainer.total_training_steps=1")
-    finished = lab.run(f"two steps {where}", *words, f"trainer.total_training_steps={STEPS}")
+def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab: Lab, reward: str, where: str):
+    words = (REWARD, "algorithm.kl_ctrl.kl_coef=0.3") if where == "reward" else (LOSS,)
+    after_one = lab.run(f"one step {where}", *words, reward, "steps=1")
+    finished = lab.run(f"two steps {where}", *words, reward)
     policy, reference = model_of(lab, after_one.weights()), model_of(lab)
-    samples, means, everything = finished.samples(2), [], []
-    for i, (tokens, mask) in enumerate(zip(samples["tokens"], samples["response_mask"], strict=True)):
-        kl = [k * m for k, m in zip(exact(policy, reference, tokens), mask, strict=True)]
-        means.append(sum(kl) / sum(mask))
-        everything += [k for k, m in zip(kl, mask, strict=True) if m]
-        if where == "reward":
-            assert samples["ref_kl"][i] == pytest.approx(kl, abs=1e-5)
-            scored = zip(samples["token_level_scores"][i], kl, strict=True)
-            assert samples["token_level_rewards"][i] == pytest.approx(
-                [s - 0.3 * k for s, k in scored], abs=1e-5
-            )
-    assert "ref_hidden" not in samples
-    first, second = finished.rows
+    means, everything = [], []
+    for tokens, mask in finished.each(2, "tokens", "response_mask"):
+        kl = [k for k, m in zip(exact(policy, reference, tokens), mask, strict=True) if m]
+        means.append(np.mean(kl))
+        everything += kl
+    found, (first, second) = finished.tokens(2), finished.rows
+    assert "ref_hidden" not in found[0]
     if where == "reward":
+        assert [token["ref_kl"] for token in found] == pytest.approx(everything, abs=1e-5)
+        wanted = [t["token_level_scores"] - 0.3 * kl for t, kl in zip(found, everything, strict=True)]
+        assert [token["token_level_rewards"] for token in found] == pytest.approx(wanted, abs=1e-5)
         assert (first["actor/kl_in_reward"], first["actor/kl"]) == (0.0, 0.0)
         assert second["actor/kl_in_reward"] == pytest.approx(np.mean(means), rel=1e-4)
     else:
@@ -80,31 +69,31 @@ def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(la
     apart = []
     for coefficient in (0, 1, 100):
         finished = lab.run(
-            f"drawn by {coefficient}", *LOSS, reward, NAME, "actor_rollout_ref.actor.optim.lr=0.003",
-            f"actor_rollout_ref.actor.kl_loss_coef={coefficient}", "trainer.total_training_steps=6",
-        )  # fmt: skip
+            f"drawn by {coefficient}", LOSS, reward, f"A.optim.lr=0.003 A.kl_loss_coef={coefficient} steps=6"
+        )
         assert finished.rows[0]["actor/kl"] == 0.0
         apart.append(finished.rows[-1]["actor/kl"])
     assert apart[0] > 2 * apart[1] > 4 * apart[2] > 0
 
 
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
-def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: tuple[str, ...]) -> None:
-    """Without a second copy of the weights: the numbers are those of a reference of its own."""
-    adapted = ("actor_rollout_ref.model.lora_rank=4", *words, reward, NAME, "trainer.total_training_steps=3")
-    finished = lab.run(f"adapted {words[0]}", *adapted)
+def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: str) -> None:
+    adapted = ("M.lora_rank=4", words, reward, "steps=3")
+    finished = lab.run(f"adapted {words}", *adapted)
     assert set(finished.actor.engines) == {"actor"}
     assert finished.rows[0]["actor/kl"] == 0.0 < finished.rows[2]["actor/kl"]
 
 
 def test_both_terms_at_once_and_several_updates_per_step(lab: Lab, reward: str) -> None:
     finished = lab.run(
-        "both", *LOSS, *REWARD, reward, NAME, "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20",
-    )  # fmt: skip
+        "both",
+        LOSS,
+        REWARD,
+        reward,
+        "A.ppo_mini_batch_size=2 A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=20",
+    )
     first, second = finished.rows
-    assert first["actor/kl_in_reward"] == 0.0 < first["actor/kl"]  # the second update sees the first
+    assert first["actor/kl_in_reward"] == 0.0 < first["actor/kl"]  # the second update starts from the first
     assert 0 < second["actor/kl_in_reward"] < second["actor/kl"] * 10
 
 
@@ -112,35 +101,29 @@ def test_a_users_own_estimator_in_both_places(lab: Lab, reward: str) -> None:
     own = lab.folder / "own_kl.py"
     own.write_text("def halved(log_probs, ref_log_probs):\n    return (log_probs - ref_log_probs) / 2\n")
     finished = lab.run(
-        "own kl", reward, NAME, "algorithm.use_kl_in_reward=true", f"algorithm.kl_penalty={own}:halved",
-        "algorithm.kl_ctrl.kl_coef=0.3", "actor_rollout_ref.actor.use_kl_loss=true",
-        f"actor_rollout_ref.actor.kl_loss_type={own}:halved+",
-    )  # fmt: skip
-    samples = finished.samples(2)
-    columns = zip(*(samples[n] for n in ("old_log_probs", "ref_log_probs", "response_mask")), strict=True)
-    halves = [[(a - b) / 2 * m for a, b, m in zip(*row, strict=True)] for row in columns]
-    for found, scores, half in zip(
-        samples["token_level_rewards"], samples["token_level_scores"], halves, strict=True
-    ):
-        assert found == pytest.approx([s - 0.3 * h for s, h in zip(scores, half, strict=True)], abs=1e-6)
-    tokens = sum(map(sum, samples["response_mask"]))
-    assert finished.rows[1]["actor/kl"] == pytest.approx(sum(map(sum, halves)) / tokens, rel=1e-4)
+        "own kl",
+        reward,
+        f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={own}:halved algorithm.kl_ctrl.kl_coef=0.3",
+        f"A.use_kl_loss=true A.kl_loss_type={own}:halved+",
+    )
+    found = finished.tokens(2)
+    halves = [(token["old_log_probs"] - token["ref_log_probs"]) / 2 for token in found]
+    for token, half in zip(found, halves, strict=True):
+        wanted = token["token_level_scores"] - 0.3 * half
+        assert token["token_level_rewards"] == pytest.approx(wanted, abs=1e-6)
+    assert finished.rows[1]["actor/kl"] == pytest.approx(np.mean(halves), rel=1e-4)
 
 
 def test_a_users_own_estimator_with_another_signature_is_refused_before_anything_starts(lab: Lab) -> None:
     own = lab.folder / "bad_kl.py"
     own.write_text("def bad(logits): ...\n")
     with pytest.raises(ConfigError, match="the signature of this KL estimator") as caught:
-        lab.run("bad", "algorithm.use_kl_in_reward=true", f"algorithm.kl_penalty={own}:bad")
+        lab.run("bad", f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={own}:bad")
     assert "ref_log_probs" in str(caught.value.expected)
     assert not (lab.folder / "bad").exists()
 
 
 def test_a_reference_class_without_a_head_cannot_be_compared_exactly(lab: Lab) -> None:
-    path: Path = lab.folder / "own_ref.py"
-    path.write_text(
-        "from tandem.runtime import Worker, register\n"
-        "class Own(Worker):\n    @register()\n    def compute_ref_log_prob(self, batch): ...\n"
-    )
+    own = lab.worker("compute_ref_log_prob")
     with pytest.raises(ConfigError, match="Own without reference_head"):
-        lab.run("headless", *LOSS, f"trainer.worker_classes={{ref: '{path}:Own'}}")
+        lab.run("headless", LOSS, f"W.ref={own}")

@@ -1,4 +1,4 @@
-"""Real runs whose reward hangs, ends its process, prints, or raises."""
+"""Runs whose reward hangs, ends its process, prints, or raises."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import psutil
 import pytest
 
 from tandem.errors import RewardError
-from tandem.observability.run import read_samples
 from tandem.runtime import BatchFuture, Dispatch, WorkerGroup, register
 from tandem.runtime.local_backend import LocalBackend
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.worker import Worker
 from tandem.trainer import steps
-from tests.support.runs import Lab
+from tests.support.runs import Finished, Lab
 
 SOURCE = """
 import os, signal, time
@@ -34,42 +33,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture
-def words(lab: Lab) -> list[str]:
-    file = lab.folder / "failing.py"
-    file.write_text(SOURCE)
-    return [
-        f"custom_reward_function.path={file}",
-        "reward.timeout=1.5",
-        "reward.num_workers=2",
-        "data.shuffle=false",
-    ]
+def words(lab: Lab) -> str:
+    return f"{lab.reward(SOURCE)} reward.timeout=1.5 reward.num_workers=2 data.shuffle=false"
 
 
-def test_a_failed_score_counts_as_nothing(lab: Lab, words: list[str], capfd) -> None:
-    finished = lab.run("zero", *words, "reward.on_error=zero")
-    (table,) = (read_samples(path) for path in (finished.folder / "samples").glob("step_000001.parquet"))
-    failed = np.isin([json.loads(info)["index"] % 4 for info in table["extra_info"]], [1, 2])
+def failures(run: Finished) -> np.ndarray:
+    """Return which samples of the first step the reward fails for."""
+    return np.isin([json.loads(info)["index"] % 4 for info in run.samples(1)["extra_info"]], [1, 2])
+
+
+def test_a_failed_score_counts_as_nothing(lab: Lab, words: str, capfd) -> None:
+    finished = lab.run("zero", words, "reward.on_error=zero")
+    failed, table = failures(finished), finished.samples(1)
     assert [score == 0 for score in table["scores"]] == failed.tolist()
     shares = [row["reward/failed"] for row in finished.rows]
     assert shares[0] == pytest.approx(failed.mean())
     assert sum(shares) > 0
-    assert sum(row.get("reward/timeouts", 0) + row.get("reward/died", 0) for row in finished.rows) == sum(
-        round(12 * share) for share in shares
-    )
+    ended = [row.get("reward/timeouts", 0) + row.get("reward/died", 0) for row in finished.rows]
+    assert sum(ended) == sum(round(12 * share) for share in shares)
     printed = "".join(capfd.readouterr())
-    assert printed.count("a score failed, and counts as 0") == 1
+    assert printed.count("a score failed, so it counts as 0") == 1
     assert "of the data, data_source 'arithmetic'" in printed
     assert "scored in" in (finished.folder / "log" / "rewards-0.log").read_text()
     assert "scored in" not in printed
-    servers = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "tandem.rewards" in str(p.as_dict(["cmdline"], ad_value=""))
-    ]
-    assert len(servers) <= 1  # from which processes are made; they have ended
+    children = psutil.Process().children(recursive=True)
+    servers = [p for p in children if "tandem.rewards" in str(p.as_dict(["cmdline"], ad_value=""))]
+    assert len(servers) <= 1  # only the server that forks processes may be left
 
 
-def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: list[str], monkeypatch) -> None:
+def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: str, monkeypatch) -> None:
     asked: list[np.ndarray] = []
 
     def minibatches(*args: Any) -> Iterator[BatchFuture]:
@@ -77,9 +69,8 @@ def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: list[str], monkey
         return steps.minibatches(*args)
 
     monkeypatch.setattr("tandem.trainer.ppo.minibatches", minibatches)
-    finished = lab.run("drop", *words, "reward.on_error=drop", "trainer.total_training_steps=1")
-    (table,) = (read_samples(path) for path in (finished.folder / "samples").glob("step_000001.parquet"))
-    failed = np.isin([json.loads(info)["index"] % 4 for info in table["extra_info"]], [1, 2])
+    finished = lab.run("drop", words, "reward.on_error=drop steps=1")
+    failed, table = failures(finished), finished.samples(1)
     assert failed.any()
     scores = np.array(table["scores"])
     assert (scores[failed] == 0).all()  # all responses to these prompts failed
@@ -88,15 +79,15 @@ def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: list[str], monkey
     assert left_out.tolist() == failed.tolist()
 
 
-def test_a_reward_that_hangs_ends_the_run_with_its_name(lab: Lab, words: list[str]) -> None:
+def test_a_reward_that_hangs_ends_the_run_with_its_name(lab: Lab, words: str) -> None:
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"took more than 1.5 s|exit code -9"):
-        lab.run("raise", *words)
+        lab.run("raise", words)
     assert time.monotonic() - began < 60
 
 
 class Waiting(Worker):
-    aside = True
+    in_thread = True
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def slow(self, seconds: float) -> float:

@@ -1,35 +1,25 @@
-"""Small real runs that earn each warning about learning, and some that earn none."""
+"""Small runs that cause each warning about learning, and some that cause none."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from tandem.observability.reading import Run
 from tests.support import sick
 from tests.support.runs import Finished, Lab
+from tests.support.words import rows
 
-ACTOR = "actor_rollout_ref.actor"
-PROMPTS = 8
 WINDOW = 10
 
 
 def train(lab: Lab, name: str, reward: str, steps: int, *words: str) -> Finished:
-    return lab.run(
-        name,
-        f"custom_reward_function.path={sick.__file__}",
-        f"custom_reward_function.name={reward}",
-        f"data.train_batch_size={PROMPTS}",
-        f"{ACTOR}.ppo_mini_batch_size={PROMPTS}",
-        f"trainer.total_training_steps={steps}",
-        "trainer.samples_freq=-1",
-        *words,
-    )
+    reward = f"custom_reward_function.path={sick.__file__} custom_reward_function.name={reward}"
+    sizes = f"data.train_batch_size=8 A.ppo_mini_batch_size=8 steps={steps} trainer.samples_freq=-1"
+    return lab.run(name, reward, sizes, *words)
 
 
 def warned(finished: Finished) -> dict[str, int]:
-    """The steps after which there was a warning, by its name; what was said agrees with it."""
+    """Return the step of each warning by its name, and check that each was also printed."""
     events = [event for event in Run(finished.folder).events if event["event"] == "warning"]
     for event in events:
         assert f"Warning after step {event['step']}: {event['text']}." in finished.said
@@ -37,88 +27,57 @@ def warned(finished: Finished) -> dict[str, int]:
     return {event["name"]: event["step"] for event in events}
 
 
-def test_a_reward_that_is_constant(lab: Lab) -> None:
-    assert warned(train(lab, "constant", "nothing", WINDOW + 2)) == {"reward_constant": WINDOW}
+WARNINGS = """
+reward_constant | 10 alone | nothing | 12 |
+groups_alike | 10 alone | by_prompt | 12 |
+reward_fell | 20 | dies | 21 | custom_reward_function.reward_kwargs={count: COUNT, after: 240} A.optim.lr=1e-5
+all_cut | 20 alone | by_lot | 22 | data.max_response_length=2 R.ignore_eos=true A.optim.lr=1e-5
+gradient_zero | 5 alone | digits | 7 | algorithm.adv_estimator=SICK:no_advantage
+kl_runs_away | any | digits | 20 | A.use_kl_loss=true A.kl_loss_coef=1e-6 A.optim.lr=0.03
+updates_too_far | 10 | digits | 12 | A.ppo_mini_batch_size=2 A.ppo_epochs=2 A.optim.lr=0.05
+"""
+"""A warning, the step of its coming, the reward, the steps of the run, and more words."""
 
 
-def test_groups_whose_responses_are_all_worth_the_same(lab: Lab) -> None:
-    finished = train(lab, "alike", "by_prompt", WINDOW + 2)
-    assert warned(finished) == {"groups_alike": WINDOW}
-    assert [row["reward/zero_std_share"] for row in finished.rows] == [1.0] * (WINDOW + 2)
-
-
-def test_a_reward_that_falls_to_nothing(lab: Lab) -> None:
-    count, after = lab.folder / "count", 3 * PROMPTS * WINDOW
-    kwargs = f"custom_reward_function.reward_kwargs={{count: {count}, after: {after}}}"
-    found = warned(train(lab, "dies", "dies", 2 * WINDOW + 1, kwargs, f"{ACTOR}.optim.lr=1e-5"))
-    assert found["reward_fell"] == 2 * WINDOW
-
-
-def test_answers_that_are_all_cut(lab: Lab) -> None:
-    words = (
-        "data.max_response_length=2",
-        "actor_rollout_ref.rollout.ignore_eos=true",
-        f"{ACTOR}.optim.lr=1e-5",
-    )
-    finished = train(lab, "cut", "by_lot", 2 * WINDOW + 2, *words)
-    assert warned(finished) == {"all_cut": 2 * WINDOW}
+@pytest.mark.parametrize(("name", "when", "reward", "steps", "words"), rows(WARNINGS))
+def test_a_warning_comes_after_a_window(lab: Lab, name, when, reward, steps, words):
+    words = words.replace("COUNT", str(lab.folder / "count")).replace("SICK", str(sick.__file__))
+    finished = train(lab, name, reward, int(steps), words)
+    found = warned(finished)
+    assert found[name] == (found[name] if when == "any" else int(when.split()[0]))
+    assert list(found) == [name] or "alone" not in when
+    if name == "groups_alike":
+        assert [row["reward/zero_std_share"] for row in finished.rows] == [1.0] * int(steps)
 
 
 def test_an_entropy_that_collapses(lab: Lab) -> None:
-    words = ("data.max_response_length=1", f"{ACTOR}.optim.lr=0.02")
-    finished = train(lab, "collapsed", "letter_and_parity", 3 * WINDOW, *words)
+    words = "data.max_response_length=1 A.optim.lr=0.02"
+    finished = train(lab, "collapsed", "letter_and_parity", 3 * WINDOW, words)
     step = warned(finished)["entropy_collapsed"]
     entropies = [row["actor/entropy"] for row in finished.rows][:step]
     assert step >= 2 * WINDOW
     assert sum(entropies[-WINDOW:]) < 0.1 * sum(entropies[:WINDOW])
 
 
-def test_a_gradient_that_is_zero(lab: Lab) -> None:
-    words = (f"algorithm.adv_estimator={sick.__file__}:no_advantage",)
-    assert warned(train(lab, "zero", "digits", 7, *words)) == {"gradient_zero": 5}
-
-
-def test_a_policy_that_runs_away_from_the_reference(lab: Lab) -> None:
-    words = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=1e-6", f"{ACTOR}.optim.lr=0.03")
-    finished = train(lab, "away", "digits", 2 * WINDOW, *words)
-    assert "kl_runs_away" in warned(finished)
-
-
-def test_updates_that_go_too_far(lab: Lab) -> None:
-    words = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=0.05")
-    assert warned(train(lab, "far", "digits", WINDOW + 2, *words))["updates_too_far"] == WINDOW
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param((), id="groups"),
-        pytest.param(("data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1"), id="one-prompt-a-step"),
-        pytest.param(
-            ("algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "critic.optim.lr=0.01"),
-            id="critic",
-        ),
-    ],
+    "words", ["", "data.train_batch_size=1 A.ppo_mini_batch_size=1", "GAE R.n=1 critic.optim.lr=0.01"]
 )
-def test_a_run_that_learns_is_not_warned_of(
-    lab: Lab, words: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
-    finished = train(
-        lab, f"healthy {request.node.callspec.id}", "digits", 25, f"{ACTOR}.optim.lr=2e-3", *words
-    )
+def test_a_run_that_learns_is_not_warned_of(lab: Lab, words: str) -> None:
+    finished = train(lab, f"healthy {words}", "digits", 25, f"A.optim.lr=2e-3 {words}")
     assert warned(finished) == {}
-    assert ("reward/zero_std_share" in finished.rows[-1]) == ("algorithm.adv_estimator=gae" not in words)
+    assert ("reward/zero_std_share" in finished.rows[-1]) == ("GAE" not in words)
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_is_not_warned_of_again_and_remembers_what_was_before(lab: Lab) -> None:
-    def until(steps: int, name: str) -> Finished:
-        return train(lab, name, "nothing", steps, "trainer.save_freq=1", "trainer.resume_with_changes=true")
+    def until(steps: int) -> Finished:
+        words = "trainer.save_freq=1 trainer.resume_with_changes=true"
+        return train(lab, "goes on", "nothing", steps, words)
 
-    until(WINDOW - 2, "goes on")
-    assert warned(until(WINDOW, "goes on")) == {"reward_constant": WINDOW}
-    later = until(WINDOW + 1, "goes on")
+    until(WINDOW - 2)
+    assert warned(until(WINDOW)) == {"reward_constant": WINDOW}
+    later = until(WINDOW + 1)
     assert not any("Warning" in sentence for sentence in later.said)
-    names: list[Any] = [event["name"] for event in Run(later.folder).events if event["event"] == "warning"]
+    names = [event["name"] for event in Run(later.folder).events if event["event"] == "warning"]
     assert names == ["reward_constant"]

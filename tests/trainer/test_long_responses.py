@@ -1,5 +1,4 @@
-"""Long responses: the punishment in the reward, and responses that were cut left out of every update, with
-exact denominators in each aggregation."""
+"""Long responses: the length penalty in the reward, and truncated responses that no update uses."""
 
 from __future__ import annotations
 
@@ -8,50 +7,25 @@ import pytest
 
 from tests.support.runs import Finished, Lab, same_weights
 
-OVERLONG = "reward_model.overlong_buffer"
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MASK = "algorithm.mask_truncated_completions=true"
-SHORT = f"{ROLLOUT}.stop=['1', '2', '3', '4', '5', 'a', 'e']"
-"""Ends many responses before the limit of six tokens, so that there are some of each length."""
+SHORT = "R.stop=['1', '2', '3', '4', '5', 'a', 'e'] R.n=6 steps=1"
+"""Stop texts that end many responses before the limit of six tokens, so that all lengths occur."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rewards(lab: Lab) -> None:
-    for name, value in (("ones", "1.0"), ("spread", "len(set(solution_str)) / 6")):
-        (lab.folder / f"{name}.py").write_text(
-            "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-            f"    return {value}\n"
-        )
-
-
-def reward(lab: Lab, name: str) -> str:
-    return f"custom_reward_function.path={lab.folder / name}.py"
-
-
-def lengths(run: Finished, step: int = 1) -> np.ndarray:
-    return np.array([sum(mask) for mask in run.samples(step)["response_mask"]])
-
-
-def cut(run: Finished, step: int = 1) -> np.ndarray:
-    return np.array([reason == "length" for reason in run.samples(step)["finish_reason"]])
+def cut(run: Finished) -> np.ndarray:
+    return np.array([reason == "length" for reason in run.samples(1)["finish_reason"]])
 
 
 def test_the_punishment_is_in_training_rewards_and_not_in_validation(lab: Lab) -> None:
-    run = lab.run(
-        "punished", reward(lab, "ones"), SHORT, f"{ROLLOUT}.n=6", "trainer.total_training_steps=1",
-        f"{OVERLONG}.enable=true", f"{OVERLONG}.len=3", f"{OVERLONG}.penalty_factor=0.5",
-        f"{OVERLONG}.log=true", f"data.val_files={lab.val}", "trainer.test_freq=1",
-    )  # fmt: skip
-    samples, long = run.samples(1), lengths(run)
-    taken = -0.5 * np.maximum(long - 3, 0) / 3
+    buffer = "reward_model.overlong_buffer={enable: true, len: 3, penalty_factor: 0.5, log: true}"
+    run = lab.run("punished", lab.reward("1.0"), SHORT, buffer, lab.validated, "trainer.test_freq=1")
+    samples, metrics = run.samples(1), run.rows[-1]
+    taken = -0.5 * np.maximum(np.array([sum(mask) for mask in samples["response_mask"]]) - 3, 0) / 3
     assert {0.0, -0.5} < set(taken.tolist())
     assert samples["scores"] == pytest.approx(1 + taken)
-    for row, mask, score in zip(
-        samples["token_level_scores"], samples["response_mask"], samples["scores"], strict=True
-    ):
-        last = max(place for place, written in enumerate(mask) if written)
+    for row, mask, score in run.each(1, "token_level_scores", "response_mask", "scores"):
+        last = max(np.flatnonzero(mask))
         assert row == [score if place == last else 0.0 for place in range(len(mask))]
-    metrics = run.rows[-1]
     assert metrics["reward/mean"] == pytest.approx(1 + taken.mean())
     assert metrics["reward/extra/score"] == 1
     assert metrics["reward/extra/overlong_reward"] == pytest.approx(taken.mean())
@@ -60,48 +34,22 @@ def test_the_punishment_is_in_training_rewards_and_not_in_validation(lab: Lab) -
 
 
 def test_prompts_are_filtered_by_the_score_before_the_punishment_or_after(lab: Lab) -> None:
-    """All scores are the same; only the punishment makes prompts differ."""
-    words = (
-        reward(lab, "ones"), SHORT, f"{ROLLOUT}.n=6", "trainer.total_training_steps=1",
-        f"{OVERLONG}.enable=true", f"{OVERLONG}.len=6", "algorithm.filter_groups.enable=true",
-    )  # fmt: skip
-    run = lab.run("by_length", *words, "algorithm.filter_groups.metric=seq_reward")
+    """All scores are equal; only the length penalty makes the responses of a prompt differ."""
+    words = (lab.reward("1.0"), SHORT, "reward_model.overlong_buffer={enable: true, len: 6} F.enable=true")
+    run = lab.run("by_length", *words, "F.metric=seq_reward")
     assert len(set(run.samples(1)["uid"])) == 4
     for metric in ("acc", "score"):
         with pytest.raises(Exception, match="24 of 24 prompts had responses of the same"):
-            lab.run(f"not_by_{metric}", *words, f"algorithm.filter_groups.metric={metric}")
+            lab.run(f"not_by_{metric}", *words, f"F.metric={metric}")
 
 
 def test_a_greedy_baseline_is_punished_as_the_samples_are(lab: Lab) -> None:
-    """Samples that are greedy themselves have their baseline's reward to the bit."""
-    run = lab.run(
-        "baseline", reward(lab, "ones"), SHORT, "algorithm.adv_estimator=remax", f"{ROLLOUT}.top_k=1",
-        "trainer.total_training_steps=1", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=6",
-    )  # fmt: skip
+    """If the samples are greedy too, their rewards equal the baseline exactly."""
+    words = "algorithm.adv_estimator=remax R.top_k=1 reward_model.overlong_buffer={enable: true, len: 6}"
+    run = lab.run("baseline", lab.reward("1.0"), f"{SHORT} R.n=3", words)
     assert max(run.samples(1)["scores"]) < 1
     assert run.rows[0]["critic/baseline/max"] == max(run.samples(1)["scores"])
     assert not any(advantage for row in run.samples(1)["advantages"] for advantage in row)
-
-
-def policy_loss(run: Finished, mode: str) -> float:
-    """The loss of one update at the policy that sampled, whose ratio is one: minus the advantages of the
-    responses that were not cut, put together as the mode says."""
-    samples = run.samples(1)
-    kept = [
-        [-float(a) for a, written in zip(advantages, mask, strict=True) if written]
-        for advantages, mask, reason in zip(
-            samples["advantages"], samples["response_mask"], samples["finish_reason"], strict=True
-        )
-        if reason != "length"
-    ]
-    total, sequences = sum(map(sum, kept)), len(kept)
-    return {
-        "token-mean": total / sum(map(len, kept)),
-        "token-sum": total,
-        "seq-mean-token-sum": total / sequences,
-        "seq-mean-token-sum-norm": total / (sequences * 6),
-        "seq-mean-token-mean": sum(sum(row) / len(row) for row in kept) / sequences,
-    }[mode]
 
 
 @pytest.mark.parametrize(
@@ -109,19 +57,27 @@ def policy_loss(run: Finished, mode: str) -> float:
     ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
 )
 def test_denominators_count_only_what_is_learnt_from(lab: Lab, mode: str) -> None:
-    """In micro-batches of two samples, which do not share the denominators."""
-    run = lab.run(
-        f"mask_{mode}", reward(lab, "spread"), SHORT, MASK, f"{ROLLOUT}.n=6",
-        "trainer.total_training_steps=1", f"{ACTOR}.loss_agg_mode={mode}",
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
-    )  # fmt: skip
+    """All ratios are one, so the loss is minus the advantages; micro-batches of two differ."""
+    words = f"A.loss_agg_mode={mode} A.ppo_micro_batch_size_per_gpu=2"
+    run = lab.run(f"mask_{mode}", lab.letters, SHORT, MASK, words)
     assert 0 < cut(run).sum() < len(cut(run))
-    assert run.rows[0]["actor/pg_loss"] == pytest.approx(policy_loss(run, mode), rel=1e-5, abs=1e-7)
+    kept: dict[int, list[float]] = {}
+    for token in run.tokens(1):
+        if token["finish_reason"] != "length":
+            kept.setdefault(token["sample"], []).append(-token["advantages"])
+    total, sequences = sum(map(sum, kept.values())), len(kept)
+    wanted = {
+        "token-mean": total / sum(map(len, kept.values())),
+        "token-sum": total,
+        "seq-mean-token-sum": total / sequences,
+        "seq-mean-token-sum-norm": total / (sequences * 6),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in kept.values()) / sequences,
+    }[mode]
+    assert run.rows[0]["actor/pg_loss"] == pytest.approx(wanted, rel=1e-5, abs=1e-7)
 
 
 def test_cut_responses_still_count_in_their_groups_baseline(lab: Lab) -> None:
-    words = (reward(lab, "spread"), SHORT, f"{ROLLOUT}.n=6", "trainer.total_training_steps=1")
-    masked, plain = (lab.run(f"baseline_{i}", *words, *more) for i, more in enumerate(((MASK,), ())))
+    masked, plain = (lab.run(f"in_group_{word}", lab.letters, SHORT, word) for word in (MASK, ""))
     assert masked.samples(1)["advantages"] == plain.samples(1)["advantages"]
     assert masked.rows[0]["response_length/clip_ratio"] == cut(masked).mean()
     assert masked.rows[0]["actor/pg_loss"] != pytest.approx(plain.rows[0]["actor/pg_loss"], rel=1e-3)
@@ -129,29 +85,16 @@ def test_cut_responses_still_count_in_their_groups_baseline(lab: Lab) -> None:
 
 
 def test_the_critic_does_not_learn_from_them_either(lab: Lab) -> None:
-    run = lab.run(
-        "critic_masked", "algorithm.adv_estimator=gae", reward(lab, "spread"), SHORT, MASK, f"{ROLLOUT}.n=4",
-        "trainer.total_training_steps=1",
-    )  # fmt: skip
-    samples = run.samples(1)
-    errors = [
-        (value - target) ** 2 / 2
-        for values, targets, mask, reason in zip(
-            samples["values"], samples["returns"], samples["response_mask"], samples["finish_reason"],
-            strict=True,
-        )
-        if reason != "length"
-        for value, target, written in zip(values, targets, mask, strict=True)
-        if written
-    ]  # fmt: skip
+    run = lab.run("critic_masked", "GAE", lab.letters, f"{SHORT} R.n=4", MASK)
+    learnt = [token for token in run.tokens(1) if token["finish_reason"] != "length"]
     assert 0 < cut(run).sum() < len(cut(run))
-    assert run.rows[0]["critic/loss"] == pytest.approx(np.mean(errors), rel=1e-4)
+    wanted = np.mean([(token["values"] - token["returns"]) ** 2 / 2 for token in learnt])
+    assert run.rows[0]["critic/loss"] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_mini_batch_of_cut_responses_alone_is_no_update(lab: Lab) -> None:
-    """The stop text is never written: all responses are cut."""
-    words = (MASK, f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.stop=zzzzzzz", "trainer.total_training_steps=2")
-    run = lab.run("all_cut", reward(lab, "spread"), *words)
+    """The stop text never occurs, so all responses are truncated."""
+    run = lab.run("all_cut", lab.letters, MASK, "R.ignore_eos=true R.stop=zzzzzzz")
     assert cut(run).all()
     assert run.actor.actor.version == 0
     assert [row["step"] for row in run.rows] == [1, 2]
@@ -159,10 +102,9 @@ def test_a_mini_batch_of_cut_responses_alone_is_no_update(lab: Lab) -> None:
 
 
 def test_mini_batches_hold_the_prompts_they_would_without(lab: Lab) -> None:
-    """A mini-batch of one prompt and its response: an update for each that was not cut."""
-    words = (reward(lab, "spread"), MASK, f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=1")
-    one = ("algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}.n=1", SHORT)
-    run = lab.run("one_each", *words, *one)
+    """With mini-batches of one prompt and one response, each response that is not truncated is one update."""
+    words = "A.ppo_mini_batch_size=1 algorithm.adv_estimator=reinforce_plus_plus"
+    run = lab.run("one_each", lab.letters, MASK, words, f"{SHORT} R.n=1")
     learnt = {uid for uid, out in zip(run.samples(1)["uid"], cut(run), strict=True) if not out}
     assert 0 < len(learnt) < 4
     assert run.actor.actor.version == len(learnt)

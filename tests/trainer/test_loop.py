@@ -1,4 +1,4 @@
-"""The loop's seam for schedules, which a class in one file fits; and its rhythm."""
+"""Schedules, which are written as one class, and the rhythm of the loop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from tandem.trainer.loop import Loop, Rhythm, Schedule
 from tests.support.runs import Lab, broken_off
 
-WORDS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
+WORDS = "steps=4 trainer.save_freq=2"
 
 
 class OneStepOff(Schedule[Any]):
-    """Each step learns from samples that were begun before the step before it updated the weights. What is
-    begun for the next step is begun again after a resume, by the weights of then."""
+    """A schedule in which each step learns from samples of the weights before the last update."""
 
     def __init__(self) -> None:
         self.ahead: Any = None
@@ -40,9 +39,9 @@ class OneStepOff(Schedule[Any]):
 
 
 def test_a_schedule_is_one_class(lab: Lab) -> None:
-    """The policy that wrote a step's samples is one update older from the second step on."""
+    """From the second step on, the policy that generated a step's samples is one update older."""
     schedule = OneStepOff()
-    run = lab.run("ahead", *WORDS, schedule=schedule)
+    run = lab.run("ahead", WORDS, schedule=schedule)
     assert schedule.calls == [
         "generate 1", "generate 2", "learn 1", "generate 3", "learn 2", "generate 4", "learn 3", "generate 5",
         "learn 4",
@@ -55,12 +54,12 @@ def test_a_schedule_is_one_class(lab: Lab) -> None:
 
 def test_what_a_schedule_has_begun_is_in_the_checkpoint(lab: Lab) -> None:
     with broken_off(3):
-        lab.run("broken", *WORDS)
+        lab.run("broken", WORDS)
     schedule = OneStepOff()
-    lab.run("broken", *WORDS, schedule=schedule)
+    lab.run("broken", WORDS, schedule=schedule)
     assert schedule.resumed == {}, "the synchronous schedule begins nothing ahead"
     again = OneStepOff()
-    lab.run("broken", *WORDS, "trainer.total_training_steps=5", schedule=again)
+    lab.run("broken", WORDS, "steps=5", schedule=again)
     assert again.resumed == {"begun": "generate 5"}
     assert again.calls[:2] == ["generate 5", "generate 6"]
 
@@ -80,9 +79,6 @@ def test_without_a_frequency_the_last_step_alone_is_saved() -> None:
 
 
 def test_a_new_run_validates_first_and_one_that_only_validates_always() -> None:
-    assert [Rhythm(5, -1, -1, val_before_train=True).validates_first(step) for step in (0, 3)] == [
-        True,
-        False,
-    ]
-    assert [Rhythm(5, -1, -1, val_only=True).validates_first(step) for step in (0, 3)] == [True, True]
+    for key, firsts in (("val_before_train", [True, False]), ("val_only", [True, True])):
+        assert [Rhythm(5, -1, -1, **{key: True}).validates_first(step) for step in (0, 3)] == firsts
     assert not Rhythm(5, -1, -1).validates_first(0)

@@ -1,4 +1,4 @@
-"""Runs that train adapters: reinforcement, its resume and exports, fine-tuning, reward models."""
+"""Runs that train adapters: reinforcement learning with resume and export, fine-tuning, reward models."""
 
 from __future__ import annotations
 
@@ -15,33 +15,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.cli.main import main
 from tandem.errors import CheckpointError
 from tandem.offline.export import export_checkpoint
-from tests.support.runs import Finished, Lab, broken_off, lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same, lab, without_times
 from tests.support.school import School, school
 
 __all__ = ["lab", "school"]
 
-WORDS = (
-    "actor_rollout_ref.model.lora_rank=8",
-    "actor_rollout_ref.model.lora_alpha=16",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "trainer.total_training_steps=4",
-    "trainer.save_freq=2",
-)
+WORDS = "M.lora_rank=8 M.lora_alpha=16 A.use_kl_loss=true A.ppo_mini_batch_size=2 steps=4 trainer.save_freq=2"
 IDS = torch.tensor([[5, 6, 13, 7, 4, 1], [9, 3, 14, 6, 12, 1]])
-
-
-def rewarded(lab: Lab, expression: str) -> str:
-    """Keys for a reward that is this of the response `text`."""
-    file = lab.folder / f"reward_{len(expression)}.py"
-    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
-    file.write_text(f"{head}\n    text = solution_str\n    return {expression}\n")
-    return f"custom_reward_function.path={file}"
 
 
 @pytest.fixture(scope="module")
 def words(lab: Lab) -> tuple[str, ...]:
-    return (*WORDS, rewarded(lab, "sum(c.isdigit() for c in text) / 6"))
+    return (WORDS, lab.reward("sum(c.isdigit() for c in response) / 6"))
 
 
 @pytest.fixture(scope="module")
@@ -68,42 +53,16 @@ def test_adapters_alone_move(lab: Lab, whole: Finished) -> None:
     assert first["actor/grad_norm"] > 0
     assert first["actor/kl"] >= 0 and last["actor/kl"] > 1e-4
     for row in whole.rows:
-        assert row["rollout/log_prob_diff_max"] < 1e-4  # fp32
-    assert any("parameters are trained" in line for line in log_of(whole))
-
-
-@pytest.mark.slow
-def test_a_bandit_is_learnt(lab: Lab) -> None:
-    """Responses that start with a 7 are rewarded, and become the rule."""
-    run = lab.run(
-        "bandit",
-        rewarded(lab, "float(text.startswith('7'))"),
-        "actor_rollout_ref.model.lora_rank=8",
-        "data.max_response_length=2",
-        "actor_rollout_ref.rollout.n=16",
-        "actor_rollout_ref.actor.optim.lr=0.02",
-        "trainer.total_training_steps=25",
-    )
-    rewards = [row["reward/mean"] for row in run.rows]
-    assert rewards[0] < 0.2
-    assert sum(rewards[-3:]) / 3 > 0.7
-    assert max(row["rollout/log_prob_diff_max"] for row in run.rows) < 1e-4
-
-
-def log_of(run: Finished) -> list[str]:
-    return (run.folder / "log" / "run.log").read_text().splitlines()
+        assert row["rollout/log_prob_diff_max"] < 1e-4  # in fp32
+    assert "parameters are trained" in whole.log
 
 
 def test_a_resumed_run_equals_the_whole_one(lab: Lab, words: tuple[str, ...], whole: Finished) -> None:
-    with broken_off(3):
-        lab.run("stopped", *words)
-    resumed = lab.run("stopped", *words)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+    resumed = lab.resumed("stopped", *words, at=3)
+    assert_same(resumed, whole)
 
 
 def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_path: Path) -> None:
-    """Merged as a folder of transformers, and alone as one of peft."""
     assert main(["export", str(whole.folder), str(tmp_path / "merged")]) == 0
     assert main(["export", str(whole.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -128,10 +87,7 @@ def test_exports_compute_what_the_adapters_do(lab: Lab, whole: Finished, tmp_pat
     )
 
 
-def test_a_base_that_changed_is_not_merged(
-    lab: Lab, words: tuple[str, ...], whole: Finished, tmp_path: Path
-) -> None:
-    """The adapters alone can still be had."""
+def test_a_base_that_changed_is_not_merged(lab, words, whole, tmp_path):
     file = lab.model / "model.safetensors"
     kept = file.read_bytes()
     model = AutoModelForCausalLM.from_pretrained(lab.model)
@@ -139,44 +95,35 @@ def test_a_base_that_changed_is_not_merged(
         with torch.no_grad():
             model.model.norm.weight[3] += 0.01
         model.save_pretrained(lab.model)
-        with pytest.raises(
-            CheckpointError, match=r"model\.norm\.weight: the adapters were trained beside other"
-        ):
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight: the model's folder does not have"):
             export_checkpoint(whole.folder, tmp_path / "merged")
         assert not (tmp_path / "merged").exists()
         export_checkpoint(whole.folder, tmp_path / "adapter", adapter=True)
-        with pytest.raises(
-            CheckpointError, match=r"model\.norm\.weight: the adapters were trained beside the"
-        ):
-            lab.run("whole", *words, "trainer.total_training_steps=6")
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight: ") as caught:
+            lab.run("whole", *words, "steps=6")
+        assert "1 of " in str(caught.value) and "model.path" in str(caught.value)
     finally:
         file.write_bytes(kept)
 
 
 def test_a_run_without_adapters_has_none_to_export(lab: Lab, tmp_path: Path) -> None:
-    run = lab.run("full", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    run = lab.run("full", "steps=1 trainer.save_freq=1")
     with pytest.raises(CheckpointError, match="has no adapters"):
         export_checkpoint(run.folder, tmp_path / "out", adapter=True)
 
 
 def test_a_critic_with_adapters_learns_and_goes_on(lab: Lab) -> None:
-    words = (
-        "algorithm.adv_estimator=gae",
-        "critic.model.lora_rank=4",
-        "critic.optim.lr=0.01",
-        "trainer.save_freq=2",
-    )
-    run = lab.run("critic", *words, "trainer.total_training_steps=4")
-    lab.run("critic_resumed", *words, "trainer.total_training_steps=2")
-    resumed = lab.run("critic_resumed", *words, "trainer.total_training_steps=4")
+    words = "GAE critic.model.lora_rank=4 critic.optim.lr=0.01 trainer.save_freq=2"
+    run = lab.run("critic", words, "steps=4")
+    lab.run("critic_resumed", words, "steps=2")
+    resumed = lab.run("critic_resumed", words, "steps=4")
     assert math.isfinite(run.rows[-1]["critic/loss"])
     assert without_times(resumed.rows) == without_times(run.rows)
 
 
 def test_fine_tuning(school: School, tmp_path: Path) -> None:
-    """A low loss with adapters, whose exports compute the same."""
-    words = ("model.lora_rank=8", "trainer.save_freq=6")
-    run = school.run("sft", "adapted", *words)
+    words = "model.lora_rank=8 trainer.save_freq=6"
+    run = school.run("sft", "adapted", words)
     assert run.rows[-1]["sft/loss"] < run.rows[0]["sft/loss"]
     merged = AutoModelForCausalLM.from_pretrained(
         export_checkpoint(run.folder, tmp_path / "merged"), dtype=torch.float64
@@ -189,8 +136,7 @@ def test_fine_tuning(school: School, tmp_path: Path) -> None:
 
 
 def test_a_reward_model(school: School, tmp_path: Path) -> None:
-    """Its new head is learnt whole and goes with the adapters."""
-    run = school.run("rm", "adapted_rm", "model.lora_rank=4", "trainer.save_freq=6")
+    run = school.run("rm", "adapted_rm", "model.lora_rank=4 trainer.save_freq=6")
     out = export_checkpoint(run.folder, tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float64)
     adapter = export_checkpoint(run.folder, tmp_path / "adapter", adapter=True)

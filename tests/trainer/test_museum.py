@@ -1,4 +1,4 @@
-"""Each fault of the museum in a real run: what the run says, and how soon."""
+"""Each fault of the museum (`tests/support`) in a real run: which message names it, and how soon."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from tests.support.museum import FAULTS, Fault
 from tests.support.runs import Lab
 
 SOON = 2
-"""Steps, the first in which a fault can show among them, within which it is named."""
-REWARD = (f"custom_reward_function.path={sick.__file__}", "custom_reward_function.name=digits")
+"""The number of steps within which a fault must be reported, from the first step in which it can show."""
+REWARD = f"custom_reward_function.path={sick.__file__} custom_reward_function.name=digits"
 
 
 def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
-    """What a run says of the fault: the warning's name or the error's text, and the step before which it is
-    said."""
+    """Return the name of the warning or the text of the error about the fault, and its step."""
     steps = 16 if fault.named == "reward_constant" else fault.effect + SOON - 1
     folder = name.replace(" ", "_")
     reward = ("custom_reward_function.name=nothing",) if fault.named == "reward_constant" else ()
-    words = [*REWARD, *reward, *fault.words]
+    words = [REWARD, *reward, *fault.words]
     with pytest.MonkeyPatch.context() as patch:
         fault.put_in(patch)
         try:
             if fault.named == "lost_prompts":
                 lab.run(folder, *words, "trainer.save_freq=2")
-            run = lab.run(folder, *words, f"trainer.total_training_steps={steps}")
+            run = lab.run(folder, *words, f"steps={steps}")
         except TandemError as error:
             path = lab.folder / folder / "metrics.jsonl"
             return str(error), 1 + (len(path.read_text().splitlines()) if path.exists() else 0)
@@ -40,7 +39,7 @@ def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
 
 
 QUICK = ("weights damaged", "top-p", "loss scale")
-"""The others are tried by the long set."""
+"""The faults in the default set of tests; the long set tries the others."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab: Lab)
     with pytest.MonkeyPatch.context() as patch:
         fault.put_in(patch)
         for steps in (2, 4):
-            words = (*REWARD, *fault.words, f"trainer.total_training_steps={steps}", "trainer.save_freq=1")
+            words = (REWARD, *fault.words, f"steps={steps} trainer.save_freq=1")
             run = lab.run("goes_on", *words)
             said.append([sentence for sentence in run.said if "the loss is" in sentence])
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
@@ -72,7 +71,7 @@ def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab: Lab)
 def test_healthy_runs_are_told_nothing(lab: Lab) -> None:
     words = {word for fault in FAULTS.values() for word in fault.words if "lora" not in word}
     for number, extra in enumerate(sorted(words)):
-        run = lab.run(f"healthy{number}", *REWARD, extra, "trainer.total_training_steps=4")
+        run = lab.run(f"healthy{number}", REWARD, extra, "steps=4")
         assert not [event for event in Run(run.folder).events if event["event"] == "warning"], extra
 
 

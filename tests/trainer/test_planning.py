@@ -1,4 +1,4 @@
-"""What a run says of its memory before it begins, and what it measures."""
+"""Messages about a run's memory before it starts, and the memory that it measures."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ from tandem.trainer.planning import tell_plan
 from tandem.trainer.run import run_ppo
 from tandem.workers import base
 from tests.support.runs import Lab, lab
+from tests.support.words import words as full_words
 
 __all__ = ["lab"]
 
 SEVEN = (
-    *("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", "algorithm.adv_estimator=grpo"),
-    *("actor_rollout_ref.actor.use_dynamic_bsz=true", "data.train_batch_size=64"),
-    *("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "actor_rollout_ref.rollout.n=8"),
+    *("M.path=Qwen/Qwen2.5-7B algorithm.adv_estimator=grpo",),
+    *("A.use_dynamic_bsz=true data.train_batch_size=64",),
+    *("A.ppo_max_token_len_per_gpu=16384 R.n=8",),
 )
 
 
 def told(*words: str) -> str:
     said: list[str] = []
-    tell_plan(load_train_config(None, list(words), elsewhere=True).config, said.append)
+    tell_plan(load_train_config(None, full_words(*words), elsewhere=True).config, said.append)
     (sentence,) = said
     return sentence
 
 
 @pytest.mark.parametrize("gpus", [None, False])
 def test_a_run_on_ray_knows_what_its_cluster_has(gpus: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the cluster is asked, a machine without a device can only say that it does not know."""
+    """Without a cluster, a machine without a device can only say that it does not know."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said: list[str] = []
     words = [*SEVEN, "trainer.backend=ray"]
-    made = tell_plan(load_train_config(None, words, elsewhere=True).config, said.append, gpus)
+    config = load_train_config(None, full_words(*words), elsewhere=True).config
+    made = tell_plan(config, said.append, gpus)
     assert (made is None) == (gpus is None)
     assert ("other machines" in said[0]) == (gpus is None)
 
@@ -53,32 +55,27 @@ def test_a_run_on_ray_knows_what_its_cluster_has(gpus: bool | None, monkeypatch:
 def test_a_run_says_its_worst_moment(lab: Lab) -> None:
     (sentence,) = [line for line in lab.run("told", "trainer.device=cpu").said if "memory" in line]
     found = re.fullmatch(
-        r"memory, by plan: at worst .+, [\d.]+ MiB of ([\d.,]+) GiB that are free on this host: "
-        r"[\d.,]+ GiB are left",
+        r"memory, by plan: at worst .+, [\d.]+ MiB of ([\d.,]+) GiB free on this host: "
+        r"[\d.,]+ GiB .+",
         sentence,
     )
     assert found and float(found[1].replace(",", "")) == pytest.approx(host_free() / GIB, rel=0.5)
 
 
 def test_predicted_bytes_stand_beside_the_phases_that_ran(lab: Lab) -> None:
-    """On a CPU no peak is measured, and none is invented."""
-    keys = ("actor_rollout_ref.actor.use_kl_loss=true", "trainer.device=cpu")
-    for words, timed in ((keys, {"ref", "update_actor"}), (keys[1:], {"update_actor"})):
-        for row in lab.run(f"predicted_{len(words)}", *words).rows:
+    for word, timed in (("A.use_kl_loss=true", {"ref", "update_actor"}), ("", {"update_actor"})):
+        for row in lab.run(f"predicted_{len(timed)}", word, "trainer.device=cpu").rows:
             found = {name.rpartition("/")[2]: row[name] for name in row if "memory_predicted" in name}
             assert timed <= set(found) == {phase for phase in found if f"timing/{phase}" in row}
             assert ("ref" in found) == ("ref" in timed)
-            # weights, gradients and two moments of 21,728 numbers of fp32 at least
+            # at least the weights, gradients and two moments of 21,728 numbers in fp32
             assert 16 * 21_728 < found["update_actor"] < 2e7
             assert not [name for name in row if "memory_peak" in name]
 
 
 @pytest.mark.parametrize(("where", "phase"), [("train_step", "actor update"), ("forward", "old log-probs")])
-def test_memory_that_does_not_suffice_is_held_against_the_plan(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str, phase: str
-) -> None:
-    """A device of 100 MB on which the pass holds 60 MB where the plan has next to nothing. PyTorch's error is
-    raised by hand, and what a device would say: there is none here."""
+def test_memory_that_does_not_suffice_is_held_against_the_plan(lab, monkeypatch, where, phase):
+    """A device of 100 MB, which is made up, runs out of memory: the pass holds 60 MB."""
     use = {"total": 10**8, "used": 90_000_000, "reserved": 80_000_000, "allocated": 60_500_000}
     for module in (recomputation, base):
         monkeypatch.setattr(module, "memory_use", lambda device: use)
@@ -94,12 +91,11 @@ def test_memory_that_does_not_suffice_is_held_against_the_plan(
         monkeypatch.setattr(Execution, "gradients", fail)
     else:
         monkeypatch.setattr(FSDPEngine, "forward", forward)
-    words = [*lab.overrides(lab.folder / where), "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-    config = load_train_config(None, words).config
+    config = lab.config("A.ppo_mini_batch_size=2", run=where)
     with pytest.raises(DeviceMemoryError) as caught:
         run_ppo(config, say=print)
     short = caught.value
-    weights = 3 * 4 * 21_728  # and two moments
+    weights = 3 * 4 * 21_728  # includes two moments
     assert short.held == {
         "weights and optimizer": pytest.approx(weights, rel=0.01),
         "other models": 0,
@@ -110,7 +106,7 @@ def test_memory_that_does_not_suffice_is_held_against_the_plan(
     said = str(short)
     assert f"in the {phase}, by plan: weights and optimizer" in said and "Tried to allocate 2.00 GiB" in said
     assert re.search(r"the pass exceeded it most, by 5\d\.\d MiB", said), said
-    assert re.search("remedy: +change first |remedy: +(set|fewer) ", said), said
+    assert re.search("remedy: +(change first|set|use fewer) ", said), said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="peaks are counted on a CUDA device")
@@ -121,29 +117,26 @@ def test_a_gpu_measures_the_peak_of_each_phase(lab: Lab) -> None:
 
 
 def test_processes_share_a_host() -> None:
-    sentence = told(*SEVEN, "trainer.device=cpu", "trainer.n_gpus_per_node=4", "trainer.backend=ray")
+    sentence = told(*SEVEN, "trainer.device=cpu trainer.n_gpus_per_node=4 trainer.backend=ray")
     assert "free on this host for each of 4 processes" in sentence
 
 
 def test_a_run_that_does_not_fit_is_told_what_to_change_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "on_cpu", lambda trainer: False)
-    monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " of a device"))
+    monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " on each GPU"))
     sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
     assert sentence.startswith("Warning: memory, by plan: at worst reshard, ")
-    assert (
-        "of 24.0 GiB of a device:" in sentence and "are lacking; change first actor_rollout_ref." in sentence
-    )
-    monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " of a device"))
-    assert re.search(
-        r"of 141\.0 GiB of a device: [\d.]+ GiB are left$", told(*SEVEN, "trainer.n_gpus_per_node=8")
-    )
+    assert "of 24.0 GiB on each GPU:" in sentence and "; change first actor_rollout_ref." in sentence
+    monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " on each GPU"))
+    sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
+    assert re.search(r"of 141\.0 GiB on each GPU: [\d.]+ GiB [^;]+$", sentence)
 
 
 def test_a_run_without_a_plan_is_told_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8, "vocab_size": 9}')
-    words = (*SEVEN, f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu")
+    words = (*SEVEN, f"M.path={tmp_path} trainer.device=cpu")
     assert told(*words).startswith(
-        "There is no plan of this run's memory: the model's config.json lacks a size"
+        "There is no plan of this run's memory: a size is missing in the model's config.json"
     )
-    elsewhere = told(*SEVEN, "trainer.n_gpus_per_node=8", "trainer.device=cuda")
-    assert "There is no plan" in elsewhere or "of a device" in elsewhere
+    elsewhere = told(*SEVEN, "trainer.n_gpus_per_node=8 trainer.device=cuda")
+    assert "There is no plan" in elsewhere or "on each GPU" in elsewhere

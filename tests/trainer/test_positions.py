@@ -1,4 +1,4 @@
-"""A prompt and a response beyond the model's positions are refused before a model is loaded."""
+"""A prompt and response that are longer than the model's positions are refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(folder: Path, response: int, rows: Any = ROWS, val: Any = None, **change
 
 @pytest.mark.slow
 def test_data_that_fit_exactly_run(tmp_path: Path) -> None:
-    assert run(tmp_path, 4).state == "finished"  # data.max_prompt_length stays at 512
+    assert run(tmp_path, 4).state == "finished"  # data.max_prompt_length keeps its default of 512
 
 
 @pytest.mark.parametrize("held_out", [False, True])

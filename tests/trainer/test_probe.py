@@ -1,10 +1,9 @@
-"""The probe of a run's learning signal, against the first step of the same run."""
+"""The probe of a run's learning signal, compared with the first step of the same run."""
 
 from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ import torch
 
 from tandem.cli.main import main
 from tandem.cli.probing import Probing
-from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.memory.levers import with_values
 from tandem.protocol import DataProto
 from tandem.trainer.probe import Seen, _quantiles, report, run_probe, teaching
 from tests.support.runs import Lab
+from tests.support.words import words as full_words
 
 REWARDS = """
 import time
@@ -36,24 +35,21 @@ def slow(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def rewards(lab: Lab) -> str:
-    path = lab.folder / "own_rewards.py"
-    path.write_text(REWARDS)
-    return f"custom_reward_function.path={path}"
+    return lab.reward(REWARDS)
 
 
 def config_of(lab: Lab, *words: str) -> TrainConfig:
-    overrides = lab.overrides(lab.folder / "never", trainer__device="cpu")
-    return load_train_config(None, [*overrides, *words]).config
+    return lab.config("trainer.device=cpu", *words)
 
 
 def quiet(sentence: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab: Lab, rewards: str) -> None:
-    words = (rewards, "custom_reward_function.name=letters", "data.train_batch_size=8")
-    run = lab.run("first", *words, "actor_rollout_ref.actor.optim.lr=0", "trainer.total_training_steps=1")
-    config = config_of(lab, *words, "actor_rollout_ref.actor.use_kl_loss=true")
+    words = (rewards, "custom_reward_function.name=letters data.train_batch_size=8")
+    run = lab.run("first", *words, "A.optim.lr=0 steps=1")
+    config = config_of(lab, *words, "A.use_kl_loss=true")
     seen = run_probe(config, groups=8, limit_s=60, say=quiet)
     assert not (lab.folder / "never").exists()
     rows = run.samples(1)
@@ -80,7 +76,7 @@ def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab: Lab, rewards:
 
 
 def test_rewards_that_fail_are_counted_and_their_seconds_measured(lab: Lab, rewards: str) -> None:
-    config = config_of(lab, rewards, "custom_reward_function.name=slow", "algorithm.adv_estimator=rloo")
+    config = config_of(lab, rewards, "custom_reward_function.name=slow algorithm.adv_estimator=rloo")
     seen = run_probe(config, groups=8, limit_s=60, say=quiet)
     found = report(seen, config)
     assert 0 < found["reward_failures"]["failed"] < 1
@@ -96,7 +92,7 @@ def test_a_limit_in_time_ends_it_after_a_batch(lab: Lab, rewards: str) -> None:
 
 
 def test_dynamic_sampling_is_judged_by_its_own_metric(lab: Lab, rewards: str) -> None:
-    words = (rewards, "custom_reward_function.name=letters", "algorithm.filter_groups.enable=true")
+    words = (rewards, "custom_reward_function.name=letters F.enable=true")
     config = config_of(lab, *words)
     seen = run_probe(config, groups=8, limit_s=60, say=quiet)
     assert seen.kept.tolist() != seen.teaches.tolist(), "acc differs where the score does not"
@@ -147,16 +143,11 @@ def seen_of(groups: int, gen_s: float) -> Seen:
 
 
 def plan(lab: Lab, *words: str) -> int:
-    return main(["plan", *lab.overrides(lab.folder / "never", trainer__device="cpu"), *words])
+    given = full_words("trainer.device=cpu", *words)
+    return main(["plan", *lab.overrides(lab.folder / "never"), *given])
 
 
-def test_the_command_says_it_and_the_seconds(
-    lab: Lab,
-    rewards: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_the_command_says_it_and_the_seconds(lab, rewards, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = (rewards, "custom_reward_function.name=letters")
     assert plan(lab, *words, "--probe", "6", "--json") == 0
@@ -168,11 +159,11 @@ def test_the_command_says_it_and_the_seconds(
     assert plan(lab, *words, "--probe=6") == 0
     out = capsys.readouterr().out
     assert "6 of 6 prompts, 3 responses each" in out and "groups that teach" in out
-    assert "tandem bench measures the other phases" in out and "2 steps: " in out
+    assert "measures the other phases" in out and "2 steps: " in out
 
 
 def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
-    """Twice as slow as the model of time: so is writing in the step, at any size of it."""
+    """The probe measured generation twice as slow as in the time model, so a step is estimated so too."""
     config = config_of(lab)
 
     def step(lengths: Any) -> dict[str, float]:
@@ -189,33 +180,29 @@ def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
     assert probing.seconds(config, step)["generate_sequences"] == pytest.approx(0.8)
 
 
-def test_an_estimator_with_a_critic_compares_no_groups(
-    lab: Lab, rewards: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (rewards, "custom_reward_function.name=letters", "algorithm.adv_estimator=gae", "--probe=3")
+def test_an_estimator_with_a_critic_compares_no_groups(lab, rewards, capsys):
+    words = (rewards, "custom_reward_function.name=letters GAE", "--probe=3")
     assert plan(lab, *words, "critic.ppo_mini_batch_size=4") == 0
     out = capsys.readouterr().out
-    assert "groups whose rewards differ" in out and "how far it is from a baseline" in out
-    assert plan(lab, *words, "critic.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=1") == 0
+    assert "groups whose rewards differ" in out and "distance from a baseline" in out
+    assert plan(lab, *words, "critic.ppo_mini_batch_size=4 R.n=1") == 0
     assert "rewards differ" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--probe=none",), "no whole number above 0"),
-        (("--probe", "--probe-seconds=0"), "no whole number above 0"),
-        (("--probe", "--lengths", "9"), "do not go together"),
-        (("--probe-seconds=9",), "is of --probe"),
+        (("--probe=none",), "whole number above 0"),
+        (("--probe", "--probe-seconds=0"), "whole number above 0"),
+        (("--probe", "--lengths", "9"), "exclude each other"),
+        (("--probe-seconds=9",), "needs --probe"),
         (("--probe", "data.train_files=absent.parquet"), "absent.parquet"),
-        (("--probe", "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B"), "actor_rollout_ref.model.path"),
+        (("--probe", "M.path=Qwen/Qwen2.5-7B"), "actor_rollout_ref.model.path"),
         (("--probe", "custom_reward_function.path=absent.py"), "absent.py"),
         (("--probe", "data.train_batch_size=28"), "do not fill one batch"),
     ],
 )
-def test_what_is_missing_is_said_before_a_model_is_loaded(
-    lab: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: Any, said: str
-) -> None:
+def test_what_is_missing_is_said_before_a_model_is_loaded(lab, capsys, monkeypatch, words, said):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("tandem.trainer.probe.build_ppo", lambda *_, **__: pytest.fail("it was built"))
     assert plan(lab, *words) == 1
@@ -223,10 +210,8 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(
 
 
 def test_calls_that_take_too_long_are_counted(lab: Lab) -> None:
-    path = lab.folder / "hangs.py"
-    path.write_text("import time\n\ndef compute_score(*given, **named):\n    time.sleep(60)\n")
-    words = (f"custom_reward_function.path={path}", "reward.timeout=0.3", "reward.num_workers=6")
-    config = config_of(lab, *words)
+    hangs = lab.reward("import time\n\ndef compute_score(*given, **named):\n    time.sleep(60)\n")
+    config = config_of(lab, hangs, "reward.timeout=0.3 reward.num_workers=6")
     began = time.monotonic()
     seen = run_probe(config, groups=2, limit_s=0, say=quiet)
     assert time.monotonic() - began < 55, "no call was waited for to its end"

@@ -1,4 +1,4 @@
-"""What a step says of its course: rates, the roles' time and bytes, and how the calls follow each other."""
+"""What a step reports about speed: rates, the time and bytes of roles, and the order of calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tandem.data.mixture import Stretch
@@ -16,7 +15,7 @@ from tandem.protocol import DataProto
 from tandem.runtime import BatchFuture
 from tandem.trainer.perf import throughput
 from tandem.trainer.prompts import Prompts
-from tandem.trainer.steps import MiniBatching, Plan, minibatches
+from tandem.trainer.steps import MiniBatching, Plan
 from tandem.workers.actor import ActorWorker
 from tandem.workers.data import DataFacts
 from tests.support.runs import Lab
@@ -30,23 +29,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def shares_of(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
+
+
 def test_roles_report_their_time(lab: Lab) -> None:
-    (lab.folder / "slow.py").write_text(SLOW)
-    run = lab.run(
-        "usage",
-        f"custom_reward_function.path={lab.folder / 'slow.py'}",
-        "algorithm.adv_estimator=gae",
-        "reward.num_workers=1",
-        "trainer.test_freq=1",
-        f"data.val_files={lab.val}",
-    )
+    run = lab.run("usage", lab.reward(SLOW), lab.validated, "GAE reward.num_workers=1 trainer.test_freq=1")
     for row in run.rows[1:]:
         step_s = row["timing/step"]
         assert row["timing/reward"] >= 12 * 0.02
         assert row["perf/busy_share/reward"] == pytest.approx(row["timing/reward"] / step_s, rel=0.1)
         shares = [row[f"perf/busy_share/{role}"] for role in ("actor", "critic", "reward", "batch", "data")]
         assert all(0 < share < 1 for share in shares)
-        # In one process they take turns, but for the reward, which waits for processes of its own.
+        # In one process roles take turns, except the reward, which waits for processes of its own.
         assert sum(shares) - row["perf/busy_share/reward"] <= 1.01
         assert sum(shares) > 0.5
         assert row["timing/update_actor"] / step_s < row["perf/busy_share/actor"]
@@ -59,7 +54,7 @@ def test_roles_report_their_time(lab: Lab) -> None:
 
 def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(method: Callable[[ActorWorker, Path], None]) -> Callable[[ActorWorker, Path], None]:
-        @functools.wraps(method)  # with its registration
+        @functools.wraps(method)  # keeps the registration
         def run(self: ActorWorker, path: Path) -> None:
             with self.timeline.phase("slow"):
                 time.sleep(1.0)
@@ -71,10 +66,10 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
     for name in ("save_checkpoint", "load_checkpoint"):
         monkeypatch.setattr(ActorWorker, name, slow(getattr(ActorWorker, name)))
     lab.run("saves", "trainer.save_freq=1")
-    run = lab.run("saves", "trainer.save_freq=1", "trainer.total_training_steps=4")
+    run = lab.run("saves", "trainer.save_freq=1 steps=4")
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     for row in run.rows:
-        shares = {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
+        shares = shares_of(row)
         assert sum(shares.values()) - shares["perf/busy_share/reward"] <= 1.01
         assert not {"timing/slow", "actor/slow"} & set(row)
 
@@ -83,8 +78,7 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
-    """Of what does not depend on the number of ranks; and no step is charged with making workers."""
-    one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2", "trainer.save_freq=1")
+    one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2 trainer.save_freq=1")
     assert two.trainer.roles.actor.world_size == 2
     for alone, row in zip(one.rows, two.rows, strict=True):
         for name in ("generated_tokens", "prefill_tokens", "decode_steps"):
@@ -92,7 +86,7 @@ def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
         assert row["rollout/peak_running"] == alone["rollout/peak_running"] / 2
         assert row["perf/collective_bytes/actor"] > 0 == alone["perf/collective_bytes/actor"]
         assert 0 < row["perf/collective_s/actor"] < row["timing/step"]
-        shares = {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
+        shares = shares_of(row)
         assert shares and all(0 <= share <= 1 for share in shares.values()), shares
 
 
@@ -109,40 +103,8 @@ def test_rates_are_those_of_the_processes_that_do_the_work() -> None:
     assert out["timing_per_token_ms/update_actor"] == 2.0
 
 
-class NeverThere:
-    """A result that nobody may wait for."""
-
-    borrowed = False
-
-    def get(self, timeout_s: float | None = None) -> Any:
-        raise AssertionError("waited for a value")
-
-    def index(self, timeout_s: float | None = None) -> Any:
-        raise AssertionError("waited for an index")
-
-    wait = get
-
-    def done(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_mini_batches_are_formed_before_the_batch_is_there(shuffle: bool) -> None:
-    mini = MiniBatching(samples=3, epochs=2, shuffle=shuffle, seed=1)
-    unseen = BatchFuture.collected([NeverThere()], "compute_advantages")
-    assert len(list(minibatches(unseen, 7, mini, step=1))) == 6
-
-    batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(7))}))
-    parts = [part.get().non_tensor_batch["row"].tolist() for part in minibatches(batch, 7, mini, step=1)]
-    assert [len(part) for part in parts] == [3, 3, 1] * 2
-    for epoch in (parts[:3], parts[3:]):
-        assert sorted(np.concatenate(epoch)) == list(range(7))
-    assert (parts[0] == [0, 1, 2]) != shuffle
-    assert (parts[:3] == parts[3:]) != shuffle
-
-
 class Asked:
-    """Data workers that note which batches they were asked for."""
+    """Data workers that record which batches were requested."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -178,8 +140,7 @@ def test_the_next_batch_is_asked_for_with_the_present_one() -> None:
 def test_a_reward_function_for_whole_batches_sees_the_batch_as_a_whole(lab: Lab) -> None:
     code = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return "
     code += "[float(len(solution_strs))] * len(solution_strs)\ncompute_score.batched = True\n"
-    (lab.folder / "batched.py").write_text(code)
-    run = lab.run("batched", f"custom_reward_function.path={lab.folder / 'batched.py'}")
+    run = lab.run("batched", lab.reward(code))
     assert run.samples(1)["scores"] == [12.0] * 12
     assert not run.trainer.roles.scores_parts
     assert lab.run("single").trainer.roles.scores_parts

@@ -1,4 +1,4 @@
-"""Roles that move to other processes between two steps, a rollout apart from its actor: the numbers stay."""
+"""Roles that move to other processes between two steps; the numbers of the run do not change."""
 
 from __future__ import annotations
 
@@ -11,23 +11,17 @@ from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
 from tandem.workers.actor import ActorWorker
-from tests.support.runs import Finished, Lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same
 
 WORDS = (
-    "algorithm.adv_estimator=gae",
-    "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl.type=adaptive",
-    "algorithm.kl_ctrl.horizon=100",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "trainer.total_training_steps=4",
+    "GAE ADAPTIVE A.ppo_mini_batch_size=2 A.optim.lr_scheduler_type=cosine steps=4",
     "trainer.test_freq=2",
 )
 
 
 @pytest.fixture(scope="module")
 def whole(lab: Lab) -> Finished:
-    return lab.run("whole", *WORDS, f"data.val_files={lab.val}")
+    return lab.run("whole", *WORDS, lab.validated)
 
 
 FUSED = Placement({"another": [1]}, {Role.ActorRolloutRef: "another"})
@@ -38,7 +32,7 @@ APART = Placement(
 
 
 class Mover(PPOTrainer):
-    """Moves the roles after the second step, and apart after the third."""
+    """Moves the roles after the second step, and separates them after the third."""
 
     def at_step_boundary(self, step: int) -> None:
         if step in (2, 3):
@@ -46,9 +40,8 @@ class Mover(PPOTrainer):
 
 
 def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> None:
-    moved = lab.run("moved", *WORDS, f"data.val_files={lab.val}", trainer=Mover)
-    assert without_times(moved.rows) == without_times(whole.rows)
-    assert same_weights(moved, whole)
+    moved = lab.run("moved", *WORDS, lab.validated, trainer=Mover)
+    assert_same(moved, whole)
     roles = moved.trainer.roles
     assert len({id(group) for group in (roles.actor, roles.rollout, roles.reference, roles.critic)}) == 4
     assert roles.actor is not whole.trainer.roles.actor
@@ -59,7 +52,6 @@ def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> Non
 
 
 def test_a_run_that_moved_can_be_resumed(lab: Lab, whole: Finished) -> None:
-    """From the checkpoint of the move, with the metrics of its step."""
 
     class MovesOnce(PPOTrainer):
         def at_step_boundary(self, step: int) -> None:
@@ -67,12 +59,11 @@ def test_a_run_that_moved_can_be_resumed(lab: Lab, whole: Finished) -> None:
                 self.reallocate(APART)
                 raise Stop
 
-    words = (*WORDS, f"data.val_files={lab.val}")
+    words = (*WORDS, lab.validated)
     with pytest.raises(Stop):
         lab.run("left", *words, trainer=MovesOnce)
     resumed = lab.run("left", *words)
-    assert without_times(resumed.rows) == without_times(whole.rows)
-    assert same_weights(resumed, whole)
+    assert_same(resumed, whole)
 
 
 class Stop(Exception):
@@ -89,10 +80,8 @@ def test_moving_to_what_is_not_there_says_so_and_keeps_the_checkpoint(lab: Lab) 
     assert (lab.folder / "greedy" / "checkpoints" / "step_000001").is_dir()
 
 
-def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two updates a step: six before the fourth, eight before the validation after it, and once each."""
+def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(lab, monkeypatch):
+    """With two updates a step, weights go to the rollout after six updates and after eight, once each."""
     exported: list[tuple[int, int]] = []
     original = ActorWorker.export_weights
 
@@ -102,7 +91,7 @@ def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(
         return original(self, number)
 
     monkeypatch.setattr(ActorWorker, "export_weights", counted)
-    moved = lab.run("synced", *WORDS, f"data.val_files={lab.val}", trainer=Mover)
+    moved = lab.run("synced", *WORDS, lab.validated, trainer=Mover)
     assert exported == [(6, 0), (8, 0)]
     versions = {
         version

@@ -1,33 +1,25 @@
-"""A run that is started again after a worker's failure, and one that is not."""
+"""A run that starts again after a worker's failure, and one that does not."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.cli.main import main
-from tandem.config.load import load_train_config
 from tandem.errors import WorkerFailure
 from tandem.observability.run import read_metrics
 from tandem.runtime import LocalBackend
 from tandem.trainer import assembly, launch
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.run import run_ppo
-from tests.support.runs import Finished, Lab, without_times
+from tests.support.runs import Finished, Lab, at_step, interrupt, without_times
 
-WORDS = ("trainer.total_training_steps=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+WORDS = "steps=4 A.ppo_mini_batch_size=2"
 
 
 class Fails:
-    """A loop that fails in some of its steps.
-
-    Args:
-        at: the steps, in the order in which the starts of the run meet them.
-    """
+    """A loop that fails in the steps `at`, one for each start of the run."""
 
     def __init__(self, *at: int, restartable: bool = True) -> None:
         self.at = list(at)
@@ -54,12 +46,12 @@ class Fails:
 
 @pytest.fixture(scope="module")
 def whole(lab: Lab) -> Finished:
-    return lab.run("whole", *WORDS)
+    return lab.run("whole", WORDS)
 
 
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
-    """Every backend that is made; `closed` is set at its shutdown."""
+    """Record every backend that is created; `closed` is set at its shutdown."""
     made: list[LocalBackend] = []
 
     class Watched(LocalBackend):
@@ -77,14 +69,15 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
     return made
 
 
-def attempt(lab: Lab, name: str, fails: Fails, *words: str) -> tuple[Path, list[str]]:
+def attempt(lab: Lab, name: str, trainer: Any, *words: str) -> list[str]:
+    """Run until the end or the failure, and return what was said."""
     said: list[str] = []
-    config = load_train_config(None, [*lab.overrides(lab.folder / name), *WORDS, *words]).config
-    try:
-        run_ppo(config, say=said.append, trainer=fails.trainer())
-    finally:
-        folder = lab.folder / name
-    return folder, said
+    run_ppo(lab.config(WORDS, *words, run=name), say=said.append, trainer=trainer)
+    return said
+
+
+def resumed_from(said: list[str]) -> list[str]:
+    return [sentence[sentence.index("after step") :] for sentence in said if "resumed from" in sentence]
 
 
 @pytest.mark.parametrize(
@@ -95,26 +88,14 @@ def attempt(lab: Lab, name: str, fails: Fails, *words: str) -> tuple[Path, list[
         ("disable", -1, (3,), []),
     ],
 )
-def test_it_finishes_unattended_as_if_nothing_had_failed(
-    lab: Lab,
-    whole: Finished,
-    backends: list[Any],
-    mode: str,
-    save_freq: int,
-    at: tuple[int, ...],
-    resumed: list[int],
-) -> None:
-    """From its newest checkpoint, whatever the mode it was first started in, or from the beginning."""
-    fails = Fails(*at)
-    folder, said = attempt(
-        lab, f"again_{save_freq}_{mode}", fails, "trainer.max_restarts=2", f"trainer.save_freq={save_freq}",
-        f"trainer.resume_mode={mode}",
-    )  # fmt: skip
+def test_it_finishes_unattended_as_if_nothing_had_failed(lab, whole, backends, mode, save_freq, at, resumed):
+    """The run restarts from its newest checkpoint, whatever its resume mode, or else from the beginning."""
+    fails, name = Fails(*at), f"again_{save_freq}_{mode}"
+    words = f"trainer.max_restarts=2 trainer.save_freq={save_freq} trainer.resume_mode={mode}"
+    said, folder = attempt(lab, name, fails.trainer(), words), lab.folder / name
     assert fails.starts == len(at) + 1
     assert without_times(read_metrics(folder / "metrics.jsonl")) == without_times(whole.rows)
-    assert [f"after step {step}" for step in resumed] == [
-        sentence[sentence.index("after step") :] for sentence in said if "resumed from" in sentence
-    ]
+    assert resumed_from(said) == [f"after step {step}" for step in resumed]
     for step in at:
         assert any(f"actor rank 1 died in step {step}\n" in sentence for sentence in said)
     assert len(backends) == len(at) + 1
@@ -126,7 +107,7 @@ def test_it_finishes_unattended_as_if_nothing_had_failed(
 def test_one_failure_too_many_is_the_users(lab: Lab, backends: list[Any]) -> None:
     fails = Fails(2, 2)
     with pytest.raises(WorkerFailure, match="died in step 2"):
-        attempt(lab, "too_many", fails, "trainer.max_restarts=1", "trainer.save_freq=1")
+        attempt(lab, "too_many", fails.trainer(), "trainer.max_restarts=1 trainer.save_freq=1")
     assert fails.starts == 2
     assert all(backend.closed for backend in backends)
     text = (lab.folder / "too_many" / "log" / "failure.txt").read_text()
@@ -136,48 +117,35 @@ def test_one_failure_too_many_is_the_users(lab: Lab, backends: list[Any]) -> Non
 def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
     fails = Fails(2, restartable=False)
     with pytest.raises(WorkerFailure):
-        attempt(lab, "hopeless", fails, "trainer.max_restarts=5")
+        attempt(lab, "hopeless", fails.trainer(), "trainer.max_restarts=5")
     assert fails.starts == 1
 
 
 def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
     fails = Fails(2)
 
-    class Interrupted(fails.trainer()):  # type: ignore[misc]
-        def step(self, step: int, prompts: Any) -> dict[str, float]:
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().step(step, prompts)
-
-    config = load_train_config(
-        None, [*lab.overrides(lab.folder / "impatient"), *WORDS, "trainer.max_restarts=5"]
-    ).config
-    with pytest.raises(WorkerFailure):
-        run_ppo(config, say=lambda _: None, trainer=Interrupted)
+    trainer = fails.trainer()
+    with at_step(2, interrupt, trainer=trainer), pytest.raises(WorkerFailure):
+        attempt(lab, "impatient", trainer, "trainer.max_restarts=5")
     assert fails.starts == 1
 
 
 @pytest.mark.slow
 def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Finished) -> None:
-    """Before the first of them from the one it was told to; not from others that lie in the folder."""
-    source = lab.run("source", *WORDS, "trainer.save_freq=1")
-    checkpoint = source.folder / "checkpoints" / "step_000002"
-    for name, at, told in (("early", (3,), 2), ("later", (4,), 3)):
-        strange = lab.run(name, "trainer.seed=9", "trainer.total_training_steps=1", "trainer.save_freq=1")
-        assert (strange.folder / "checkpoints" / "step_000001").is_dir()
-        folder, said = attempt(
-            lab, name, Fails(*at), "trainer.max_restarts=1", "trainer.save_freq=1",
-            "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}",
-        )  # fmt: skip
-        assert [f"after step {step}" for step in (2, told)] == [
-            sentence[sentence.index("after step") :] for sentence in said if "resumed from" in sentence
-        ]
-        assert without_times(read_metrics(folder / "metrics.jsonl"))[-1] == without_times(whole.rows)[-1]
+    """Without a checkpoint of its own, the run restarts from the one it resumed from, not from another."""
+    source = lab.run("source", WORDS, "trainer.save_freq=1")
+    start = (
+        f"trainer.resume_mode=resume_path trainer.resume_from_path={source.folder}/checkpoints/step_000002"
+    )
+    for name, at, told in (("early", 3, 2), ("later", 4, 3)):
+        strange = lab.run(name, "trainer.seed=9 steps=1 trainer.save_freq=1")
+        assert strange.checkpoints == ["step_000001"]
+        said = attempt(lab, name, Fails(at).trainer(), f"trainer.max_restarts=1 trainer.save_freq=1 {start}")
+        assert resumed_from(said) == [f"after step {step}" for step in (2, told)]
+        assert without_times(strange.rows)[-1] == without_times(whole.rows)[-1]
 
 
-def test_the_command_line_says_the_report_and_fails(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backends: list[Any]
-) -> None:
+def test_the_command_line_says_the_report_and_fails(lab, monkeypatch, capsys, backends):
     def dies(self: PPOTrainer, step: int, prompts: Any) -> dict[str, float]:
         raise WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
 
@@ -187,15 +155,13 @@ def test_the_command_line_says_the_report_and_fails(
     printed = capsys.readouterr()
     assert "tandem train: critic rank 0 died\n  in update_critic\n" in printed.err
     report = lab.folder / "command" / "log" / "failure.txt"
-    assert f"the report is in {report}." in printed.out
+    assert f"report is in {report}." in printed.out
     assert "critic rank 0 died" in report.read_text()
     assert [backend.closed for backend in backends] == [True]
 
 
 @pytest.mark.parametrize("where", ["data", "launch"])
-def test_what_was_started_ends_when_building_fails(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, backends: list[Any], where: str
-) -> None:
+def test_what_was_started_ends_when_building_fails(lab, monkeypatch, backends, where):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -207,15 +173,10 @@ def test_what_was_started_ends_when_building_fails(
     assert not (lab.folder / f"built_{where}").exists()
 
 
-def test_a_workers_own_error_for_the_user_is_raised_as_it_is(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on the local backend; the report around it would hide what to do."""
+def test_a_workers_own_error_for_the_user_is_raised_as_it_is(lab, monkeypatch):
+    """The error looks the same as on the local backend; a worker's report around it would hide the remedy."""
     from_worker = ValueError("unused")
-    for cause, expected in (
-        (launch.ConfigError("mend this"), launch.ConfigError),
-        (from_worker, WorkerFailure),
-    ):
+    for cause, expected in ((launch.ConfigError("x"), launch.ConfigError), (from_worker, WorkerFailure)):
 
         def fails(*_: Any, cause: Exception = cause, **__: Any) -> None:
             raise WorkerFailure("data rank 0 raised", restartable=False) from cause

@@ -1,11 +1,9 @@
-"""Runs with several reward models, reward functions beside them, and several references."""
+"""Runs with several reward models, with reward functions beside them, and with several references."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from tandem.errors import RewardError
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
 from tandem.trainer.takes import Changes
-from tests.support.runs import Finished, Lab, broken_off, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same, same_weights
 from tests.support.scorers import make_scorer
 from tests.support.tiny import make_model
 
@@ -36,12 +34,15 @@ def files(lab: Lab) -> None:
     make_scorer(lab.folder / "helpful", lab.model, seed=2)
 
 
-def words(lab: Lab, models: str, *more: str) -> tuple[str, ...]:
-    named = models.replace("SAFE", f"path: {lab.folder / 'safe'}").replace(
-        "HELPFUL", f"path: {lab.folder / 'helpful'}"
-    )
-    own = (f"custom_reward_function.path={lab.folder / 'mine.py'}", "custom_reward_function.name=share")
-    return ("reward_model.enable=true", f"reward_model.models={named}", *own, *more)
+def mine(lab: Lab, *more: str) -> tuple[str, ...]:
+    return (f"custom_reward_function={{path: {lab.folder}/mine.py, name: share}}", *more)
+
+
+def models(lab: Lab, named: str, *more: str) -> tuple[str, ...]:
+    """Return the words for reward models by name and `mine`, in which SAFE and HELPFUL are their paths."""
+    for name in ("safe", "helpful"):
+        named = named.replace(name.upper(), f"path: {lab.folder / name}")
+    return mine(lab, f"reward_model.enable=true reward_model.models={named}", *more)
 
 
 def extras(run: Finished, step: int) -> list[dict[str, float]]:
@@ -49,40 +50,28 @@ def extras(run: Finished, step: int) -> list[dict[str, float]]:
 
 
 ALL = "{safe: {SAFE, weight: 0.5}, helpful: {HELPFUL, normalize: true}}"
-REFS = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true")
+REFS = "A.use_kl_loss=true algorithm.use_kl_in_reward=true"
 
 
 @pytest.fixture(scope="module")
-def whole(lab: Lab) -> Finished:
-    return lab.run("whole", *words(lab, ALL, *references(lab)))
+def given(lab: Lab) -> tuple[str, ...]:
+    far = make_model(lab.folder / "far", seed=9)  # another policy over the same tokens
+    references = f"REF.models={{old: {{weight: 0.25}}, far: {{path: {far}}}}} algorithm.kl_penalty=k2"
+    rest = "A.kl_loss_coef=0.1 reward.weight=2.0 steps=4 trainer.save_freq=2"
+    return models(lab, ALL, REFS, references, rest)
 
 
-def references(lab: Lab) -> tuple[str, ...]:
-    return (
-        *REFS,
-        "actor_rollout_ref.actor.kl_loss_coef=0.1",
-        "reward.weight=2.0",
-        f"actor_rollout_ref.ref.models={{old: {{weight: 0.25}}, far: {{path: {far(lab)}}}}}",
-        "algorithm.kl_penalty=k2",
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
-    )
-
-
-def far(lab: Lab) -> Path:
-    """Another policy over the same tokens."""
-    path = lab.folder / "far"
-    return path if path.is_dir() else make_model(path, seed=9)
+@pytest.fixture(scope="module")
+def whole(lab: Lab, given: tuple[str, ...]) -> Finished:
+    return lab.run("whole", *given)
 
 
 def test_the_reward_is_the_weighted_sum_and_each_part_is_told(whole: Finished) -> None:
     seen: list[float] = []
     for step in (1, 2, 3, 4):
         found = extras(whole, step)
-        seen += [extra["helpful"] for extra in found]  # the batch's own included
-        for score, extra, why in zip(
-            whole.samples(step)["scores"], found, whole.samples(step)["reward_why"], strict=True
-        ):
+        seen += [extra["helpful"] for extra in found]  # includes this batch's own scores
+        for (score, why), extra in zip(whole.each(step, "scores", "reward_why"), found, strict=True):
             normalised = (extra["helpful"] - np.mean(seen)) / np.std(seen)
             assert extra["helpful/normalized"] == pytest.approx(normalised, abs=1e-5)
             assert score == pytest.approx(2 * extra["share"] + 0.5 * extra["safe"] + normalised, abs=1e-5)
@@ -95,51 +84,35 @@ def test_the_reward_is_the_weighted_sum_and_each_part_is_told(whole: Finished) -
 
 
 def test_the_kl_is_the_weighted_sum_over_the_references(whole: Finished) -> None:
-    rows = whole.samples(2)
-    totals: dict[str, list[float]] = {"": [], "/old": [], "/far": []}
-    for sample in range(len(rows["tokens"])):
-        mask = torch.tensor(rows["response_mask"][sample])
-        old = torch.tensor(rows["old_log_probs"][sample])[mask]
-        each = {
-            name: kl_penalty(old, torch.tensor(rows[f"ref_log_probs.{name}"][sample])[mask], "k2")
+    totals: dict[str, dict[int, list[float]]] = {"": {}, "/old": {}, "/far": {}}
+    for token in whole.tokens(2):
+        log_prob = torch.tensor(token["old_log_probs"])
+        old, far = (
+            float(kl_penalty(log_prob, torch.tensor(token[f"ref_log_probs.{name}"]), "k2"))
             for name in ("old", "far")
-        }
-        kl = 0.25 * each["old"] + each["far"]
-        taken = torch.tensor(rows["token_level_scores"][sample]) - torch.tensor(
-            rows["token_level_rewards"][sample]
         )
-        assert torch.allclose(taken[mask], 0.001 * kl, atol=1e-6)
-        for name, values in (("", kl), ("/old", each["old"]), ("/far", each["far"])):
-            totals[name].append(float(values.mean()))
-    for name, values in totals.items():
-        assert whole.rows[1][f"actor/kl_in_reward{name}"] == pytest.approx(np.mean(values), rel=1e-5)
+        taken = token["token_level_scores"] - token["token_level_rewards"]
+        assert taken == pytest.approx(0.001 * (0.25 * old + far), abs=1e-6)
+        for name, value in (("", 0.25 * old + far), ("/old", old), ("/far", far)):
+            totals[name].setdefault(token["sample"], []).append(value)
     row = whole.rows[1]
+    for name, samples in totals.items():
+        wanted = np.mean([np.mean(values) for values in samples.values()])
+        assert row[f"actor/kl_in_reward{name}"] == pytest.approx(wanted, rel=1e-5)
     assert row["actor/kl"] == pytest.approx(0.25 * row["actor/kl/old"] + row["actor/kl/far"], rel=1e-6)
     assert row["actor/kl/far"] > 2 * row["actor/kl/old"] > 0
 
 
-def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab: Lab, whole: Finished) -> None:
-    given = words(lab, ALL, *references(lab))
-    with broken_off(3):
-        lab.run("stopped", *given)
-    resumed = lab.run("stopped", *given)
-    assert same_weights(resumed, whole)
-    assert without_times(resumed.rows) == without_times(whole.rows)
+def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab: Lab, given: tuple[str, ...], whole: Finished) -> None:
+    assert_same(lab.resumed("stopped", *given, at=3), whole)
 
 
 def test_two_references_of_half_weight_are_one(lab: Lab) -> None:
-    """The same policy twice; the loss's KL has a gradient from the second update on."""
-    given = (
-        *REFS,
-        "actor_rollout_ref.actor.kl_loss_coef=1.0",
-        f"custom_reward_function.path={lab.folder / 'mine.py'}",
-        "custom_reward_function.name=share",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
-        "actor_rollout_ref.ref.fsdp_config.model_dtype=fp64",
-        "trainer.total_training_steps=3",
-    )
-    one = lab.run("one", *given)
-    two = lab.run("two", *given, "actor_rollout_ref.ref.models={a: {weight: 0.5}, b: {weight: 0.5}}")
+    """Both references are the same policy; the KL in the loss has a gradient from the second update on."""
+    precise = "A.fsdp_config.model_dtype=fp64 REF.fsdp_config.model_dtype=fp64"
+    words = mine(lab, REFS, f"A.kl_loss_coef=1.0 {precise} steps=3")
+    one = lab.run("one", *words)
+    two = lab.run("two", *words, "REF.models={a: {weight: 0.5}, b: {weight: 0.5}}")
     assert one.trainer.roles.reference is not None and two.trainer.roles.reference is None
     weights = two.weights()
     for name, value in one.weights().items():
@@ -147,10 +120,9 @@ def test_two_references_of_half_weight_are_one(lab: Lab) -> None:
 
 
 def test_one_model_named_or_not_is_the_same(lab: Lab) -> None:
-    alone = lab.run("alone", "reward_model.enable=true", f"reward_model.model.path={lab.folder / 'safe'}")
-    named = lab.run(
-        "named", "reward_model.enable=true", f"reward_model.models={{safe: {{path: {lab.folder / 'safe'}}}}}"
-    )
+    safe = lab.folder / "safe"
+    alone = lab.run("alone", f"reward_model.enable=true reward_model.model.path={safe}")
+    named = lab.run("named", f"reward_model.enable=true reward_model.models={{safe: {{path: {safe}}}}}")
     assert same_weights(alone, named)
     assert alone.samples(1)["scores"] == named.samples(1)["scores"]
     assert extras(alone, 1)[0] == {} and set(extras(named, 1)[0]) == {"safe"}
@@ -158,31 +130,23 @@ def test_one_model_named_or_not_is_the_same(lab: Lab) -> None:
 
 
 def test_a_function_makes_the_reward(lab: Lab) -> None:
-    terms = "[{name: share}, {name: length, label: long}]"
-    run = lab.run(
-        "combined",
-        *words(lab, "{safe: {SAFE}}", f"reward.combine={lab.folder / 'mine.py'}:least"),
-        f"custom_reward_function.terms={terms}",
-        "trainer.total_training_steps=1",
-    )
-    rows = run.samples(1)
-    for score, extra, placed, mask in zip(
-        rows["scores"], extras(run, 1), rows["token_level_scores"], rows["response_mask"], strict=True
-    ):
+    terms = "custom_reward_function.terms=[{name: share}, {name: length, label: long}]"
+    combine = f"reward.combine={lab.folder}/mine.py:least"
+    run = lab.run("combined", *models(lab, "{safe: {SAFE}}", combine, terms, "steps=1"))
+    columns = run.each(1, "scores", "token_level_scores", "response_mask")
+    for (score, placed, mask), extra in zip(columns, extras(run, 1), strict=True):
         assert set(extra) == {"share", "long", "safe"}
         assert score == pytest.approx(min(extra["share"], extra["safe"]), abs=1e-6)
         assert placed[max(np.flatnonzero(mask))] == pytest.approx(score) and np.count_nonzero(placed) == 1
 
 
 def test_functions_alone_may_be_combined(lab: Lab) -> None:
-    mine = lab.folder / "mine.py"
-    given = [f"custom_reward_function.path={mine}", "custom_reward_function.name=share"]
-    given += ["trainer.total_training_steps=1", "reward.on_error=zero"]
-    run = lab.run("functions", *given, f"reward.combine={mine}:odd")
+    words = mine(lab, "steps=1 reward.on_error=zero")
+    run = lab.run("functions", *words, f"reward.combine={lab.folder}/mine.py:odd")
     for score, extra in zip(run.samples(1)["scores"], extras(run, 1), strict=True):
         assert score == pytest.approx(extra["share"] - 1)
-    with pytest.raises(RewardError, match="ValueError: too many") as caught:  # no failure of one response's
-        lab.run("raises", *given, f"reward.combine={mine}:raises")
+    with pytest.raises(RewardError, match="ValueError: too many") as caught:  # despite on_error
+        lab.run("raises", *words, f"reward.combine={lab.folder}/mine.py:raises")
     assert "of the data" in str(caught.value.field)
 
 
@@ -191,14 +155,14 @@ def test_a_response_that_a_model_cannot_read(lab: Lab, on_error: str) -> None:
     path = lab.folder / "short"
     if not path.is_dir():
         make_scorer(path, lab.model, seed=1, max_position_embeddings=10)
-    given = ["reward_model.enable=true", f"reward_model.models={{safe: {{path: {path}, normalize: true}}}}"]
-    given += [f"reward.on_error={on_error}", "trainer.total_training_steps=1"]
+    model = f"reward_model.models={{safe: {{path: {path}, normalize: true}}}}"
+    words = f"reward_model.enable=true {model} reward.on_error={on_error} steps=1"
     if on_error == "raise":
         with pytest.raises(RewardError, match="the reward model safe could not score a response") as caught:
-            lab.run(on_error, *given)
-        assert "of at most 10" in str(caught.value.got)
+            lab.run(on_error, words)
+        assert "at most 10" in str(caught.value.got)
         return
-    run = lab.run(on_error, *given)
+    run = lab.run(on_error, words)
     failed = [len(tokens) > 10 for tokens in run.samples(1)["tokens"]]
     assert 0 < sum(failed) < len(failed)
     assert run.rows[0]["reward/failed/safe"] == pytest.approx(np.mean(failed))
@@ -210,70 +174,47 @@ def test_a_response_that_a_model_cannot_read(lab: Lab, on_error: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo"])
 def test_estimators_and_scores_of_steps(lab: Lab, estimator: str) -> None:
-    """Estimators with rewards to go see each step where it ends; those that compare responses see the sum."""
-    model = f"path: {lab.folder / 'safe'}, step_separator: '.', step_score: min"
-    run = lab.run(
-        f"steps {estimator}",
-        "reward_model.enable=true",
-        f"reward_model.models={{steps: {{{model}}}}}",
-        f"algorithm.adv_estimator={estimator}",
-        "trainer.total_training_steps=1",
-        "data.max_response_length=40",
-    )
-    rows: Any = run.samples(1)
-    assert max(np.count_nonzero(placed) for placed in rows["token_level_scores"]) > 1
-    raw: list[np.ndarray] = []
-    for sample, placed in enumerate(rows["token_level_scores"]):
-        mask, scores = np.array(rows["response_mask"][sample]), np.array(placed, dtype=np.float64)
-        assert rows["scores"][sample] == pytest.approx(min(scores[np.flatnonzero(scores)]))
-        to_go = np.cumsum(scores[::-1])[::-1]
-        if estimator == "gae":  # λ = γ = 1: returns are rewards to go
-            assert np.array(rows["returns"][sample])[mask] == pytest.approx(to_go[mask], abs=1e-5)
-        raw.append(to_go[mask] if estimator == "reinforce_plus_plus" else np.full(mask.sum(), scores.sum()))
+    """Estimators with rewards-to-go see each step's score at its end; the others see the sum."""
+    model = f"{{path: {lab.folder / 'safe'}, step_separator: '.', step_score: min}}"
+    words = f"reward_model.enable=true reward_model.models={{steps: {model}}} data.max_response_length=40"
+    run = lab.run(f"steps {estimator}", words, f"algorithm.adv_estimator={estimator} steps=1")
+    advantages, returns, to_go = [], [], []
+    for score, placed, mask, advantage, target in run.each(
+        1, "scores", "token_level_scores", "response_mask", "advantages", "returns"
+    ):
+        scores, own = np.array(placed, dtype=np.float64), np.array(mask)
+        assert score == pytest.approx(min(scores[np.flatnonzero(scores)]))
+        to_go.append(np.cumsum(scores[::-1])[::-1][own])
+        advantages.append(np.array(advantage)[own])
+        returns.append(np.array(target)[own])
+    assert max(np.count_nonzero(placed) for placed in run.samples(1)["token_level_scores"]) > 1
+    if estimator == "gae":  # with λ = γ = 1, returns are rewards-to-go
+        assert np.concatenate(returns) == pytest.approx(np.concatenate(to_go), abs=1e-5)
     if estimator == "reinforce_plus_plus":
-        tokens = np.concatenate(raw)
-        wanted = (tokens - tokens.mean()) / tokens.std()
-        found = np.concatenate([
-            np.array(a)[np.array(m)] for a, m in zip(rows["advantages"], rows["response_mask"], strict=True)
-        ])  # fmt: skip
-        assert np.corrcoef(found, wanted)[0, 1] == pytest.approx(1.0, abs=1e-5)
+        found = np.corrcoef(np.concatenate(advantages), np.concatenate(to_go))[0, 1]
+        assert found == pytest.approx(1.0, abs=1e-5)
     if estimator == "grpo":
-        for first in range(0, len(raw), 3):
-            sums = np.array([values[0] for values in raw[first : first + 3]])
-            for place, wanted in enumerate((sums - sums.mean()) / sums.std(ddof=1)):
-                sample = first + place
-                mask = np.array(rows["response_mask"][sample])
-                assert np.array(rows["advantages"][sample])[mask] == pytest.approx(wanted, abs=1e-4)
+        sums = np.array([values[0] for values in to_go]).reshape(-1, 3)
+        wanted = (sums - sums.mean(1, keepdims=True)) / sums.std(1, ddof=1, keepdims=True)
+        for own, value in zip(advantages, wanted.ravel(), strict=True):
+            assert own == pytest.approx(np.full(len(own), value), abs=1e-4)
 
 
 @pytest.mark.slow
 def test_steps_are_replayed_without_the_reward_models(lab: Lab, tmp_path: Path) -> None:
-    """From the scores that were recorded, or with a function in place of all that made them."""
-    for name in ("safe", "helpful"):
-        shutil.copytree(lab.folder / name, tmp_path / name)
-    shutil.copy(lab.folder / "mine.py", tmp_path / "mine.py")
-    safe, helpful = (f"path: {tmp_path / name}" for name in ("safe", "helpful"))
-    own = (f"custom_reward_function.path={tmp_path / 'mine.py'}", "custom_reward_function.name=share")
-    models = ALL.replace("SAFE", safe).replace("HELPFUL", helpful)
-    scored = {
-        "summed": (f"reward_model.models={models}", "reward.weight=2.0"),
-        "combined": (
-            f"reward_model.models={{safe: {{{safe}}}}}",
-            f"reward.combine={tmp_path / 'mine.py'}:least",
-        ),
-    }
-    shared = ("reward_model.enable=true", "trainer.save_freq=1", *own)
-    made = {name: lab.run(f"replayed_{name}", *shared, *more) for name, more in scored.items()}
-    for name in ("safe", "helpful"):
-        shutil.rmtree(tmp_path / name)
-    (tmp_path / "mine.py").unlink()
-    assert replay(Run(made["summed"].folder), 2).equal
-    other = tmp_path / "other.py"
-    other.write_text(
-        "def length(data_source, solution_str, ground_truth, extra_info): return len(solution_str)"
-    )
-    run = made["combined"]
-    found = replay(Run(run.folder), 2, Changes(reward=f"{other}:length"))
+    combine = f"reward.combine={lab.folder}/mine.py:least"
+    summed = lab.run("replayed_summed", *models(lab, ALL, "reward.weight=2.0 trainer.save_freq=1"))
+    combined = lab.run("replayed_combined", *models(lab, "{safe: {SAFE}}", combine, "trainer.save_freq=1"))
+    for name in ("safe", "helpful", "mine.py"):
+        (lab.folder / name).rename(tmp_path / name)
+    try:
+        assert replay(Run(summed.folder), 2).equal
+        other = tmp_path / "other.py"
+        other.write_text("def length(prompt, response): return len(response)")
+        found = replay(Run(combined.folder), 2, Changes(reward=f"{other}:length"))
+    finally:
+        for name in ("safe", "helpful", "mine.py"):
+            (tmp_path / name).rename(lab.folder / name)
     assert found.equal and found.changed is not None
-    lengths = [len(text) for text in run.samples(2)["response_text"]]
+    lengths = [len(text) for text in combined.samples(2)["response_text"]]
     assert found.changed.metrics["reward/mean"] == pytest.approx(np.mean(lengths))

@@ -1,20 +1,17 @@
-"""How real runs end, as a reader of the folder is told."""
+"""How runs end, as someone who reads the run folder sees it."""
 
 from __future__ import annotations
 
 import json
 import threading
-from typing import Any
-
-import pytest
 
 from tandem.observability.reading import Run
 from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Lab, broken_off
+from tests.support.runs import Lab, at_step, broken_off
 
 
 class Watched(PPOTrainer):
-    """Is read by somebody else after its first step, while it lives."""
+    """A trainer whose run folder is read after its first step, while the run is alive."""
 
     seen: tuple[str, int, int | None] = ("", 0, None)
 
@@ -42,25 +39,19 @@ def test_a_run_that_is_watched_and_finishes(lab: Lab) -> None:
 
 
 def test_a_run_that_fails_and_one_that_goes_on(lab: Lab) -> None:
-    words = ("trainer.save_freq=1", "trainer.total_training_steps=3")
+    words = "trainer.save_freq=1 steps=3"
     with broken_off(2):
-        lab.run("broken", *words)
+        lab.run("broken", words)
     run = Run(lab.folder / "broken")
     assert (run.state, run.steps) == ("failed", 1)
-    lab.run("broken", *words)
+    lab.run("broken", words)
     assert (run.state, run.steps, list(run.checkpoints)) == ("finished", 3, [1, 2, 3])
     starts = [event["step"] for event in run.events if event["event"] == "start"]
     assert starts == [0, 1]
 
 
-def test_a_run_that_is_interrupted(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = PPOTrainer.step
-
-    def interrupted(self: PPOTrainer, number: int, prompts: Any) -> dict[str, float]:
-        self.session.interrupted = True
-        return step(self, number, prompts)
-
-    monkeypatch.setattr(PPOTrainer, "step", interrupted)
-    lab.run("interrupted")
+def test_a_run_that_is_interrupted(lab: Lab) -> None:
+    with at_step(1, lambda trainer: setattr(trainer.session, "interrupted", True)):
+        lab.run("interrupted")
     run = Run(lab.folder / "interrupted")
     assert (run.state, run.steps, run.total_steps) == ("interrupted", 1, 2)

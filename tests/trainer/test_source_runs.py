@@ -1,4 +1,4 @@
-"""Runs on rows of verl's data sources: DAPO's and Search-R1's train as they are, programs in a sandbox."""
+"""Runs on rows of verl's data sources: DAPO and Search-R1 without changes, programs in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["lab"]
 
 
 def rows(folder: Path, source: str, truth: Any) -> Path:
-    """A file of sums whose rows carry the data source and the ground truth."""
+    """Write a file of sums whose rows have the data source and the ground truth."""
     reward_model = {"style": "rule", "ground_truth": truth}
     made = [problem(1, b) | {"data_source": source, "reward_model": reward_model} for b in range(2, 10)]
     return write_rows(folder / f"{source}.parquet", made)
@@ -29,15 +29,15 @@ def rows(folder: Path, source: str, truth: Any) -> Path:
 )
 def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: Any, wrong: float) -> None:
     data = rows(tmp_path, source, truth)
-    finished = lab.run(source, f"data.train_files={data}", "trainer.total_training_steps=1")
+    finished = lab.run(source, f"data.train_files={data} steps=1")
     lines = (finished.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     means = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
-    assert means == [wrong]  # an untrained model answers in no form
+    assert means == [wrong]  # an untrained model never answers in the required form
 
 
 def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> None:
     data = rows(tmp_path, "codeforces", '{"inputs": ["1"], "outputs": ["1"]}')
-    finished = lab.run("codeforces", f"data.train_files={data}", "trainer.total_training_steps=1")
+    finished = lab.run("codeforces", f"data.train_files={data} steps=1")
     assert [line["reward/extra/tests"] for line in finished.rows if "reward/extra/tests" in line] == [1]
     assert (
         sum(said.startswith("programs that answer codeforces run here, under ") for said in finished.said)
@@ -45,12 +45,10 @@ def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> 
     )
 
 
-def test_programs_are_refused_before_any_step_without_a_sandbox(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_refused_before_any_step_without_a_sandbox(lab, tmp_path, monkeypatch):
     for kind in (protections.Sandlock, protections.Bubblewrap):
         monkeypatch.setattr(kind, "version", lambda: None)
-    local._found.cache_clear()
+    local._working_sandbox.cache_clear()
     data = rows(tmp_path, "apps", '{"inputs": ["1"], "outputs": ["1"]}')
     with pytest.raises(RewardError, match="sandlock is not installed; bubblewrap is not installed"):
         lab.trainer(tmp_path / "run", f"data.train_files={data}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,23 +16,50 @@ MINI = MiniBatching(samples=8, epochs=2, shuffle=True, seed=1)
 
 @pytest.mark.parametrize(("step", "n"), [(1, 4), (2, 4), (3, 2), (9, 2), (10, 8)])
 def test_a_group_size_holds_from_its_step_on(step: int, n: int) -> None:
-    plan = Plan(
-        total_steps=12,
-        batch_samples=32,
-        actor=MINI,
-        critic=MiniBatching(samples=16, epochs=1, shuffle=False, seed=1),
-        recompute_old=True,
-        n=4,
-        group_sizes={1: 4, 3: 2, 10: 8},
-    )
+    critic = MiniBatching(samples=16, epochs=1, shuffle=False, seed=1)
+    sizes = {1: 4, 3: 2, 10: 8}
+    plan = Plan(total_steps=12, batch_samples=32, actor=MINI, critic=critic, recompute_old=True, n=4,
+                group_sizes=sizes)  # fmt: skip
     there = plan.at(step)
     assert (there.n, there.batch_samples) == (n, 8 * n)
     assert (there.actor.samples, there.critic.samples) == (2 * n, 4 * n)
     assert updates_per_step(there.batch_samples, there.actor) == 2 * 4
 
 
+class NeverThere:
+    """A result that must not be waited for."""
+
+    borrowed = False
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        raise AssertionError("waited for a value")
+
+    def index(self, timeout_s: float | None = None) -> Any:
+        raise AssertionError("waited for an index")
+
+    wait = get
+
+    def done(self) -> bool:
+        return False
+
+
+def test_mini_batches_are_formed_before_the_batch_is_there() -> None:
+    mini = MiniBatching(samples=3, epochs=2, shuffle=True, seed=1)
+    unseen = BatchFuture.collected([NeverThere()], "compute_advantages")
+    assert len(list(minibatches(unseen, 7, mini, step=1))) == 6
+    batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(7))}))
+    for shuffle in (False, True):
+        mini = MiniBatching(samples=3, epochs=2, shuffle=shuffle, seed=1)
+        parts = [part.get().non_tensor_batch["row"].tolist() for part in minibatches(batch, 7, mini, step=1)]
+        assert [len(part) for part in parts] == [3, 3, 1] * 2
+        for epoch in (parts[:3], parts[3:]):
+            assert sorted(np.concatenate(epoch)) == list(range(7))
+        assert (parts[0] == [0, 1, 2]) != shuffle
+        assert (parts[:3] == parts[3:]) != shuffle
+
+
 def orders(mini: MiniBatching, step: int) -> list[list[int]]:
-    """The rows of each epoch, in the order of the updates."""
+    """Return the rows of each epoch, in the order of the updates."""
     batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(16))}))
     parts = [part.get().non_tensor_batch["row"] for part in minibatches(batch, 16, mini, step)]
     assert [len(part) for part in parts] == [8] * 4

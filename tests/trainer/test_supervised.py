@@ -1,10 +1,7 @@
-"""Supervised runs against plain loops over transformers' own models, and against themselves cut, stopped and
-resumed in other ways."""
+"""Supervised runs compared with plain loops over transformers' models, and stopped and resumed."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.protocol import DataProto
 from tandem.trainer.supervised import SupervisedTrainer
 from tandem.workers.losses import NextTokenLoss, PreferenceLoss
-from tests.support.runs import without_times
+from tests.support.runs import assert_same, at_step, interrupt, without_times
 from tests.support.school import FP64, School, Taught, school
 
 __all__ = ["school"]
@@ -39,20 +36,15 @@ CENTRE = 0.05
 
 def engine_on(folder: Path, kind: Any, precision: str) -> FSDPEngine:
     return FSDPEngine(
-        folder,
-        kind=kind,
-        model=BackboneConfig(path=str(folder)),
-        fsdp=FSDPConfig(model_dtype=precision),
-        optim=OptimConfig(lr=0.01),
-        total_steps=10,
-        device=torch.device("cpu"),
-    )
+        folder, kind=kind, model=BackboneConfig(path=str(folder)), fsdp=FSDPConfig(model_dtype=precision),
+        optim=OptimConfig(lr=0.01), total_steps=10, device=torch.device("cpu"),
+    )  # fmt: skip
 
 
 def gradients(
     engine: FSDPEngine, batch: DataProto, loss: LossFn, micro: MicroBatching
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The whole gradient by Hugging Face name, and the metrics; the weights stay as they are."""
+    """Return the whole gradient by Hugging Face names, and the metrics, without changing the weights."""
     taken: dict[str, Tensor] = {}
 
     def take(*_: Any) -> None:
@@ -68,7 +60,7 @@ def gradients(
 
 
 def gap(found: dict[str, Tensor], model: Any) -> float:
-    """Relative distance of two gradients, as one vector each."""
+    """Return the relative distance of two gradients, each taken as one vector."""
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(found) == set(wanted)
     apart = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in found)
@@ -77,7 +69,7 @@ def gap(found: dict[str, Tensor], model: Any) -> float:
 
 @pytest.fixture(scope="module")
 def scorer(school: School) -> Path:
-    """A classifier's folder, with a head of its own."""
+    """Make a folder of a classifier that has its own head."""
     torch.manual_seed(3)
     folder = school.folder / "scorer"
     model = AutoModelForSequenceClassification.from_pretrained(school.model, num_labels=1)
@@ -93,7 +85,7 @@ def pairs(school: School, **options: Any) -> PreferenceDataset:
 
 
 def plain_preferences(model: Any, data: PreferenceDataset, rows: range) -> dict[str, float]:
-    """Leaves the gradient of the mean loss in the model; a pair at a time, without padding or packing."""
+    """Put the gradient of the mean loss into the model, one pair at a time, without padding or packing."""
     seen: dict[str, list[float]] = {"loss": [], "margin": [], "reward_chosen": [], "reward_rejected": []}
     for row in rows:
         chosen, rejected = (
@@ -112,15 +104,12 @@ def plain_preferences(model: Any, data: PreferenceDataset, rows: range) -> dict[
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-5)])
-def test_preference_gradients_are_those_of_a_plain_loop(
-    school: School, scorer: Path, precision: str, tolerance: float, cut: str
-) -> None:
+def test_preference_gradients_are_those_of_a_plain_loop(school, scorer, precision, tolerance, cut):
     data = pairs(school, margin_key="margin")
     rows = range(11)
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    plain = AutoModelForSequenceClassification.from_pretrained(
-        scorer, dtype=dtype, attn_implementation="sdpa"
-    )
+    load = AutoModelForSequenceClassification.from_pretrained
+    plain = load(scorer, dtype=dtype, attn_implementation="sdpa")
     wanted = plain_preferences(plain, data, rows)
     engine = engine_on(scorer, "score", precision)
     found, metrics = gradients(engine, data.batch(rows, uid_prefix="0"), PreferenceLoss(CENTRE), CUTS[cut])
@@ -130,9 +119,7 @@ def test_preference_gradients_are_those_of_a_plain_loop(
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-6)])
-def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
-    school: School, precision: str, tolerance: float, cut: str
-) -> None:
+def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(school, precision, tolerance, cut):
     tokenizer = AutoTokenizer.from_pretrained(school.model)
     batch = SFTDataset(str(school.files["sft"][0]), tokenizer).batch(range(13), uid_prefix="0")
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -143,7 +130,7 @@ def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
     attention_mask = (torch.arange(width) < tokens.lengths[:, None]).long()
     output = plain(input_ids=tokens.to_padded(0), attention_mask=attention_mask, labels=labels)
     loss = output.loss
-    if precision == "fp64":  # in which transformers takes the loss itself in fp32
+    if precision == "fp64":  # transformers computes the loss itself in fp32
         logits = output.logits[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
     loss.backward()
@@ -154,10 +141,10 @@ def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(
 
 
 def test_a_run_validates_on_every_held_out_row_once(school: School, scorer: Path) -> None:
-    """Seven rows in batches of three; the learning rate is zero, so that the model stays what it was."""
-    words = ("data.train_batch_size=3", "optim.lr=0", "trainer.total_training_steps=1", FP64)
-    margins = ("data.margin_key=margin", f"center_rewards_coefficient={CENTRE}")
-    row = school.run("rm", "held_out", f"model.path={scorer}", *words, *margins).rows[-1]
+    """Seven rows are read in batches of three; the learning rate is zero, so the model does not change."""
+    words = ("data.train_batch_size=3 optim.lr=0 steps=1", FP64)
+    margins = f"data.margin_key=margin center_rewards_coefficient={CENTRE}"
+    row = school.run("rm", "held_out", f"model.path={scorer}", *words, margins).rows[-1]
     data = PreferenceDataset(
         str(school.files["rm"][1]), AutoTokenizer.from_pretrained(scorer), margin_key="margin"
     )
@@ -181,25 +168,13 @@ def whole(school: School) -> dict[str, Taught]:
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
-def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(
-    school: School, whole: dict[str, Taught], task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = SupervisedTrainer.step
-
-    def interrupted(self: SupervisedTrainer, step: int, batch: Any) -> dict[str, float]:
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(self, step, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SupervisedTrainer, "step", interrupted)
+def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(school: School, whole, task: str) -> None:
+    with at_step(3, interrupt, trainer=SupervisedTrainer):
         stopped = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
     assert stopped.trainer.session.interrupted and [row["step"] for row in stopped.rows] == [1, 2, 3]
     resumed = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
     assert any("after step 3" in sentence for sentence in resumed.said)
-    assert without_times(resumed.rows) == without_times(whole[task].rows)
-    first, second = resumed.weights(), whole[task].weights()
-    assert all(torch.equal(first[name], second[name]) for name in second)
+    assert_same(resumed, whole[task])
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
@@ -225,11 +200,11 @@ def test_what_is_reported_of_a_step(whole: dict[str, Taught]) -> None:
 
 
 def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: School, scorer: Path) -> None:
-    words = ("optim.lr=0", "trainer.total_training_steps=1")
+    words = "optim.lr=0 steps=1"
 
     def head(name: str, *more: str) -> tuple[Tensor, list[str]]:
-        torch.manual_seed(len(name))  # what was drawn before counts for nothing
-        run = school.run("rm", name, *words, *more)
+        torch.manual_seed(len(name))  # earlier draws must not matter
+        run = school.run("rm", name, words, *more)
         return run.weights()["score.weight"], run.said
 
     first, said = head("seed_0")
@@ -238,7 +213,7 @@ def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: Schoo
     in_double, _ = head("seed_0_fp64", FP64)
     assert torch.equal(first, in_double.float())
     assert not torch.equal(first, head("seed_1", "trainer.seed=1")[0])
-    assert 0.5 < float(first.norm()) < 2  # 32 numbers of variance 1/33
+    assert 0.5 < float(first.norm()) < 2  # 32 numbers with variance 1/33
     kept, said = head("kept", f"model.path={scorer}")
     trained = AutoModelForSequenceClassification.from_pretrained(scorer).score.weight
     assert torch.equal(kept, trained) and not any("score head" in sentence for sentence in said)

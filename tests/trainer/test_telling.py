@@ -1,4 +1,4 @@
-"""Sentences at the beginning and the end of a run."""
+"""Messages at the start and the end of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_a_beginning_says_what_is_trained_on_what_and_where(tmp_path: Path) -> N
     told = beginning(str(tmp_path), 1234, "64 prompts × 8 responses", 5000, Path("out"), None)
     assert told == (
         f"{tmp_path} (llama, 5 k parameters); 1,234 rows; 5,000 steps of 64 prompts × 8 responses; "
-        "begins anew in out"
+        "new run in out"
     )
     again = beginning(str(tmp_path), 1, "1 row", 2, Path("out"), Path("out/checkpoints/step_000007"))
-    assert again.endswith("goes on from step_000007 in out")
+    assert again.endswith("resumes from step_000007 in out")
 
 
 def test_an_ending_says_first_last_and_best_and_the_next_command(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_an_ending_says_first_last_and_best_and_the_next_command(tmp_path: Path)
     assert told[2] == f"model: {checkpoint}"
     assert told[3:] == [f"next:  tandem samples {tmp_path} --worst", f"       tandem export {tmp_path} DIR"]
     folder.event("end", step=3, how="finished")
-    assert ending(tmp_path, steps_taken=0).startswith(f"{tmp_path} has taken its 3 steps already: ")
+    assert ending(tmp_path, steps_taken=0).startswith(f"{tmp_path} has already taken all 3 steps: ")
 
 
 def test_a_loss_is_best_where_it_is_lowest(tmp_path: Path) -> None:

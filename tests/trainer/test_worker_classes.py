@@ -1,4 +1,4 @@
-"""Which class plays each role, where, and beside whom."""
+"""Tests of the worker class of each role, of its processes, and of the roles that share a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
-from tandem.trainer.casting import REWARD_POOL, Cast, load_classes, tenants
+from tandem.trainer.casting import REWARD_POOL, RolePlan, load_classes, plan_groups
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tests.support.runs import Lab
@@ -23,9 +23,8 @@ from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward import at_last_token
 
-
 class OwnCritic(CriticWorker):
-    """Ours, with values of its own and a method more."""
+    """A critic with changed values and an additional method."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_values(self, batch):
@@ -39,7 +38,7 @@ class OwnCritic(CriticWorker):
 
 
 class Constant(BaseWorker):
-    """A reward from nothing, by the name a reward model has."""
+    """A reward worker with the method names of a reward model."""
 
     def __init__(self, tokenizer, reward, config, run):
         super().__init__()
@@ -55,7 +54,7 @@ class Constant(BaseWorker):
 
 
 class Plain(BaseWorker):
-    """A rollout from nothing, which gives all samples at once and measures nothing."""
+    """A rollout worker that returns all samples at once and measures nothing."""
 
     def __init__(self, *args, **kwargs):
         self.inner = ActorWorker(*args, **kwargs)
@@ -77,7 +76,7 @@ class Incomplete(BaseWorker):
 
 
 class SavesNoLater(Constant):
-    """A critic that has what every run calls."""
+    """A critic with only the methods that every run calls."""
 
     @register()
     def compute_values(self, batch): ...
@@ -107,8 +106,8 @@ HELPERS = {"data": (["data"], "controller_pool"), "batch": (["batch"], "controll
 
 
 def groups(placement: Placement, played: frozenset[str]) -> dict[str, tuple[list[str], str]]:
-    """What each group plays, and where."""
-    found = tenants(placement, Cast(played))
+    """Return the roles and the pool of each group."""
+    found = plan_groups(placement, RolePlan(played))
     return {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in found.items()}
 
 
@@ -136,7 +135,7 @@ def test_what_is_on_one_pool_shares_weights_and_what_is_apart_does_not() -> None
 
 def test_a_placement_without_an_actor_is_refused() -> None:
     with pytest.raises(ConfigError, match="no resource pool is mapped to the actor"):
-        tenants(Placement({"a": [1]}, {Role.Critic: "a"}), Cast(EVERYBODY))
+        plan_groups(Placement({"a": [1]}, {Role.Critic: "a"}), RolePlan(EVERYBODY))
 
 
 def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
@@ -145,33 +144,29 @@ def test_a_role_with_a_class_of_its_own_is_a_group_of_its_own() -> None:
 
     placement = Placement({"a": [1]}, {Role.ActorRolloutRef: "a"})
     for role, parts in (("ref", ["actor", "rollout"]), ("rollout", ["actor", "ref"])):
-        found = tenants(placement, Cast(EVERYBODY, {role: Mine}))
+        found = plan_groups(placement, RolePlan(EVERYBODY, {role: Mine}))
         assert found[role].worker is Mine
         assert sorted(found["actor"].parts) == parts
         assert found["actor"].worker is ActorWorker
-    fused = tenants(placement, Cast(EVERYBODY, {"actor_rollout": Mine}))
+    fused = plan_groups(placement, RolePlan(EVERYBODY, {"actor_rollout": Mine}))
     assert fused["actor"].worker is Mine
     assert sorted(fused["actor"].parts) == ["actor", "ref", "rollout"]
     assert fused["critic"].worker is CriticWorker
 
 
 def test_a_class_for_several_references_needs_the_methods_of_one() -> None:
-    several = Cast(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
+    several = RolePlan(frozenset({"actor", "rollout", "ref.old", "ref.new"}), {"ref": CriticWorker})
     with pytest.raises(ConfigError, match="the worker class lacks methods") as caught:
-        tenants(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
+        plan_groups(Placement({"a": [1]}, {Role.ActorRolloutRef: "a"}), several)
     assert caught.value.field == "trainer.worker_classes.ref"
     assert caught.value.got == "CriticWorker without compute_ref_log_prob"
 
 
 def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
-    words = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true")
-    ours = lab.run("ours", *words)
-    run = lab.run(
-        "theirs",
-        *words,
-        f"trainer.worker_classes={{critic: '{own}:OwnCritic', reward: '{own}:Constant', "
-        f"rollout: '{own}:Plain'}}",
-    )
+    words = "GAE A.use_kl_loss=true"
+    ours = lab.run("ours", words)
+    classes = f"W.critic={own}:OwnCritic W.reward={own}:Constant W.rollout={own}:Plain"
+    run = lab.run("theirs", words, classes)
     critic = run.trainer.roles.critic
     assert critic is not None
     assert critic.where() == [(0, 1)]
@@ -189,22 +184,15 @@ def test_a_users_own_workers_take_part_in_the_loop(lab: Lab, own: Path) -> None:
                                   "@register: compute_values, update_critic")),
         ("rollout", "Constant", ("Constant without generate_sequences, load_weights",)),
         ("data", "Incomplete", ("trainer.worker_classes.data", "describe, train_batch, val_batch")),
-        ("critic", "SavesNoLater", ("trainer.async_save: asks for methods that the worker class",
+        ("critic", "SavesNoLater", ("trainer.async_save: this key needs methods",
                                     "SavesNoLater without begin_save, check_save")),
-        ("critic", "NoWorker", ("trainer.worker_classes.critic: not a worker class", "OwnCritic")),
-        ("critic", "OwnCritik", ("no such worker class", "did you mean 'OwnCritic'?")),
+        ("critic", "NoWorker", ("trainer.worker_classes.critic: this is not a worker class", "OwnCritic")),
+        ("critic", "OwnCritik", ("this worker class does not exist", "did you mean 'OwnCritic'?")),
     ],
 )  # fmt: skip
-def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(
-    lab: Lab, own: Path, role: str, name: str, telling: tuple[str, ...]
-) -> None:
+def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(lab, own, role, name, telling):
     with pytest.raises(ConfigError) as caught:
-        lab.run(
-            "refused",
-            "algorithm.adv_estimator=gae",
-            "trainer.async_save=true",
-            f"trainer.worker_classes={{{role}: '{own}:{name}'}}",
-        )
+        lab.run("refused", f"GAE trainer.async_save=true W.{role}={own}:{name}")
     for text in telling:
         assert text in str(caught.value)
     assert not (lab.folder / "refused").exists()

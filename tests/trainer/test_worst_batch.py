@@ -1,4 +1,4 @@
-"""The largest micro-batch before the first step: it runs, and leaves no trace."""
+"""The largest micro-batch is run before the first step, and changes nothing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.load import load_train_config
 from tandem.trainer.planning import worst_batch
-from tests.support.runs import Finished, Lab, lab, same_weights, without_times
+from tests.support.runs import Finished, Lab, assert_same, lab
 
 __all__ = ["lab"]
 
-FIRST = "trainer.worst_batch_first"
-PPO = ("algorithm.adv_estimator=gae", "trainer.device=cpu")
-ACTOR = "actor_rollout_ref.actor"
+PPO = "GAE trainer.device=cpu"
 
 
 def generators() -> list[Any]:
@@ -25,7 +22,7 @@ def generators() -> list[Any]:
 
 
 def state(engine: Any) -> dict[str, Any]:
-    """Everything of an engine that training changes."""
+    """Return everything of an engine that training changes."""
     moments = [t.clone() for slots in engine._state._slots.values() for t in slots.values()]
     return {
         "weights": {name: value.clone() for name, value in engine.weights()},
@@ -44,9 +41,8 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_nothing_is_changed_by_it(lab: Lab) -> None:
-    """Here the moments are others than zero, too."""
-    done = lab.run("once", *PPO)
-    config = load_train_config(None, [*lab.overrides(lab.folder / "x"), *PPO, f"{FIRST}=true"]).config
+    done = lab.run("once", PPO)
+    config = lab.config(PPO, "trainer.worst_batch_first=true")
     roles, ran = done.trainer.roles, []
     for group, section in ((roles.actor, config.actor_rollout_ref.actor), (roles.critic, config.critic)):
         worker: Any = group._workers._worker
@@ -56,41 +52,36 @@ def test_nothing_is_changed_by_it(lab: Lab) -> None:
         assert before["moments"] and set(before["gradients"]) == {None} and before["version"] > 0
         worker.run_worst_batch(worst_batch(config, section, 1))
         assert equal(before, state(engine)) and generators() == drawn
-    assert ran == [
-        12 * 13,
-        12 * 13,
-    ]  # 4 prompts of 3 responses, of 8 + 6 tokens, the last of which goes in nowhere
+    assert ran == [12 * 13] * 2  # 4 prompts with 3 responses, 8 + 6 tokens; the last is never an input
 
 
 def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
-    runs: list[Finished] = [lab.run(f"first_{on}", *PPO, f"{FIRST}={on}") for on in ("true", "false", "null")]
+    runs: list[Finished] = [
+        lab.run(f"first_{on}", PPO, f"trainer.worst_batch_first={on}") for on in ("true", "false", "null")
+    ]
     first, *others = runs
-    told = ["worst batch" in (run.folder / "log/run.log").read_text() for run in runs]
-    assert told == [True, False, False]  # null: on CUDA alone
+    told = ["largest batch ran" in run.log for run in runs]
+    assert told == [True, False, False]  # null: only on CUDA
     for other in others:
-        assert same_weights(first, other)
-        assert without_times(first.rows) == without_times(other.rows)
+        assert_same(first, other)
         assert first.samples(2)["tokens"] == other.samples(2)["tokens"]
 
 
 @pytest.mark.parametrize(
     ("words", "ranks", "expected"),
     [
-        ((), 1, (12, 14, False)),
-        ((f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60"), 1, (4, 14, True)),
-        ((f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"), 1, (5, 14, True)),
-        ((f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60"), 4, (3, 14, False)),
+        ("", 1, (12, 14, False)),
+        ("A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60", 1, (4, 14, True)),
+        ("A.use_dynamic_bsz=false A.ppo_micro_batch_size_per_gpu=5", 1, (5, 14, True)),
+        ("A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60", 4, (3, 14, False)),
     ],
 )
-def test_the_largest_micro_batch(
-    lab: Lab, words: tuple[str, ...], ranks: int, expected: tuple[int, int, bool]
-) -> None:
-    config = load_train_config(None, [*lab.overrides(lab.folder / "x"), *words]).config
+def test_the_largest_micro_batch(lab, words, ranks, expected):
+    config = lab.config(words)
     assert worst_batch(config, config.actor_rollout_ref.actor, ranks)[:3] == expected
 
 
 def test_two_run_where_an_update_has_several(lab: Lab) -> None:
-    words = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=60", "trainer.device=cpu")
-    done = lab.run("several", *words, f"{FIRST}=true")
-    said = (done.folder / "log/run.log").read_text()
-    assert "actor: the worst batch ran before the first step: twice, as gradients add up, 56 tokens" in said
+    words = "A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60 trainer.device=cpu"
+    done = lab.run("several", words, "trainer.worst_batch_first=true")
+    assert "actor: the largest batch ran before the first step: 2 × 56 tokens" in done.log

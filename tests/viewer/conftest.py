@@ -1,10 +1,6 @@
-"""One Chromium for all tests of the page, and runs to look at."""
-
-from __future__ import annotations
+"""Fixtures for the viewer's tests: one Chromium for all tests of the page, and runs to show."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,16 +8,16 @@ import pytest
 
 from tandem.observability.run import RunFolder
 from tests.support.hostile_texts import TEXTS
-from tests.support.viewing import Client, sample_table, viewing, write_viewed
+from tests.support.viewing import sample_table, viewing, write_viewed
 from tests.support.viewing_page import Viewer
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    pass
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Skips where there is no Chromium: CONTRIBUTING.md says how to get one."""
+def browser():
+    """Yield a Chromium browser. Without Chromium, skip the test (CONTRIBUTING.md says how to get it)."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright, from the extra `dev`")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
@@ -33,9 +29,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that differ in a key of the config, one with hostile texts, one with values of odd kinds, one
-    of a later version."""
+def runs(tmp_path_factory):
+    """Write the runs that the tests show.
+
+    Two runs differ in a key of the config. One has only losses, one has hostile texts, one has values of odd
+    kinds, and one is of a later version.
+    """
     root = tmp_path_factory.mktemp("runs")
     for name in ("a", "b"):
         write_viewed(root / name)
@@ -67,13 +66,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def client_of_all(runs: Path) -> Iterator[Client]:
+def client_of_all(runs):
     with viewing(runs) as found:
         yield found
 
 
 @pytest.fixture
-def viewer(browser: Browser, client_of_all: Client, runs: Path) -> Iterator[Viewer]:
+def viewer(browser, client_of_all, runs):
     page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme="light")
     page.set_default_timeout(20_000)
     found = Viewer(page, client_of_all, runs)

@@ -1,7 +1,3 @@
-"""What is installed has the page, and names what of it is others' work."""
-
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "tandem" / "viewer" / "static"
 
 
-def test_the_wheel_has_every_file_of_the_page(tmp_path: Path) -> None:
+def test_the_wheel_has_every_file_of_the_page(tmp_path):
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
@@ -25,14 +21,14 @@ def test_the_wheel_has_every_file_of_the_page(tmp_path: Path) -> None:
     assert {name: held.get(name) for name in page} == page
 
 
-def test_every_vendored_file_is_named_with_its_licence() -> None:
+def test_every_vendored_file_is_named_with_its_licence():
     vendor = STATIC / "vendor"
     listed = (vendor / "VENDORED").read_text()
     for path in vendor.iterdir():
         assert path.name == "VENDORED" or path.name in listed, path.name
 
 
-def test_own_modules_of_the_page_are_small() -> None:
+def test_own_modules_of_the_page_are_small():
     for path in STATIC.glob("*.js"):
         lines = path.read_text().splitlines()
         assert len(lines) <= 400, path.name

@@ -1,4 +1,4 @@
-"""Which log-probs of the rollout tell that the response mask begins too early."""
+"""Which log-probs of the rollout show that the response mask starts too early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.watch.gap import SAMPLED
     [
         ({}, 0.92, 1),
         ({}, 0.9999, 0),
-        ({"top_p": 0.9}, 0.92, 0),  # it alone makes up the nucleus
+        ({"top_p": 0.9}, 0.92, 0),  # this token alone fills top_p
         ({"top_p": 0.9}, 0.88, 1),
         ({"top_p": 0.9, "top_k": 2}, 0.88, 1),
         ({"top_k": 1}, 0.4, 0),
@@ -28,7 +28,6 @@ from tandem.watch.gap import SAMPLED
 def test_a_first_token_without_a_log_prob_is_early_unless_nothing_else_could_be_drawn(
     sampling: dict[str, float], likely: float, early: int
 ) -> None:
-    """One sample of a prompt of one token and two of a response."""
     tokens = Ragged.from_list([[1, 2, 3]], dtype=torch.int64)
     batch = DataProto(
         {

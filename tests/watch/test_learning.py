@@ -1,4 +1,4 @@
-"""Warnings about learning over made histories: at which step each comes, and that healthy ones bring none."""
+"""Warnings about learning, with made-up histories: when each comes, and that healthy runs cause none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, float]
 
 
 def healthy(step: int, steps: int, noise: random.Random) -> Row:
-    """A step of a run that goes from 10% to 97% right; the reward is 1 or 0, of 64 samples."""
+    """Return a step of a run that improves from 10% to 97% right; 64 samples have rewards of 1 or 0."""
     right = 0.1 + 0.87 * min(1.0, step / (0.7 * steps))
     certain = (right - 0.1) / 0.87
     return {
@@ -39,23 +39,32 @@ def healthy(step: int, steps: int, noise: random.Random) -> Row:
 def warned(
     rows: Sequence[Mapping[str, float]], prompts: int = 64, before: int = 0, given: Sequence[str] = ()
 ) -> dict[str, int]:
-    """The step of each warning; the first rows count as those of the run that goes on."""
+    """Return the step of each warning; the first `before` rows are those of the run that is resumed."""
     found: list[tuple[str, int]] = []
     watch = Watch(prompts, lambda name, sentence, step: found.append((name, step)))
     watch.restore(rows[:before], dict.fromkeys(given, ""))
     for step, row in enumerate(rows[before:], before + 1):
-        watch.judge_learning(step, row)
+        watch.check_learning(step, row)
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
-def run(steps: int, **changes: Callable[[int], float]) -> list[Row]:
-    """A run that stands in the middle of learning, except for the metrics given as functions of the step."""
-    noise = random.Random(0)
-    return [
-        healthy(30, 100, noise) | {name.replace("__", "/"): f(step) for name, f in changes.items()}
-        for step in range(1, steps + 1)
-    ]
+Change = float | Callable[[int], float | None]
+
+
+def run(steps: int, **changes: Change) -> list[Row]:
+    """Return a run in the middle of learning; other values may depend on the step, and None is absent."""
+    noise, rows = random.Random(0), []
+    for step in range(1, steps + 1):
+        values = {name.replace("__", "/"): f(step) if callable(f) else f for name, f in changes.items()}
+        row = healthy(30, 100, noise) | values
+        rows.append({name: value for name, value in row.items() if value is not None})
+    return rows
+
+
+def then(step: int, before: Change, after: Change) -> Callable[[int], float]:
+    """Return a value that changes after a step."""
+    return lambda n: [f(n) if callable(f) else f for f in (before, after)][n > step]
 
 
 @pytest.mark.parametrize("prompts", [1, 8, 64])
@@ -68,115 +77,82 @@ def test_healthy_histories_bring_no_warning(seed: int, prompts: int) -> None:
 
 @pytest.mark.parametrize(("prompts", "window"), [(1000, 10), (64, 10), (7, 10), (6, 11), (1, 64)])
 def test_a_warning_rests_on_ten_steps_and_64_prompts(prompts: int, window: int) -> None:
-    rows = run(window, reward__min=lambda _: 0.0, reward__max=lambda _: 0.0, reward__mean=lambda _: 0.0)
+    rows = run(window, reward__min=0.0, reward__max=0.0, reward__mean=0.0)
     assert warned(rows, prompts) == {"reward_constant": window}
     assert warned(rows[:-1], prompts) == {}
 
 
-def test_a_reward_that_differed_once_is_not_constant() -> None:
-    rows = run(40, reward__min=lambda _: 0.5, reward__max=lambda step: 0.6 if step == 9 else 0.5)
-    assert "reward_constant" not in warned(rows)
+def alike(share: float | None, mean: float = 0.5) -> list[Row]:
+    return run(40, reward__mean=mean, reward__zero_std_share=then(20, 0.4, share) if share else None)
 
 
-def test_groups_count_as_alike_when_19_of_20_are() -> None:
-    def rows(share: float, mean: float = 0.5) -> list[Row]:
-        return run(
-            40,
-            reward__mean=lambda _: mean,
-            reward__zero_std_share=lambda step: share if step > 20 else 0.4,
-        )
-
-    assert warned(rows(1.0)) == {"groups_alike": 30}
-    assert warned(rows(0.951))["groups_alike"] == 30
-    assert warned(rows(0.949)) == {}
-    assert warned(rows(1.0, mean=0.9)) == {}, "it is solved"
-    assert warned(rows(1.0, mean=0.89)) == {"groups_alike": 30}
+def fell(good: int, after: float, low: float = 0.0) -> list[Row]:
+    """Return a run whose reward rises from `low` until the step `good`, and then is `after`."""
+    mean = then(good, lambda step: low + (1 - low) * (0.2 + 0.02 * step), low + (1 - low) * after)
+    return run(60, reward__min=low, reward__mean=mean)
 
 
-def test_without_groups_none_are_alike() -> None:
-    rows = [{name: v for name, v in row.items() if "zero_std" not in name} for row in run(100)]
-    assert warned(rows) == {}
+def cut(gain: float, share: float = 0.96) -> list[Row]:
+    return run(40, response_length__clip_ratio=share, reward__mean=then(10, 0.3, 0.3 + gain))
 
 
-def test_a_reward_falls_to_nothing_ten_steps_after_the_fall() -> None:
-    def rows(good: int, after: float, low: float = 0.0) -> list[Row]:
-        return run(
-            60,
-            reward__min=lambda _: low,
-            reward__mean=lambda step: low + (1 - low) * (0.2 + 0.02 * step if step <= good else after),
-        )
-
-    for good in (10, 17, 30):
-        assert warned(rows(good, 0.0)) == {"reward_fell": good + 10}
-        assert warned(rows(good, 0.0, low=-1.0)) == {"reward_fell": good + 10}
-    assert warned(rows(10, 0.03))["reward_fell"] == 20, "the best ten steps had 0.31"
-    assert warned(rows(10, 0.032)) == {}
+def certain(entropy: float, mean: Change = 0.5) -> list[Row]:
+    return run(60, reward__mean=mean, actor__entropy=then(20, 1.0, entropy))
 
 
-def test_the_best_steps_are_those_before_the_last_ten() -> None:
-    """At step 20 the last ten have a tenth, and the ten before them nine tenths."""
-    rows = run(30, reward__min=lambda _: 0.0, reward__mean=lambda step: float(2 <= step <= 11))
-    assert warned(rows) == {"reward_fell": 21}
+def still(**changes: Change) -> list[Row]:
+    """Return a run whose gradient is zero from step 20 on."""
+    return run(40, actor__grad_norm=then(19, 1.0, 0.0), **changes)
 
 
-def test_a_reward_that_was_never_well_above_the_least_does_not_fall() -> None:
-    assert warned(run(60, reward__mean=lambda step: 0.19 if step < 20 else 0.0)) == {}
-    assert warned(run(60, reward__mean=lambda step: 0.21 if step < 20 else 0.0)).keys() == {"reward_fell"}
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (alike(1.0), {"groups_alike": 30}),
+        (alike(0.951), {"groups_alike": 30}),
+        (alike(0.949), {}),
+        (alike(1.0, mean=0.89), {"groups_alike": 30}),
+        (alike(1.0, mean=0.9), {}),  # solved
+        (alike(None), {}),  # no groups
+        *((fell(good, 0.0, low), {"reward_fell": good + 10}) for good in (10, 17, 30) for low in (0.0, -1.0)),
+        (fell(10, 0.03), {"reward_fell": 20}),  # the best ten steps had 0.31
+        (fell(10, 0.032), {}),
+        # at step 20 the last ten have a tenth, and the ten before them nine tenths
+        (run(30, reward__min=0.0, reward__mean=lambda n: float(2 <= n <= 11)), {"reward_fell": 21}),
+        (run(60, reward__mean=then(19, 0.19, 0.0)), {}),  # never well above the least
+        (cut(0.0), {"all_cut": 20}),
+        (cut(0.09), {"all_cut": 20}),
+        (cut(0.11), {}),
+        (cut(0.0, share=0.94), {}),
+        (certain(0.049), {"entropy_collapsed": 30}),
+        (certain(0.051), {}),
+        (certain(0.01, lambda step: step / 100), {}),  # it gets better
+        (certain(0.01, 0.95), {}),  # solved
+        (run(60, reward__mean=0.5, actor__entropy=0.03), {}),  # it began so
+        (still(reward__mean=0.95, reward__zero_std_share=1.0), {}),
+        (still(reward__mean=0.95), {}),  # solved, as pass@k sees it earlier
+        (still(reward__mean=0.5), {"gradient_zero": 24}),
+        (still(reward__mean=1.0, reward__min=then(15, 0.0, 1.0), reward__zero_std_share=None), {}),
+        (run(40, actor__kl=lambda step: step / 20), {"kl_runs_away": 25}),  # the median of 16 to 25
+        (run(40, actor__kl=lambda step: 50.0 if step % 3 == 0 else 0.1), {}),  # single steps
+    ],
+)  # fmt: skip
+def test_a_warning_comes_at_its_step_or_not_at_all(rows: list[Row], found: dict[str, int]) -> None:
+    assert warned(rows) == found
 
 
-def test_cut_responses_are_as_they_should_be_where_the_reward_rises() -> None:
-    def rows(gain: float, share: float = 0.96) -> list[Row]:
-        return run(
-            40,
-            response_length__clip_ratio=lambda _: share,
-            reward__mean=lambda step: 0.3 + (gain if step > 10 else 0.0),
-        )
-
-    assert warned(rows(0.0)) == {"all_cut": 20}
-    assert warned(rows(0.09)) == {"all_cut": 20}
-    assert warned(rows(0.11)) == {}
-    assert warned(rows(0.0, share=0.94)) == {}
-
-
-def test_an_entropy_has_collapsed_when_it_is_small_and_the_reward_stands() -> None:
-    def rows(entropy: float, mean: Callable[[int], float] = lambda _: 0.5) -> list[Row]:
-        return run(60, reward__mean=mean, actor__entropy=lambda step: 1.0 if step <= 20 else entropy)
-
-    assert warned(rows(0.049)) == {"entropy_collapsed": 30}
-    assert warned(rows(0.051)) == {}
-    assert warned(rows(0.01, lambda step: step / 100)) == {}, "it gets better"
-    assert warned(rows(0.01, lambda _: 0.95)) == {}, "it is solved"
-    small = run(60, reward__mean=lambda _: 0.5, actor__entropy=lambda _: 0.03)
-    assert warned(small) == {}, "it began so"
+def test_a_reward_is_constant_or_falls_beside_other_warnings() -> None:
+    once = run(40, reward__min=0.5, reward__max=lambda step: 0.6 if step == 9 else 0.5)
+    assert "reward_constant" not in warned(once)
+    assert warned(run(60, reward__mean=then(19, 0.21, 0.0))).keys() == {"reward_fell"}
 
 
 @pytest.mark.parametrize("role", ["actor", "sft", "rm"])
 def test_a_gradient_is_zero_after_five_steps(role: str) -> None:
-    rows = [
-        {f"{role}/grad_norm": 0.0 if 4 <= step <= last else 1.0, "reward/min": 0.0, "reward/max": 1.0}
-        for last in (7, 8)
-        for step in range(1, 10)
-    ]
-    whole = [row | {"reward/mean": 0.5} for row in rows]
-    assert warned(whole[:9]) == {}, "four are not enough"
-    assert warned(whole[9:]) == {"gradient_zero": 8}
-
-
-def test_a_gradient_may_be_zero_where_there_is_nothing_to_learn() -> None:
-    zero: dict[str, Callable[[int], float]] = {"actor__grad_norm": lambda step: float(step < 20)}
-    assert warned(run(40, **zero, reward__mean=lambda _: 0.95, reward__zero_std_share=lambda _: 1.0)) == {}
-    assert warned(run(40, **zero, reward__mean=lambda _: 0.95)) == {}, "solved, as pass@k sees it earlier"
-    assert warned(run(40, **zero, reward__mean=lambda _: 0.5)) == {"gradient_zero": 24}
-    ungrouped = [
-        {name: value for name, value in row.items() if "zero_std" not in name}
-        for row in run(40, **zero, reward__mean=lambda _: 1.0, reward__min=lambda step: float(step > 15))
-    ]
-    assert warned(ungrouped) == {}
-
-
-def test_a_policy_is_far_from_the_reference_above_one_nat() -> None:
-    assert warned(run(40, actor__kl=lambda step: step / 20)) == {"kl_runs_away": 25}, "the median of 16 to 25"
-    assert warned(run(40, actor__kl=lambda step: 50.0 if step % 3 == 0 else 0.1)) == {}, "single steps"
+    for last, found in ((7, {}), (8, {"gradient_zero": 8})):
+        rewards = {"reward/min": 0.0, "reward/max": 1.0, "reward/mean": 0.5}
+        rows = [{f"{role}/grad_norm": float(not 4 <= step <= last)} | rewards for step in range(1, 10)]
+        assert warned(rows) == found
 
 
 @pytest.mark.parametrize(
@@ -184,14 +160,14 @@ def test_a_policy_is_far_from_the_reference_above_one_nat() -> None:
     [(0.051, 0.41, True), (-0.051, 0.41, True), (0.049, 0.9, False), (0.24, 0.39, False), (0.26, 0.0, True)],
 )
 def test_updates_go_too_far_by_what_they_move_and_clip(moved: float, clipped: float, far: bool) -> None:
-    rows = run(30, actor__ppo_kl=lambda _: moved, actor__clip_fraction=lambda _: clipped)
+    rows = run(30, actor__ppo_kl=moved, actor__clip_fraction=clipped)
     assert warned(rows) == ({"updates_too_far": 10} if far else {})
-    unclipped = [{name: v for name, v in row.items() if "clip_fraction" not in name} for row in rows]
+    unclipped = run(30, actor__ppo_kl=moved, actor__clip_fraction=None)
     assert ("updates_too_far" in warned(unclipped)) == (abs(moved) > 0.25)
 
 
 def test_a_run_that_goes_on_remembers_its_history_and_what_was_said() -> None:
-    rows = run(40, reward__mean=lambda _: 0.5, reward__zero_std_share=lambda step: float(step > 20))
+    rows = alike(1.0)
     for before in (1, 15, 25, 29):
         assert warned(rows, before=before) == {"groups_alike": 30}
     assert warned(rows, before=35) == {"groups_alike": 36}, "nobody had looked"
@@ -211,26 +187,26 @@ def test_values_that_are_not_finite_are_passed_over(value: float) -> None:
     broken = dict.fromkeys(names, value)
     rows = [row if step % 2 else row | broken for step, row in enumerate(run(100))]
     assert warned(rows) == {}
-    assert warned([row | broken for row in run(60, reward__mean=lambda _: 0.5)]) == {}
+    assert warned([row | broken for row in run(60, reward__mean=0.5)]) == {}
 
 
 def test_each_sentence_names_keys_that_exist() -> None:
     sick: dict[str, Sequence[Row]] = {
-        "reward_constant": run(10, reward__min=lambda _: 1.0, reward__mean=lambda _: 1.0),
-        "groups_alike": run(10, reward__zero_std_share=lambda _: 1.0),
+        "reward_constant": run(10, reward__min=1.0, reward__mean=1.0),
+        "groups_alike": run(10, reward__zero_std_share=1.0),
         "reward_fell": run(30, reward__mean=lambda step: float(step < 15)),
-        "all_cut": run(20, response_length__clip_ratio=lambda _: 1.0, reward__mean=lambda _: 0.0),
-        "entropy_collapsed": run(40, actor__entropy=lambda step: 1.0 / 9**step, reward__mean=lambda _: 0.5),
-        "gradient_zero": run(20, actor__grad_norm=lambda _: 0.0),
-        "kl_runs_away": run(10, actor__kl=lambda _: 2.0),
-        "updates_too_far": run(10, actor__ppo_kl=lambda _: 2.0),
+        "all_cut": run(20, response_length__clip_ratio=1.0, reward__mean=0.0),
+        "entropy_collapsed": run(40, actor__entropy=lambda step: 1.0 / 9**step, reward__mean=0.5),
+        "gradient_zero": run(20, actor__grad_norm=0.0),
+        "kl_runs_away": run(10, actor__kl=2.0),
+        "updates_too_far": run(10, actor__ppo_kl=2.0),
     }
     assert [check.__name__ for check in CHECKS] == list(sick)
     known = {*keys(TrainConfig), *sections(TrainConfig)}
     for name, rows in sick.items():
         watch = Watch(64, lambda name, sentence, step: None)
         for step, row in enumerate(rows, 1):
-            watch.judge_learning(step, row)
+            watch.check_learning(step, row)
         named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", watch.named[name])
         assert named or name == "reward_constant"
         assert set(named) <= known, set(named) - known

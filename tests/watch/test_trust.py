@@ -1,9 +1,8 @@
-"""The difference between rollout and training, and its cause, told by what real components leave behind."""
+"""The difference between rollout and training: real components produce it, and its cause is found."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ CUT = SamplingParams(temperature=1.0, max_tokens=6, seed=3, top_p=0.8)
 
 
 def facts(params: SamplingParams = PLAIN) -> Facts:
-    """Those of a run that samples so, at temperature 1 in training."""
+    """Return the facts of a run with this sampling and temperature 1 in training."""
     return Facts(params, 1.0, prompts=12, updates=1, recompute_old=False)
 
 
@@ -55,7 +54,7 @@ def worker(folder: Path, tmp_path: Path) -> Any:
 
 
 def sampled(module: Any, params: SamplingParams = PLAIN, version: int = 0) -> DataProto:
-    """As a rollout worker makes a batch of what an engine with these weights writes."""
+    """Return the batch that a rollout worker makes of what an engine with these weights generates."""
     engine = HFEngine(device=torch.device("cpu"), max_length=32)
     engine.update_weights(SharedModule(module), version)
     prompts = roles.make_prompts(12)
@@ -69,17 +68,15 @@ def sampled(module: Any, params: SamplingParams = PLAIN, version: int = 0) -> Da
     return rollout_batch(table, requests, samples, dtype=torch.float64, reshaped=params.reshapes)
 
 
-def read(
-    worker: Any, batch: DataProto, params: SamplingParams = PLAIN
-) -> tuple[dict[str, float], dict[Cause, str]]:
-    """A step's metrics, and the causes that were named, through the worker and the controller's probe."""
+def read(worker: Any, batch: DataProto, params: SamplingParams = PLAIN) -> tuple[Any, dict[Cause, str]]:
+    """Return the metrics of a step and the causes that the worker and the controller's watch find."""
     said: list[str] = []
     worker.take_observed()
     worker.compute_log_prob(batch)
     watch = Watch(12, lambda name, sentence, step: said.append(sentence))
     raw = worker.take_observed().to_floats()
-    metrics = watch.judge_samples(1, raw, facts(params))
-    assert watch.judge_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
+    metrics = watch.check_samples(1, raw, facts(params))
+    assert watch.check_samples(2, raw, facts(params)) == metrics and said == list(watch.named.values())
     return metrics, {Cause[name.upper()]: text for name, text in watch.named.items()}
 
 
@@ -98,7 +95,6 @@ def test_nothing_is_named_where_the_engines_agree(worker: Any) -> None:
 
 
 def test_stale_weights(worker: Any) -> None:
-    """Written by the first weights, trained with those after two updates."""
     batch = sampled(module_of(worker))
     learnt = roles.with_targets(batch)
     old = worker.compute_log_prob(batch)
@@ -158,11 +154,11 @@ def test_rounded_weights_are_numerics(worker: Any) -> None:
     metrics, named = read(worker, sampled(module))
     assert set(named) == {Cause.NUMERICS}
     assert 1e-4 < metrics["rollout/log_prob_diff_mean"] < 0.1
-    assert "numerics" in named[Cause.NUMERICS] and "rollout.name=native" in named[Cause.NUMERICS]
+    assert "numerical" in named[Cause.NUMERICS] and "rollout.name=native" in named[Cause.NUMERICS]
 
 
 def test_the_update_measures_what_the_recomputation_does(worker: Any) -> None:
-    """With one update a step there are no old log-probs, and the loss compares its own."""
+    """With one update per step there are no old log-probs, and the loss uses its own."""
     module = copy.deepcopy(module_of(worker))
     with torch.no_grad():
         module.get_input_embeddings().weight.mul_(1.01)
@@ -171,9 +167,8 @@ def test_the_update_measures_what_the_recomputation_does(worker: Any) -> None:
     wanted = worker.take_observed().to_floats()
     old = worker.compute_log_prob(batch).rename("old_log_probs", "ref_log_probs")
     worker.take_observed()
-    worker.parts["actor"].loss = ActorLoss.from_config(
-        worker._config.actor_rollout_ref.actor, recomputed=False
-    )
+    actor = worker._config.actor_rollout_ref.actor
+    worker.parts["actor"].loss = ActorLoss.from_config(actor, recomputed=False)
     found = worker.update_actor(batch.union(old)).to_floats() | worker.take_observed().to_floats()
     names = [name for name in wanted if name.startswith("rollout/")]
     assert "rollout/kl" in names and "rollout/version_lag" in names
@@ -214,9 +209,7 @@ def test_changed_tokens_are_no_difference_of_log_probs() -> None:
     said = sentence(Cause.RETOKENISED, evidence(difference=0.0, changed_samples=3))
     assert said.startswith("Tokens were changed between the engine and training in 3 samples. Remedy: pass")
     both = sentence(Cause.RETOKENISED, evidence(difference=0.1, changed_samples=3))
-    assert both.startswith(
-        "The rollout's log-probs differ from training's by 0.1 nats on average (limit 0.02)"
-    )
+    assert both.startswith("The log-probs of rollout and training differ by 0.1 nats on average (limit 0.02)")
 
 
 def test_each_cause_is_said_once(worker: Any) -> None:
@@ -228,11 +221,11 @@ def test_each_cause_is_said_once(worker: Any) -> None:
         "rollout/moment/pp": 0.3, "rollout/moment/qq": 0.3, "rollout/moment/pq": 0.275,
     }  # fmt: skip
     for extra in ({}, {}, {"rollout/version_lag": 1.0}, {}, {"rollout/version_lag": 1.0}):
-        found = watch.judge_samples(1, metrics | extra, facts())
+        found = watch.check_samples(1, metrics | extra, facts())
         assert found["rollout/prob_pearson"] == pytest.approx(0.5)
     assert [Cause.NUMERICS.value in said[0], Cause.STALE.value in said[1]] == [True, True]
     assert len(said) == 2
-    assert watch.judge_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
+    assert watch.check_samples(2, {"actor/loss": 1.0}, facts()) == {"actor/loss": 1.0}
 
 
 def test_the_metrics_are_their_definitions() -> None:
@@ -243,15 +236,10 @@ def test_the_metrics_are_their_definitions() -> None:
     columns = {SAMPLED: torch.from_numpy(log_q), UNTRUNCATED: torch.from_numpy(cut)}
     metrics = Metrics()
     for part in (slice(0, 20), slice(20, 50)):
-        add_rollout_gap(
-            metrics,
-            torch.from_numpy(log_p)[part],
-            {name: column[part] for name, column in columns.items()},
-            torch.from_numpy(mask)[part],
-        )
-    found = Watch(12, lambda name, sentence, step: None).judge_samples(
-        1, metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}, facts()
-    )
+        own = {name: column[part] for name, column in columns.items()}
+        add_rollout_gap(metrics, torch.from_numpy(log_p)[part], own, torch.from_numpy(mask)[part])
+    raw = metrics.to_floats() | {"rollout/log_prob_diff_limit": 10.0}
+    found = Watch(12, lambda name, sentence, step: None).check_samples(1, raw, facts())
     compared = np.where(np.isnan(cut), log_q, cut)[mask]
     log_p = log_p[mask]
     p, q = np.exp(log_p), np.exp(compared)
@@ -275,14 +263,7 @@ def test_the_correlation_of_what_does_not_vary_is_none() -> None:
 
 def test_a_fingerprint_shows_any_changed_added_or_moved_token() -> None:
     row = [5, 0, 3, 3, 9]
-    changes: list[Callable[[list[int]], list[int]]] = [
-        lambda r: [*r, 0],
-        lambda r: [0, *r],
-        lambda r: r[:-1],
-        lambda r: [r[1], r[0], *r[2:]],
-        lambda r: [*r[:4], 8],
-    ]
-    changed = [change(row) for change in changes]
+    changed = [[*row, 0], [0, *row], row[:-1], [0, 5, 3, 3, 9], [5, 0, 3, 3, 8]]
     found = fingerprint(Ragged.from_list([row, *changed, []], torch.int64)).tolist()
     assert found[0] == sum((t + 1) * (token + 1) for t, token in enumerate(row))
     assert found[0] not in found[1:]

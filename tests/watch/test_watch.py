@@ -1,4 +1,4 @@
-"""One memory of a run: what it has found and seen is there again after a resume."""
+"""The memory of a run: its findings and its history are restored by a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
 
 
 def step(number: int) -> dict[str, float]:
-    """Rollout and training agree in three steps and then no longer; a step is lost before the sixth."""
+    """Return a step; rollout and training agree in the first three only, and the sixth skips prompts."""
     difference = 1e-6 if number <= 3 else 0.5
     return {
         "rollout/log_prob_diff_mean": difference,
@@ -39,8 +39,8 @@ def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
         watch = Watch(8, tell)
         rows: list[dict[str, float]] = []
         for number in range(1, 15):
-            rows.append(watch.judge_samples(number, step(number), FACTS))
-            watch.judge_learning(number, rows[-1])
+            rows.append(watch.check_samples(number, step(number), FACTS))
+            watch.check_learning(number, rows[-1])
             if number == resumed_at:
                 before, watch = watch, Watch(8, tell)
                 watch.restore(rows, before.named)

@@ -1,12 +1,11 @@
-"""Workers over tiny models, one by one or as the ranks of a job, and one programme that uses them all."""
-
-from __future__ import annotations
+"""Workers over tiny models, alone or as the ranks of a job, and one program that uses all of them."""
 
 import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
@@ -21,6 +20,7 @@ from tandem.runtime.worker import create
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward_model import RewardModelWorker
+from tests.support.ranks import run_ranks
 from tests.support.tiny import CHARACTERS, make_model, write_problems
 
 N = 2
@@ -29,7 +29,7 @@ ALL = ("actor", "rollout", "ref")
 
 
 def make_folder(folder: Path) -> Path:
-    """A policy, a reward model over its tokens, and data files that nobody reads."""
+    """Create a policy, a reward model with the same tokens, and data files that are not read."""
     make_model(folder / "model")
     write_problems(folder)
     torch.manual_seed(5)
@@ -38,74 +38,52 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def make_config(folder: Path, *words: str) -> TrainConfig:
-    sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
-    keys = [
-        "algorithm.adv_estimator=gae",
-        f"data.train_files={folder / 'train.parquet'}",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=8",
-        "data.max_response_length=6",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"reward_model.model.path={folder / 'scorer'}",
-        "reward_model.enable=true",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.optim.lr=0.01",
-        "critic.optim.lr=0.01",
-        f"trainer.default_local_dir={folder / 'run'}",
-        "trainer.device=cpu",
-        *(f"{section}.fsdp_config.model_dtype=fp64" for section in sections),
-    ]
-    return load_train_config(None, [*keys, *words]).config
+def make_config(folder: Path, *words: str, run: Path | None = None) -> TrainConfig:
+    actor = "actor_rollout_ref.actor"
+    sections = (actor, "actor_rollout_ref.ref", "critic", "reward_model")
+    several = any(word.startswith("reward_model.models=") for word in words)
+    scorer = "" if several else f"reward_model.model.path={folder}/scorer"
+    keys = f"""
+        algorithm.adv_estimator=gae data.train_files={folder}/train.parquet data.train_batch_size=4
+        data.max_prompt_length=8 data.max_response_length=6 actor_rollout_ref.model.path={folder}/model
+        {scorer} reward_model.enable=true trainer.device=cpu
+        {actor}.ppo_mini_batch_size=4 {actor}.ppo_micro_batch_size_per_gpu=2 {actor}.use_kl_loss=true
+        {actor}.optim.lr=0.01 critic.optim.lr=0.01 trainer.default_local_dir={run or folder / "run"}"""
+    exact = [f"{section}.fsdp_config.model_dtype=fp64" for section in sections]
+    return load_train_config(None, [*keys.split(), *exact, *words]).config
 
 
 def tokenizer_of(config: TrainConfig) -> Any:
     return AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
 
 
-def actor_settings(config: TrainConfig, *parts: str) -> dict[str, Any]:
-    return {
-        "parts": frozenset(parts),
-        "tokenizer": tokenizer_of(config),
-        "total_steps": 10,
-        "updates_per_step": 1,
-        "device": "cpu",
-        "run": RunFolder(config.trainer.default_local_dir),
-        "recompute_old": True,
-    }
+def settings_of(config: TrainConfig, **more: Any) -> dict[str, Any]:
+    return {"device": "cpu", "run": RunFolder(config.trainer.default_local_dir), **more}
+
+
+def actor_factory(config: TrainConfig, *parts: str) -> Any:
+    more = {"total_steps": 10, "updates_per_step": 1, "recompute_old": True}
+    settings = settings_of(config, parts=frozenset(parts), tokenizer=tokenizer_of(config), **more)
+    return functools.partial(ActorWorker, config, **settings)
 
 
 def make_actor(config: TrainConfig, *parts: str, rank: int = 0, world: int = 1) -> Any:
-    return create(functools.partial(ActorWorker, config, **actor_settings(config, *parts)), rank, world)
+    return create(actor_factory(config, *parts), rank, world)
 
 
 def make_critic(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
-    worker = functools.partial(
-        CriticWorker,
-        config.critic,
-        norm_length=6,
-        total_steps=10,
-        updates_per_step=1,
-        seed=config.trainer.seed,
-        device="cpu",
-        collective_timeout_s=60,
-        run=RunFolder(config.trainer.default_local_dir),
-    )
-    return create(worker, rank, world)
+    more = {"norm_length": 6, "total_steps": 10, "updates_per_step": 1, "collective_timeout_s": 60}
+    settings = settings_of(config, seed=config.trainer.seed, **more)
+    return create(functools.partial(CriticWorker, config.critic, **settings), rank, world)
+
+
+def scorer_factory(config: TrainConfig, **more: Any) -> Any:
+    settings = {"tokenizer": tokenizer_of(config), "collective_timeout_s": 60, **more}
+    return functools.partial(RewardModelWorker, config.reward_model, **settings_of(config, **settings))
 
 
 def make_scorer(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
-    worker = functools.partial(
-        RewardModelWorker,
-        config.reward_model,
-        tokenizer=tokenizer_of(config),
-        device="cpu",
-        collective_timeout_s=60,
-        run=RunFolder(config.trainer.default_local_dir),
-    )
-    return create(worker, rank, world)
+    return create(scorer_factory(config), rank, world)
 
 
 def make_prompts(count: int) -> DataProto:
@@ -118,18 +96,62 @@ def make_prompts(count: int) -> DataProto:
 
 
 def with_targets(batch: DataProto) -> DataProto:
-    """Advantages and returns that depend on nothing but each sample's tokens."""
+    """Add advantages and returns that depend only on each sample's tokens."""
     tokens = batch.ragged("tokens")
     noise_T = torch.sin(tokens.values.double() + tokens.positions())
     columns = {"advantages": tokens.with_values(noise_T), "returns": tokens.with_values(2 * noise_T)}
     return batch.union(DataProto(columns))
 
 
-class Team:
-    """All roles of one rank, and one step of PPO with given advantages.
+def with_log_probs(worker: Any, batch: DataProto, *, reference: bool = False) -> DataProto:
+    """Add targets and the actor's log-probs; without a reference, also as those of a reference."""
+    old = worker.compute_log_prob(batch)
+    ref = worker.compute_ref_log_prob(batch) if reference else old.rename("old_log_probs", "ref_log_probs")
+    return with_targets(batch).union(old, ref)
 
-    Args:
-        count: prompts of the whole team; this rank has its even share of them.
+
+def learn(worker: Any, batch: DataProto, *, reference: bool = False) -> DataProto:
+    """Take one update, and return the batch with its log-probs before the update."""
+    batch = with_log_probs(worker, batch, reference=reference)
+    worker.update_actor(batch)
+    return batch
+
+
+def gap(batch: DataProto) -> float:
+    names = ("rollout_log_probs", "old_log_probs")
+    sampled, trained = (batch.ragged(name).values[batch.ragged("response_mask").values] for name in names)
+    return float((sampled - trained).abs().max())
+
+
+def versions(batch: DataProto) -> set[int]:
+    return set(batch.ragged("policy_version").values[batch.ragged("response_mask").values].tolist())
+
+
+def transfer(actor: Any, apart: Any, change: Any = lambda bucket: bucket) -> None:
+    for number in range(actor.weight_buckets()):
+        apart.load_weights(change(actor.export_weights(number)))
+
+
+def broadcast(actor: Any, apart: Any, left_out: int | None = None) -> None:
+    """Send the weights of the first rank's actor to the rollouts of all ranks, except one bucket."""
+    for number in range(actor.weight_buckets()):
+        bucket = [actor.export_weights(number)]
+        dist.broadcast_object_list(bucket)
+        if number != left_out:
+            apart.load_weights(bucket[0])
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Team:
+    """All roles of one rank, with one step of PPO on given advantages.
+
+    In the methods, `count` is the number of prompts of the whole team. This rank has an even share of them.
     """
 
     def __init__(self, config: TrainConfig, rank: int, world: int) -> None:
@@ -143,7 +165,7 @@ class Team:
         return make_prompts(count).chunk(self.world)[self.rank]
 
     def step(self, count: int) -> dict[str, Any]:
-        """What every method gave: its rows of all ranks below each other, and the updates' metrics."""
+        """Return the results of all methods: the rows of all ranks, and the metrics of the updates."""
         batch = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
         made = [
             self.actor.compute_log_prob(batch),
@@ -152,32 +174,26 @@ class Team:
             self.scorer.compute_rm_score(batch),
         ]
         batch = with_targets(batch.union(*made))
-        metrics = {
-            "actor": self.actor.update_actor(batch).to_floats(),
-            "critic": self.critic.update_critic(batch).to_floats(),
-        }
+        metrics = {"actor": self.actor.update_actor(batch).to_floats()}
+        metrics["critic"] = self.critic.update_critic(batch).to_floats()
         workers = (self.actor, self.critic, self.scorer)
-        observed = self.gathered(Metrics.merged(worker.take_observed() for worker in workers))
+        observed = gathered(Metrics.merged(worker.take_observed() for worker in workers))
         return {
-            "batch": DataProto.concat(self.gathered(batch)),
+            "batch": DataProto.concat(gathered(batch)),
             "metrics": metrics,
             "observed": Metrics.merged(observed).to_floats(),
             "observed by rank": [metrics.to_floats() for metrics in observed],
         }
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        values = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
 
     def weights(self) -> dict[str, Any]:
         actor = {f"actor {name}": value.clone() for name, value in self.actor.actor.weights()}
         return actor | {f"critic {name}": value.clone() for name, value in self.critic.engine.weights()}
 
     def streamed(self, count: int) -> list[tuple[list[int], bool]]:
-        """Of each rank, the sizes of the parts of a stream, and whether their rows are those of
-        `generate_sequences`; before that the stream was left after its first part."""
+        """For each rank, return the sizes of a stream's parts, and whether its rows are the batch's.
+
+        Another stream was abandoned after its first part.
+        """
         prompts = self.prompts(count)
         whole = self.actor.generate_sequences(prompts, N, PARAMS)
         left = self.actor.stream_sequences(prompts, N, PARAMS)
@@ -189,41 +205,33 @@ class Team:
         if parts:
             found = DataProto.concat([part.batch for part in parts])[np.argsort(rows).tolist()]
             same = same and equal(found, whole)
-        return self.gathered(([len(part.batch) for part in parts], same))
+        return gathered(([len(part.batch) for part in parts], same))
 
     def moved(self, count: int) -> bool:
-        """Whether a rollout elsewhere, given the actor's weights, writes what the actor's own writes."""
+        """Return whether a separate rollout with the actor's weights generates the same as the actor's."""
         apart = make_actor(self.config, "rollout", rank=self.rank, world=self.world)
         before = apart.generate_sequences(self.prompts(count), N, PARAMS)
-        for number in range(self.actor.weight_buckets()):
-            exported = [self.actor.export_weights(number)]
-            dist.broadcast_object_list(exported)
-            apart.load_weights(exported[0])
+        broadcast(self.actor, apart)
         found = apart.generate_sequences(self.prompts(count), N, PARAMS)
         wanted = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
-        same = all(self.gathered(equal(found, wanted)))
-        changed = not all(self.gathered(equal(before, wanted)))
+        same = all(gathered(equal(found, wanted)))
+        changed = not all(gathered(equal(before, wanted)))
         return same and changed and apart.engines["rollout"].version == self.actor.actor.version
 
     def non_finite(self, batch: DataProto) -> list[tuple[str, str, DataProto]]:
-        """Of each rank, the error of an update in which one rank's share alone is bad, and what was
-        saved of it."""
+        """Spoil the last rank's share; return each rank's field of the error, and the saved file."""
         share = batch.chunk(self.world)[self.rank]
         advantages = share.ragged("advantages")
         if self.rank == self.world - 1:
             share.batch["advantages"] = advantages.with_values(advantages.values * float("nan"))
-        error = None
-        try:
+        with pytest.raises(NonFiniteError) as caught:
             self.actor.update_actor(share)
-        except NonFiniteError as raised:
-            error = raised
-        assert error is not None
-        path = Path(str(error.remedy).split("'")[1])
-        return self.gathered((str(error.field), path.name, DataProto.load(path)))
+        path = Path(str(caught.value.remedy).split("'")[1])
+        return gathered((str(caught.value.field), path.name, DataProto.load(path)))
 
 
 def equal(first: DataProto, second: DataProto) -> bool:
-    """The same columns with the same bits."""
+    """Return whether both have the same columns, bit for bit."""
     if set(first.columns) != set(second.columns):
         return False
     for name, column in first.batch.items():
@@ -234,11 +242,18 @@ def equal(first: DataProto, second: DataProto) -> bool:
     return all(list(array) == list(arrays[name]) for name, array in first.non_tensor_batch.items())
 
 
-def programme(team: Team) -> dict[str, Any]:
-    """Everything; 7 and 3 prompts leave some of four ranks with fewer or none."""
+def program(team: Team) -> dict[str, Any]:
+    """Run everything. With 7 and 3 prompts, some of four ranks have fewer prompts or none."""
     first = team.step(7)
     record = {"first": first, "second": team.step(3), "weights": team.weights()}
     record |= {"streamed": team.streamed(7), "streamed few": team.streamed(3), "moved": team.moved(3)}
     record["non_finite"] = team.non_finite(first["batch"])
     record["after"] = team.weights()
     return record
+
+
+def on_ranks(job: str, folder: Path, ranks: int) -> Any:
+    """Run a function of rank_job.py on several ranks, and return what the first rank found."""
+    results = folder / f"{job}.pt"
+    run_ranks(Path(__file__).with_name("rank_job.py"), job, folder, results, ranks=ranks)
+    return torch.load(results, weights_only=False)

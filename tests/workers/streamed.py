@@ -1,7 +1,4 @@
-"""A rollout engine that takes weights as a stream into a module of its own, as engines in other processes do,
-and the ways in which weights can fail to arrive."""
-
-from __future__ import annotations
+"""A rollout engine that receives weights as a stream into its own module, and faults of such streams."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +19,7 @@ TWIN = "model.layers.1.self_attn.v_proj.weight"
 
 
 class StreamedEngine:
-    """See the module.
-
-    Attributes:
-        fault: what becomes of the weights on their way; None lets them be.
-    """
+    """An engine that receives weights as a stream, which `fault` changes."""
 
     takes = frozenset({WeightStream})
 
@@ -48,7 +41,7 @@ class StreamedEngine:
 
 
 def damaged(stream: Stream) -> Stream:
-    """One number in the last place."""
+    """Change the last bit of one number."""
     for name, tensor in stream:
         if name == NAME:
             tensor = tensor.clone()
@@ -66,14 +59,14 @@ def swapped(stream: Stream) -> Stream:
 
 
 def rows_exchanged(stream: Stream) -> Stream:
-    """As if two ranks' shards were put together in the wrong order."""
+    """Exchange halves of a tensor, as if two ranks' shards were joined in the wrong order."""
     return ((name, tensor.roll(len(tensor) // 2, 0) if name == NAME else tensor) for name, tensor in stream)
 
 
 FAULTS: dict[str, tuple[Fault, str]] = {
     "damaged": (damaged, f"{NAME} .* is damaged"),
     "skipped": (skipped, f"{NAME} .* is still that of version 0"),
-    "swapped": (swapped, f"{NAME} .* is {TWIN}"),
+    "swapped": (swapped, f"{NAME} .* is the weight {TWIN}"),
     "rows exchanged": (rows_exchanged, f"{NAME} .* is damaged"),
 }
-"""Each with what the error says of the first weight it concerns."""
+"""For each fault: the change, and the text of the error about the first affected weight."""

@@ -1,7 +1,3 @@
-"""Advantages over whole batches, in the precision of their columns."""
-
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -12,39 +8,35 @@ import torch
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
-from tandem.errors import NonFiniteError, RewardError, TandemError
+from tandem.errors import NonFiniteError, RewardError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.batch import BatchWorker, group_ids
 
 
-def test_groups_are_numbered_by_first_appearance() -> None:
+def worker_of(folder: Path, estimator: str, actor: ActorConfig | None = None, **more: object) -> BatchWorker:
+    return BatchWorker(AlgorithmConfig(adv_estimator=estimator, **more), RunFolder(folder / "run"), actor)
+
+
+def test_groups_are_numbered_by_first_appearance():
     assert group_ids(np.array(["b", "b", "a", "b", "c"], dtype=object)).tolist() == [0, 0, 1, 0, 2]
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path: Path, estimator: str) -> None:
-    """And the same numbers as in fp32, to its precision; GAE against its recursion."""
+def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path, estimator):
+    """The numbers equal those in fp32 up to its precision, and GAE equals its recursion."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([4, 2, 3, 5])
-    count = int(lengths.sum())
-    mask = Ragged.from_lengths(torch.ones(count, dtype=torch.bool), lengths)
-    scores = mask.with_values(torch.rand(count, generator=generator))
-    logs = mask.with_values(-torch.rand(count, generator=generator))
-    refs = mask.with_values(-torch.rand(count, generator=generator))
-    values = mask.with_values(torch.rand(count, generator=generator, dtype=torch.float64))
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lam=0.8, use_kl_in_reward=True)
-    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
-    columns = {
-        "response_mask": mask,
-        "token_level_scores": scores,
-        "old_log_probs": logs,
-        "ref_log_probs": refs,
-    }
-    uids = {"uid": ["a", "a", "b", "b"]}
-    wide = worker.compute_advantages(DataProto(columns | {"values": values}, uids), 0.5)
-    narrow = worker.compute_advantages(
-        DataProto(columns | {"values": values.with_values(values.values.float())}, uids), 0.5
+    mask = Ragged.from_lengths(torch.ones(14, dtype=torch.bool), [4, 2, 3, 5])
+    scores, logs, refs, values = (
+        mask.with_values(sign * torch.rand(14, generator=generator, dtype=dtype))
+        for sign, dtype in ((1, None), (-1, None), (-1, None), (1, torch.float64))
+    )
+    worker = worker_of(tmp_path, estimator, gamma=0.9, lam=0.8, use_kl_in_reward=True)
+    columns = {"response_mask": mask, "token_level_scores": scores}
+    columns |= {"old_log_probs": logs, "ref_log_probs": refs}
+    wide, narrow = (
+        worker.compute_advantages(DataProto(columns | {"values": given}, {"uid": ["a", "a", "b", "b"]}), 0.5)
+        for given in (values, values.with_values(values.values.float()))
     )
     for name in ("token_level_rewards", "advantages", "returns"):
         assert wide.ragged(name).values.dtype == torch.float64
@@ -53,23 +45,20 @@ def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path: Path, estimator: str) 
     rewards_T = scores.values.double() - 0.5 * (logs.values - refs.values).double()
     assert torch.allclose(wide.ragged("token_level_rewards").values, rewards_T, atol=1e-7)
     if estimator == "gae":
-        raw = []
+        expected = []
         for rewards, value in zip(wide.ragged("token_level_rewards"), values, strict=True):
-            gained, row = 0.0, []
-            for t in reversed(range(len(rewards))):
-                after = float(value[t + 1]) if t + 1 < len(rewards) else 0.0
-                gained = float(rewards[t]) + 0.9 * after - float(value[t]) + 0.9 * 0.8 * gained
-                row.append(gained)
-            raw += row[::-1]
-        expected = torch.tensor(raw, dtype=torch.float64) + values.values
-        assert torch.allclose(wide.ragged("returns").values, expected, atol=1e-12)
+            gained, after, row = 0.0, 0.0, []
+            for reward, now in zip(rewards.flip(0).tolist(), value.flip(0).tolist(), strict=True):
+                gained = reward + 0.9 * after - now + 0.9 * 0.8 * gained
+                after = now
+                row.append(gained + now)
+            expected += row[::-1]
+        assert wide.ragged("returns").values.tolist() == pytest.approx(expected, rel=0, abs=1e-12)
 
 
 def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
-    """Three samples of 3, 2 and 4 tokens, the first of each a prompt, with NaN in all columns but the
-    rewards there."""
-    lengths = torch.tensor([3, 2, 4])
-    mask = Ragged.from_lengths(torch.ones(9, dtype=torch.bool), lengths)
+    """Return samples of 3, 2 and 4 tokens; the first is a prompt, where all columns but rewards are NaN."""
+    mask = Ragged.from_lengths(torch.ones(9, dtype=torch.bool), torch.tensor([3, 2, 4]))
     mask.values[mask.offsets[:-1]] = False
     spoilt = torch.where(mask.values, 0.25, torch.nan)
     names = ("values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
@@ -84,53 +73,41 @@ def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
         ("token_level_scores", RewardError, "let the reward return finite numbers"),
         ("values", NonFiniteError, "the critic has diverged"),
         ("old_log_probs", NonFiniteError, "the policy has diverged"),
-        ("rollout_log_probs", NonFiniteError, "an engine that gives no log-probs"),
+        ("rollout_log_probs", NonFiniteError, "an engine that returns no log-probs"),
         ("ref_log_probs", NonFiniteError, "reference policy"),
+        ("reward_baselines", RewardError, ""),
     ],
 )
-def test_what_is_not_finite_is_refused_where_it_counts(
-    tmp_path: Path, column: str, error: type[TandemError], hint: str, bad: float
-) -> None:
-    config = AlgorithmConfig(adv_estimator="vtrace", use_kl_in_reward=True)
-    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
-    uids = {"uid": ["a", "a", "b"]}
-    columns = vtrace_batch()
-    worker.compute_advantages(DataProto(columns, uids), 0.5)  # NaN in prompts, and where nothing reads it
-    columns[column].values[[4, 7]] = bad  # the last token of the second sample, one of the third
-    with pytest.raises(error, match=f"{column}: (rewards|numbers) are not finite") as caught:
+def test_what_is_not_finite_is_refused_where_it_counts(tmp_path, column, error, hint, bad):
+    by_sample = column == "reward_baselines"
+    worker = worker_of(tmp_path, "remax" if by_sample else "vtrace", use_kl_in_reward=not by_sample)
+    columns, uids = vtrace_batch() | {"reward_baselines": torch.ones(3)}, {"uid": ["a", "a", "b"]}
+    worker.compute_advantages(DataProto(columns, uids), 0.5)  # NaN in prompts, and in what is not read
+    if by_sample:
+        columns[column][[1, 2]] = bad
+    else:
+        columns[column].values[[4, 7]] = bad  # the last token of sample 1, and one of sample 2
+    with pytest.raises(error, match=f"{column}: .* are not finite") as caught:
         worker.compute_advantages(DataProto(columns, uids), 0.5)
     assert caught.value.got == "2 NaN or infinite, the first in sample 1"
     assert hint in (caught.value.remedy or "")
 
 
-def test_rewards_by_sample_are_looked_at_too(tmp_path: Path) -> None:
-    worker = BatchWorker(AlgorithmConfig(adv_estimator="remax"), RunFolder(tmp_path / "run"))
-    columns = vtrace_batch() | {"reward_baselines": torch.ones(3)}
-    uids = {"uid": ["a", "a", "b"]}
-    worker.compute_advantages(DataProto(columns, uids), 0.0)
-    columns["reward_baselines"][2] = torch.nan
-    with pytest.raises(RewardError, match="reward_baselines: rewards are not finite") as caught:
-        worker.compute_advantages(DataProto(columns, uids), 0.0)
-    assert str(caught.value.got).endswith("the first in sample 2")
-
-
-def test_weights_of_the_components_come_from_the_config(tmp_path: Path) -> None:
-    config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_weights=[1.0, 3.0])
-    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
+def test_weights_of_the_components_come_from_the_config(tmp_path):
+    worker = worker_of(tmp_path, "gdpo", gdpo_reward_weights=[1.0, 3.0])
     extras = [{"right": a, "short": b} for a, b in ((1.0, 0.0), (0.0, 1.0), (5.0, 5.0))]
     batch = DataProto(vtrace_batch(), {"uid": ["a", "a", "a"], "reward_extra": extras})
     got = worker.compute_advantages(batch, 0.0)
     first, second = (got.ragged("advantages").row(i)[-1] for i in (0, 1))
-    assert first < second  # without the weights they would be equal
+    assert first < second  # without the weights both would be equal
 
 
-def test_the_estimator_reads_the_corrections_weights(tmp_path: Path) -> None:
+def test_the_estimator_reads_the_corrections_weights(tmp_path):
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="1.5")
-    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
     columns = vtrace_batch()
     columns["sum_pi_squared"] = columns["values"]
     columns["rollout_log_probs"].values[[2, 4, 7]] = torch.tensor([-0.5, 1.0, 0.75])
-    worker = BatchWorker(config, RunFolder(tmp_path / "run"))
+    worker = worker_of(tmp_path, "optimal_token_baseline", rollout_correction=correction)
     got = worker.compute_advantages(DataProto(columns, {"uid": ["a", "a", "a"]}), 0.0)
     weights = got.ragged("rollout_is_weights").values
     assert weights[[1, 2, 4, 7]].tolist() == pytest.approx([1.0, 1.5, math.exp(-0.75), math.exp(-0.5)])
@@ -143,13 +120,12 @@ def test_the_estimator_reads_the_corrections_weights(tmp_path: Path) -> None:
     assert not torch.equal(wanted, plain)
 
 
-def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) -> None:
+def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path):
     correction = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="0.01")
-    config = AlgorithmConfig(adv_estimator="grpo", rollout_correction=correction)
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=1.0))
     columns = vtrace_batch()
-    columns["rollout_log_probs"].values[2] = -1.0  # far from training's 0.25
-    worker = BatchWorker(config, RunFolder(tmp_path / "run"), actor)
+    columns["rollout_log_probs"].values[2] = -1.0  # far from 0.25 in training
+    worker = worker_of(tmp_path, "grpo", actor, rollout_correction=correction)
     got = worker.compute_advantages(DataProto(columns, {"uid": ["a", "a", "b"]}), 0.0)
     kept = got.ragged("kept_mask").values
     assert kept.tolist() == [False, True, False, False, True, False, True, True, True]
@@ -157,31 +133,20 @@ def test_tokens_are_chosen_among_those_that_were_not_rejected(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_share_of_prompts_whose_responses_score_alike(tmp_path: Path, seed: int) -> None:
+def test_the_share_of_prompts_whose_responses_score_alike(tmp_path, seed):
     random = np.random.default_rng(seed)
     uids = random.integers(0, 12, size=30).astype(str).astype(object)  # some prompts have one response
     scores = random.integers(0, 3, size=30) / 3
     mask = Ragged.from_list([torch.tensor([False, True])] * 30)
-    batch = DataProto(
-        {
-            "scores": torch.tensor(scores),
-            "response_mask": mask,
-            "tokens": mask.with_values(torch.zeros(60, dtype=torch.int64)),
-            "token_level_rewards": mask.with_values(torch.zeros(60)),
-            "advantages": mask.with_values(torch.zeros(60)),
-        },
-        {
-            "uid": uids,
-            "sample": np.arange(30),
-            "finish_reason": np.array(["stop"] * 30, dtype=object),
-            "reward_extra": np.array([{}] * 30, dtype=object),
-            "data_source": np.array(["sums"] * 30, dtype=object),
-        },
-    )
+    zeros = dict.fromkeys(("token_level_rewards", "advantages"), mask.with_values(torch.zeros(60)))
+    columns = {"scores": torch.tensor(scores), "response_mask": mask} | zeros
+    columns["tokens"] = mask.with_values(torch.zeros(60, dtype=torch.int64))
+    arrays = {"uid": uids, "sample": np.arange(30), "finish_reason": ["stop"] * 30}
+    arrays |= {"reward_extra": [{}] * 30, "data_source": ["sums"] * 30}
+    batch = DataProto(columns, arrays)
     groups = [scores[uids == uid] for uid in set(uids)]
     alike = [float(group.std() == 0) for group in groups if len(group) > 1]
-    grpo = BatchWorker(AlgorithmConfig(adv_estimator="grpo"), RunFolder(tmp_path))
-    found = grpo.measure(batch).to_floats()
+    found = worker_of(tmp_path, "grpo").measure(batch).to_floats()
     assert found["reward/zero_std_share"] == pytest.approx(np.mean(alike), abs=1e-12)
-    over_batch = BatchWorker(AlgorithmConfig(adv_estimator="reinforce_plus_plus"), RunFolder(tmp_path))
-    assert "reward/zero_std_share" not in over_batch.measure(batch).to_floats()
+    over_batch = worker_of(tmp_path, "reinforce_plus_plus").measure(batch).to_floats()
+    assert "reward/zero_std_share" not in over_batch

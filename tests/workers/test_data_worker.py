@@ -1,7 +1,3 @@
-"""The worker that has the data: batches by number, and what it says of them."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ def config(folder: Path, **changes: object) -> DataConfig:
     return DataConfig.model_validate(given | changes)
 
 
-def test_batches_are_functions_of_their_numbers(tmp_path: Path) -> None:
+def test_batches_are_functions_of_their_numbers(tmp_path):
     settings, run = config(tmp_path, val_batch_size=3), RunFolder(tmp_path / "run")
     worker, again = (DataWorker(settings, make_tokenizer(tmp_path), run) for _ in range(2))
     facts = worker.describe()
@@ -34,12 +30,12 @@ def test_batches_are_functions_of_their_numbers(tmp_path: Path) -> None:
     assert worker.take_timings()["timing/data"] > 0
 
 
-def test_without_validation_data_there_are_no_batches_of_it(tmp_path: Path) -> None:
+def test_without_validation_data_there_are_no_batches_of_it(tmp_path):
     worker = DataWorker(config(tmp_path, val_files=()), make_tokenizer(tmp_path), RunFolder(tmp_path / "run"))
     assert worker.describe().val_batches == 0
 
 
-def test_data_that_are_refused_leave_no_trace(tmp_path: Path) -> None:
+def test_data_that_are_refused_leave_no_trace(tmp_path):
     run = RunFolder(tmp_path / "run")
     with pytest.raises(DataError, match="do not fill one batch"):
         DataWorker(config(tmp_path, train_batch_size=25), make_tokenizer(tmp_path), run)

@@ -1,7 +1,3 @@
-"""An actor that trains adapters: its reference, its rollouts of either engine, and a rollout elsewhere."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,121 +6,84 @@ import torch
 
 from tandem.engines.weight_sync import digest
 from tandem.protocol import DataProto
-from tests.support.ranks import run_ranks
 from tests.workers import roles
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = roles.make_prompts(3)
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
 SMALL = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return roles.make_folder(tmp_path_factory.mktemp("models"))
-
-
-def config_of(folder: Path, run: Path, *words: str) -> Any:
-    return roles.make_config(folder, f"trainer.default_local_dir={run}", *LORA, SMALL, *words)
+@pytest.fixture
+def configured(folder, tmp_path):
+    return lambda *words: roles.make_config(folder, *LORA, SMALL, *words, run=tmp_path)
 
 
 def generate(worker: Any) -> DataProto:
-    batch: DataProto = worker.generate_sequences(PROMPTS, 2, roles.PARAMS)
-    return batch
+    return worker.generate_sequences(PROMPTS, 2, roles.PARAMS)
 
 
-def learn(worker: Any, batch: DataProto) -> DataProto:
-    """One update; the batch with its log-probs before it."""
-    batch = roles.with_targets(batch)
-    batch = batch.union(worker.compute_log_prob(batch)).union(worker.compute_ref_log_prob(batch))
-    worker.update_actor(batch)
-    return batch
-
-
-def gap(worker: Any, batch: DataProto) -> float:
-    """How far the rollout's log-probs are from those that the actor computes."""
-    mask = batch.ragged("response_mask").values
-    old = worker.compute_log_prob(batch).ragged("old_log_probs").values
-    return float((old - batch.ragged("rollout_log_probs").values)[mask].abs().max())
-
-
-def test_the_reference_is_the_base_without_a_second_engine(folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder, tmp_path)
-    worker = roles.make_actor(config, *roles.ALL)
+def test_the_reference_is_the_base_without_a_second_engine(configured):
+    worker = roles.make_actor(configured(), *roles.ALL)
     assert set(worker.engines) == {"actor"}
-    batch = learn(worker, generate(worker))
-    for name in ("old_log_probs", "ref_log_probs"):  # nothing was learnt before
-        assert batch.ragged(name).values.abs().max() > 1
-    assert torch.equal(batch.ragged("old_log_probs").values, batch.ragged("ref_log_probs").values)
-    again = worker.compute_ref_log_prob(batch).ragged("ref_log_probs").values
-    assert torch.equal(again, batch.ragged("ref_log_probs").values)
-    apart = roles.make_actor(config, "ref")
+    batch = roles.learn(worker, generate(worker), reference=True)
+    old, ref = (batch.ragged(f"{name}_log_probs").values for name in ("old", "ref"))
+    assert torch.equal(old, ref) and ref.abs().max() > 1  # no update was taken yet
+    assert torch.equal(worker.compute_ref_log_prob(batch).ragged("ref_log_probs").values, ref)
+    apart = roles.make_actor(configured(), "ref")
     assert set(apart.engines) == {"ref"} and apart.engines["ref"].unshards
-    assert torch.equal(apart.compute_ref_log_prob(batch).ragged("ref_log_probs").values, again)
-    new = worker.compute_log_prob(batch).ragged("old_log_probs").values
-    assert (new - again).abs().max() > 1e-3
+    assert torch.equal(apart.compute_ref_log_prob(batch).ragged("ref_log_probs").values, ref)
+    assert (worker.compute_log_prob(batch).ragged("old_log_probs").values - ref).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
-def test_rollouts_sample_from_the_merged_weights(folder: Path, tmp_path: Path, engine: str) -> None:
-    worker = roles.make_actor(
-        config_of(folder, tmp_path, f"actor_rollout_ref.rollout.name={engine}"), "actor", "rollout", "ref"
-    )
+def test_rollouts_sample_from_the_merged_weights(configured, engine):
+    worker = roles.make_actor(configured(f"actor_rollout_ref.rollout.name={engine}"), *roles.ALL)
     first = generate(worker)
     for _ in range(2):
-        learn(worker, generate(worker))
+        roles.learn(worker, generate(worker), reference=True)
     batch = generate(worker)
-    assert gap(worker, batch) < 1e-9
+    assert roles.gap(batch.union(worker.compute_log_prob(batch))) < 1e-9
     assert not batch.ragged("tokens").equal(first.ragged("tokens"))
-    assert set(batch.ragged("policy_version").values[batch.ragged("response_mask").values].tolist()) == {2}
+    assert roles.versions(batch) == {2}
 
 
-def test_a_rollout_elsewhere_takes_the_merged_weights(folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder, tmp_path)
-    worker = roles.make_actor(config, *roles.ALL)
-    other = roles.make_actor(config, "rollout")
+def test_a_rollout_elsewhere_takes_the_merged_weights(configured):
+    worker, other = roles.make_actor(configured(), *roles.ALL), roles.make_actor(configured(), "rollout")
     assert other.engines["rollout"].unshards
-    learn(worker, generate(worker))
-    for number in range(worker.weight_buckets()):
-        other.load_weights(worker.export_weights(number))
+    roles.learn(worker, generate(worker), reference=True)
+    roles.transfer(worker, other)
     assert worker.weight_digest() == digest(worker.actor.weights()) == other.engines["rollout"].digest()
     assert generate(other).ragged("tokens").equal(generate(worker).ragged("tokens"))
 
 
-def test_the_seed_of_the_run_draws_the_adapters(folder: Path, tmp_path: Path) -> None:
-    def drawn(seed: int) -> torch.Tensor:
-        worker = roles.make_actor(config_of(folder, tmp_path, f"trainer.seed={seed}"), "actor")
-        named = dict(worker.actor.module.named_parameters())
-        name = next(name for name in named if ".lora_A." in name)
-        return named[name].full_tensor()
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_seed_of_the_run_draws_the_adapters(configured, role):
+    def drawn(seed, other):
+        torch.manual_seed(other)
+        config = configured("critic.model.lora_rank=2", f"trainer.seed={seed}")
+        worker = roles.make_actor(config, "actor") if role == "actor" else roles.make_critic(config)
+        named = worker.engines[role].module.named_parameters()
+        return {name: value.detach().full_tensor() for name, value in named if "lora_A" in name}
 
-    torch.manual_seed(5)
-    first = drawn(1)
-    torch.manual_seed(6)
-    assert torch.equal(first, drawn(1))
-    assert not torch.equal(first, drawn(2))
+    first, again, other = drawn(1, 5), drawn(1, 6), drawn(2, 5)
+    assert first and all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not any(torch.equal(value, other[name]) for name, value in first.items())
 
 
-def test_the_user_hears_how_much_is_trained(folder: Path, tmp_path: Path) -> None:
-    config = config_of(folder, tmp_path)
-    worker = roles.make_actor(config, "actor")
-    info = worker.actor.state_info()
+def test_the_user_hears_how_much_is_trained(configured):
+    config = configured()
+    info = roles.make_actor(config, "actor").actor.state_info()
+    roles.make_critic(config)
     said = (Path(config.trainer.default_local_dir) / "log" / "run.log").read_text()
     learns, total = info["trainable_parameters"], info["parameters"]
-    assert 0 < learns < total / 3
-    assert f"actor: {learns:,} of {total:,} parameters are trained." in said
-    roles.make_critic(config)
-    assert "critic" not in (Path(config.trainer.default_local_dir) / "log" / "run.log").read_text()
+    assert 0 < learns < total / 3 and f"actor: {learns:,} of {total:,}" in said
+    assert "critic" not in said
 
 
 @pytest.mark.slow
-def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
-    """Streams of merged weights from shards, and from parts of layers, to each rank's own rollout."""
-    run_ranks(Path(__file__).with_name("lora_sync_job.py"), folder, tmp_path / "record.pt")
-    record = torch.load(tmp_path / "record.pt", weights_only=False)
-    worker = roles.make_actor(
-        roles.make_config(folder, f"trainer.default_local_dir={tmp_path}", LORA[0]), *roles.ALL
-    )
+def test_two_ranks_sample_what_one_does(folder, tmp_path):
+    record = roles.on_ranks("lora", folder, 2)
+    worker = roles.make_actor(roles.make_config(folder, LORA[0], run=tmp_path), *roles.ALL)
     prompts = roles.make_prompts(4)
     for step in range(3):
         batch = worker.generate_sequences(prompts, 2, roles.PARAMS)
@@ -133,4 +92,4 @@ def test_two_ranks_sample_what_one_does(folder: Path, tmp_path: Path) -> None:
             assert found["engines"] == ["actor"]
             assert found["tokens"][step] == wanted, (name, step)
             assert found["gaps"][step] < 1e-9, (name, step)
-        learn(worker, batch)
+        roles.learn(worker, batch, reference=True)

@@ -1,7 +1,3 @@
-"""The losses that workers compose, against formulas written out in float64."""
-
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -19,19 +15,11 @@ COUNTS = Counts(tokens=4, sequences=2)
 
 def random_columns(seed: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(7, generator=draw, dtype=torch.float64)
-
-    return {
-        "log_probs": -normal().abs(),
-        "old_log_probs": -normal().abs(),
-        "rollout_log_probs": -normal().abs(),
-        "ref_log_probs": -normal().abs(),
-        "entropy": normal().abs(),
-        "advantages": normal(),
-        "response_mask": MASK,
-    }
+    names = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages")
+    columns = {name: torch.randn(7, generator=draw, dtype=torch.float64) for name in names}
+    for name in names[:4]:
+        columns[name] = -columns[name].abs()
+    return columns | {"entropy": columns["entropy"].abs(), "response_mask": MASK}
 
 
 def split(columns: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -40,25 +28,14 @@ def split(columns: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], di
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed: int) -> None:
-    columns = random_columns(seed)
-    actor = ActorConfig(
-        clip_ratio_low=0.1,
-        clip_ratio_high=0.3,
-        entropy_coeff=0.02,
-        use_kl_loss=True,
-        kl_loss_coef=0.5,
-        kl_loss_type="mse",
-    )
+def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed):
+    columns, kl = random_columns(seed), {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "mse"}
+    actor = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, entropy_coeff=0.02, **kl)
     expected = 0.0
-    for t in range(7):
-        if not MASK[t]:
-            continue
+    for t in MASK.nonzero()[:, 0].tolist():
         row = {name: float(values[t]) for name, values in columns.items()}
-        ratio = math.exp(row["log_probs"] - row["old_log_probs"])
-        advantage = row["advantages"]
-        clipped = min(max(ratio, 1 - 0.1), 1 + 0.3)
-        policy = max(-advantage * ratio, -advantage * clipped)
+        ratio, advantage = math.exp(row["log_probs"] - row["old_log_probs"]), row["advantages"]
+        policy = max(-advantage * ratio, -advantage * min(max(ratio, 1 - 0.1), 1 + 0.3))
         if advantage < 0:
             policy = min(policy, -advantage * 3.0)
         kl = 0.5 * (row["log_probs"] - row["ref_log_probs"]) ** 2
@@ -70,7 +47,7 @@ def test_the_actor_loss_is_clip_minus_entropy_plus_kl(seed: int) -> None:
     assert {"entropy", "kl", "pg_loss", "clip_fraction"} <= set(floats)
 
 
-def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_score_function() -> None:
+def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_score_function():
     columns = random_columns(1)
     log_probs = columns["log_probs"].requires_grad_()
     del columns["old_log_probs"]
@@ -89,7 +66,7 @@ def test_without_an_old_column_the_ratio_is_one_and_the_gradient_that_of_the_sco
     assert floats["clip_fraction"] == 0
 
 
-def test_the_loss_names_only_columns_that_it_reads() -> None:
+def test_the_loss_names_only_columns_that_it_reads():
     plain = ActorLoss.from_config(ActorConfig(), recomputed=True)
     with_kl = ActorLoss.from_config(ActorConfig(use_kl_loss=True), recomputed=True)
     assert with_kl.columns - plain.columns == {"ref_log_probs"}
@@ -98,7 +75,7 @@ def test_the_loss_names_only_columns_that_it_reads() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """A toy term: each token's place, once for each unit of a column that no other term reads."""
+    """A toy term: each token's position, times a column that no other term reads."""
 
     coefficient: float = 0.25
     share: str | None = "length_loss"
@@ -110,7 +87,7 @@ class Length:
         return values_T, {"length": values_T}
 
 
-def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum() -> None:
+def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum():
     plain = ActorLoss.from_config(ActorConfig(entropy_coeff=0.1), recomputed=True)
     longer = dataclasses.replace(plain, terms=(*plain.terms, Length()))
     assert longer.columns - plain.columns == {"policy_version"}
@@ -129,36 +106,32 @@ def test_a_term_of_ones_own_declares_what_it_reads_and_adds_to_the_sum() -> None
     assert torch.equal(loss, without) and metrics.to_floats()["length"] == pytest.approx(mean)
 
 
-def test_another_weight_of_the_entropy_is_that_of_the_config() -> None:
-    columns = random_columns(3)
-    out, batch = split(columns)
+def test_another_weight_of_the_entropy_is_that_of_the_config():
+    out, batch = split(random_columns(3))
     loss = ActorLoss.from_config(ActorConfig(), recomputed=True).with_entropy_coeff(0.3)
     wanted = ActorLoss.from_config(ActorConfig(entropy_coeff=0.3), recomputed=True)
     assert torch.equal(loss(out, batch, OFFSETS, COUNTS)[0], wanted(out, batch, OFFSETS, COUNTS)[0])
 
 
-def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares() -> None:
-    out = {"values": torch.tensor([0.0, 0.0, 2.0, 0.1, 0.0, -1.0, 0.4], dtype=torch.float64)}
-    columns = {
-        "values": torch.zeros(7, dtype=torch.float64),
-        "returns": torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64),
-        "response_mask": MASK,
-    }
+def test_the_critic_loss_is_the_larger_of_plain_and_clipped_squares():
+    values, zeros = torch.tensor([0.0, 0.0, 2.0, 0.1, 0.0, -1.0, 0.4]).double(), torch.zeros(7).double()
+    returns = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]).double()
+    columns = {"values": zeros, "returns": returns, "response_mask": MASK}
     # token 2: value 2 clipped to 0.5: squares 1 and 0.25; token 5: -1 clipped to -0.5: 4 and 2.25
     expected = 0.5 * (1.0 + 0.81 + 4.0 + 0.16) / 4
-    loss, metrics = CriticLoss(0.5, "token-mean", 512)(out, columns, OFFSETS, COUNTS)
+    loss, metrics = CriticLoss(0.5, "token-mean", 512)({"values": values}, columns, OFFSETS, COUNTS)
     assert float(loss) == pytest.approx(expected)
     assert metrics.to_floats()["new_values"] == pytest.approx((2.0 + 0.1 - 1.0 + 0.4) / 4)
 
 
-def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens() -> None:
+def test_the_next_token_loss_is_the_mean_over_the_learnt_tokens():
     out = {"log_probs": torch.arange(7, dtype=torch.float64)}
     loss, _ = NextTokenLoss()(out, {"response_mask": MASK}, OFFSETS, COUNTS)
     assert float(loss) == -(2 + 3 + 5 + 6) / 4
 
 
-def test_the_preference_loss_takes_the_last_token_of_each_half() -> None:
-    """Two pairs of sequences of 2, 3, 1 and 1 tokens; elsewhere the scores are not looked at."""
+def test_the_preference_loss_takes_the_last_token_of_each_half():
+    """Two pairs of sequences of 2, 3, 1 and 1 tokens; scores at other tokens are ignored."""
     out = {"scores": torch.tensor([9.0, 1.0, 9.0, 9.0, -1.0, 0.5, 2.0], dtype=torch.float64)}
     margin = torch.tensor([0.5, 0.0])
     loss, metrics = PreferenceLoss(0.1)(out, {"margin": margin}, torch.tensor([0, 2, 5, 6, 7]), COUNTS)
@@ -171,7 +144,7 @@ def test_the_preference_loss_takes_the_last_token_of_each_half() -> None:
     )
 
 
-def test_a_ghost_takes_part_in_the_preference_loss_and_adds_nothing() -> None:
+def test_a_ghost_takes_part_in_the_preference_loss_and_adds_nothing():
     scores = torch.full((1,), 3.0, requires_grad=True)
     loss, metrics = PreferenceLoss(0.1)(
         {"scores": scores}, {"margin": torch.ones(1)}, torch.tensor([0, 1]), COUNTS

@@ -1,27 +1,17 @@
-"""What a reward model reads: another tokenizer's tokens, another template, steps, and what is too long."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from tandem.config.load import load_train_config
 from tandem.errors import ModelError
-from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards.steps import step_ends, steps_of_ids
-from tandem.workers.reward_model import RewardModelWorker
+from tandem.runtime.worker import create
 from tests.support.scorers import make_other_tokenizer, make_scorer
-from tests.support.tiny import make_model, make_tokenizer, write_problems
+from tests.support.tiny import make_tokenizer
+from tests.workers import roles
 
 TEXTS = [("1+2=", "ab.12"), ("12+30=", "4."), ("what?", ""), ("so", "a..b.  c")]
 OTHER = "{{a: {{path: {folder}/same, tokenizer_path: {folder}/own}}}}"
@@ -29,124 +19,98 @@ PROMPTS = [[{"role": "user", "content": prompt}] for prompt, _ in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make_model(folder / "model")
-    write_problems(folder)
+def folder(tmp_path_factory):
+    folder = roles.make_folder(tmp_path_factory.mktemp("models"))
     make_scorer(folder / "same", folder / "model")
     make_other_tokenizer(folder / "own")
     return folder
 
 
 @pytest.fixture(scope="module")
-def policys(folder: Path) -> PreTrainedTokenizerFast:
+def policys(folder):
     return make_tokenizer(folder / "policys")
 
 
+@pytest.fixture(scope="module")
+def own(folder):
+    return AutoTokenizer.from_pretrained(folder / "own")
+
+
 @pytest.fixture
-def batch(policys: PreTrainedTokenizerFast) -> DataProto:
+def batch(policys):
     rows = [
         [policys.encode(text, add_special_tokens=False) for text in (prompt, answer + "<eos>" * bool(answer))]
         for prompt, answer in TEXTS
     ]
+    tokens = Ragged.from_list([prompt + answer for prompt, answer in rows], torch.int64)
     marks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows]
-    return DataProto(
-        {
-            "tokens": Ragged.from_list([prompt + answer for prompt, answer in rows], torch.int64),
-            "response_mask": Ragged.from_list(marks, torch.bool),
-        },
-        {"messages": PROMPTS},
-    )
+    mask = Ragged.from_list(marks, torch.bool)
+    return DataProto({"tokens": tokens, "response_mask": mask}, {"messages": PROMPTS})
 
 
-def worker_of(folder: Path, policys: Any, models: str, *words: str, role: str = "a") -> RewardModelWorker:
-    config = load_train_config(
-        None,
-        [
-            "algorithm.adv_estimator=gae",
-            f"data.train_files={folder / 'train.parquet'}",
-            "data.train_batch_size=4",
-            "data.max_prompt_length=8",
-            "data.max_response_length=10",
-            f"actor_rollout_ref.model.path={folder / 'model'}",
-            "reward_model.enable=true",
-            f"reward_model.models={models}",
-            "reward_model.fsdp_config.model_dtype=fp64",
-            "reward_model.forward_micro_batch_size_per_gpu=2",
-            "trainer.device=cpu",
-            *words,
-        ],
-    ).config
-    return RewardModelWorker(
-        config.reward_model,
-        tokenizer=policys,
-        device="cpu",
-        collective_timeout_s=60,
-        run=RunFolder(folder / "run"),
-        role=f"reward_model.{role}",
-    )
+@pytest.fixture
+def worker_of(folder, policys):
+    def made(models: str, role: str = "a") -> Any:
+        words = ("data.max_response_length=10", "reward_model.forward_micro_batch_size_per_gpu=2")
+        config = roles.make_config(folder, f"reward_model.models={models}", *words)
+        factory = roles.scorer_factory(config, tokenizer=policys, role=f"reward_model.{role}")
+        return create(factory, 0, 1)
+
+    return made
 
 
 def head_outputs(
     path: Path, rows: list[list[int]], kind: Any = AutoModelForSequenceClassification
 ) -> list[Any]:
-    """The head's outputs at every token, each row alone, by transformers."""
+    """Return the head's outputs at every token, each row alone, computed with transformers."""
     model: Any = kind.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():
         return [model.score(model.model(torch.tensor([row])).last_hidden_state)[0] for row in rows]
 
 
-def test_another_tokenizer_reads_the_conversation_anew_from_text(
-    folder: Path, policys: Any, batch: DataProto, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = worker_of(folder, policys, OTHER.format(folder=folder)).compute_rm_score(batch)
-    own = AutoTokenizer.from_pretrained(folder / "own")
+def test_another_tokenizer_reads_the_conversation_anew_from_text(worker_of, folder, own, batch):
+    out = worker_of(OTHER.format(folder=folder)).compute_rm_score(batch)
     rows = []
     for messages, (_, answer) in zip(PROMPTS, TEXTS, strict=True):
         text = own.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
         assert text.endswith("<end>?")
-        rows.append(own.encode(text.removesuffix("?"), add_special_tokens=False))  # as `tandem rm` trains
+        rows.append(own.encode(text.removesuffix("?"), add_special_tokens=False))  # like `tandem rm`
     wanted = torch.stack([scores[-1, 0] for scores in head_outputs(folder / "same", rows)]).float()
     assert torch.allclose(out.dense("scores"), wanted, atol=1e-6)
-    last = [row[-1].item() if answer else 0.0 for row, (_, answer) in zip(
-        out.ragged("token_level_scores"), TEXTS, strict=True)]  # fmt: skip
-    assert last == pytest.approx([*wanted[:2].tolist(), 0.0, wanted[3].item()], abs=1e-6)
+    last = [float(row[-1]) for row in out.ragged("token_level_scores")]
+    assert [last[i] for i in (0, 1, 3)] == pytest.approx([float(wanted[i]) for i in (0, 1, 3)], abs=1e-6)
+    assert last[2] == 0  # a response without tokens
     assert not out.dense("reward_failed").any()
-    assert "reads conversations anew from text" in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_text_gets_no_template_and_an_end(
-    folder: Path, policys: Any, batch: DataProto
-) -> None:
+def test_a_prompt_that_is_text_gets_no_template_and_an_end(worker_of, folder, own, batch):
     batch.non_tensor_batch["messages"][0] = [{"role": "", "content": "1+2="}]
-    batch.non_tensor_batch["messages"][1] = []  # the prompt was token ids
-    out = worker_of(folder, policys, OTHER.format(folder=folder)).compute_rm_score(batch)
-    own = AutoTokenizer.from_pretrained(folder / "own")
+    batch.non_tensor_batch["messages"][1] = []  # as if the prompt were token ids
+    out = worker_of(OTHER.format(folder=folder)).compute_rm_score(batch)
     rows = [[*own.encode(text, add_special_tokens=False), 1] for text in ("1+2=ab.12", "12+30=4.")]
     wanted = [float(scores[-1, 0]) for scores in head_outputs(folder / "same", rows)]
     assert out.dense("scores")[:2].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_another_template_alone_is_reason_enough(folder: Path, policys: Any, batch: DataProto) -> None:
-    models = f"{{a: {{path: {folder / 'same'}, custom_chat_template: '{{{{ messages[0].content }}}}z'}}, "
-    models += (
-        f"b: {{path: {folder / 'same'}}}, c: {{path: {folder / 'same'}, tokenizer_path: {folder / 'own'}}}}}"
-    )
-    assert worker_of(folder, policys, models, role="b").reader.own is None
-    assert worker_of(folder, policys, models, role="c").reader.own.eos_token == "<end>"  # type: ignore
-    out = worker_of(folder, policys, models, role="a").compute_rm_score(batch)
-    assert out.dense("reward_failed").all()  # it knows no turn of the assistant's
-    assert "leaves out the response" in out.non_tensor_batch["reward_why"][0]
+def test_another_template_alone_is_reason_enough(worker_of, folder, batch):
+    same = f"path: {folder / 'same'}"
+    models = f"{{a: {{{same}, custom_chat_template: '{{{{ messages[0].content }}}}z'}}, b: {{{same}}}, "
+    models += f"c: {{{same}, tokenizer_path: {folder / 'own'}}}}}"
+    assert worker_of(models, role="b").reader.own is None
+    assert worker_of(models, role="c").reader.own.eos_token == "<end>"
+    out = worker_of(models, role="a").compute_rm_score(batch)
+    assert out.dense("reward_failed").all()  # the template has no assistant turn
+    assert "omits the response" in out.non_tensor_batch["reward_why"][0]
     assert out.dense("scores").tolist() == [0.0] * 4
 
 
-def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: Any, batch: DataProto) -> None:
+def test_what_is_longer_than_its_positions_is_not_read(worker_of, folder, own, batch):
     make_scorer(folder / "short", folder / "model", max_position_embeddings=9)
-    same = worker_of(folder, policys, f"{{a: {{path: {folder / 'same'}}}}}").compute_rm_score(batch)
-    out = worker_of(folder, policys, f"{{a: {{path: {folder / 'short'}}}}}").compute_rm_score(batch)
+    same = worker_of(f"{{a: {{path: {folder / 'same'}}}}}").compute_rm_score(batch)
+    out = worker_of(f"{{a: {{path: {folder / 'short'}}}}}").compute_rm_score(batch)
     lengths = batch.ragged("tokens").lengths
     assert out.dense("reward_failed").tolist() == (lengths > 9).tolist() == [True, False, False, True]
-    assert out.non_tensor_batch["reward_why"][0] == f"{int(lengths[0])} tokens, of at most 9"
+    assert out.non_tensor_batch["reward_why"][0] == f"{int(lengths[0])} tokens, but at most 9 are allowed"
     kept = ~out.dense("reward_failed")
     assert torch.equal(out.dense("scores")[kept], same.dense("scores")[kept])
     assert out.dense("scores")[~kept].tolist() == [0.0, 0.0]
@@ -154,12 +118,10 @@ def test_what_is_longer_than_its_positions_is_not_read(folder: Path, policys: An
 
 
 @pytest.mark.parametrize(("step_score", "total"), [("sum", sum), ("min", min), ("last", lambda s: s[-1])])
-def test_steps_are_scored_where_they_end(
-    folder: Path, policys: Any, batch: DataProto, step_score: str, total: Any
-) -> None:
-    """By hand: ab. 12<eos>, 4., nothing, a. b. c<eos>; what is blank is no step."""
+def test_steps_are_scored_where_they_end(worker_of, folder, own, batch, step_score, total):
+    """The ends are counted by hand: ab. 12<eos>, 4., nothing, a. b. c<eos>. Blank text is not a step."""
     models = f"{{a: {{path: {folder / 'same'}, step_separator: '.', step_score: {step_score}}}}}"
-    out = worker_of(folder, policys, models).compute_rm_score(batch)
+    out = worker_of(models).compute_rm_score(batch)
     ends = [[4 + 2, 4 + 5], [6 + 1], [], [2 + 1, 2 + 4, 2 + 8]]
     rows = [row.tolist() for row in batch.ragged("tokens")]
     whole = [scores[:, 0].float() for scores in head_outputs(folder / "same", rows)]
@@ -174,22 +136,22 @@ def test_steps_are_scored_where_they_end(
 
 
 @pytest.mark.parametrize("labels", [1, 2])
-def test_a_token_classifier_over_other_tokens(
-    folder: Path, policys: Any, batch: DataProto, labels: int
-) -> None:
-    """Scores are taken where the steps end in its own tokens, and stand where they end in the policy's."""
+def test_a_token_classifier_over_other_tokens(worker_of, folder, own, batch, labels):
+    """Scores are read at the ends of steps in the model's tokens.
+
+    They are placed at the ends of steps in the policy's tokens.
+    """
     path = make_scorer(folder / f"steps {labels}", folder / "model", by_token=True, labels=labels)
-    own = AutoTokenizer.from_pretrained(folder / "own")
-    with pytest.raises(ModelError, match="what parts them is not said"):
-        worker_of(folder, policys, f"{{a: {{path: '{path}'}}}}")
+    with pytest.raises(ModelError, match="step_separator is missing"):
+        worker_of(f"{{a: {{path: '{path}'}}}}")
     models = f"{{a: {{path: '{path}', tokenizer_path: {folder / 'own'}, step_separator: '.'}}}}"
-    out = worker_of(folder, policys, models).compute_rm_score(batch)
+    out = worker_of(models).compute_rm_score(batch)
     texts = ["u.1+2=?a.ab.12<end>", "u.12+30=?a.4.<end>", "u.what??a.<end>", "u.so?a.a..b.  c<end>"]
     pieces = [own.tokenize(text) for text in texts]
     rows = [own.convert_tokens_to_ids(row) for row in pieces]
     assert pieces[0] == ["u", ".", "1", "+", "2", "=", "?", "a", ".", "ab", ".", "12", "<end>"]
-    ends = [[10, 12], [11], [], [8, 11, 15]]  # in its tokens, counted by hand
-    places = [[6, 9], [7], [], [3, 6, 10]]  # in the policy's
+    ends = [[10, 12], [11], [], [8, 11, 15]]  # in the model's tokens, counted by hand
+    places = [[6, 9], [7], [], [3, 6, 10]]  # in the policy's tokens
     found = head_outputs(path, rows, AutoModelForTokenClassification)
     for row, scores, at, placed in zip(range(4), found, ends, out.ragged("token_level_scores"), strict=True):
         values = scores[:, 0] if labels == 1 else scores.softmax(-1)[:, 1]
@@ -198,13 +160,13 @@ def test_a_token_classifier_over_other_tokens(
         assert torch.allclose(placed, wanted, atol=1e-6), row
 
 
-def test_ends_of_steps() -> None:
+def test_ends_of_steps():
     assert step_ends("a\n\nb", "\n\n") == [3, 4]
     assert step_ends("a\n\n\n\nb\n\n", "\n\n") == [3, 8]
     assert step_ends(" \n\n ", "\n\n") == step_ends("", "x") == []
 
 
-def test_a_separator_within_tokens(policys: Any) -> None:
+def test_a_separator_within_tokens(policys):
     ids = policys.encode("ab.cd..e", add_special_tokens=False)
     assert steps_of_ids(policys, ids, "..") == [6, 7]
     assert steps_of_ids(policys, ids, ".c") == [3, 7]

@@ -1,29 +1,19 @@
-"""The reward model's worker against transformers' classifier."""
-
-from __future__ import annotations
-
-import functools
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
+from tandem.config.rewards import RewardConfig
 from tandem.errors import ModelError
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.runtime import LocalBackend, ResourcePool, WorkerGroup
-from tandem.workers.reward_model import RewardModelWorker
+from tandem.workers.reward import RewardWorker, at_last_token
+from tests.support.tiny import make_tokenizer
 from tests.workers import roles
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return roles.make_folder(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture
-def batch(folder: Path) -> DataProto:
+def batch(folder):
     tokenizer = roles.tokenizer_of(roles.make_config(folder))
     texts = [("1+2=", "3<eos>"), ("12+30=", "42"), ("what?", "")]
     rows = [[tokenizer.encode(text, add_special_tokens=False) for text in pair] for pair in texts]
@@ -34,9 +24,7 @@ def batch(folder: Path) -> DataProto:
 
 
 @pytest.mark.parametrize("words", [(), ("reward_model.forward_micro_batch_size_per_gpu=1",)])
-def test_scores_are_transformers_own_and_stand_at_the_last_response_token(
-    folder: Path, batch: DataProto, words: tuple[str, ...]
-) -> None:
+def test_scores_are_transformers_own_and_stand_at_the_last_response_token(folder, batch, words):
     worker = roles.make_scorer(roles.make_config(folder, *words))
     out = worker.compute_rm_score(batch)
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -53,24 +41,42 @@ def test_scores_are_transformers_own_and_stand_at_the_last_response_token(
     assert len(empty) == 0 and empty.columns == out.columns
 
 
-def test_a_group_knows_it_by_both_names(folder: Path, batch: DataProto) -> None:
-    config = roles.make_config(folder)
-    factory = functools.partial(
-        RewardModelWorker,
-        config.reward_model,
-        tokenizer=roles.tokenizer_of(config),
-        device="cpu",
-        collective_timeout_s=60,
-        run=RunFolder(config.trainer.default_local_dir),
-    )
+def test_a_group_knows_it_by_both_names(folder, batch):
+    factory = roles.scorer_factory(roles.make_config(folder))
     group = WorkerGroup(LocalBackend(), factory, ResourcePool([1]), balance=True)
     first, second = group.compute_rm_score(batch).get(), group.compute_scores(batch).get()
     assert roles.equal(first, second)
     assert "timing/reward" in group.take_timings()[0]
 
 
-def test_a_model_over_too_few_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_model_over_too_few_tokens_is_refused(folder, tmp_path):
     config = Qwen2Config.from_pretrained(folder / "model", num_labels=1, vocab_size=20)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="vocabulary is smaller"):
+    with pytest.raises(ModelError, match="vocabulary"):
         roles.make_scorer(roles.make_config(folder, f"reward_model.model.path={tmp_path}"))
+
+
+def test_a_score_stands_at_the_last_response_token():
+    mask = Ragged.from_list([[False, True, True, False], [False, False], [False, True]], torch.bool)
+    placed = at_last_token(torch.tensor([5.0, 6.0, 7.0]), mask)
+    assert [row.tolist() for row in placed] == [[0, 0, 5, 0], [0, 0], [0, 7]]
+
+
+def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in ("1+2=3<eos>", "2+2=5")]
+    mask = Ragged.from_list([[False] * 4 + [True] * 2, [False] * 4 + [True]], torch.bool)
+    facts = {"data_source": ["arithmetic"] * 2, "ground_truth": ["3", "4"], "extra_info": [{}, {}]}
+    batch = DataProto(
+        {"tokens": Ragged.from_list(rows), "response_mask": mask},
+        {**facts, "index": [0, 1], "uid": ["a", "b"]},
+    )
+    worker = RewardWorker(tokenizer, None, RewardConfig(), RunFolder(tmp_path / "run"))
+    out = worker.compute_scores(batch)
+    assert out.dense("scores").tolist() == [1.0, 0.0]
+    assert list(out.non_tensor_batch["response_text"]) == ["3", "5"]
+    assert list(out.non_tensor_batch["reward_why"]) == ["answer 3, expected 3", "answer 5, expected 4"]
+    assert out.ragged("token_level_scores").row(0).tolist() == [0, 0, 0, 0, 0, 1.0]
+    nothing = worker.compute_scores(batch[:0])
+    assert len(nothing) == 0 and nothing.columns == out.columns
+    assert worker.take_timings()["timing/reward"] > 0

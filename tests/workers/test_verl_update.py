@@ -1,9 +1,3 @@
-"""One optimizer step, from scores to the gradient, against verl's own functions: real scripts, every
-estimator, every loss. Where verl trains something else, docs/verl-differences.md says so, with figures that
-are held here."""
-
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -19,14 +13,8 @@ from tests.support.verl_update import ROOT, WHOLE, Case, batch, by_tandem, by_ve
 pytestmark = pytest.mark.verl
 
 A, C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
-COMMON = (
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    "data.train_batch_size=4",
-    "data.max_response_length=24",
-    f"{A}ppo_mini_batch_size=4",
-    f"{A}use_dynamic_bsz=true",
-)
+COMMON = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4",
+          "data.max_response_length=24", f"{A}ppo_mini_batch_size=4", f"{A}use_dynamic_bsz=true")  # fmt: skip
 SCRIPTS = json.loads((ROOT / "tests" / "e2e" / "verl_examples.json").read_text())
 ESTIMATORS = (
     "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk",
@@ -37,7 +25,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "k3+")
 REJECTED = (f"{C}rollout_is=token", f"{C}rollout_rs=seq_mean_k1", f"{C}rollout_rs_threshold='0.9_1.1'")
 TINY = 1e-6
-"""verl has constants of float32; all else is float64."""
+"""The tolerance: verl has constants in float32, and everything else is float64."""
 
 
 def case(
@@ -48,13 +36,13 @@ def case(
 
 
 def alone(estimator: str, *, seed: int) -> Case:
-    """A step on prompts of one response each."""
+    """Return a step on prompts with one response each."""
     made = case(f"algorithm.adv_estimator={estimator}", seed=seed)
     return Case(made.words, {**made.columns, "group": torch.arange(16)}, made.micro)
 
 
 def scripts() -> dict[str, Case]:
-    """Their words as they are; verl's mini-batch in one micro-batch, since it learns otherwise in several."""
+    """Return the steps of real scripts, with one micro-batch: verl's result differs with several."""
     return {
         f"script {method}": Case((*script["words"], "data.max_response_length=24"), batch(seed), WHOLE)
         for seed, (method, script) in enumerate(SCRIPTS.items(), 50)
@@ -62,7 +50,7 @@ def scripts() -> dict[str, Case]:
 
 
 def same() -> dict[str, Case]:
-    """Steps of which verl takes the same."""
+    """Return steps that are equal in verl."""
     found: dict[str, Case] = {}
     for seed, name in enumerate(ESTIMATORS):
         words = [f"algorithm.adv_estimator={name}"]
@@ -100,7 +88,7 @@ def same() -> dict[str, Case]:
 
 
 def different() -> dict[str, Case]:
-    """By row of the page: steps of which verl takes others."""
+    """Return steps that differ in verl, by row of the page."""
     loss, estimator = f"{A}policy_loss.loss_mode", "algorithm.adv_estimator"
     terms = (f"{A}use_kl_loss=true", f"{A}kl_loss_coef=0.1", f"{A}entropy_coeff=0.01")
     return {
@@ -129,7 +117,7 @@ def answers() -> dict[str, dict[str, Tensor]]:
 
 
 def distances(name: str, step: Case, folder: Path) -> dict[str, float]:
-    """How far Tandem's numbers are from verl's, relative to verl's; advantages at response tokens."""
+    """Return how far Tandem's numbers are from verl's, relative to verl's; advantages at response tokens."""
     ours, theirs, mask = by_tandem(step, folder), answers()[name], step.columns["response_mask"]
     assert "error" not in theirs, theirs
     assert ours.keys() == theirs.keys()
@@ -141,18 +129,18 @@ def distances(name: str, step: Case, folder: Path) -> dict[str, float]:
 
 
 def documented() -> Mapping[str, tuple[float, float]]:
-    """The page's rows: how far the loss and the gradient differ."""
+    """Return the rows of the page: how far the loss and the gradient differ."""
     page = (ROOT / "docs" / "verl-differences.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     return {name.replace("`", ""): (float(loss), float(gradient)) for name, loss, gradient in rows}
 
 
 SCRIPTS_WITH_A_DIFFERENCE = ("script gpg", "script rollout correction", "script dppo, megatron")
-"""By gpg's scale, rejected tokens, and the longest response: one factor each."""
+"""These differ by one factor each: gpg's scale, rejected tokens, and the longest response."""
 
 
 @pytest.mark.parametrize("name", list(scripts()))
-def test_a_real_script_takes_the_step_that_verl_takes(name: str, tmp_path: Path) -> None:
+def test_a_real_script_takes_the_step_that_verl_takes(name, tmp_path):
     step = scripts()[name]
     found = distances(name, step, tmp_path)
     if name in SCRIPTS_WITH_A_DIFFERENCE:
@@ -165,17 +153,17 @@ def test_a_real_script_takes_the_step_that_verl_takes(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", list(same()))
-def test_the_step_is_that_of_verl(name: str, tmp_path: Path) -> None:
+def test_the_step_is_that_of_verl(name, tmp_path):
     found = distances(name, same()[name], tmp_path)
     assert max(found.values()) < TINY, found
 
 
 @pytest.mark.parametrize("name", list(different()))
-def test_a_difference_is_as_large_as_the_page_says(name: str, tmp_path: Path) -> None:
+def test_a_difference_is_as_large_as_the_page_says(name, tmp_path):
     found = distances(name, different()[name], tmp_path)
-    within = 0.1 if name == "clip_cov" else 0.006  # verl draws anew
+    within = 0.1 if name == "clip_cov" else 0.006  # verl draws random numbers again
     assert documented()[name] == pytest.approx((found["loss"], found["gradient"]), abs=within)
 
 
-def test_the_page_has_a_row_for_each_difference() -> None:
+def test_the_page_has_a_row_for_each_difference():
     assert documented().keys() == different().keys()

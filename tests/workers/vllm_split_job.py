@@ -1,15 +1,12 @@
-"""Run on two ranks: FOLDER of models, RESULTS to write. A policy that FSDP shards over both and that samples
-with one vLLM engine over both: two updates, faults of its weights, a rollout apart from the actor."""
-
-from __future__ import annotations
+"""A job for two ranks, which share the policy by FSDP, and one vLLM engine. Arguments: FOLDER, RESULTS."""
 
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from tandem.engines.rollout.vllm import engine as vllm_engine
 from tandem.engines.weight_sync import WeightSyncError
@@ -19,20 +16,13 @@ from tests.workers.streamed import FAULTS
 
 
 class Ranks:
-    """The worker of this rank. Both ranks sample the whole batch together; each trains on half of it."""
+    """The worker of this rank. Both ranks sample the whole batch together, and each trains on half of it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        rollout = "actor_rollout_ref.rollout"
-        self.config = roles.make_config(
-            folder,
-            f"{rollout}.name=vllm",
-            f"{rollout}.tensor_model_parallel_size=2",
-            f"{rollout}.max_num_seqs=4",
-            "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
-            "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
-            "trainer.n_gpus_per_node=2",
-        )
-        self.rank = rank
+        words = "rollout.name=vllm rollout.tensor_model_parallel_size=2 rollout.max_num_seqs=4"
+        words += " actor.fsdp_config.model_dtype=fp32 ref.fsdp_config.model_dtype=fp32"
+        keys = [f"actor_rollout_ref.{word}" for word in words.split()]
+        self.config, self.rank = roles.make_config(folder, *keys, "trainer.n_gpus_per_node=2"), rank
         self.worker = roles.make_actor(self.config, "actor", "rollout", rank=rank, world=2)
 
     def generate(self, worker: Any = None) -> Any:
@@ -40,35 +30,27 @@ class Ranks:
 
     def step(self) -> dict[str, Any]:
         batch = self.generate()
-        share = roles.with_targets(batch.chunk(2)[self.rank])
-        old = self.worker.compute_log_prob(share)
-        columns = (share.ragged("rollout_log_probs"), old.ragged("old_log_probs"))
-        sampled, trained = (column.values[share.ragged("response_mask").values] for column in columns)
-        self.worker.update_actor(share.union(old, old.rename("old_log_probs", "ref_log_probs")))
+        share = roles.learn(self.worker, batch.chunk(2)[self.rank])
         return {
             "tokens": batch.ragged("tokens").values.tolist(),
             "log probs": batch.ragged("rollout_log_probs").values.tolist(),
-            "versions": set(batch.ragged("policy_version").values.tolist()),
-            "gap": float((sampled - trained).abs().max()),
+            "versions": roles.versions(batch),
+            "gap": roles.gap(share),
         }
 
     def streamed(self) -> bool:
-        """Whether a stream gives the batch's rows after another was left at its first part."""
+        """Return whether a stream gives the batch's rows after another stream was left at its first part."""
         prompts, whole = roles.make_prompts(5), self.generate()
         left = self.worker.stream_sequences(prompts, 2, roles.PARAMS)
         next(left)
         left.close()
         parts = list(self.worker.stream_sequences(prompts, 2, roles.PARAMS))
-        rows = {
-            row: tokens
-            for part in parts
-            for row, tokens in zip(part.rows, part.batch.ragged("tokens"), strict=True)
-        }
-        wanted = list(whole.ragged("tokens"))
-        return len(parts) > 1 and all(torch.equal(rows[row], wanted[row]) for row in range(len(wanted)))
+        order = np.argsort([row for part in parts for row in part.rows]).tolist()
+        found = type(whole).concat([part.batch for part in parts])[order]
+        return len(parts) > 1 and found.ragged("tokens").equal(whole.ragged("tokens"))
 
     def fault(self, name: str) -> str:
-        """What is said of weights that went wrong on their way to the second rank alone."""
+        """Return the error if weights are damaged only on their way to the second rank."""
         load, (spoil, _) = vllm_engine.load_weights, FAULTS[name]
         if self.rank == 1:
             vllm_engine.load_weights = lambda model, stream: load(model, spoil(iter(stream)))
@@ -81,12 +63,9 @@ class Ranks:
         return "nothing"
 
     def apart(self) -> bool:
-        """Whether a rollout that got the actor's weights in buckets writes what the actor's own does."""
+        """Return whether a rollout with weights from buckets generates the same as the actor's own."""
         other = roles.make_actor(self.config, "rollout", rank=self.rank, world=2)
-        for number in range(self.worker.weight_buckets()):
-            bucket = [self.worker.export_weights(number)]
-            dist.broadcast_object_list(bucket)
-            other.load_weights(bucket[0])
+        roles.broadcast(self.worker, other)
         return bool(self.generate(other).ragged("tokens").equal(self.generate().ragged("tokens")))
 
 

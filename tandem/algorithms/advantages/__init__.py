@@ -1,4 +1,7 @@
-"""One file per advantage estimator; every module here is imported and registers itself."""
+"""Advantage estimators, one per file.
+
+Importing this package imports every module in it. Each module registers its estimators.
+"""
 
 from tandem.loading import import_submodules
 

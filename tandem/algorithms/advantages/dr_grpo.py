@@ -1,4 +1,7 @@
-"""Dr. GRPO: the group's mean as the baseline, and no division by a deviation."""
+"""The Dr. GRPO estimator: the group's mean is the baseline, and nothing is divided by a standard deviation.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,29 @@ from tandem.algorithms.registry import Advantages, register_advantage
 
 @register_advantage("dr_grpo")
 def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, group: Tensor) -> Advantages:
-    """Each sequence's total reward less the mean of the samples of the same prompt.
+    """Subtract the mean total reward of the prompt's samples from each sequence's total reward.
 
-    Equation (R_i the sum of sequence i's rewards, the mean over its group; a group of one has mean 0):
+    Equation (R_i is the sum of the rewards of sequence i; mean is the mean of R over the group of i; a group
+    with a single sequence has mean 0):
 
         A_it = R_i - mean
 
-    The paper's loss is not divided by the response's length either: set
+    The paper's loss is not divided by the length of the response either. To get this loss, set
     `actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm`.
 
-    Returns:
-        The advantages; returns are the same, for no critic is fitted.
+    Args:
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
 
-    When to use: as GRPO, where prompts that are almost always or almost never solved should weigh no more
-        than others, and wrong answers should not grow long.
-    Watch: `response_length/mean` should not rise while `reward/mean` stands still; `advantages/max` is in
-        units of the reward, and the learning rate goes with it.
+    Returns:
+        The advantages (N). The returns are the same tensor, because no critic is trained.
+
+    When to use: like GRPO, if prompts that are almost always or almost never solved should not weigh more
+        than other prompts, and wrong responses should not grow longer.
+    Watch: `response_length/mean` should not rise while `reward/mean` stays flat; `advantages/max` is in units
+        of the reward, so the right learning rate depends on the scale of the reward.
     Cost: nothing.
     Source: Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2.
     """

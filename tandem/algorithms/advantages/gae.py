@@ -1,4 +1,7 @@
-"""Generalised advantage estimation."""
+"""Generalised advantage estimation (GAE).
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +23,31 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Advantages:
-    """GAE over the response tokens of each sequence, then whitened over those of the batch.
+    """Compute GAE advantages for the response tokens and whiten them over the batch.
 
-    Equation (t+1 is the next response token; tokens between two that the policy did not write are
-    stepped over without discount, and the value after the last one is zero):
+    Equation (t+1 is the next response token of the sequence; tokens in between that the policy did not write
+    are skipped without discount; the value after the last response token is 0):
 
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t = delta_t + gamma * lam * A_{t+1}
         returns_t = A_t + V_t                      (before whitening)
 
     Args:
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        values: (N) fp32, the critic's value before each token.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         gamma: discount, in [0, 1].
-        lam: in [0, 1]; 0 trusts the critic, 1 the rewards.
+        lam: in [0, 1]; 0 relies on the critic's values only, 1 on the rewards only.
 
     Returns:
-        The advantages A, whitened over the batch's response tokens; returns as above.
+        The advantages A (N), whitened over the batch's response tokens, and the returns (N) of the equation.
 
-    When to use: PPO with a critic, for rewards within a response or long ones whose credit should be told
-        apart token by token.
-    Watch: `critic/explained_variance` should rise from 0 towards 1; below 0 the critic misleads and lam
-        should be nearer to 1.
-    Cost: a critic: a second model, its forward and its update.
+    When to use: PPO with a critic, if rewards arrive within a response, or if responses are long and each
+        token should get its own credit.
+    Watch: `critic/explained_variance` should rise from 0 towards 1; if it is below 0, the critic misleads the
+        policy, and lam should be nearer to 1.
+    Cost: a critic: a second model with its own forward pass and update.
     Source: Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 11 to 16.
     """
     require_same_shape(token_level_rewards, values, response_mask)

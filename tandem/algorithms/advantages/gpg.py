@@ -1,4 +1,7 @@
-"""Group policy gradient."""
+"""The advantage estimator of group policy gradient (GPG).
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,27 @@ def gpg(
     *,
     f_norm: float = 1.0,
 ) -> Advantages:
-    """Each sequence's total reward less its group's mean, scaled up for the groups that teach nothing.
+    """Subtract the group's mean reward and scale up to make up for groups without a learning signal.
 
-    Equation (R_i the sum of sequence i's rewards, mean over its group, 0 for a group of one; B sequences,
-    M of them in groups whose every deviation from the mean is zero):
+    Equation (R_i is the sum of the rewards of sequence i; mean is over the group of i, and 0 for a group with
+    a single sequence; B is the number of sequences; M of them are in groups in which every deviation from the
+    mean is 0):
 
         A_it = B / (B - M) * (R_i - mean) / f_norm
 
     Args:
-        f_norm: divisor of the deviations, the paper's F_norm where that is a constant.
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
+        f_norm: divisor of the deviations; the paper's F_norm, if F_norm is a constant.
 
     Returns:
-        The advantages; returns are the same, for no critic is fitted.
+        The advantages (N). The returns are the same tensor, because no critic is trained.
 
-    When to use: the plain policy gradient without ratios, clipping and KL, together with the loss `gpg`.
-    Watch: `actor/grad_norm` does not sink as more prompts are always or never solved; without clipping it
-        warns first of steps that are too large.
+    When to use: the plain policy gradient without ratios, clipping or KL, together with the loss `gpg`.
+    Watch: `actor/grad_norm` should not fall as more prompts are always or never solved; there is no clipping,
+        so this metric is the first to show update steps that are too large.
     Cost: nothing.
     Source: Chu et al. 2025, https://arxiv.org/abs/2504.02546, section 2, the advantage times alpha.
     """

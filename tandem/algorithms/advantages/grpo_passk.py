@@ -1,4 +1,7 @@
-"""GRPO for pass@k: only the best sample of a prompt is rewarded."""
+"""The GRPO estimator for pass@k, in which only the best sample of each prompt gets an advantage.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,34 @@ def grpo_passk(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> Advantages:
-    """The best sample's lead over the second best of the same prompt; zero for all others.
+    """Give the best sample of each prompt its lead over the second best, and all other samples 0.
 
-    Equation (R_i the sum of sequence i's rewards, R_(1) >= R_(2) the greatest of its group, unbiased std):
+    Equation (R_i is the sum of the rewards of sequence i; R_(1) >= R_(2) are the two largest in the group;
+    std is unbiased):
 
         A_it = (R_(1) - R_(2)) / (std + epsilon)   for the best sample, else 0
-        A_it = R_(1) - R_(2)                       (norm_adv_by_std_in_grpo false)
+        A_it = R_(1) - R_(2)                       (if norm_adv_by_std_in_grpo is false)
 
-    Where two are best, the lead is zero. A sample that is alone keeps R_i.
+    If two samples share the best reward, the lead is 0. If a prompt has a single sample, its advantage is
+    R_i.
 
     Args:
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
         norm_adv_by_std_in_grpo: whether to divide by the standard deviation.
-        epsilon: keeps the quotient finite.
+        epsilon: added to the standard deviation, so that the quotient stays finite.
 
     Returns:
-        The advantages; returns are the same, for no critic is fitted.
+        The advantages (N). The returns are the same tensor, because no critic is trained.
 
-    When to use: when one right answer among k counts (search with a verifier), with groups of k samples.
-    Watch: pass@k on held-out problems (`tandem eval`) rather than `val/accuracy`; most samples teach
-        nothing, so `actor/grad_norm` is small and noisy.
+    When to use: if one correct response among k is enough (search with a verifier), with groups of k samples.
+    Watch: pass@k on held-out problems (`tandem eval`), which tells more here than `val/accuracy`;
+        `actor/grad_norm` is small and noisy, because most samples have advantage 0.
     Cost: nothing.
     Source: Tang et al. 2025, https://arxiv.org/abs/2503.19595, section 3.1 (the leave-one-out form of
-    pass@k), which does not divide by std.
+        pass@k), which does not divide by std.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     statistics = group_statistics(scores, group)

@@ -1,4 +1,7 @@
-"""Maximum likelihood reinforcement learning."""
+"""Maximum likelihood reinforcement learning (MaxRL).
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +23,43 @@ def maxrl(
     *,
     epsilon: float = 1e-6,
 ) -> Advantages:
-    """Each sequence's deviation from its group's rate of success, over that rate.
+    """Divide each sequence's deviation from its group's success rate by that success rate.
 
-    Equation (R_i the sum of sequence i's rewards, 0 for failure and 1 for success, mean over its group):
+    Equation (R_i is the sum of the rewards of sequence i, 0 for failure and 1 for success; mean is over the
+    group of i):
 
         A_it = (R_i - mean) / (mean + epsilon)
 
-    A group without success teaches nothing, its advantages are zero; a sample that is alone keeps R_i.
+    A group without a success has advantages of 0. If a prompt has a single sample, its advantage is R_i.
 
     Args:
-        token_level_rewards: no sequence's total negative.
-        epsilon: keeps the quotient finite.
+        token_level_rewards: (N) fp32, reward of each token; no sequence's total may be negative.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
+        epsilon: added to the success rate, so that the quotient stays finite.
 
     Returns:
-        The advantages; returns are the same, for no critic is fitted.
+        The advantages (N). The returns are the same tensor, because no critic is trained.
 
     Raises:
-        RewardError: a negative total.
+        RewardError: the total reward of a sequence is negative.
 
-    When to use: rewards of 0 and 1 and many samples of a prompt, where hard prompts matter: with n samples
-        it climbs the first n - 1 terms of the likelihood log p = -sum_k (1 - p)**k / k, dr_grpo only one.
-    Watch: `advantages/max` reaches n - 1 where one of n is right; pass@k on held-out problems.
+    When to use: rewards of 0 and 1 with many samples per prompt, if hard prompts matter: with n samples,
+        MaxRL maximises the first n - 1 terms of the likelihood log p = -sum_k (1 - p)**k / k, and dr_grpo
+        only the first.
+    Watch: `advantages/max` reaches n - 1 if one of n samples is correct; also pass@k on held-out problems.
     Cost: nothing.
     Source: Tajwar et al. 2026, https://arxiv.org/abs/2602.02710, the estimator with the baseline.
     """
     scores = total_rewards(token_level_rewards, response_mask, offsets)
     if bool((scores < 0).any()):
         raise RewardError(
-            "maxrl reads the mean reward of a prompt's samples as their rate of success, and one is negative",
+            "maxrl uses the mean reward of a prompt's samples as a success rate, so rewards must be >= 0",
             field="token_level_rewards",
-            got=f"{scores.min().item():g} in total for sample {int(scores.argmin())}",
-            expected="rewards from 0 for failure to 1 for success",
-            remedy="shift the reward, so that failure is 0",
+            got=f"a total of {scores.min().item():g} for sample {int(scores.argmin())}",
+            expected="rewards from 0 (failure) to 1 (success)",
+            remedy="shift the reward so that a failure scores 0",
         )
     statistics = group_statistics(scores, group)
     rate = torch.where(statistics.size > 1, statistics.mean + epsilon, 1.0)

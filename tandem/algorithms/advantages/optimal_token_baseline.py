@@ -1,4 +1,7 @@
-"""The optimal token baseline, and its form for several turns."""
+"""The optimal token baseline, and its variant for multi-turn responses.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +26,38 @@ def optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Advantages:
-    """The rewards still to come less a baseline of its own for each place in the response.
+    """Subtract a separate baseline at each position of the response from the rewards still to come.
 
-    Equation (pi_s the probability of token s, over response tokens; the sums of b over the samples of the
-    prompt that have a response token at the same place, counted from the response's first token):
+    Equation (pi_s is the probability of token s; s and t run over response tokens; rho is rollout_is_weights;
+    the sums in b_t are over the prompt's samples that have a response token at position t, counted from the
+    first token of the response):
 
-        w_s = rho_s**2 * (1 - 2 * pi_s + sum_v pi_s(v)**2)       (rho the rollout_is_weights)
+        w_s = rho_s**2 * (1 - 2 * pi_s + sum_v pi_s(v)**2)
         W_t = sum_{s <= t} w_s
         G_t = sum_{s >= t} r_s
         b_t = sum_j G_jt * W_jt / (sum_j W_jt + epsilon)
         A_t = G_t - b_t
 
     Args:
-        handle_zero_tail: whether b is zero at places where the group has one sample; it always is for a
-            sample that is alone in its group.
-        epsilon: keeps the quotient finite.
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        sum_pi_squared: (N) fp32, sum over the vocabulary of pi(v)**2 at the token's position.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
+        rollout_is_weights: (N) fp32, importance weights of the rollout correction; all 1 without a
+            correction.
+        handle_zero_tail: whether b is 0 at positions that only one sample of the group reaches. For a sample
+            that is alone in its group, b is always 0.
+        epsilon: added to the denominator, so that the quotient stays finite.
 
     Returns:
-        The advantages A; returns are G.
+        The advantages A (N) and the returns G (N).
 
-    When to use: long responses whose gradient's variance makes training collapse; small groups.
-    Watch: `actor/grad_norm` stays level where a mean as baseline lets it surge.
-    Cost: sum_pi_squared from the head, log-probs computed again before the updates; no further model.
+    When to use: long responses for which the variance of the gradient makes training collapse; small groups.
+    Watch: `actor/grad_norm` stays level; with a plain mean as the baseline it has spikes.
+    Cost: sum_pi_squared from the output head, and log-probs recomputed before the updates; no additional
+        model.
     Source: Li et al. 2026, https://arxiv.org/abs/2602.07078, the baseline with the logit-gradient proxy.
     """
     columns = token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights
@@ -64,25 +77,35 @@ def tir_optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Advantages:
-    """The optimal token baseline for several turns, with places counted in response tokens only.
+    """Compute the optimal token baseline with positions that count response tokens only.
 
-    Equation (t the number of response tokens before this one, whatever tools wrote in between; w, W and G as
-    in `optimal_token_baseline`):
+    Equation (t is the number of response tokens before this one, ignoring what tools wrote in between; w, W
+    and G are defined as in `optimal_token_baseline`):
 
         b_t = sum_j G_jt * W_jt / (sum_j W_jt + epsilon)
         A_t = G_t - b_t
 
     Args:
-        handle_zero_tail: whether b is zero at places where the group has one sample; it always is for a
-            sample that is alone in its group.
-        epsilon: keeps the quotient finite.
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        sum_pi_squared: (N) fp32, sum over the vocabulary of pi(v)**2 at the token's position.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
+        rollout_is_weights: (N) fp32, importance weights of the rollout correction; all 1 without a
+            correction.
+        handle_zero_tail: whether b is 0 at positions that only one sample of the group reaches. For a sample
+            that is alone in its group, b is always 0.
+        epsilon: added to the denominator, so that the quotient stays finite.
 
     Returns:
-        The advantages A; returns are G.
+        The advantages A (N) and the returns G (N).
 
-    When to use: as the other form, in several turns with tools, whose answers differ in length.
-    Watch: `actor/grad_norm` stays level where a mean as baseline lets it surge.
-    Cost: sum_pi_squared from the head, log-probs computed again before the updates; no further model.
+    When to use: like `optimal_token_baseline`, for multi-turn responses with tools whose outputs differ in
+        length.
+    Watch: `actor/grad_norm` stays level; with a plain mean as the baseline it has spikes.
+    Cost: sum_pi_squared from the output head, and log-probs recomputed before the updates; no additional
+        model.
     Source: Li et al. 2026, https://arxiv.org/abs/2602.07078, the form for tool-integrated reasoning.
     """
     columns = token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights
@@ -98,18 +121,25 @@ def _token_baseline(
     handle_zero_tail: bool,
     epsilon: float,
 ) -> Advantages:
-    """Advantages and returns by token, computed in float64: sums of many small weights are compared.
+    """Compute advantages and returns per token.
+
+    Computed in float64, because the sums add and compare many small weights.
 
     Args:
-        columns: rewards, log-probs, sums of squared probabilities, importance weights.
-        compact: whether places skip tokens outside the mask.
+        columns: (N) each: rewards, log-probs, sums of squared probabilities, importance weights.
+        mask: (N) bool, the response tokens.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
+        compact: whether positions skip tokens outside the mask.
+        handle_zero_tail: see `optimal_token_baseline`.
+        epsilon: see `optimal_token_baseline`.
     """
     kept, kept_offsets = kept_tokens(mask, offsets)
     rewards, log_probs, squares, rho = (column.index_select(0, kept).double() for column in columns)
     weights = squares.add_(1).sub_(log_probs.exp_(), alpha=2).mul_(rho.square_())
     weights = discounted_cumsum(weights, kept_offsets, 1.0)
     sums = reverse_discounted_cumsum_(rewards, kept_offsets, 1.0)
-    # A number for each token's group and its place in the response, and that of its group's first place.
+    # `at` numbers the pairs of (group, position in the response); `first` is the group's position 0.
     lengths = kept_offsets.diff()
     starts = kept_offsets[:-1].repeat_interleave(lengths, output_size=len(kept))
     place = torch.arange(len(kept), device=kept.device) - starts if compact else kept - kept[starts]

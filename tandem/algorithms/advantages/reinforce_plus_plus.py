@@ -1,4 +1,7 @@
-"""REINFORCE++ and its form with a group baseline."""
+"""REINFORCE++, and its variant with a group baseline.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,27 @@ from tandem.algorithms.scan import reverse_discounted_cumsum_
 def reinforce_plus_plus(
     token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, *, gamma: float = 1.0
 ) -> Advantages:
-    """The discounted return of each token, whitened over the response tokens of the batch.
+    """Compute the discounted return of each token and whiten it over the batch's response tokens.
 
-    Equation (t+1 is the next response token; tokens between two that the policy did not write are
-    stepped over without discount):
+    Equation (t+1 is the next response token of the sequence; tokens in between that the policy did not write
+    are skipped without discount; mean and var are over the batch's response tokens):
 
         G_t = r_t + gamma * G_{t+1}
         A_t = (G_t - mean) / sqrt(var + 1e-8)
 
     Args:
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         gamma: discount, in [0, 1].
 
     Returns:
-        The advantages A; returns are G.
+        The advantages A (N) and the returns G (N).
 
-    When to use: no critic and one sample of a prompt; rewards within a response count from where they are.
-    Watch: `actor/grad_norm` and `reward/mean`: the baseline is the batch's mean alone, so easy and hard
-        prompts in one batch make it noisy.
+    When to use: no critic and one sample per prompt; a reward within a response counts for the tokens up to
+        it.
+    Watch: `actor/grad_norm` and `reward/mean`: the baseline is only the mean of the batch, so a batch that
+        mixes easy and hard prompts makes the gradient noisy.
     Cost: nothing.
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.1.
     """
@@ -47,19 +54,26 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor, group: Tensor
 ) -> Advantages:
-    """Each sequence's total reward less its group's mean, whitened over the batch's response tokens.
+    """Subtract the group's mean reward and whiten over the batch's response tokens.
 
-    Equation (R_i the sum of sequence i's rewards; a group of one has mean 0):
+    Equation (R_i is the sum of the rewards of sequence i; mean_group is over the group of i, and 0 for a
+    group with a single sequence; mean and var are over the batch's response tokens):
 
         G_it = R_i - mean_group
         A_it = (G_it - mean) / sqrt(var + 1e-8)
 
-    Returns:
-        The advantages; returns are the same, for no critic is fitted.
+    Args:
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        group: (B) int64, index of the prompt that each sequence answers.
 
-    When to use: several samples of a prompt, and one scale for the whole batch instead of GRPO's one per
-        prompt, which favours prompts of little spread.
-    Watch: `reward/mean` rises; `advantages/max` tells the outliers, in standard deviations of the batch.
+    Returns:
+        The advantages (N). The returns are the same tensor, because no critic is trained.
+
+    When to use: several samples per prompt, if the whole batch should share one scale. GRPO has one scale per
+        prompt, which favours prompts whose rewards vary little.
+    Watch: `reward/mean` should rise; `advantages/max` shows outliers, in standard deviations of the batch.
     Cost: nothing.
     Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262, section 3.2 (REINFORCE++ with baseline).
     """

@@ -1,4 +1,7 @@
-"""ReMax: the greedy response as the baseline."""
+"""The ReMax estimator: the reward of a greedy response is the baseline.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,25 @@ from tandem.algorithms.scan import reverse_discounted_cumsum_
 def remax(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, offsets: Tensor
 ) -> Advantages:
-    """The rewards still to come at each token less the total reward of the prompt's greedy response.
+    """Subtract the reward of the prompt's greedy response from the rewards still to come at each token.
 
-    Equation (b the baseline, the sum over response tokens):
+    Equation (b is the baseline; the sum is over response tokens):
 
         G_t = sum_{s >= t} r_s
         A_t = G_t - b
 
-    Returns:
-        The advantages A; returns are G.
+    Args:
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        reward_baselines: (B) fp32, total reward of the greedy response to the sequence's prompt.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
 
-    When to use: when one sample of a prompt is all that can be afforded: no critic, no group.
-    Watch: `reward/mean` against the greedy response's: their difference is what is learnt from.
+    Returns:
+        The advantages A (N) and the returns G (N).
+
+    When to use: if you can afford only one sample per prompt; needs neither a critic nor a group.
+    Watch: `reward/mean` compared with the reward of the greedy responses: the policy learns from the
+        difference.
     Cost: one greedy response per prompt and its reward.
     Source: Li et al. 2024, https://arxiv.org/abs/2310.10505, algorithm 1.
     """

@@ -1,4 +1,7 @@
-"""V-trace: values and advantages of the policy being trained, from samples of an older one."""
+"""V-trace: values and advantages of the current policy, estimated from samples of an older policy.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ def vtrace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> Advantages:
-    """V-trace targets over the response tokens of each sequence, and the advantages that go with them.
+    """Compute V-trace value targets for the response tokens and the matching advantages.
 
-    Equation (w = exp(old_log_probs - rollout_log_probs), the exponent clamped to [-20, 20]; t+1 is the next
-    response token; V and v are zero after the last one):
+    Equation (w_t = exp(old_log_probs - rollout_log_probs), the exponent clamped to [-20, 20]; t+1 is the next
+    response token; V and v are 0 after the last response token):
 
         rho_t = min(rho_bar, w_t)
         c_t = lam * min(c_bar, w_t)
@@ -35,21 +38,28 @@ def vtrace(
         A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
     Args:
-        gamma, lam: discount and decay of the trace, in [0, 1]; lam 0 trusts the critic, 1 the rewards.
-        rho_bar: bound of the weight of a token's own surprise; it decides what the values converge to.
-        c_bar: bound of the weights along the trace, at most rho_bar; it decides how fast.
+        token_level_rewards: (N) fp32, reward of each token, after the KL penalty if there is one.
+        values: (N) fp32, the critic's value before each token.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        rollout_log_probs: (N) fp32, nats, of the engine that sampled.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        gamma: discount, in [0, 1].
+        lam: decay of the trace, in [0, 1]; 0 relies on the critic's values only, 1 on the rewards only.
+        rho_bar: bound of the weight of a token's own error; decides what the values converge to.
+        c_bar: bound of the weights along the trace, at most rho_bar; decides how fast they converge.
 
     Returns:
-        The advantages A, not whitened; returns are v.
+        The advantages A (N), not whitened, and the returns v (N).
 
     Raises:
-        ConfigError: c_bar is not in [0, 1], where long traces stay finite, or is above rho_bar.
+        ConfigError: c_bar is above rho_bar, or outside [0, 1], the range in which long traces stay finite.
 
-    When to use: samples of an older policy or of another engine, with a critic. The advantages hold the
-        importance weight already: no further rollout correction.
-    Watch: `rollout/log_prob_diff_mean` tells how far the samples are from the policy;
-        `critic/explained_variance` whether the critic can be trusted with it.
-    Cost: a critic; log-probs computed again before the updates.
+    When to use: samples from an older policy or another engine, with a critic. The advantages already contain
+        the importance weight, so add no other rollout correction.
+    Watch: `rollout/log_prob_diff_mean` is the distance of the samples from the policy;
+        `critic/explained_variance` shows whether you can trust the critic.
+    Cost: a critic, and log-probs recomputed before the updates.
     Source: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, eq. 1 and section 4.2; remark 2 for lam.
     """
     if not 0 <= c_bar <= min(1, rho_bar):

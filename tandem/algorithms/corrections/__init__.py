@@ -1,6 +1,9 @@
-"""Corrections of samples that were drawn with other probabilities than training computes: importance
-weights, rejection, and the measures of how far the two are apart. Every module here is imported and
-registers what it defines."""
+"""Rollout corrections: importance weights, rejection, and metrics of the mismatch.
+
+The rollout engine may sample with other probabilities than training computes. These modules correct for the
+difference or report it. Importing this package imports every module in it, and each module registers what it
+defines.
+"""
 
 from tandem.loading import import_submodules
 

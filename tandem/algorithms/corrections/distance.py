@@ -1,6 +1,8 @@
-"""The distance of the policy that sampled from the one that trains, whatever is done about it.
+"""Metrics of the mismatch between the rollout policy and the training policy.
 
-Shapes: N tokens of all sequences together, B sequences.
+They are reported whatever correction is used.
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """
 
 from __future__ import annotations
@@ -15,26 +17,32 @@ from tandem.algorithms.masked import segment_mean, segment_sum
 def distance_observations(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, offsets: Tensor
 ) -> dict[str, Observation]:
-    """With p training's probability of a token, q the rollout's, r = log p - log q, T a response's tokens:
+    """Return the metrics of the distance between the rollout policy and the training policy.
 
-        kl                  mean over tokens of -r, estimates KL(q || p)
+    p is training's probability of a token, q the rollout's, r = log p - log q, and T the number of response
+    tokens:
+
+        kl                  mean over tokens of -r, an estimate of KL(q || p)
         k3_kl               mean over tokens of exp(r) - 1 - r, the same with less variance
-        training_ppl        mean over responses of exp(-sum_t log p / T); training_log_ppl its logarithms'
-        rollout_ppl         the same of q; rollout_log_ppl
-        log_ppl_diff        mean over responses of -sum_t r / T; _abs_diff, _diff_max, _diff_min
+        training_ppl        mean over responses of exp(-sum_t log p / T)
+        training_log_ppl    mean over responses of -sum_t log p / T
+        rollout_ppl         as training_ppl, with q; rollout_log_ppl likewise
+        log_ppl_diff        mean over responses of -sum_t r / T
+        log_ppl_abs_diff    mean of its absolute value; log_ppl_diff_max and log_ppl_diff_min likewise
         ppl_ratio           mean over responses of exp(-sum_t r / T)
         chi2_token          mean over tokens of exp(2 r) - 1
         chi2_seq            mean over responses of exp(2 sum_t r) - 1
 
-    Exponents of the last two are clamped to [-40, 40].
+    The exponents of chi2_token and chi2_seq are clamped to [-40, 40].
 
     Args:
-        old_log_probs, rollout_log_probs: (N) fp64, nats.
-        response_mask: (N) bool.
-        offsets: (B+1) int64.
+        old_log_probs: (N) fp64, nats, log p.
+        rollout_log_probs: (N) fp64, nats, log q.
+        response_mask: (N) bool, true at response tokens.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
 
     Source: kl and k3_kl, Schulman 2020, http://joschu.net/blog/kl-approx.html; the others, Liu et al. 2025,
-    https://richardli.xyz/rl-collapse.
+        https://richardli.xyz/rl-collapse.
     """
     there = segment_sum(response_mask, offsets) > 0
     log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0)

@@ -1,14 +1,16 @@
-"""Rejection: tokens or whole sequences on which training and rollout differ too much take no part in the
-update.
+"""Rejection of tokens or whole sequences for which training and rollout disagree too much.
 
-A mode is a divergence of the token, k1 to k3, and how a sequence's are put together:
+Rejected tokens do not take part in the update. The name of a mode consists of a level (token, seq_sum,
+seq_mean, seq_max) and a divergence (k1, k2, k3) of each token:
 
     r_t = log pi_old(t) - log pi_rollout(t), clamped to [-20, 20]
     k1_t = -r_t        k2_t = r_t**2 / 2        k3_t = exp(r_t) - 1 - r_t
     token k_t          seq_sum sum_t k_t        seq_mean sum_t k_t / T        seq_max max_t k_t
 
-The bounds of k1 are those of its exponential, the ratio pi_rollout / pi_old of a token, of the sequence
-(seq_sum), or its geometric mean (seq_mean). Shapes: N tokens of all sequences together, B sequences.
+T is the number of response tokens. The bounds of k1 apply to its exponential: the ratio pi_rollout / pi_old
+of a token, the ratio of the sequence (seq_sum), or the geometric mean of the sequence's ratios (seq_mean).
+
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """
 
 from __future__ import annotations
@@ -32,21 +34,22 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
 }
 
-_DOCUMENTATION = """Rejects {what} by {divergence}{over}.
+_DOCUMENTATION = """Reject {what} by {divergence}{over}.
 
-    Equation (r_t = old_log_probs - rollout_log_probs, clamped to [-20, 20]; T response tokens):
+    Equation (r_t = old_log_probs - rollout_log_probs, clamped to [-20, 20]; T is the number of response
+    tokens):
 
         k_t = {estimate}
         statistic = {statistic}
 
     When to use: {use}
-    Watch: `rollout_corr/rollout_rs_masked_fraction` and `rollout_corr/rollout_rs_seq_masked_fraction` the
-    shares of tokens and of sequences that are left out: a few in a hundred; many more say that rollout and
-    training have come apart.
-    Cost: nothing beside the log-probs.
+    Watch: `rollout_corr/rollout_rs_masked_fraction` and `rollout_corr/rollout_rs_seq_masked_fraction` are the
+    shares of rejected tokens and sequences. They should be a few percent; if they are much larger, rollout
+    and training compute clearly different probabilities.
+    Cost: nothing besides the log-probs.
 
     Returns:
-        (N) the statistic, a sequence's at each of its tokens.
+        (N) the statistic; a statistic of a sequence is repeated at each of its tokens.
 
     Source: the divergences, Schulman 2020, http://joschu.net/blog/kl-approx.html; rejection by them, Liu et
     al. 2025, https://richardli.xyz/rl-collapse.
@@ -56,13 +59,13 @@ _DOCUMENTATION = """Rejects {what} by {divergence}{over}.
 _ESTIMATES = {"k1": "-r_t", "k2": "r_t**2 / 2", "k3": "exp(r_t) - 1 - r_t"}
 _STATISTICS = {"token": "k_t", "seq_sum": "sum_t k_t", "seq_mean": "sum_t k_t / T", "seq_max": "max_t k_t"}
 _USES = {
-    "token": "single tokens that the two engines see differently should not be learnt from.",
-    "seq_sum": "a response is one action, and all of it is as likely as its tokens together; long ones are\n"
-    "    rejected sooner.",
-    "seq_mean": "responses as a whole are to be trusted or not, whatever their length.",
-    "seq_max": "one token that is far off makes its whole response suspect.",
+    "token": "the policy should not learn from single tokens on which the two engines disagree.",
+    "seq_sum": "you treat a response as one action, whose probability is the product over its tokens. Long\n"
+    "    responses are rejected sooner.",
+    "seq_mean": "whole responses should be kept or rejected, whatever their length.",
+    "seq_max": "a single token with a large difference makes the whole response untrustworthy.",
 }
-_RATIO = " The bounds are of the ratio pi_rollout / pi_old, exp(statistic), below and above."
+_RATIO = " The lower and upper bounds apply to the ratio pi_rollout / pi_old = exp(statistic)."
 
 
 def _register(divergence: str, level: str, over: str) -> None:
@@ -96,12 +99,15 @@ for _divergence in DIVERGENCES:
     _register(_divergence, "token", "")
     _register(_divergence, "seq_sum", ", summed over the response")
     _register(_divergence, "seq_mean", ", averaged over the response")
-    if _divergence != "k1":  # its largest says nothing of the tokens on the other side
-        _register(_divergence, "seq_max", ", the largest of the response")
+    if _divergence != "k1":  # k1 is signed: its maximum ignores tokens whose ratio is too small
+        _register(_divergence, "seq_max", ", its maximum over the response")
 
 
 def within(statistic: Tensor, *, lower: float | None, upper: float) -> Tensor:
-    """(N) bool: where the statistic is inside the bounds, ends included; a NaN is not."""
+    """Return where the statistic is inside the bounds, (N) bool.
+
+    The bounds themselves are inside. NaN is outside.
+    """
     inside = statistic <= upper
     return inside if lower is None else inside & (statistic >= lower)
 
@@ -116,16 +122,19 @@ def rejection_observations(
     upper: float,
     by_sequence: bool,
 ) -> dict[str, Observation]:
-    """The report on one mode, `rollout_rs_NAME_...`. Its deviation is of the statistic clamped to the
-    bounds, so that a few extreme ones do not hide the rest.
+    """Return the metrics of one rejection mode, named `rollout_rs_NAME_...`.
+
+    The standard deviation is that of the statistic clamped to the bounds, so that a few extreme values do not
+    hide the rest.
 
     Args:
         name: the mode.
         statistic: (N).
-        mask: (N) bool, the response tokens, whatever other modes reject.
-        offsets: (B+1) int64.
-        lower, upper: the bounds of the statistic.
-        by_sequence: whether the statistic is the sequence's.
+        mask: (N) bool, the response tokens, including tokens that other modes reject.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        lower: lower bound of the statistic, or None.
+        upper: upper bound of the statistic.
+        by_sequence: whether all tokens of a sequence share one value of the statistic.
     """
     sequence, there = segment_mean(statistic, mask, offsets), segment_sum(mask, offsets) > 0
     kept = within(statistic, lower=lower, upper=upper)

@@ -1,6 +1,6 @@
-"""Importance weights pi_old / pi_rollout: of a token, of its sequence, and how they are bounded.
+"""Importance weights pi_old / pi_rollout of a token or its sequence, and their bounds.
 
-Shapes: N tokens of all sequences together, B sequences.
+Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from tandem.algorithms.masked import masked_mean, segment_mean, segment_sum, spr
 
 @register_importance_weight("token")
 def token_weights(old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """Each token's own ratio.
+    """Return the probability ratio of each token.
 
-    Equation (the exponent clamped to [-20, 20]):
+    Equation (the exponent is clamped to [-20, 20]):
 
         w_t = exp(log pi_old(t) - log pi_rollout(t))
+
+    Args:
+        old_log_probs: (N) fp64, nats, of the policy before this batch's updates, as training computes them.
+        rollout_log_probs: (N) fp64, nats, of the engine that sampled.
 
     Returns:
         (N) weights.
 
-    When to use: the usual choice. Low variance; biased, because the tokens before it are as the rollout
-        drew them.
-    Watch: `rollout_corr/rollout_is_mean` near 1; `rollout_corr/rollout_is_eff_sample_size` falls as the two
-        policies part.
-    Cost: nothing beside the log-probs.
+    When to use: the usual choice. The variance is low. The weight is biased, because it does not correct the
+        tokens before it, which the rollout policy drew.
+    Watch: `rollout_corr/rollout_is_mean` should be near 1; `rollout_corr/rollout_is_eff_sample_size` falls as
+        the two policies move apart.
+    Cost: nothing besides the log-probs.
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
     """
     return clamped_log_ratio(old_log_probs, rollout_log_probs).exp()
@@ -43,20 +47,26 @@ def token_weights(old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
 def sequence_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, offsets: Tensor
 ) -> Tensor:
-    """The ratio of the whole response, at each of its tokens.
+    """Return the probability ratio of the whole response, repeated at each of its tokens.
 
-    Equation (the sum clamped to [-20, 20]):
+    Equation (the sum is clamped to [-20, 20]):
 
         w_t = exp(sum_s (log pi_old(s) - log pi_rollout(s)))
 
-    Returns:
-        (N) weights, zero outside the mask.
+    Args:
+        old_log_probs: (N) fp64, nats, of the policy before this batch's updates, as training computes them.
+        rollout_log_probs: (N) fp64, nats, of the engine that sampled.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
 
-    When to use: responses are short, or the two policies are close: unbiased before it is bounded, of a
-        variance that grows with length.
-    Watch: `rollout_corr/rollout_is_ratio_fraction_high` the share of responses whose weight is cut;
-        `rollout_corr/chi2_seq` its variance.
-    Cost: nothing beside the log-probs.
+    Returns:
+        (N) weights, 0 outside the mask.
+
+    When to use: short responses, or two policies that are close. The weight is unbiased before bounds are
+        applied, but its variance grows with the length.
+    Watch: `rollout_corr/rollout_is_ratio_fraction_high` is the share of responses whose weight is cut;
+        `rollout_corr/chi2_seq` measures the variance of the weight.
+    Cost: nothing besides the log-probs.
     Source: Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
     sums = segment_sum(torch.where(response_mask, old_log_probs - rollout_log_probs, 0), offsets)
@@ -67,18 +77,25 @@ def sequence_weights(
 def geometric_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, offsets: Tensor
 ) -> Tensor:
-    """The geometric mean of a response's ratios, at each of its tokens.
+    """Return the geometric mean of the response's ratios, repeated at each of its tokens.
 
-    Equation (T the response's tokens; the mean clamped to [-20, 20]):
+    Equation (T is the number of response tokens; the mean is clamped to [-20, 20]):
 
         w_t = exp(sum_s (log pi_old(s) - log pi_rollout(s)) / T)
 
-    Returns:
-        (N) weights, zero outside the mask.
+    Args:
+        old_log_probs: (N) fp64, nats, of the policy before this batch's updates, as training computes them.
+        rollout_log_probs: (N) fp64, nats, of the engine that sampled.
+        response_mask: (N) bool, true at response tokens, which are the tokens that the policy wrote.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
 
-    When to use: a sequence's weight is wanted that does not grow with its length; biased.
-    Watch: `rollout_corr/ppl_ratio`, the mean of its inverse.
-    Cost: nothing beside the log-probs.
+    Returns:
+        (N) weights, 0 outside the mask.
+
+    When to use: if you want one weight per sequence that does not grow with the sequence's length. The weight
+        is biased.
+    Watch: `rollout_corr/ppl_ratio`, the mean of the inverse of this weight.
+    Cost: nothing besides the log-probs.
     Source: Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071, eq. 7, between these two policies.
     """
     means = segment_mean(old_log_probs - rollout_log_probs, response_mask, offsets)
@@ -86,18 +103,19 @@ def geometric_weights(
 
 
 def bounded_weights(weights: Tensor, *, lower: float | None, upper: float) -> Tensor:
-    """Weights kept from dominating the gradient:
+    """Bound the weights so that no single weight dominates the gradient.
 
-        min(w, upper)                           (lower None: truncated, TIS)
-        w where lower <= w <= upper, else 0     (masked on both sides, IcePop)
+        min(w, upper)                           (lower is None: truncation, TIS)
+        w if lower <= w <= upper, else 0        (masking on both sides, IcePop)
 
     Args:
         weights: (N), >= 0.
-        lower, upper: the bounds, > 0.
+        lower: lower bound, > 0, or None.
+        upper: upper bound, > 0.
 
     Source: Ionides 2008, J. Comp. Graph. Stat. 17 (truncation), for this use Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl; masking on both sides, Ling Team 2025,
-    https://arxiv.org/abs/2510.18855, section 2.3.2, eq. 1 and 2.
+        https://fengyao.notion.site/off-policy-rl; masking on both sides, Ling Team 2025,
+        https://arxiv.org/abs/2510.18855, section 2.3.2, eq. 1 and 2.
     """
     if lower is None:
         return weights.clamp(max=upper)
@@ -107,16 +125,17 @@ def bounded_weights(weights: Tensor, *, lower: float | None, upper: float) -> Te
 def normalised_weights(
     weights: Tensor, mask: Tensor, offsets: Tensor, *, by_sequence: bool
 ) -> tuple[Tensor, Tensor]:
-    """Weights of mean one over the batch.
+    """Divide the weights by their mean over the batch.
 
     Args:
         weights: (N).
-        mask: (N) bool.
-        offsets: (B+1) int64.
-        by_sequence: the mean over sequences of each one's mean; else over tokens.
+        mask: (N) bool, the tokens that count.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        by_sequence: if true, the mean is over sequences of each sequence's mean; otherwise it is over tokens.
 
     Returns:
-        (N) weights, and the scalar mean they were divided by, 1 where it was not above 1e-8.
+        (N) weights with mean 1, and the scalar mean that they were divided by. If the mean is not above 1e-8,
+        the weights are divided by 1 instead.
     """
     if by_sequence:
         there = segment_sum(mask, offsets) > 0
@@ -137,16 +156,21 @@ def weight_observations(
     upper: float,
     by_sequence: bool,
 ) -> dict[str, Observation]:
-    """The report on importance weights. High and low shares are of the raw weights, low ones those
-    below `lower`, or 1 / upper where there is none; so are maximum and minimum of a sequence's weight. All
-    else is of the bounded ones.
+    """Return the metrics of the importance weights, named `rollout_is_...`.
+
+    The high and low shares are computed from the raw weights. "Low" means below `lower`, or below 1 / upper
+    if `lower` is None. If all tokens of a sequence share one weight, maximum and minimum are of the raw
+    weights too. All other metrics are computed from the bounded weights.
 
     Args:
-        raw, bounded: (N) weights before and after.
-        mask: (N) bool.
-        offsets: (B+1) int64.
-        lower, upper: the bounds.
-        by_sequence: whether all tokens of a sequence have one weight, which is counted once.
+        raw: (N) weights before the bounds.
+        bounded: (N) weights after the bounds.
+        mask: (N) bool, the tokens that count.
+        offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
+        lower: lower bound, or None.
+        upper: upper bound.
+        by_sequence: whether all tokens of a sequence share one weight, which is then counted once in the high
+            and low shares.
     """
     there = segment_sum(mask, offsets) > 0
     below = 1 / upper if lower is None else lower

@@ -1,4 +1,7 @@
-"""One file per policy loss; every module here is imported and registers itself."""
+"""Policy losses, one per file.
+
+Importing this package imports every module in it. Each module registers its loss.
+"""
 
 from tandem.loading import import_submodules
 

@@ -1,4 +1,7 @@
-"""The policy loss of a run in which the rollout's log-probs stand for the old ones."""
+"""The policy loss of bypass mode, in which the rollout's log-probs serve as the old log-probs.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,36 @@ def bypass_mode(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, or REINFORCE, against the policy that sampled.
+    """Return PPO's clipped loss or the REINFORCE loss against the policy that sampled.
 
-    Equation (the worker multiplies REINFORCE by the importance weight of pi / pi_rollout, detached; the
-    clipped ratio is that weight already):
+    Equation (for REINFORCE, the worker multiplies the loss by the detached importance weight pi / pi_rollout;
+    for PPO, the clipped ratio already is this weight):
 
         l = -A * log pi                            (loss_type reinforce)
         l = vanilla(log pi, log pi_rollout, A)     (loss_type ppo_clip)
 
     Args:
-        old_log_probs: of the engine that sampled.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, from the engine that sampled.
+        advantages: (N) fp32.
         loss_type: "ppo_clip" or "reinforce".
-        clip_ratio_low, clip_ratio_high, clip_ratio_c: of ppo_clip; see `vanilla`.
+        clip_ratio_low: for ppo_clip, see `vanilla`.
+        clip_ratio_high: for ppo_clip, see `vanilla`.
+        clip_ratio_c: for ppo_clip, see `vanilla`.
 
     Returns:
-        (N) losses; per token ppo_kl, and with ppo_clip what else `vanilla` reports.
+        (N) losses, and the per-token metric ppo_kl; with ppo_clip also the other metrics of `vanilla`.
 
     Raises:
-        ConfigError: another loss_type.
+        ConfigError: the loss_type is unknown.
 
-    When to use: the forward that recomputes old log-probs is to be saved, and the rollout's are trusted
-        or corrected for.
-    Watch: `rollout_corr/kl` the distance from the policy that sampled, which grows with each update of the
-        batch; `actor/clip_fraction`.
-    Cost: nothing; it saves one forward of the policy per batch.
+    When to use: if you want to save the forward pass that recomputes old log-probs, and the rollout's
+        log-probs are accurate or corrected.
+    Watch: `rollout_corr/kl` is the distance from the policy that sampled, which grows with each update of the
+        batch; `actor/clip_fraction` is the share of tokens that the clip stops.
+    Cost: nothing; it saves one forward pass of the policy per batch.
     Source: ppo_clip, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7; reinforce with weights,
-    Liu et al. 2025, https://richardli.xyz/rl-collapse.
+        Liu et al. 2025, https://richardli.xyz/rl-collapse.
     """
     if loss_type == "ppo_clip":
         bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}

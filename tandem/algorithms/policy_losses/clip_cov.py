@@ -1,4 +1,7 @@
-"""Clip-Cov: tokens that would cost the policy much of its entropy do not learn."""
+"""Clip-Cov: tokens that would reduce the policy's entropy strongly get no gradient.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tandem.algorithms.selection import selects_tokens, token_covariances
 from tandem.algorithms.surrogate import clipped_surrogate, log_ratio, require_positive
 
 _SEED = 22617
-"""The seed of the choice among candidates. One number serves all steps: the samples differ."""
+"""The seed of the random selection. All steps can share one seed, because their samples differ."""
 
 
 def covariances_between(
@@ -25,17 +28,21 @@ def covariances_between(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """(N) bool: a random choice among the tokens whose covariance lies between two bounds.
+    """Select tokens at random among those whose covariance lies between two bounds, (N) bool.
 
-    Of all response tokens the share clip_cov_ratio, at least one token, or all candidates if they are fewer.
-    The same columns give the same choice.
+    The number of selected tokens is the share clip_cov_ratio of all response tokens, and at least 1. If there
+    are fewer candidates, all of them are selected. The same inputs give the same selection.
 
     Args:
-        clip_cov_ratio: the share of the response tokens to choose, > 0.
-        clip_cov_lb, clip_cov_ub: the bounds, nats times the advantages' unit, both exclusive.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        response_mask: (N) bool, true at response tokens.
+        clip_cov_ratio: the share of the response tokens to select, > 0.
+        clip_cov_lb: lower bound of the covariance, exclusive, in nats times the unit of the advantages.
+        clip_cov_ub: upper bound of the covariance, exclusive, in nats times the unit of the advantages.
 
     Raises:
-        ConfigError: a share that is not positive.
+        ConfigError: clip_cov_ratio is not positive.
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 11 (Clip-Cov).
     """
@@ -60,34 +67,41 @@ def clip_cov(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, silent at a few tokens that would cost the policy much of its entropy.
+    """Return PPO's clipped loss, without the loss of a few tokens that would reduce the entropy strongly.
 
-    Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]; c the centred product
-    of log-prob and advantage; means over the response tokens of the batch):
+    Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]; c is the centred
+    product of log-prob and advantage; means are over the response tokens of the batch):
 
         c_t = (old_log_probs_t - mean(old_log_probs)) * (A_t - mean(A))
         selected = a random share clip_cov_ratio of the tokens, among those with
             clip_cov_lb < c < clip_cov_ub
-        l = 0                                                   where selected
-        l = max(-rho * A, -clip(rho, 1 - low, 1 + high) * A)    else
+        l = 0                                                   if selected
+        l = max(-rho * A, -clip(rho, 1 - low, 1 + high) * A)    otherwise
 
-    The choice is made once for the whole batch, before its first update and under the policy that wrote it,
-    whose entropy it is that the covariance tells of. So it is the same for every division into mini-batches,
-    micro-batches and ranks. Authors' code chooses anew in each micro-batch, under the policy of the moment.
-    A selected token that PPO's clip has silenced already keeps its loss, which has no gradient.
+    The tokens are selected once for the whole batch, before its first update, with the log-probs of the
+    policy that wrote the batch, because the covariance describes the entropy of that policy. So the selection
+    does not depend on how the batch is split into mini-batches, micro-batches and ranks. The authors' code
+    selects again in each micro-batch, with the current policy.
 
-    When to use: where the entropy collapses early and reward stops with it. Usual aggregation: token-mean.
-    Watch: `actor/entropy` should fall more slowly; `actor/selected` the share of tokens silenced, near
-    clip_cov_ratio unless there are too few candidates; `actor/clip_fraction` tokens that PPO's clip
-    silences; `actor/ppo_kl` how far the policy has moved since the samples were written.
-    Cost: log-probs of the old policy even with one update per batch: a forward without gradient.
+    A selected token that PPO's clip already stops keeps its loss, which has no gradient.
+
+    When to use: if the entropy collapses early and the reward stops rising. Usual aggregation: token-mean.
+    Watch: `actor/entropy` should fall more slowly; `actor/selected` is the share of tokens without a loss,
+        and should be near clip_cov_ratio unless there are too few candidates; `actor/clip_fraction` is the
+        share of tokens that PPO's clip stops; `actor/ppo_kl` is how far the policy has moved since the
+        samples were written.
+    Cost: log-probs of the old policy, even with one update per batch: a forward pass without gradient.
 
     Args:
-        selected_tokens: chosen by `covariances_between`.
-        clip_ratio_low, clip_ratio_high: how far the ratio may fall below and rise above one.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        selected_tokens: (N) bool, selected by `covariances_between`.
+        clip_ratio_low: how far the ratio may fall below 1.
+        clip_ratio_high: how far the ratio may rise above 1.
 
     Returns:
-        (N) losses, and per token: selected, clip_fraction, ppo_kl (-log rho).
+        (N) losses, and the per-token metrics selected, clip_fraction and ppo_kl (-log rho).
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 12 (Clip-Cov).
     """

@@ -1,4 +1,7 @@
-"""Divergence proximal policy optimisation by KL divergence."""
+"""Divergence proximal policy optimisation (DPPO) with a KL divergence.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,38 @@ def dppo_kl(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A trust region in KL divergence instead of ratios: a token stops learning when it would leave it.
+    """Return the policy gradient loss with a trust region in KL divergence instead of ratios.
 
-    Equation (p = exp(log_probs), q = exp(old_log_probs), rho = p / q with the exponent clamped to
-    [-20, 20], sg stops the gradient):
+    A token stops learning if its update would leave the trust region.
+
+    Equation (p = exp(log_probs), q = exp(old_log_probs), rho = p / q with the exponent clamped to [-20, 20];
+    sg stops the gradient):
 
         D = q * log(q / p) + (1 - q) * log((1 - q) / (1 - p))
-        inside = (D <= high or p <= q)  where A > 0,  (D <= low or p >= q)  else
+        inside = (D <= high or p <= q)  if A > 0,  (D <= low or p >= q)  otherwise
         l = -sg(min(rho, c) * inside) * A * log_probs
 
-    D is KL(old || new) when all that matters is whether they choose this token (the paper's binary
-    approximation); 1e-8 is added to both of 1 - q and 1 - p. A token beyond the bound still learns where its
-    advantage leads it back.
+    D is KL(old || new) if only two outcomes are distinguished: this token, or any other token (the paper's
+    binary approximation). 1e-8 is added to both 1 - q and 1 - p. A token beyond the bound still learns if its
+    advantage moves it back towards the trust region.
 
-    When to use: as `dppo_tv`; the divergence counts what happens to rare tokens more than the total
-    variation does. The bounds are nats: the paper sets both to 0.05. Usual aggregation: token-mean.
-    Watch: `actor/clip_fraction` tokens outside the trust region; `actor/clip_fraction_lower` tokens inside
-    it whose ratio is cut to clip_ratio_c; `actor/ppo_kl` how far the policy has moved since the samples were
-    written.
+    When to use: like `dppo_tv`. The KL divergence gives more weight to changes of rare tokens than the total
+        variation does. The bounds are in nats: the paper sets both to 0.05. Usual aggregation: token-mean.
+    Watch: `actor/clip_fraction` is the share of tokens outside the trust region; `actor/clip_fraction_lower`
+        is the share of tokens inside it whose ratio is cut to clip_ratio_c; `actor/ppo_kl` is how far the
+        policy has moved since the samples were written.
     Cost: nothing.
 
     Args:
-        clip_ratio_low, clip_ratio_high: the greatest divergence of tokens that fall and that rise, nats.
-        clip_ratio_c: bound of the ratio, > 0.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        clip_ratio_low: maximum divergence of tokens whose probability falls, nats.
+        clip_ratio_high: maximum divergence of tokens whose probability rises, nats.
+        clip_ratio_c: upper bound of the ratio, > 0.
 
     Returns:
-        (N) losses, and per token: clip_fraction, clip_fraction_lower, ppo_kl (-log rho).
+        (N) losses, and the per-token metrics clip_fraction, clip_fraction_lower and ppo_kl (-log rho).
 
     Raises:
         ConfigError: clip_ratio_c is not positive.

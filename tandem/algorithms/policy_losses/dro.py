@@ -1,4 +1,7 @@
-"""Direct reward optimisation, token by token."""
+"""Direct reward optimisation (DRO), applied per token.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,35 @@ from tandem.algorithms.surrogate import require_positive
 def dro(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, dro_beta: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy gradient with a quadratic penalty on the log-ratio: no ratio that could explode.
+    """Return the policy gradient loss with a quadratic penalty on the log-ratio.
+
+    There is no ratio that could explode.
 
     Equation (d = log_probs - old_log_probs):
 
         l = -(A * log_probs - beta / 2 * d**2)
 
-    Its minimum by log_probs is at d = A / beta, the solution of KL-regularised reinforcement learning.
-    The paper has the sum of a sequence's log-ratios inside the square, the reference policy where the old
-    one stands here, and the reward less a learned value as A; this is the form by tokens and by steps that
-    is in use.
+    As a function of log_probs, the loss is minimal at d = A / beta, the solution of KL-regularised
+    reinforcement learning. The paper squares the sum of a sequence's log-ratios, uses the reference policy
+    instead of the old policy, and uses the reward minus a learned value as A. This is the per-token, per-step
+    form that is used in practice.
 
-    When to use: samples that are several updates old or come from another policy; the pull back to the
-    policy that wrote them needs no clip. dro_beta has no default that would fit every task: larger holds the
-    policy closer; A / dro_beta nats is where a token comes to rest. Usual aggregation: token-mean.
-    Watch: `actor/penalty` the mean of beta / 2 * d**2; `actor/ppo_kl` how far the policy has moved since the
-    samples were written.
+    When to use: samples that are several updates old or come from another policy. The penalty pulls the
+        policy back to the policy that wrote the samples, so no clip is needed. dro_beta has no default,
+        because no value fits every task: a larger value keeps the policy closer, and a token settles at A /
+        dro_beta nats. Usual aggregation: token-mean.
+    Watch: `actor/penalty` is the mean of beta / 2 * d**2; `actor/ppo_kl` is how far the policy has moved
+        since the samples were written.
     Cost: nothing.
 
     Args:
-        dro_beta: beta, > 0; it must be given.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        dro_beta: beta, > 0; must be set.
 
     Returns:
-        (N) losses, and per token: penalty, ppo_kl (-d).
+        (N) losses, and the per-token metrics penalty and ppo_kl (-d).
 
     Raises:
         ConfigError: dro_beta is not positive.

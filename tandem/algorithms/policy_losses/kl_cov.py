@@ -1,4 +1,7 @@
-"""KL-Cov: tokens that would cost the policy much of its entropy are held to the old policy."""
+"""KL-Cov: tokens that would reduce the policy's entropy strongly get a penalty for leaving the old policy.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,18 @@ from tandem.algorithms.surrogate import log_ratio, require_positive
 def largest_covariances(
     old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, kl_cov_ratio: float = 0.0002
 ) -> Tensor:
-    """(N) bool: the share kl_cov_ratio of the response tokens, at least one, with the largest covariances.
+    """Select the share kl_cov_ratio of the response tokens with the largest covariances, (N) bool.
+
+    At least one token is selected.
 
     Args:
-        kl_cov_ratio: the share, in (0, 1].
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        response_mask: (N) bool, true at response tokens.
+        kl_cov_ratio: the share, > 0; values above 1 select all response tokens.
 
     Raises:
-        ConfigError: a share outside (0, 1].
+        ConfigError: kl_cov_ratio is not positive.
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, eq. 13 (KL-Cov).
     """
@@ -45,35 +53,40 @@ def kl_cov(
     *,
     ppo_kl_coef: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The surrogate without clip, with a penalty at a few tokens that would cost the policy much of its
-    entropy.
+    """Return the unclipped loss plus a penalty on a few tokens that would reduce the entropy strongly.
 
-    Equation (d = log_probs - old_log_probs and rho = exp(d), the exponent clamped to [-20, 20]; c the
-    centred product of log-prob and advantage; means over the response tokens of the batch):
+    Equation (d = log_probs - old_log_probs and rho = exp(d), the exponent clamped to [-20, 20]; c is the
+    centred product of log-prob and advantage; means are over the response tokens of the batch):
 
         c_t = (old_log_probs_t - mean(old_log_probs)) * (A_t - mean(A))
         selected = the share kl_cov_ratio of the tokens with the largest c
-        l = -rho * A + ppo_kl_coef * |d|    where selected
-        l = -rho * A                        else
+        l = -rho * A + ppo_kl_coef * |d|    if selected
+        l = -rho * A                        otherwise
 
-    The choice is made once for the whole batch, before its first update and under the policy that wrote it,
-    whose entropy it is that the covariance tells of. So it is the same for every division into mini-batches,
-    micro-batches and ranks. Authors' code chooses anew in each micro-batch, under the policy of the moment.
-    At d = 0, the first update of a batch, the penalty has no gradient.
+    The tokens are selected once for the whole batch, before its first update, with the log-probs of the
+    policy that wrote the batch, because the covariance describes the entropy of that policy. So the selection
+    does not depend on how the batch is split into mini-batches, micro-batches and ranks. The authors' code
+    selects again in each micro-batch, with the current policy.
 
-    When to use: where the entropy collapses early and reward stops with it, with several updates per batch:
-    with one the penalty is always zero. The paper has kl_cov_ratio=0.002 for 7B, 0.0002 for 32B, and
-    ppo_kl_coef=1. Usual aggregation: token-mean.
-    Watch: `actor/entropy` should fall more slowly; `actor/selected` the share of tokens penalised;
-    `actor/ppo_kl` how far the policy has moved since the samples were written, which nothing else bounds.
-    Cost: log-probs of the old policy even with one update per batch: a forward without gradient.
+    At d = 0, in the first update of a batch, the penalty has no gradient.
+
+    When to use: if the entropy collapses early and the reward stops rising, with several updates per batch.
+        With one update per batch the penalty is always 0. The paper uses kl_cov_ratio=0.002 for 7B, 0.0002
+        for 32B, and ppo_kl_coef=1. Usual aggregation: token-mean.
+    Watch: `actor/entropy` should fall more slowly; `actor/selected` is the share of tokens with a penalty;
+        `actor/ppo_kl` is how far the policy has moved since the samples were written, which nothing else
+        bounds.
+    Cost: log-probs of the old policy, even with one update per batch: a forward pass without gradient.
 
     Args:
-        selected_tokens: chosen by `largest_covariances`.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        selected_tokens: (N) bool, selected by `largest_covariances`.
         ppo_kl_coef: weight of the penalty, per nat.
 
     Returns:
-        (N) losses, and per token: selected, ppo_kl (-d).
+        (N) losses, and the per-token metrics selected and ppo_kl (-d).
 
     Source: Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2, listing 1 (KL-Cov).
     """

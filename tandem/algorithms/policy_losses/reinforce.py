@@ -1,4 +1,7 @@
-"""REINFORCE: the policy gradient itself."""
+"""REINFORCE: the plain policy gradient.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,30 @@ from tandem.algorithms.surrogate import log_ratio
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The score function weighed by the advantage, without a ratio of policies.
+    """Return the negative log-prob weighted by the advantage, without a ratio of policies.
 
     Equation:
 
         l = -A * log_probs
 
-    When to use: one update per batch, where it has the gradient of all clipped losses and nothing to set.
-    With more, those after the first use samples of an older policy as if they were the present one's.
-    Usual aggregation: seq-mean-token-sum, which sums each sequence's score function as the theorem has it.
-    Watch: `actor/ppo_kl` how far the policy has moved since the samples were written: 0 with one update per
-    batch; what it is with more is not corrected.
+    When to use: one update per batch, where REINFORCE has the same gradient as all clipped losses and nothing
+        to tune. With more updates, the later ones treat samples of an older policy as if they came from the
+        current policy. Usual aggregation: seq-mean-token-sum, which sums over each sequence as in the policy
+        gradient theorem.
+    Watch: `actor/ppo_kl` is how far the policy has moved since the samples were written: 0 with one update
+        per batch. With more updates the loss does not correct for this distance.
     Cost: nothing.
 
     Args:
-        old_log_probs: only the metric reads them.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats; used only for the metric.
+        advantages: (N) fp32.
 
     Returns:
-        (N) losses, and per token ppo_kl (old_log_probs - log_probs).
+        (N) losses, and the per-token metric ppo_kl (old_log_probs - log_probs).
 
     Source: Williams 1992, Machine Learning 8, 229 to 256; for language models Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740, section 2.2.
+        https://arxiv.org/abs/2402.14740, section 2.2.
     """
     moved = log_ratio(log_probs, old_log_probs, advantages).detach()
     return -advantages * log_probs, {"ppo_kl": -moved}

@@ -1,4 +1,7 @@
-"""Soft adaptive policy optimisation."""
+"""Soft adaptive policy optimisation (SAPO).
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,38 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A sigmoid of the ratio in place of PPO's clip: the gradient fades as the policies part.
+    """Return a loss with a sigmoid of the ratio instead of PPO's clip.
+
+    The gradient fades as the two policies move apart.
 
     Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]):
 
-        tau = tau_pos  where A > 0,  tau_neg  else
+        tau = tau_pos  if A > 0,  tau_neg  otherwise
         l = -(4 / tau) * sigmoid(tau * (rho - 1)) * A
 
-    At rho = 1 the slope of the gate is one, so the first update is that of the plain policy gradient.
+    At rho = 1 the slope of the sigmoid gate is 1, so the first update equals that of the plain policy
+    gradient.
 
-    When to use: several updates per batch, and mixtures of experts, where a hard clip throws away too much or
-    too little. tau_neg above tau_pos lets negative advantages, which spread over the whole vocabulary, fade
-    sooner. Usual aggregation: seq-mean-token-mean.
-    Watch: `actor/gate` the mean of the gate's slope, 1 on policy, near 0 where the policies have parted;
-    `actor/ppo_kl` how far the policy has moved since the samples were written.
+    When to use: several updates per batch, and mixtures of experts, if a hard clip removes too much or too
+        little gradient. With tau_neg above tau_pos, negative advantages fade sooner; their gradient spreads
+        over the whole vocabulary. Usual aggregation: seq-mean-token-mean.
+    Watch: `actor/gate` is the mean slope of the gate: 1 on-policy, near 0 if the policies have moved apart;
+        `actor/ppo_kl` is how far the policy has moved since the samples were written.
     Cost: nothing.
 
     Args:
-        tau_pos, tau_neg: how fast the gradient fades for positive and for other advantages, > 0.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        tau_pos: how fast the gradient fades for positive advantages, > 0.
+        tau_neg: how fast the gradient fades for all other advantages, > 0.
 
     Returns:
-        (N) losses, and per token: gate (the slope of the gate by rho, from 0 to 1), ppo_kl (-log rho).
+        (N) losses, and the per-token metrics gate (slope of the gate with respect to rho, from 0 to 1) and
+        ppo_kl (-log rho).
 
     Raises:
-        ConfigError: a tau that is not positive.
+        ConfigError: tau_pos or tau_neg is not positive.
 
     Source: Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. 5 and 6.
     """

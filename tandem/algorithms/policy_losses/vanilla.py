@@ -1,4 +1,7 @@
-"""PPO's clipped objective with separate bounds and the dual clip."""
+"""PPO's clipped loss with separate lower and upper bounds and the dual clip.
+
+Shapes: N is the number of tokens of all sequences together.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +23,39 @@ def vanilla(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, token by token, with bounds for each side and the dual clip.
+    """Return PPO's clipped loss per token, with separate lower and upper bounds and the dual clip.
 
     Equation (rho = exp(log_probs - old_log_probs), the exponent clamped to [-20, 20]):
 
         l = max(-rho * A, -clip(rho, 1 - low, 1 + high) * A)
-        l = min(l, -c * A)                                     where A < 0 (dual clip)
+        l = min(l, -c * A)                                     if A < 0 (dual clip)
 
-    When to use: unless there is a reason for another; it is the loss of PPO, GRPO, Dr. GRPO and DAPO (which
-    clips at clip_ratio_high=0.28). Usual aggregation: token-mean; seq-mean-token-mean for GRPO as published,
-    seq-mean-token-sum-norm for Dr. GRPO.
-    Watch: `actor/clip_fraction` the share of tokens that the clip silences: 0 with one update per batch, a
-    few hundredths with several; `actor/clip_fraction_lower` those that the dual clip bounds; `actor/ppo_kl`
-    how far the policy has moved since the samples were written, nats per token.
+    When to use: by default, unless you have a reason for another loss. It is the loss of PPO, GRPO, Dr. GRPO
+        and DAPO (which uses clip_ratio_high=0.28). Usual aggregation: token-mean; seq-mean-token-mean for
+        GRPO as published, seq-mean-token-sum-norm for Dr. GRPO.
+    Watch: `actor/clip_fraction` is the share of tokens that the clip stops: 0 with one update per batch, a
+        few percent with several; `actor/clip_fraction_lower` is the share of tokens that the dual clip stops;
+        `actor/ppo_kl` is how far the policy has moved since the samples were written, nats per token.
     Cost: nothing.
 
     Args:
-        clip_ratio_low, clip_ratio_high: how far the ratio may fall below and rise above one.
-        clip_ratio_c: bound of the ratio where the advantage is negative, > 1.
+        log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
+        old_log_probs: (N) fp32, nats, of the policy before this batch's updates.
+        advantages: (N) fp32.
+        clip_ratio_low: how far the ratio may fall below 1.
+        clip_ratio_high: how far the ratio may rise above 1.
+        clip_ratio_c: upper bound of the ratio if the advantage is negative, > 1.
 
     Returns:
-        (N) losses, and per token: clip_fraction (1 where the clipped term is the larger),
-        clip_fraction_lower (1 where the dual clip binds), ppo_kl (-log rho).
+        (N) losses, and the per-token metrics clip_fraction (1 if the clipped term is the larger),
+        clip_fraction_lower (1 if the dual clip applies) and ppo_kl (-log rho).
 
     Raises:
-        ConfigError: clip_ratio_c is not above one.
+        ConfigError: clip_ratio_c is not above 1.
 
-    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7; two bounds, Yu et al.
-    2025 (DAPO), https://arxiv.org/abs/2503.14476, eq. 10; dual clip, Ye et al. 2020,
-    https://arxiv.org/abs/1912.09729, eq. 5.
+    Source: Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7; two bounds, Yu et al. 2025 (DAPO),
+        https://arxiv.org/abs/2503.14476, eq. 10; dual clip, Ye et al. 2020, https://arxiv.org/abs/1912.09729,
+        eq. 5.
     """
     if clip_ratio_c <= 1:
         raise ConfigError("out of range", field="clip_ratio_c", got=clip_ratio_c, expected="> 1")

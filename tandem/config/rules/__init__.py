@@ -1,4 +1,4 @@
-"""Rules that cross sections, by topic. What one key needs is declared with the key."""
+"""Rules that cross sections, by topic. What a single key needs is declared with the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of algorithms: estimators, policy losses and KL terms beside what they go together with."""
+"""Rules about algorithms: which estimators, policy losses and KL terms can be combined."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tandem.config.tables import (
     loss_options,
     needs,
 )
-from tandem.config.verl import DEAF
+from tandem.config.verl import IGNORES_AGGREGATION
 from tandem.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
 BYPASS = "bypass_mode"
-"""The policy loss of that mode."""
+"""The policy loss of bypass mode."""
 
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
 _N = "actor_rollout_ref.rollout.n"
@@ -32,13 +32,13 @@ PER_TOKEN = ("gae", "optimal_token_baseline", "tir_optimal_token_baseline", "vtr
 """Estimators that give the tokens of a sequence different advantages."""
 
 REWARDS_TO_GO = ("reinforce_plus_plus", "remax")
-"""Those that do where a sequence is not rewarded at its end alone, or its rewards are discounted."""
+"""Estimators that do so only if a sequence has rewards before its end, or if rewards are discounted."""
 
 ONE_ADVANTAGE = ("geo_mean",)
-"""Losses that multiply the tokens' ratios, and weigh the product by one advantage."""
+"""Losses that multiply the ratios of the tokens, and multiply the product by a single advantage."""
 
 NO_RATIO = ("gpg", "reinforce")
-"""Losses without the ratio of the present policy and the one that wrote the samples."""
+"""Losses without the ratio of the current policy to the policy that generated the samples."""
 
 
 def updates_of_a_batch(config: TrainConfig) -> Iterator[str]:
@@ -47,19 +47,19 @@ def updates_of_a_batch(config: TrainConfig) -> Iterator[str]:
     updates = actor.ppo_epochs * -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
     if loss in NO_RATIO and updates > 1:
         yield (
-            f"{_LOSS}={loss}: it has no ratio, so {updates - 1} of {updates} updates per batch take samples "
-            "of an older policy for the present one's; set ppo_mini_batch_size to data.train_batch_size and "
-            "ppo_epochs=1, or a loss with a ratio."
+            f"{_LOSS}={loss}: this loss has no ratio, so {updates - 1} of {updates} updates per batch treat "
+            "samples of an older policy as samples of the current one. Set ppo_mini_batch_size to "
+            "data.train_batch_size and ppo_epochs=1, or use a loss with a ratio."
         )
     if loss == "kl_cov" and updates == 1:
         yield (
-            f"{_LOSS}=kl_cov: with one update per batch its penalty is always zero; set a smaller "
+            f"{_LOSS}=kl_cov: with one update per batch, its penalty is always zero. Set a smaller "
             "ppo_mini_batch_size, or more ppo_epochs."
         )
 
 
 def options(config: TrainConfig) -> Iterator[ConfigError]:
-    """Options by name, for the estimator and the policy loss."""
+    """Check the options by name of the estimator and the policy loss."""
     loss, known = config.actor_rollout_ref.actor.policy_loss, needs(config.algorithm.adv_estimator)
     of_losses = {name: f"{ACTOR}.{key}" for name, key in LOSS_KEYS.items()}
     if loss.loss_mode == BYPASS:
@@ -74,7 +74,7 @@ def options(config: TrainConfig) -> Iterator[ConfigError]:
             at = f"{field}.{name}"
             if name in own:
                 instead = f"set {own[name]} instead"
-                yield ConfigError("has a key of its own", field=at, got=given, remedy=instead)
+                yield ConfigError("this option has its own key", field=at, got=given, remedy=instead)
             elif options is not None and name not in free:
                 expected = "one of " + ", ".join(free) if free else "no options"
                 near = nearest_remedy(name, free)
@@ -82,23 +82,26 @@ def options(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def exact_kl(config: TrainConfig) -> Iterator[ConfigError]:
-    """The last hidden states and the output head are one stage's alone."""
+    """Check that no model with an exact KL is split into stages.
+
+    Only the last stage has the last hidden states and the output head.
+    """
     field = f"{ACTOR}.kl_loss_type" if "loss" in config.exact_kl_terms else "algorithm.kl_penalty"
     for role in ("actor", "ref") if config.exact_kl else ():
         stages = f"actor_rollout_ref.{role}.fsdp_config.pipeline_parallel_size"
         if value_at(config, stages) > 1:
             yield ConfigError(
-                "the exact KL needs hidden states and output head of both policies on every rank, which a "
-                "model in stages has in its last alone",
+                "the exact KL needs the hidden states and the output head of both policies on every rank, "
+                "but a model split into stages has them only in its last stage",
                 field=stages,
                 got=f"{value_at(config, stages)} with {field}={FULL_KL}",
                 expected="1",
-                remedy=f"set {stages}=1, or an estimator such as {field}=k3+",
+                remedy=f"set {stages}=1, or use an estimator such as {field}=k3+",
             )
 
 
 def _rewarded_within(config: TrainConfig) -> bool:
-    """Whether a sequence is rewarded not at its end alone, or its rewards are discounted."""
+    """Return whether a sequence has rewards before its end, or whether rewards are discounted."""
     steps = any(term.step_separator is not None for term in config.reward_model.scorers.values())
     return config.algorithm.use_kl_in_reward or config.algorithm.gamma < 1 or steps
 
@@ -106,12 +109,12 @@ def _rewarded_within(config: TrainConfig) -> bool:
 def _one_advantage(tokens_differ: Callable[[TrainConfig], bool], why: str = "") -> Check:
     return Check(
         lambda config, loss: loss in ONE_ADVANTAGE and tokens_differ(config),
-        f"it has one advantage for a whole sequence; {{={_ESTIMATOR}}}{why} gives each token its own",
+        f"this loss needs one advantage per sequence, but {{={_ESTIMATOR}}}{why} gives each token its own",
         field=_LOSS,
         got=f"{{=}} with {{{_ESTIMATOR}=}}",
         expected="an estimator that compares whole responses, such as grpo, rloo or "
         "reinforce_plus_plus_baseline",
-        remedy=f"set {_ESTIMATOR}=grpo, or {{}}=gspo, whose tokens may differ",
+        remedy=f"set {_ESTIMATOR}=grpo; or set {{}}=gspo, which accepts different advantages per token",
     )
 
 
@@ -127,7 +130,7 @@ def _alone(estimator: str, why: str) -> Check:
         f"{why}, and there is only one",
         field=_N,
         expected=">= 2",
-        remedy=f"set {{}}=4, or another {_ESTIMATOR}",
+        remedy=f"set {{}}=4, or use a different {_ESTIMATOR}",
     )
 
 
@@ -145,9 +148,9 @@ PAIRS = (
     _one_advantage(lambda config: config.algorithm.adv_estimator in PER_TOKEN),
     _one_advantage(
         lambda config: config.algorithm.adv_estimator in REWARDS_TO_GO and _rewarded_within(config),
-        ", with the KL in the reward, a discount or scores of steps,",
+        ", with the KL in the reward, a discount or scores of single steps,",
     ),
-    _alone("rloo", "rloo leaves one sample of a prompt out"),
+    _alone("rloo", "rloo compares each sample with the other samples of its prompt"),
     _alone("grpo_passk", "grpo_passk compares the two best samples of a prompt"),
     Check(
         _compares_one,
@@ -155,34 +158,34 @@ PAIRS = (
         field=_N,
         notice=True,
     ),
-    _without_kl("gdpo", "gdpo reads the reward's components, and the KL is subtracted from their sum"),
-    _without_kl("maxrl", "maxrl reads the mean reward as a rate of success, and with the KL it is none"),
+    _without_kl("gdpo", "gdpo reads the components of the reward, but the KL is subtracted from their sum"),
+    _without_kl("maxrl", "maxrl uses the mean reward as a success rate, which it is not with the KL"),
     Check(
         lambda config, weights: weights is not None and config.algorithm.adv_estimator == "vtrace",
-        "the advantages of vtrace hold the importance weights already",
+        "the advantages of vtrace already contain the importance weights",
         field=f"{AT}.rollout_is",
         expected="null",
-        remedy=f"remove it, or set {_ESTIMATOR}=gae",
+        remedy=f"remove this key, or set {_ESTIMATOR}=gae",
     ),
     Check(
         lambda config, loss: (
             loss in BY_SEQUENCE
             and config.actor_rollout_ref.actor.loss_agg_mode not in (None, "seq-mean-token-mean")
         ),
-        f"{{{ACTOR}.loss_agg_mode=}}: {{=}} as published has seq-mean-token-mean, where each sequence counts "
-        "the same.",
+        f"{{{ACTOR}.loss_agg_mode=}}: {{=}} was published with seq-mean-token-mean, which gives each "
+        "sequence the same weight.",
         field=_LOSS,
         notice=True,
     ),
     Check(
         lambda config, loss: (
             loss in BY_SEQUENCE
-            and loss not in DEAF
+            and loss not in IGNORES_AGGREGATION
             and config.actor_rollout_ref.actor.loss_agg_mode is None
             and config.trainer.defaults == "verl"
         ),
-        f"{{{ACTOR}.loss_agg_mode}}: {{=}} has seq-mean-token-mean, as published, where verl has token-mean "
-        "unless it is set; set token-mean for verl's.",
+        f"{{{ACTOR}.loss_agg_mode}}: the default for {{=}} is seq-mean-token-mean, as published; verl's "
+        "default is token-mean. Set token-mean to do the same as verl.",
         field=_LOSS,
         notice=True,
     ),
@@ -190,25 +193,25 @@ PAIRS = (
         lambda config, loss: (
             config.algorithm.rollout_correction.bypass_mode and loss not in (BYPASS, "vanilla")
         ),
-        f"another policy loss than that of {AT}.bypass_mode",
+        f"{AT}.bypass_mode=true requires its own policy loss",
         field=_LOSS,
         expected=BYPASS,
-        remedy=f"remove one of the two; {AT}.loss_type chooses between ppo_clip and reinforce",
+        remedy=f"remove one of the two keys; {AT}.loss_type selects ppo_clip or reinforce",
     ),
     Check(
         lambda config, loss: loss == BYPASS and not config.algorithm.rollout_correction.bypass_mode,
-        "compares with the policy that sampled, and the old log-probs are those of training",
+        "this loss needs the log-probs of the sampling policy, but the old log-probs are those of training",
         field=_LOSS,
-        remedy=f"set {AT}.bypass_mode=true, or another loss",
+        remedy=f"set {AT}.bypass_mode=true, or use a different loss",
     ),
     Check(
         lambda config, estimator: (
             config.algorithm.rollout_correction.bypass_mode and estimator in READS_SQUARES
         ),
-        "reads what the policy's forward before its updates gives, and bypass mode leaves that out",
+        "this estimator needs a forward pass of the policy before its updates, which bypass mode skips",
         field=_ESTIMATOR,
         got=f"{{=}} with {AT}.bypass_mode=true",
         remedy=f"set {AT}.bypass_mode=false, or {{}}=grpo",
     ),
 )
-"""What does not go together, as rows."""
+"""Combinations that are invalid or questionable."""

@@ -1,4 +1,4 @@
-"""Rules of training engines: options that do not go together."""
+"""Rules about training engines: which options can be combined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 
 
 def of_all_engines(config: TrainConfig | SupervisedConfig) -> Iterator[ConfigError]:
-    """`conflicts` of all engines of a config."""
+    """Check `conflicts` for all engines of a config."""
     for at, section, model_at, model in engines(config).values():
         fsdp_at = f"{at}.fsdp_config".removeprefix(".")
         trains = hasattr(section, "optim")
@@ -29,11 +29,14 @@ def conflicts(
     fsdp_at: str = "fsdp_config",
     model_at: str = "model",
 ) -> Iterator[ConfigError]:
-    """What an engine cannot do at once.
+    """Yield an error for each combination that an engine does not support.
 
     Args:
-        trains: whether the model is trained; else it has no gradients to wait for, and no adapters.
-        fsdp_at, model_at: where the sections lie, for the messages.
+        fsdp: how the model is held.
+        model: the model.
+        trains: whether the model is trained; if not, it has no gradients to synchronize and no adapters.
+        fsdp_at: the dotted path of the section `fsdp`, for the messages.
+        model_at: the dotted path of the section `model`, for the messages.
     """
     asked = []
     if fsdp.use_torch_compile:
@@ -58,14 +61,17 @@ def conflicts(
 
 
 def _stages(model: BackboneConfig, given: str, model_at: str) -> Iterator[ConfigError]:
-    """
+    """Yield an error for each option that a model split into stages does not support.
+
     Args:
-        given: the size of the pipeline, as it was asked for.
+        model: the model.
+        given: the number of stages as the user wrote it.
+        model_at: the dotted path of the section `model`, for the messages.
     """
     offload, rank = f"{model_at}.enable_activation_offload", f"{model_at}.lora_rank"
     if model.enable_activation_offload:
         yield ConfigError(
-            "a stage keeps the activations of several micro-batches, which cannot wait in host memory",
+            "a pipeline stage keeps the activations of several micro-batches, which cannot be offloaded",
             field=offload,
             got=f"true with {given}",
             expected="false",
@@ -73,9 +79,9 @@ def _stages(model: BackboneConfig, given: str, model_at: str) -> Iterator[Config
         )
     if model.lora_rank:
         yield ConfigError(
-            "a model in stages has no adapters",
+            "a model that is split into stages cannot have adapters",
             field=rank,
             got=f"{model.lora_rank} with {given}",
             expected="0",
-            remedy=f"set {rank}=0, or split the model otherwise: FSDP shards what is frozen too",
+            remedy=f"set {rank}=0, or use no stages: FSDP shards the frozen weights too",
         )

@@ -1,4 +1,4 @@
-"""Rules about pools, the roles on them, and the workers that play the roles."""
+"""Rules about pools, the roles placed on them, and the worker classes of the roles."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ POOLS, PLACEMENT, CLASSES = "trainer.resource_pools", "trainer.placement", "trai
 
 
 def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
-    """Roles and pools by their names, each role once; then whether every pool has a role."""
+    """Check that roles and pools exist, that each role is placed once, and that every pool has a role."""
     trainer = config.trainer
     switched_off = (f"reward_model.{name}" for name in config.reward_model.models)
     known = tuple(dict.fromkeys((*PLACED_ROLES, *config.roles, *switched_off)))
     errors = [
         ConfigError(
-            "the name of a pool that every run has",
+            "this is the name of a pool that every run already has",
             field=f"{POOLS}.{name}",
             remedy="give the pool another name",
         )
@@ -38,20 +38,20 @@ def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
         if name not in trainer.pools:
             add = f"add it: {POOLS}.{name}=[…]"
             errors.append(_unknown("resource pool", f"{PLACEMENT}.{role}", name, trainer.pools, add))
-    errors += [*_twice(PLACEMENT, trainer.placement), *_half(trainer)]
+    errors += [*_actor_and_rollout_twice(PLACEMENT, trainer.placement), *_half_placed(trainer)]
     yield from errors or _empty_pools(trainer)
     yield from _absent(config, PLACEMENT, trainer.placement)
 
 
 def worker_classes(config: TrainConfig) -> Iterator[ConfigError | str]:
-    """Own workers: known roles, readable references, files that exist."""
+    """Check the user's own workers: known roles, valid references, existing files."""
     trainer = config.trainer
     given = trainer.worker_classes
     yield from _roles(CLASSES, given, CLASS_ROLES)
-    yield from _twice(CLASSES, given)
+    yield from _actor_and_rollout_twice(CLASSES, given)
     if "actor_rollout" in given and trainer.placed("actor") != trainer.placed("rollout"):
         yield ConfigError(
-            "actor and rollout are placed apart, and are two workers",
+            "actor and rollout are placed in different pools, so they are two workers",
             field=f"{CLASSES}.actor_rollout",
             got=given["actor_rollout"],
             remedy=f"set {CLASSES}.actor or {CLASSES}.rollout, or place both on one pool",
@@ -60,7 +60,7 @@ def worker_classes(config: TrainConfig) -> Iterator[ConfigError | str]:
         yield from code_file(f"{CLASSES}.{role}", reference)
         if not re.fullmatch(r".+:[^\W\d]\w*", reference):
             yield ConfigError(
-                "not the name of a class",
+                "this is not a reference to a class",
                 field=f"{CLASSES}.{role}",
                 got=reference,
                 expected="file.py:Class or package.module:Class",
@@ -69,24 +69,24 @@ def worker_classes(config: TrainConfig) -> Iterator[ConfigError | str]:
 
 
 def devices(config: TrainConfig) -> Iterator[ConfigError]:
-    """Pools against the keys that say the same of one pool."""
+    """Check that the pools agree with the keys that describe a single pool."""
     trainer = config.trainer
     asked = trainer.n_gpus_per_node * trainer.nnodes
     set_keys = [f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes") if changed(trainer, name)]
     if trainer.resource_pools and set_keys and asked != trainer.world_size:
         yield ConfigError(
-            f"disagrees with {POOLS}",
+            f"this contradicts {POOLS}",
             field=set_keys[0],
             got=f"{trainer.n_gpus_per_node} per node × {trainer.nnodes} nodes = {asked}",
-            expected=f"{trainer.world_size}, the devices of all pools together (reward functions have none)",
-            remedy=f"remove {' and '.join(set_keys)}: {POOLS} says it all",
+            expected=f"{trainer.world_size}, the devices of all pools together (reward functions use none)",
+            remedy=f"remove {' and '.join(set_keys)}; {POOLS} is enough",
         )
 
 
 def rollout_split(config: TrainConfig) -> Iterator[Finding]:
-    """The devices that split the rollout engine's layers against the engine, its model and its pool."""
+    """Check that the engine, its model and its pool allow its layers to be split over this many devices."""
     policy, field = config.actor_rollout_ref, "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    if config.trainer.placed("rollout") not in config.trainer.pools:  # `placement` says so
+    if config.trainer.placed("rollout") not in config.trainer.pools:  # `placement` reports it
         return
     rollout, folder = policy.rollout, policy.model.path
     size, key_heads = rollout.tensor_model_parallel_size, "num_key_value_heads"
@@ -97,11 +97,11 @@ def rollout_split(config: TrainConfig) -> Iterator[Finding]:
     copied = rollout.name == "vllm" and not size % (size_of(folder, key_heads) or 1)
     parts = uneven(folder, size, leave_out=(key_heads,) if copied else ())
     if parts and not refused:
-        yield _unsplit(field, size, parts, folder, "further devices take further samples")
+        yield _unsplit(field, size, parts, folder, "additional devices generate other samples")
 
 
 def model_split(config: TrainConfig) -> Iterator[ConfigError]:
-    """The devices that share a model's sequences and weights against its pool and its attention heads."""
+    """Check that the pool and the attention heads of each model can be split over this many devices."""
     trainer, ref = config.trainer, config.actor_rollout_ref.ref
     own = changed(ref, "ulysses_sequence_parallel_size") or any(
         changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
@@ -114,7 +114,7 @@ def model_split(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def supervised_split(config: SupervisedConfig) -> Iterator[ConfigError]:
-    """The same of the only model of a supervised run."""
+    """Check the same for the only model of a supervised run."""
     for model in models(config):
         yield from _model_split(model, config.trainer.n_gpus_per_node * config.trainer.nnodes)
 
@@ -142,7 +142,7 @@ def _model_split(model: Model, devices: int) -> Iterator[ConfigError]:
     each = count // tensor
     if not count % tensor and each % sequence:
         yield ConfigError(
-            "the model's attention heads cannot be shared out",
+            "the model's attention heads cannot be divided evenly",
             field=by_token,
             got=f"{sequence} devices, {each} heads in {path}"
             + (f" for each of {tensor}" if tensor > 1 else ""),
@@ -179,9 +179,9 @@ def _divides(
 ) -> Iterator[ConfigError]:
     if size < 1 or devices % size:
         yield ConfigError(
-            f"the {whose}'s devices cannot be shared out in groups of this size",
+            f"the devices of the {whose} cannot be divided into groups of this size",
             field=field,
-            got=f"{size}, of {devices} devices",
+            got=f"{size}, with {devices} devices",
             expected=f"a divisor of {devices}",
             remedy=f"{remedy}, or change the number of devices",
         )
@@ -203,26 +203,26 @@ def _unknown(
     )
 
 
-def _twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
+def _actor_and_rollout_twice(field: str, names: Iterable[str]) -> Iterator[ConfigError]:
     for part in ("actor", "rollout"):
         if {"actor_rollout", part} <= set(names):
             yield ConfigError(
-                f"actor_rollout, which stands for actor and rollout, is given together with {part}",
+                f"actor_rollout means actor and rollout, so it cannot be combined with {part}",
                 field=f"{field}.{part}",
-                remedy=f"remove {field}.{part}, or set actor and rollout in place of actor_rollout",
+                remedy=f"remove {field}.{part}, or set actor and rollout instead of actor_rollout",
             )
 
 
-def _half(trainer: TrainerConfig) -> Iterator[ConfigError]:
+def _half_placed(trainer: TrainerConfig) -> Iterator[ConfigError]:
     given = {"actor", "rollout"} & set(trainer.placement)
     if len(given) == 1 and "actor_rollout" not in trainer.placement:
         (here,) = given
         (other,) = {"actor", "rollout"} - given
         yield ConfigError(
-            f"given without {other}",
+            f"set without {other}",
             field=f"{PLACEMENT}.{here}",
             got=trainer.placement[here],
-            remedy=f"set {PLACEMENT}.{other} too; for both on one pool set {PLACEMENT}.actor_rollout",
+            remedy=f"set {PLACEMENT}.{other} too; or set {PLACEMENT}.actor_rollout to place both on one pool",
         )
 
 
@@ -231,23 +231,23 @@ def _empty_pools(trainer: TrainerConfig) -> Iterator[ConfigError]:
     for name, counts in trainer.pools.items():
         if name not in used:
             yield ConfigError(
-                "a pool without a role",
+                "no role is placed on this pool",
                 field=f"{POOLS}.{name}",
                 got=list(counts),
-                remedy=f"place a role on it: {PLACEMENT}.<role>={name}; or remove it",
+                remedy=f"place a role on it with {PLACEMENT}.<role>={name}, or remove the pool",
             )
 
 
 def _absent(config: TrainConfig, field: str, names: Iterable[str]) -> Iterator[str]:
-    """Sentences for roles that exist but that this run does not have."""
+    """Yield a sentence for each role that exists but that this run does not have."""
     for name in names:
         if name in ROLES and name not in map(kind_of, config.roles):
             yield f"{field}.{name}: no effect; this run has no {_WORDS[name]}."
 
 
 _WORDS = {
-    "ref": "reference policy (no KL term asks for it)",
-    "critic": "critic (algorithm.adv_estimator needs none)",
+    "ref": "reference policy (no KL term needs it)",
+    "critic": "critic (algorithm.adv_estimator does not need it)",
     "reward_model": "reward model (reward_model.enable=false)",
     "reward": "reward functions (reward_model.enable=true)",
 }

@@ -1,4 +1,4 @@
-"""Rules of rollouts: engines on servers, log-probs that training can use, the reference's weights."""
+"""Rules about rollouts: engines on servers, log-probs that training can use, the reference's weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _TEMPERATURE = f"{_ROLLOUT}.temperature"
 
 
 def servers(config: TrainConfig | GenerateConfig | EvalConfig) -> Iterator[ConfigError]:
-    """An engine on servers has addresses (vllm may start one of its own), and gives the log-probs that are
-    asked for."""
+    """Check that an engine on servers has addresses and returns the requested log-probs.
+
+    vllm can also start a server of its own.
+    """
     rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
     engine, addresses = rollout.name, rollout.server.urls
     name, urls = path(rollout, "name"), path(rollout, "server.urls")
@@ -27,15 +29,15 @@ def servers(config: TrainConfig | GenerateConfig | EvalConfig) -> Iterator[Confi
         return
     if not addresses:
         remedy = (
-            f"set {urls}=[http://host:port], one for each server; or {name}=vllm or native, which need none"
+            f"set {urls}=[http://host:port], one per server; or use {name}=vllm or native, which need none"
         )
         yield ConfigError("missing", field=urls, expected="addresses of servers", remedy=remedy)
     for url in addresses:
         if not url.startswith(("http://", "https://")):
-            yield ConfigError("not an address", field=urls, got=url, expected="http://host:port")
+            yield ConfigError("this is not a valid address", field=urls, got=url, expected="http://host:port")
     if rollout.logprobs_mode != "processed_logprobs":
         yield ConfigError(
-            "servers are asked for the log-probs of the distribution sampled from",
+            "servers can only return the log-probs of the distribution that tokens are sampled from",
             field=path(rollout, "logprobs_mode"),
             expected="processed_logprobs",
             remedy=f"remove this key, or set {name}=native",
@@ -43,45 +45,46 @@ def servers(config: TrainConfig | GenerateConfig | EvalConfig) -> Iterator[Confi
 
 
 def one_device(config: GenerateConfig | EvalConfig) -> Iterator[Finding]:
-    """`splitting` of a command that has one device."""
+    """Check `splitting` for a command that uses one device."""
     return splitting(config.rollout, engines=())
 
 
 def splitting(rollout: EngineConfig, *, engines: Sequence[str]) -> Iterator[Finding]:
-    """Layers of the rollout engine are split over devices where it can do so.
+    """Check that the rollout engine supports splitting its layers over devices, if the config requests it.
 
     Args:
-        engines: those that can.
+        rollout: the rollout section.
+        engines: the engines that can split their layers.
     """
     size, field = rollout.tensor_model_parallel_size, path(rollout, "tensor_model_parallel_size")
     if size == 1:
         return
     if rollout.on_named_servers:
-        yield f"{field}={size}: no effect; a server has the devices that it was started with."
+        yield f"{field}={size}: no effect; a server uses the devices that it was started with."
     elif rollout.name not in engines:
         yield ConfigError(
-            f"this build keeps each layer of rollout.name={rollout.name} on one device",
+            f"the engine rollout.name={rollout.name} keeps each layer on one device",
             field=field,
-            expected="1; further devices take further samples" if engines else "1",
+            expected="1; additional devices generate other samples" if engines else "1",
             remedy=f"set {field}=1" + (f", or {path(rollout, 'name')}=native" if engines else ""),
         )
     elif rollout.name == "vllm" and rollout.mode == "server":
         yield ConfigError(
-            "a vLLM server that a worker starts keeps each layer on one device",
+            "a vLLM server started by a worker keeps each layer on one device",
             field=field,
-            expected="1; further devices take further samples",
-            remedy=f"set {path(rollout, 'mode')}=colocate, where the workers split the layers among them, or "
-            f"name servers with {path(rollout, 'server.urls')}",
+            expected="1; additional devices generate other samples",
+            remedy=f"set {path(rollout, 'mode')}=colocate, so that the workers split the layers, or set "
+            f"{path(rollout, 'server.urls')} to the addresses of servers",
         )
 
 
 TRAINS = (
     Check(
         lambda config, engine: engine in FIXED_WEIGHTS and not config.trainer.val_only,
-        "this engine cannot be given new weights, and training needs one that can",
+        "this engine cannot receive new weights, which training needs",
         field=f"{_ROLLOUT}.name",
         expected="native, hf, vllm or sglang",
-        remedy="set {}=native, or trainer.val_only=true, or use it with `tandem generate`",
+        remedy="set {}=native, or trainer.val_only=true, or use this engine with `tandem generate`",
     ),
     Check(
         lambda config, folder: (
@@ -91,8 +94,8 @@ TRAINS = (
         ),
         "missing",
         field=f"{_ROLLOUT}.server.weights_folder",
-        expected="a folder that this run and the servers see under the same path",
-        remedy="set {}: new weights go to the servers through it",
+        expected="a folder that this run and the servers can access under the same path",
+        remedy="set {}; the servers receive new weights through this folder",
     ),
     Check(
         lambda config, mode: mode.endswith("logits"),
@@ -100,19 +103,19 @@ TRAINS = (
         field=f"{_ROLLOUT}.logprobs_mode",
         remedy="set {}=processed_logprobs",
     ),
-    Check(  # raw ones are those under softmax(logits / temperature) where the temperature is 1
+    Check(  # with temperature 1, raw log-probs equal those of softmax(logits / temperature)
         lambda config, mode: mode == "raw_logprobs" and config.actor_rollout_ref.rollout.temperature != 1,
-        "raw log-probs leave out the temperature, by which training divides the logits",
+        "raw log-probs ignore the temperature, but training divides the logits by it",
         field=f"{_ROLLOUT}.logprobs_mode",
         got=f"{{=}} with {{{_TEMPERATURE}=}}",
         remedy=f"set {{}}=processed_logprobs, or {_TEMPERATURE}=1.0",
     ),
     Check(
         lambda config, rank: rank > 0 and config.needs_reference and not config.reference_is_the_actor,
-        "{}: the reference policy is placed apart and holds the base weights a second time; placed with the "
-        "actor it needs none of its own.",
+        "{}: the reference policy runs in a different place than the actor, so the base weights are loaded "
+        "twice; if both share a pool, they are loaded once.",
         field="actor_rollout_ref.model.lora_rank",
         notice=True,
     ),
 )
-"""Rules of a rollout whose samples are learnt from, as rows."""
+"""Rules about rollouts whose samples are learned from."""

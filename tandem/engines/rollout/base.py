@@ -1,4 +1,4 @@
-"""The protocol of rollout engines; `finished` and `generate`, which drain one."""
+"""The protocol of rollout engines, and `finished` and `generate`, which run requests to their end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class SharedModule:
     """Weights that need no transfer: the trainer's own module, unsharded in place.
 
     Attributes:
-        module: a transformers causal LM in compute dtype; valid while the trainer holds it unsharded.
-        release: gives the weights' memory back; an engine that has copied them may call it once. The module's
-            config stays.
+        module: A transformers causal LM in compute dtype. It is valid while the trainer holds it unsharded.
+        release: Frees the memory of the weights. An engine that has copied the weights may call it once. The
+            module's config stays.
     """
 
     module: nn.Module
@@ -33,11 +33,11 @@ class SharedModule:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Weights that arrive one after the other.
+    """Weights that arrive one tensor after the other.
 
     Attributes:
-        tensors: whole tensors by Hugging Face name, in compute dtype, on any device; read once, and each
-            only valid until the next is asked for.
+        tensors: Whole tensors by Hugging Face name, in compute dtype, on any device. The iterator can be read
+            once. Each tensor is valid only until the next one is requested.
     """
 
     tensors: Iterator[tuple[str, Tensor]]
@@ -48,77 +48,101 @@ WeightSource = SharedModule | WeightStream
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Writes responses. In-process engines do their work inside `poll`."""
+    """An engine that generates responses. Engines in this process do their work inside `poll`."""
 
     @property
     def takes(self) -> frozenset[type[SharedModule] | type[WeightStream]]:
-        """The kinds of `WeightSource` it accepts; none for an engine whose weights cannot be changed."""
+        """Return the kinds of `WeightSource` that the engine accepts.
+
+        The set is empty for an engine whose weights cannot be changed.
+        """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests; returns at once.
+        """Queue requests and return at once.
 
         Raises:
-            EngineError: a request that can never run (prompt and max_tokens beyond the cache or the
-                model's positions, a duplicate id); nothing of the call is queued then.
+            EngineError: A request can never run: prompt and max_tokens exceed the cache or the model's
+                positions, or its id is already in use. Then no request of this call is queued.
         """
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Works for at most about `timeout_s`; the samples finished since the last poll."""
+        """Work for at most about `timeout_s` seconds and return the samples finished since the last poll."""
 
     def pending(self) -> int:
-        """Requests submitted and not yet returned."""
+        """Return the number of requests that were submitted and not yet returned."""
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        """Drops requests; their partial samples with finish_reason "abort" if asked for. One that is
-        finished, but not polled yet, keeps its own reason."""
+        """Drop requests and return their partial samples if `keep_partial` is set.
+
+        The partial samples have finish_reason "abort". A request that has finished but was not polled yet
+        keeps its own finish_reason.
+        """
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """The weights to sample from until the next call; drops any cached prefix.
+        """Set the weights to sample from until the next call, and drop all cached prefixes.
 
         Returns:
-            the digest of the weights as the engine holds them now.
+            The digest of the weights as the engine now holds them.
 
         Raises:
-            EngineError: weights of another model, or of a kind that it does not take.
+            EngineError: The weights belong to another model, or are of a kind that the engine does not take.
         """
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Gives memory back: the KV cache, the weights. An engine that sleeps is woken by `wake`, or by
-        `update_weights` and the next `poll`.
+        """Free memory: the KV cache, the weights, or both.
+
+        The engine wakes up at `wake`, or at `update_weights` and the next `poll`.
 
         Raises:
-            EngineError: requests are pending.
+            EngineError: Requests are pending.
         """
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Takes the memory again. Weights that were dropped come back with the next `update_weights`."""
+        """Allocate the memory again. Dropped weights come back with the next `update_weights`."""
 
     def close(self) -> None:
-        """Ends what the engine started: processes, connections; idempotent."""
+        """Stop the processes and connections that the engine started. Further calls do nothing."""
 
     def progress(self) -> int:
-        """Tokens written since the engine was made; who waits for one that stands still waits in vain."""
+        """Return the number of tokens generated since the engine was created.
+
+        If this number stops growing, the engine has stalled.
+        """
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call, all zero afterwards: generated_tokens; prefill_tokens, prompt tokens
-        computed; cached_prefix_tokens, those found in the cache instead; decode_steps; peak_running,
-        sequences; cache_bytes, of the cache that these requests could fill, which may have grown larger for
-        earlier ones; cache_use, the largest share of it in use; preemptions, sequences whose part of the
-        cache was taken away, to be computed again."""
+        """Return the counters since the last call and reset them to zero.
+
+        - generated_tokens.
+        - prefill_tokens: prompt tokens that were computed.
+        - cached_prefix_tokens: prompt tokens that were found in the cache instead.
+        - decode_steps.
+        - peak_running: the most sequences that ran at the same time.
+        - cache_bytes: bytes of the cache that these requests could fill. The cache may have grown larger for
+          earlier requests.
+        - cache_use: the largest share of cache_bytes that was in use.
+        - preemptions: sequences that lost their part of the cache and must be computed again.
+        """
 
 
 def finished(
     engine: RolloutEngine, requests: Sequence[Request], *, at_least: int = 1, stall_timeout_s: float = 600.0
 ) -> Generator[list[Sample], None, None]:
-    """Runs all requests to their end and gives the samples as they finish. Left early, by its reader or
-    by an error, it drops the requests that are still pending.
+    """Run all requests to their end and yield the samples as they finish.
+
+    If the caller stops early, or an error is raised, the requests that are still pending are dropped.
 
     Args:
-        at_least: samples given at a time, but for the last time.
+        engine: The engine that runs the requests.
+        requests: The requests.
+        at_least: The least number of samples to yield at a time. The last time may have fewer.
+        stall_timeout_s: Seconds without a new token after which the engine counts as stalled.
+
+    Yields:
+        The samples that have finished since the last time.
 
     Raises:
-        EngineError: no token was written for `stall_timeout_s` while requests were pending; time in
-            which nobody asks for samples does not count.
+        EngineError: The engine generated no token for `stall_timeout_s` seconds while requests were pending.
+            The time in which the caller does not ask for samples does not count.
     """
     engine.submit(requests)
     left = {request.id for request in requests}
@@ -134,9 +158,9 @@ def finished(
                     written, last = engine.progress(), time.monotonic()
                 elif time.monotonic() - last > stall_timeout_s:
                     raise EngineError(
-                        f"the engine wrote no token for {stall_timeout_s:.0f} s",
+                        f"the engine generated no token for {stall_timeout_s:.0f} s",
                         got=f"{len(left)} requests pending, the first is {min(left)}",
-                        remedy="look at the engine's log and at what else uses its device",
+                        remedy="check the engine's log, and whether other programs use its device",
                     )
             given, ready = ready, []
             yield given
@@ -147,10 +171,10 @@ def finished(
 def generate(
     engine: RolloutEngine, requests: Sequence[Request], *, stall_timeout_s: float = 600.0
 ) -> list[Sample]:
-    """Runs all requests to their end; samples in the order of the requests.
+    """Run all requests to their end and return the samples in the order of the requests.
 
     Raises:
-        EngineError: see `finished`.
+        EngineError: See `finished`.
     """
     parts = finished(engine, requests, stall_timeout_s=stall_timeout_s)
     done = {sample.id: sample for part in parts for sample in part}

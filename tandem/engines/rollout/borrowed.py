@@ -1,4 +1,4 @@
-"""Using the trainer's module for generation without leaving a trace in it."""
+"""A context in which generation uses the trainer's module and leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from transformers import PreTrainedConfig
 
 @contextmanager
 def borrowed(module: nn.Module, attention: str) -> Iterator[None]:
-    """Lends the module to generation. Inside it has evaluation mode, transformers' attention implementation
-    of that name, and none of the hooks by which FSDP2 gathers weights: they are whole already, and the hooks
-    make other streams wait for each layer, which a CUDA graph cannot hold. Afterwards all as it was."""
+    """Prepare the module for generation inside the context, and restore it afterwards.
+
+    Inside, the module is in evaluation mode and uses transformers' attention implementation of the given
+    name. The hooks by which FSDP2 gathers weights are removed: the weights are whole already, and the hooks
+    make other streams wait for each layer, which a CUDA graph cannot record.
+
+    Args:
+        module: The trainer's module.
+        attention: The name of the attention implementation.
+    """
     modes = [(part, part.training) for part in module.modules()]
     configs: dict[int, PreTrainedConfig] = {}
     for part, _ in modes:
@@ -42,10 +49,10 @@ _Hooks = dict[int, Callable[..., object]]
 
 
 def _without_fsdp(part: FSDPModule) -> list[tuple[_Hooks, _Hooks]]:
-    """Takes FSDP's hooks on a forward away.
+    """Remove FSDP's forward hooks.
 
     Returns:
-        each dictionary of hooks, and what was in it.
+        Each dictionary of hooks, and a copy of its content before.
     """
     state = part._get_fsdp_state()
     tables: list[_Hooks] = [part._forward_pre_hooks, part._forward_hooks]  # type: ignore[attr-defined]
@@ -57,7 +64,10 @@ def _without_fsdp(part: FSDPModule) -> list[tuple[_Hooks, _Hooks]]:
 
 
 def _is_of(hook: object, state: object) -> bool:
-    """Whether the hook is a method of the state, or wraps one: modules that share a unit have such."""
+    """Return whether the hook is a method of the state or wraps one.
+
+    Modules that share an FSDP unit have wrapped hooks.
+    """
     while hook is not None and getattr(hook, "__self__", None) is not state:
         hook = getattr(hook, "__wrapped__", None)
     return hook is not None

@@ -14,22 +14,28 @@ from tandem.protocol import Request
 def check_new(
     requests: Sequence[Request], known: Collection[tuple[str, int]], max_length: int, can_decode: bool
 ) -> None:
-    """Refuses requests that can never run.
+    """Check that none of the requests is one that can never run.
+
+    Args:
+        requests: The new requests.
+        known: The ids of the pending requests.
+        max_length: The most tokens that prompt and response may have together.
+        can_decode: Whether the engine can find stop strings.
 
     Raises:
-        EngineError: a duplicate id, an empty prompt, a sequence beyond `max_length`, stop strings
+        EngineError: A duplicate id, an empty prompt, a sequence longer than `max_length`, or stop strings
             without a tokenizer.
     """
     seen = set(known)
     for request in requests:
         if request.id in seen:
             raise EngineError(
-                "this request is already there", field="id", got=request.id, expected="a new id"
+                "a request with this id is already pending", field="id", got=request.id, expected="a new id"
             )
         seen.add(request.id)
         if not len(request.prompt_ids):
             raise EngineError(
-                "empty prompt", field="prompt_ids", got=request.id, expected="at least one token"
+                "the prompt is empty", field="prompt_ids", got=request.id, expected="at least one token"
             )
         _check_length(
             request,
@@ -39,7 +45,7 @@ def check_new(
         )
         if request.params.stop and not can_decode:
             raise EngineError(
-                "stop strings need a tokenizer",
+                "stop strings need a tokenizer, and this engine has none",
                 field="stop",
                 got=request.params.stop,
                 remedy="give the engine a tokenizer, or use stop_token_ids",
@@ -50,7 +56,7 @@ def _check_length(request: Request, most: int, what: str, *, name: str = "", rem
     prompt, new = len(request.prompt_ids), request.params.max_tokens
     if prompt + new > most:
         raise EngineError(
-            f"request {request.id} can grow beyond {what}",
+            f"request {request.id} can exceed {what}",
             field="prompt_ids + max_tokens",
             got=f"{prompt} + {new} = {prompt + new} tokens",
             expected=f"<= {name}{most}",
@@ -59,21 +65,32 @@ def _check_length(request: Request, most: int, what: str, *, name: str = "", rem
 
 
 def check_idle(pending: int) -> None:
-    """Refuses to give memory back under requests.
+    """Check that no requests are pending, so that the engine may free memory.
+
+    Args:
+        pending: The number of pending requests.
 
     Raises:
-        EngineError: requests are pending.
+        EngineError: Requests are pending.
     """
     if pending:
-        raise EngineError("requests are pending", got=f"{pending} requests", remedy="poll or abort them")
+        raise EngineError(
+            "the engine cannot sleep while requests are pending",
+            got=f"{pending} requests",
+            remedy="poll or abort them first",
+        )
 
 
 def check_fits_model(requests: Sequence[Request], config: Any) -> None:
-    """Refuses requests the model cannot take.
+    """Check that the model can process the requests.
+
+    Args:
+        requests: The requests.
+        config: The transformers config of the model.
 
     Raises:
-        EngineError: a sequence beyond the model's positions, a token of the prompt or a biased one outside
-            its vocabulary.
+        EngineError: A sequence is longer than the model's positions, or a prompt token or biased token is
+            outside the vocabulary.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -90,13 +107,14 @@ def check_fits_model(requests: Sequence[Request], config: Any) -> None:
 
 
 def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> None:
-    """Refuses tokens that do not exist.
+    """Check that the tokens of the requests exist.
 
     Args:
-        vocabulary: how many there are; None: not known here, and nothing is refused.
+        requests: The requests.
+        vocabulary: The number of tokens. None means that it is not known here, and nothing is checked.
 
     Raises:
-        EngineError: a token of the prompt or a biased one that is not among the first `vocabulary`.
+        EngineError: A prompt token or a biased token is not among the first `vocabulary` tokens.
     """
     if vocabulary is None:
         return
@@ -116,10 +134,15 @@ def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> Non
 
 
 def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions_R: np.ndarray) -> None:
-    """Refuses to go on from logits that are NaN or have no finite entry.
+    """Check that the logits of a step have a finite entry and no NaN.
+
+    Args:
+        log_probs_R: Log-probs computed from the logits. They are not finite if the logits are wrong.
+        requests: The request of each row.
+        positions_R: The position in the response of each row.
 
     Raises:
-        EngineError: names the first such request and the position in its response.
+        EngineError: Names the first such request and the position in its response.
     """
     bad = np.flatnonzero(~np.isfinite(log_probs_R))
     if len(bad):
@@ -128,5 +151,5 @@ def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions
             f"logits are not finite for request {request.id} at response token {position}",
             got=f"{len(bad)} of {len(log_probs_R)} sequences of this step",
             expected="finite logits",
-            remedy="the weights have diverged: look at the loss and gradient norm of the last updates",
+            remedy="the weights have diverged: check the loss and the gradient norm of the last updates",
         )

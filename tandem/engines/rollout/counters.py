@@ -1,4 +1,4 @@
-"""An engine's counters and its occasional log line."""
+"""An engine's counters and its periodic log line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOG_EVERY_S = 2.0
 
 @dataclass(slots=True)
 class _Sums:
-    """The counters by the protocol's names."""
+    """The counters, with the names that the protocol gives them."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -24,10 +24,10 @@ class _Sums:
 
 
 class Counters(_Sums):
-    """Sums since the last `take`, and a line to `log` about every two seconds of work.
+    """Counters since the last `take`, and a log line about every two seconds of work.
 
     Attributes:
-        written: tokens generated since the engine was made.
+        written: Tokens generated since the engine was created.
     """
 
     def __init__(self, log: Callable[[str], None] | None) -> None:
@@ -38,7 +38,7 @@ class Counters(_Sums):
         self._logged_tokens = 0
 
     def take(self) -> dict[str, float]:
-        """The counters by the protocol's names; all zero afterwards."""
+        """Return the counters by the protocol's names and reset them to zero."""
         out = {part.name: float(getattr(self, part.name)) for part in fields(_Sums)}
         self._logged_tokens -= self.generated_tokens
         _Sums.__init__(self)
@@ -52,11 +52,16 @@ class Counters(_Sums):
         self.peak_running = max(self.peak_running, rows)
 
     def cache(self, size: int, use: float) -> None:
-        """Bytes of the cache that the pending requests can fill, and the share of it that sequences hold."""
+        """Record the size and use of the cache.
+
+        Args:
+            size: Bytes of the cache that the pending requests can fill.
+            use: The share of these bytes that sequences hold.
+        """
         self.cache_bytes, self.cache_use = max(self.cache_bytes, size), max(self.cache_use, use)
 
     def line(self, running: int, waiting: int, cache_use: float) -> None:
-        """Logs the state of affairs if two seconds have passed since the last line."""
+        """Log the current state if two seconds have passed since the last line."""
         elapsed = time.monotonic() - self._logged_at
         if self._log is None or elapsed < _LOG_EVERY_S:
             return

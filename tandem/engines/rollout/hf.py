@@ -1,8 +1,8 @@
-"""transformers' own `generate` on padded batches: the slow reference of the rollout engines.
+"""A rollout engine on transformers' own `generate` with padded batches: the slow reference engine.
 
-A batch is filled from the queue in order and runs until its last sequence has finished. The tokens
-are drawn by the same keyed sampler as in the native engine, called as a logits processor which leaves
-a single token possible; `generate` then takes it.
+A batch is filled from the queue in order and runs until its last sequence has finished. The keyed sampler of
+the native engine draws the tokens here too. It runs as a logits processor that leaves a single token
+possible, and `generate` then takes this token.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ _ATTENTION = "sdpa"
 
 
 class HFEngine(ModuleEngine):
-    """A `RolloutEngine` in this process.
+    """A `RolloutEngine` in this process that calls transformers' `generate`.
 
     Args:
-        max_num_seqs: sequences of one batch.
-        max_num_batched_tokens: prompt tokens of one batch, padding included; a longer prompt runs alone.
-        logprobs_mode: what samples carry as `log_probs`.
-        max_length, own, decode, log: see `ModuleEngine`.
+        device: The device of the model.
+        max_num_seqs: The most sequences of one batch.
+        max_num_batched_tokens: The most prompt tokens of one batch, padding included. A longer prompt runs
+            alone.
+        logprobs_mode: What samples carry as `log_probs`.
+        max_length: See `ModuleEngine`.
+        own: See `ModuleEngine`.
+        decode: See `ModuleEngine`.
+        log: See `ModuleEngine`.
     """
 
     def __init__(
@@ -75,14 +80,14 @@ class HFEngine(ModuleEngine):
         return len(self._waiting)
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        """Nothing runs between polls, so all partial samples are empty."""
+        """Drop waiting requests. Nothing runs between polls, so all partial samples are empty."""
         wanted = set(ids)
         dropped = [request for request in self._waiting if request.id in wanted]
         self._waiting = deque(request for request in self._waiting if request.id not in wanted)
         return [Written(request).sample("abort") for request in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        source = self._taken(source)
+        source = self._take_source(source)
         check_fits_model(list(self._waiting), source.module.config)
         self._source, self._version = source, version
         return digest(source.module.named_parameters())
@@ -90,10 +95,10 @@ class HFEngine(ModuleEngine):
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(len(self._waiting))
         if "weights" in tags:
-            self._let_go()
+            self._drop_weights()
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Runs one batch to its end."""
+        """Run one batch to its end."""
         if not self._waiting:
             return []
         batch = self._next_batch()
@@ -117,7 +122,7 @@ class HFEngine(ModuleEngine):
 
     def _generate(self, batch: Sequence[Request]) -> list[Sample]:
         if self._source is None:
-            raise EngineError("the engine has no weights", remedy="call update_weights before poll")
+            raise EngineError("the engine has no weights yet", remedy="call update_weights before poll")
         prompts = [torch.tensor(request.prompt_ids, dtype=torch.int64) for request in batch]
         ids, mask = (
             pad_sequence(each, batch_first=True, padding_side="left").to(self._device)
@@ -137,7 +142,7 @@ class HFEngine(ModuleEngine):
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=False,
-                synced_gpus=False,  # weights are whole here; other ranks have other prompts
+                synced_gpus=False,  # the weights are unsharded here, and other ranks have other prompts
                 max_new_tokens=int(writer.rows.max_tokens.max()),
                 pad_token_id=0,
                 logits_processor=LogitsProcessorList([writer]),
@@ -155,7 +160,10 @@ class HFEngine(ModuleEngine):
 
 @contextmanager
 def _no_generation_defaults(module: Any) -> Iterator[None]:
-    """Hides the checkpoint's generation_config.json, whose stop tokens and penalties nobody asked for."""
+    """Hide the checkpoint's generation_config.json inside the context.
+
+    Its stop tokens and penalties were not requested by the user.
+    """
     before = module.generation_config
     module.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
@@ -165,8 +173,11 @@ def _no_generation_defaults(module: Any) -> Iterator[None]:
 
 
 class _Writer(LogitsProcessor):
-    """Samples the next token of each unfinished row and leaves it as the only possible one. It reads the
-    logits where the model gives them, for what `generate` hands on is always float32."""
+    """A logits processor that samples the next token of each unfinished row.
+
+    It leaves the sampled token as the only possible one. It reads the logits from the model's output by a
+    forward hook, because `generate` always passes float32 on.
+    """
 
     def __init__(self, rows: Rows, version: int, decode: Decode | None) -> None:
         self.rows = rows
@@ -177,7 +188,7 @@ class _Writer(LogitsProcessor):
         self._logits_RV = torch.empty(0)
 
     def read(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """A forward hook."""
+        """Store the logits of the last position. This is a forward hook."""
         self._logits_RV = output.logits[:, -1]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -192,5 +203,5 @@ class _Writer(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_R[:, None], 0.0)
 
     def finished(self, input_ids: Tensor, scores: object, **options: object) -> Tensor:
-        """A stopping criterion: the rows that are done."""
+        """Return which rows are done. This is a stopping criterion."""
         return torch.from_numpy(self.done.copy()).to(input_ids.device)

@@ -1,6 +1,8 @@
-"""Engines in this process that sample from a transformers module: the trainer's own, or a model of theirs
-that streams fill, for a trainer whose module is split over ranks, carries adapters, or lives in another
-process."""
+"""The base of engines in this process that sample from a transformers module.
+
+The module is the trainer's own, or a separate model that weight streams fill. The separate model is for
+trainers whose module is split over ranks, has adapters, or lives in another process.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,18 @@ from tandem.models.linear import speed_up_linears
 from tandem.models.loading import load_config
 from tandem.protocol import Request
 
-_SHOWN = 3
+_SHOWN = 3  # names in a message
 
 
 class OwnWeights:
-    """A causal language model made by the config of a folder. Its weights take no memory before the first
-    stream, nor between `free` and the next.
+    """A causal language model that is built from the config in a folder and filled by weight streams.
+
+    The weights take no memory before the first stream, nor between `free` and the next stream.
 
     Args:
-        model_path: the folder; the weights in it are not read.
-        device: where the weights go.
-        trust_remote_code: run the model class that the folder brings along.
+        model_path: The model folder. Its weights are not read.
+        device: The device for the weights.
+        trust_remote_code: Whether to run the model class that the folder contains.
     """
 
     def __init__(
@@ -42,51 +45,60 @@ class OwnWeights:
         self._device = device
         self._trust = trust_remote_code
         self._module: nn.Module | None = None
-        self._names: dict[str, list[str]] = {}  # of each parameter, by its first; several if it is tied
-        self._held: dict[str, nn.Parameter] = {}  # what has memory, or had before `free`
+        self._names: dict[str, list[str]] = {}  # first name → all names of a parameter; several if it is tied
+        self._held: dict[str, nn.Parameter] = {}  # parameters that have memory, or had it before `free`
 
     def load(self, source: WeightStream) -> SharedModule:
-        """Takes over a whole stream, each weight in the type in which it comes. The weights that were there
-        are lost, even if the stream fails.
+        """Load a whole stream. Each weight keeps the dtype in which it arrives.
+
+        The weights that were loaded before are lost, even if the stream fails.
 
         Args:
-            source: each parameter of the model once, by its Hugging Face name, a tied one by its first.
+            source: Each parameter of the model once, by its Hugging Face name. A tied parameter comes under
+                its first name.
+
+        Returns:
+            The model with the new weights.
 
         Raises:
-            EngineError: a weight is missing, comes twice, has another shape or is not the model's; a model
-                with buffers that its config does not determine.
+            EngineError: A weight is missing, arrives twice, has another shape or does not belong to the
+                model; or the model has buffers that its config does not determine.
         """
         loaded: set[str] = set()
         for name, tensor in source.tensors:
-            module = self._made(tensor.dtype)
+            module = self._build(tensor.dtype)
             self._check(module, name, tensor, loaded)
             with torch.no_grad():
-                self._room(module, name, tensor.dtype).copy_(tensor)
+                self._memory_of(module, name, tensor.dtype).copy_(tensor)
             loaded.add(name)
         missing = [name for name in self._names if name not in loaded]
         if missing or self._module is None:
             raise EngineError(
-                "the stream of weights ended too early",
+                "the weight stream ended too early",
                 field=missing[0] if missing else None,
                 got=f"{len(loaded)} weights",
-                expected=f"{len(self._names) or 'some'} weights" + _list(missing),
+                expected=f"{len(self._names) or 'some'} weights" + _some_of(missing),
                 remedy="send all parameters of the model",
             )
         return SharedModule(self._module, release=self.free)
 
     def free(self) -> None:
-        """Gives the weights' memory back. The module must not be used before the next `load`."""
+        """Free the memory of the weights. The module must not be used before the next `load`."""
         for parameter in self._held.values():
             parameter.untyped_storage().resize_(0)
 
-    def _made(self, dtype: torch.dtype) -> nn.Module:
-        """The model: parameters without memory, buffers as its config says."""
+    def _build(self, dtype: torch.dtype) -> nn.Module:
+        """Return the model, and build it if there is none.
+
+        Its parameters have no memory yet. Its buffers are computed from the config.
+        """
         if self._module is not None:
             return self._module
         config = load_config(self._path, trust_remote_code=self._trust)
         with _Unallocated():
             make: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
-            # Buffers as in a trainer, whose master weights are rarely below float32.
+            # The buffers get the same precision as in a trainer, whose master weights are rarely below
+            # float32.
             precision = torch.promote_types(dtype, torch.float32)
             module = make(config, dtype=precision, trust_remote_code=self._trust)
         self._names = _names(module)
@@ -98,7 +110,7 @@ class OwnWeights:
                     "the model has a buffer that its config does not determine",
                     field=name,
                     got=f"{type(module).__name__} in {self._path}",
-                    remedy="train it with FSDP alone, whose whole module the rollout can share",
+                    remedy="train with plain FSDP: then the rollout can share the trainer's module",
                 )
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner)._buffers[leaf] = buffer.to(self._device)
@@ -109,26 +121,26 @@ class OwnWeights:
     def _check(self, module: nn.Module, name: str, tensor: Tensor, loaded: Iterable[str]) -> None:
         model = f"{type(module).__name__} in {self._path}"
         if name in loaded:
-            raise EngineError("a weight came twice", field=name, expected="each weight once")
+            raise EngineError("a weight arrived twice", field=name, expected="each weight once")
         if name not in self._names:
             first = next((first for first, names in self._names.items() if name in names), None)
-            wrong, expected = "a weight came that the model has not", f"the parameters of {model}"
+            wrong, expected = "the model has no weight of this name", f"the parameters of {model}"
             if first is not None:
-                wrong, expected = "a tied weight came by itself", f"{first} alone, which is the same"
-            remedy = "send the parameters of this model, tied ones once"
+                wrong, expected = "a tied weight was sent under another name", f"only {first}"
+            remedy = "send the parameters of this model, and each tied parameter once"
             raise EngineError(wrong, field=name, expected=expected, remedy=remedy)
         shape = module.get_parameter(name).shape
         if tensor.shape != shape:
             raise EngineError(
-                "a weight has another shape",
+                "the shape of a weight is wrong",
                 field=name,
                 got=tuple(tensor.shape),
                 expected=tuple(shape),
                 remedy=f"send the parameters of {model}",
             )
 
-    def _room(self, module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
-        """The weight's memory: what it has, or had before `free`, or gets now."""
+    def _memory_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the weight's memory, and allocate it if there is none."""
         held = self._held.get(name)
         if held is None or held.dtype != dtype:
             data = torch.empty(module.get_parameter(name).shape, dtype=dtype, device=self._device)
@@ -141,13 +153,13 @@ class OwnWeights:
 
 
 class ModuleEngine:
-    """What the engines in this process have in common that sample from a transformers module.
+    """The base of engines in this process that sample from a transformers module.
 
     Args:
-        max_length: tokens of prompt and response together, at most.
-        own: a model of its own, for a stream of weights; None: it takes none.
-        decode: token ids to text, for stop strings.
-        log: receives a line about every two seconds of work; None for none.
+        max_length: The most tokens that prompt and response may have together.
+        own: The engine's own model, for a weight stream. None means that the engine takes no stream.
+        decode: Decodes token ids to text, for stop strings.
+        log: Receives a line about every two seconds of work. None means no log.
     """
 
     def __init__(
@@ -166,17 +178,19 @@ class ModuleEngine:
         self._version = 0
 
     def _check(self, requests: Sequence[Request], known: Collection[tuple[str, int]]) -> None:
-        """Refuse requests that can never run; see `check_new` and `check_fits_model`."""
+        """Check that the requests can run (see `check_new` and `check_fits_model`)."""
         check_new(requests, known, self._max_length, self._decode is not None)
         if self._source is not None:
             check_fits_model(requests, self._source.module.config)
 
-    def _taken(self, source: WeightSource) -> SharedModule:
-        """Return the module to sample from: the one that is shared, or the engine's own with the stream's
-        weights. After a stream that fails the engine has no weights.
+    def _take_source(self, source: WeightSource) -> SharedModule:
+        """Return the module to sample from.
+
+        This is the shared module, or the engine's own model with the weights of the stream. If the stream
+        fails, the engine has no weights afterwards.
 
         Raises:
-            EngineError: a stream for an engine that takes none; see `OwnWeights.load`.
+            EngineError: The engine takes no stream; or see `OwnWeights.load`.
         """
         own = self._own
         if isinstance(source, SharedModule):
@@ -185,25 +199,25 @@ class ModuleEngine:
             return source
         if own is None:
             raise EngineError(
-                "this engine samples from the module that is trained",
+                "this engine can only sample from the trainer's module",
                 got=type(source).__name__,
                 expected="a SharedModule",
-                remedy="make the engine with a model folder, for a model of its own",
+                remedy="create the engine with a model folder, so that it has its own model",
             )
         self._source = None
         return own.load(source)
 
-    def _let_go(self) -> None:
-        """Give up the weights."""
+    def _drop_weights(self) -> None:
+        """Drop the weights."""
         self._source = None
         if self._own is not None:
             self._own.free()
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """The cache is made when it is needed, which is when its size is known."""
+        """Do nothing: the cache is allocated when its size is known, at the first step that needs it."""
 
     def close(self) -> None:
-        """It lives in this process and has nothing to end."""
+        """Do nothing: the engine lives in this process and has nothing to stop."""
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()
@@ -213,12 +227,15 @@ class ModuleEngine:
 
 
 def kinds_taken(own: OwnWeights | None) -> frozenset[type[SharedModule] | type[WeightStream]]:
-    """Return the kinds of source that an engine takes."""
+    """Return the kinds of weight source that an engine takes."""
     return frozenset({SharedModule}) if own is None else frozenset({SharedModule, WeightStream})
 
 
 class _Unallocated(TorchFunctionMode):
-    """Inside, `torch.empty` takes no memory: parameters begin with it, while buffers are computed."""
+    """A context in which `torch.empty` allocates no memory.
+
+    Parameters are created with `torch.empty`. Buffers are computed as usual.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -228,7 +245,7 @@ class _Unallocated(TorchFunctionMode):
 
 
 def _names(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by its first."""
+    """Return all names of each parameter, keyed by its first name."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -236,6 +253,6 @@ def _names(module: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _list(names: list[str]) -> str:
+def _some_of(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f", {', '.join(names[:_SHOWN])}{more} among them" if names else ""
+    return f", including {', '.join(names[:_SHOWN])}{more}" if names else ""

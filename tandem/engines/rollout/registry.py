@@ -1,4 +1,4 @@
-"""Rollout engines by name."""
+"""The rollout engines, by name."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ def make_rollout_engine(
     dtype: torch.dtype | None = None,
     log_file: Path | None = None,
 ) -> RolloutEngine:
-    """The engine of that name, not yet given weights.
+    """Return the engine of this name. It has no weights yet.
 
     Args:
-        rollout: batching, memory and runner; sampling parameters come with each request.
-        tokenizer: for stop strings; None if none will be asked for.
-        max_length: tokens of prompt and response together, at most.
-        log: receives the engine's statistics unless `rollout.disable_log_stats`.
-        say: receives what the user should know of its memory (native).
+        name: The engine's name. A ConfigError is raised if it does not exist or its package is missing.
+        rollout: Batching, memory and runner. Sampling parameters come with each request.
+        tokenizer: For stop strings. None if no request has any.
+        device: The device of the engine.
+        max_length: The most tokens that prompt and response may have together.
+        log: Receives the engine's statistics, unless `rollout.disable_log_stats` is set.
+        say: Receives what the user should know about the engine's memory (native).
         share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
-        split: this worker's share of each layer (native, vllm).
-        model_path: the model's folder, for an engine with weights of its own: vllm; a stream to native or hf.
-        trust_remote_code: whether native and hf run the model class that the folder brings along.
-        dtype: of the weights it will be given (vllm).
-        log_file: takes what a server that is started here prints; None: a temporary one does.
-
-    Raises:
-        ConfigError: no such engine, or one whose package is not installed.
+        split: This worker's share of each layer (native, vllm).
+        model_path: The model folder, for an engine with its own weights (vllm, or native and hf by stream).
+        trust_remote_code: Whether native and hf run the model class that the folder contains.
+        dtype: The dtype of the weights that the engine will get (vllm).
+        log_file: Receives what a server that is started here prints. None means a temporary file.
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
@@ -81,7 +80,7 @@ def make_rollout_engine(
         )
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", *HTTP_ENGINES))
-        raise ConfigError("unknown rollout engine", field=_NAME, got=name, expected=known)
+        raise ConfigError("there is no rollout engine of this name", field=_NAME, got=name, expected=known)
     options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
@@ -89,16 +88,18 @@ def make_rollout_engine(
 
 
 def stall_timeout_s(rollout: EngineConfig) -> float:
-    """The seconds for which an engine may write no token before it is given up. On servers, a request that
-    hangs has its whole time first, and then its time on another server, which may tell of its tokens only
-    when the answer is whole."""
+    """Return the seconds without a new token after which an engine counts as stalled.
+
+    With servers, a request that hangs first uses its whole timeout, and then the same time on another server.
+    That server may report its tokens only when the answer is complete.
+    """
     return _STALL_S + (2 * rollout.server.request_timeout if rollout.on_servers else 0.0)
 
 
 def _native_options(rollout: EngineConfig) -> dict[str, Any]:
     share = rollout.gpu_memory_utilization
     if share is None and isinstance(rollout, RolloutConfig) and not rollout.free_cache_engine:
-        share = _SHARE_OF_A_CACHE_THAT_STAYS  # an update needs the rest
+        share = _SHARE_OF_A_CACHE_THAT_STAYS  # the weight update needs the rest
     return {
         "gpu_memory_utilization": share,
         "block_size": rollout.block_size,

@@ -1,3 +1,3 @@
-"""The former path of `vllm.worker`, which the commands that start a vLLM server may still name."""
+"""The former path of `vllm.worker`. Commands that start a vLLM server may still use it."""
 
 from tandem.engines.rollout.vllm.worker import WorkerExtension as WorkerExtension

@@ -1,5 +1,8 @@
-"""The protocol of training engines. An engine holds one model, sharded over its ranks, and knows
-nothing of algorithms: a loss is handed to it with the columns it needs."""
+"""The protocol of training engines.
+
+A training engine holds one model, sharded over its ranks. It knows nothing about algorithms: callers pass a
+loss together with the columns that the loss needs.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,23 @@ from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
 JUDGED = "judged_tokens"
-"""The column of the tokens whose scores are asked for, ragged bool; without it each sequence's last."""
+"""Name of the column that marks the tokens to score (ragged bool).
+
+Without this column, each sequence's last token is scored.
+"""
 REFERENCE = "ref_hidden"
-"""The column of the reference policy's last hidden states, ragged (T, D), that a policy is compared with."""
+"""Name of the column with the reference policy's last hidden states, ragged (T, D), for the exact KL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Denominators of a loss: those of the global mini-batch, over all ranks and micro-batches.
+    """The denominators of a loss, counted over the global mini-batch (all ranks and micro-batches).
 
     Attributes:
-        tokens: response tokens (true entries of `response_mask`).
-        sequences: sequences with at least one response token; an empty response, or one that is rejected
-            as a whole, is in no mean. `response_length/mean` and `reward/mean` count it.
+        tokens: number of response tokens (true entries of `response_mask`).
+        sequences: number of sequences with at least one response token. An empty response, or a response that
+            is rejected as a whole, counts in no mean of the loss. `response_length/mean` and `reward/mean` do
+            count it.
     """
 
     tokens: int
@@ -40,8 +47,9 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """The cut of one rank's share into micro-batches; exactly one of the two is set, or none for one
-    micro-batch.
+    """The rule that cuts one rank's share of a mini-batch into micro-batches.
+
+    Set at most one of the two attributes. If both are None, the share is one micro-batch.
 
     Attributes:
         max_samples: sequences per micro-batch.
@@ -52,18 +60,22 @@ class MicroBatching:
     max_tokens: int | None = None
 
     def over(self, ranks: int) -> MicroBatching:
-        """The rule for micro-batches whose tokens so many ranks share."""
+        """Return the rule for micro-batches whose tokens are shared by this number of ranks."""
         return self if self.max_tokens is None else MicroBatching(max_tokens=self.max_tokens * ranks)
 
 
 class LossFn(Protocol):
-    """A micro-batch's share of a mini-batch's loss.
+    """A function that computes the loss of one micro-batch as its share of the mini-batch's loss.
 
-    `outputs` names model outputs ("log_probs", "entropy", "ref_kl", "values", "scores"), `columns` ragged or
-    dense columns of the batch. Outputs and ragged columns arrive as flat tensors over the micro-batch's
-    tokens, aligned with `offsets` (B+1, on the tensors' device), those of the sequences where a row holds
-    several; dense ones with an entry per row. Summed over all micro-batches of all ranks the returned scalars
-    are the loss, because `counts` are global. Ghost micro-batches have a false response mask throughout.
+    `outputs` names the model outputs that the loss needs ("log_probs", "entropy", "ref_kl", "values",
+    "scores"). `columns` names ragged or dense columns of the batch.
+
+    Outputs and ragged columns arrive as flat tensors over the tokens of the micro-batch. They are aligned
+    with `offsets` (B+1 numbers, on the same device as the tensors). If a row holds several sequences,
+    `offsets` are those of the sequences. Dense columns arrive with one entry per row.
+
+    The sum of the returned scalars over all micro-batches of all ranks is the loss, because `counts` are
+    global. A ghost micro-batch (a placeholder on a rank without rows) has a response mask that is all false.
     """
 
     @property
@@ -79,40 +91,51 @@ class LossFn(Protocol):
 
 @runtime_checkable
 class RecountingLoss(Protocol):
-    """A loss that leaves tokens out which only the forward tells, so that `counts` are too large."""
+    """A loss that leaves out tokens that only the forward pass can identify.
+
+    The `counts` of such a loss are too large.
+    """
 
     def recount(self, metrics: Metrics, counts: Counts) -> float:
-        """The factor by which the loss and its gradient are to be multiplied, the same on every rank; 1 if
-        nothing was left out, 0 if all was. Called once a mini-batch, before the optimizer steps.
+        """Return the factor by which the loss and its gradient must be multiplied.
+
+        The factor is the same on every rank. It is 1 if nothing was left out, and 0 if everything was left
+        out. The engine calls this once per mini-batch, before the optimizer steps.
 
         Args:
-            metrics: the loss's own, over all micro-batches and ranks; those that the factor concerns are
-                multiplied by it in place.
-            counts: what the loss was divided by.
+            metrics: the loss's own metrics over all micro-batches and ranks. The metrics that the factor
+                affects are multiplied by it in place.
+            counts: the denominators that the loss used.
         """
 
 
 @runtime_checkable
 class TrainEngine(Protocol):
-    """All methods are collective over the engine's ranks; each ends with the model resharded."""
+    """The interface of a training engine.
+
+    All methods are collective: every rank of the engine must call them. Each method leaves the model sharded
+    when it ends.
+    """
 
     version: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     share: Share
-    """Which rows this rank takes."""
+    """The rows of a batch that this rank takes."""
     unshards: bool
-    """Whether `unsharded` gives the module; not where ranks split its layers, or have some of them, nor with
-    adapters."""
+    """Whether `unsharded` can return the module.
+
+    It cannot if the ranks use tensor or pipeline parallelism, or if the model has adapters.
+    """
     kernels: Kernels
-    """What computes its layers and log-probs."""
+    """The kernels that compute the layers and the log-probs."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The type of forward and backward, and of the unsharded weights."""
+        """Return the type of the forward and backward pass, and of the unsharded weights."""
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """The type of outputs: fp32, or fp64 where the model computes in fp64."""
+        """Return the type of outputs: fp32, or fp64 if the model computes in fp64."""
 
     def forward(
         self,
@@ -123,96 +146,126 @@ class TrainEngine(Protocol):
         adapter: bool = True,
         temperature: float | None = None,
     ) -> DataProto:
-        """Without gradient: each output as a ragged column aligned with `tokens`, fp32, or fp64 where
-        the model computes in fp64. Entry t of log_probs, entropy, values concerns token t given the
-        tokens before it, entry 0 is zero; of scores, the last entry is the sequence's, the rest zero, unless
-        `judged_tokens` says where else there are some.
+        """Run the model without gradients and return each output as a ragged column aligned with `tokens`.
+
+        Outputs are fp32, or fp64 if the model computes in fp64. In log_probs, entropy and values, entry t
+        belongs to token t given the tokens before it, and entry 0 is zero. In scores, the last entry is the
+        score of the sequence and the others are zero, unless the column `judged_tokens` marks other tokens to
+        score.
 
         Args:
-            adapter: false: what the base model gives, bit for bit, whose adapters are trained.
-            temperature: of a policy; None: its own.
+            batch: this rank's rows.
+            outputs: names of the outputs to compute.
+            micro: rule for the micro-batches.
+            adapter: False: use the base model without its adapters. The result is the base model's, bit for
+                bit.
+            temperature: temperature of a policy. None: the policy's own.
         """
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
-        """One optimizer step over this rank's share of a mini-batch. Metrics are already reduced
-        over ranks and hold, besides the loss's own, grad_norm and lr.
+        """Take one optimizer step over this rank's share of a mini-batch.
+
+        The returned metrics are already reduced over ranks. They hold the loss's own metrics, grad_norm and
+        lr.
 
         Raises:
-            NonFiniteError: the loss or gradient norm is not finite; no weight has changed.
+            NonFiniteError: the loss or the gradient norm is not finite. No weight has changed.
         """
 
     def unsharded(self) -> AbstractContextManager[nn.Module]:
-        """The transformers model with whole, compute-dtype weights; no train_step inside.
+        """Return a context that gives the transformers model with whole weights in the compute dtype.
+
+        Do not call `train_step` inside this context.
 
         Raises:
-            EngineError: no rank has all layers whole, or there are adapters; see `unshards`.
+            EngineError: no rank has all layers whole, or the model has adapters; see `unshards`.
         """
 
     def weights(
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, each only until the next is asked for; tied ones once; the same
-        order on all ranks. Adapters are merged into the weights they stand beside.
+        """Yield the whole tensors by Hugging Face name.
+
+        Each tensor is valid only until you ask for the next one. Tied weights are yielded once. The order is
+        the same on all ranks. Adapters are merged into their base weights.
 
         Args:
-            dtype: None gives master precision.
-            names: only these; None gives all.
+            dtype: type of the tensors. None: the master precision.
+            names: yield only these weights. None: all weights.
         """
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the tensors that `weights` gives, in their order."""
+        """Return the shapes of the tensors that `weights` yields, in the same order."""
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
-        """The digest of the whole weights in `dtype` (None: as `unsharded` gives them), from the shards,
-        without gathering them; the same on all ranks."""
+        """Return the digest of the whole weights; it is the same on all ranks.
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
-        """Takes over full tensors by Hugging Face name, as `weights` gave them, each rank its shards.
+        The digest is computed from the shards, without gathering them.
 
         Args:
-            version: that of the engine they come from.
-            whole: whether the stream must hold every weight; the rest of a part stays as it is.
+            dtype: type in which the weights are digested. None: the type that `unsharded` gives.
+        """
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
+        """Load whole tensors by Hugging Face name, as `weights` yields them. Each rank keeps its shards.
+
+        Args:
+            stream: names and tensors.
+            version: version of the engine that the weights come from.
+            whole: True: the stream must hold every weight. False: weights that are not in the stream stay as
+                they are.
 
         Raises:
-            EngineError: a name of this model that is missing, one that is unknown or comes twice, a
-                tensor of another shape; a model with adapters.
+            EngineError: a weight is missing, unknown, given twice or of another shape, or the model has
+                adapters.
         """
 
     def reset_optimizer(self) -> None:
-        """Forgets the optimizer's moments; weights, version and so the schedule stay."""
+        """Reset the optimizer's moments.
+
+        Weights, version and the position in the schedule stay.
+        """
 
     def output_head(self) -> Tensor:
-        """(V, D), in compute dtype: a policy's output embedding, whole, on every rank; not of a model in
-        stages."""
+        """Return a policy's whole output embedding, (V, D) in the compute dtype, on every rank.
+
+        This does not work for a model in pipeline stages.
+        """
 
     def hold_reference_head(self, head: Tensor) -> None:
-        """Takes the whole output embedding of the reference policy, for the policy's output "ref_kl"."""
+        """Store the whole output embedding of the reference policy. The policy's output "ref_kl" needs it."""
 
     def take_collectives(self) -> tuple[float, int]:
-        """Seconds and bytes of this rank's collectives since the last call; see `CollectiveMeter`."""
+        """Return seconds and bytes of this rank's collectives since the last call; see `CollectiveMeter`."""
 
     def save(self, path: Path) -> None:
-        """This model's shards, optimizer, schedule and version into the folder `path`."""
+        """Save this model's shards, optimizer state and version into the folder `path`.
+
+        The version gives the position in the schedule.
+        """
 
     def stage(self, path: Path) -> Callable[[], None]:
-        """A copy on the host of what `save` writes, as it is now.
+        """Copy what `save` would write now to the host.
 
         Returns:
-            what writes it, once on every rank, on any thread, while the engine goes on.
+            A function that writes the copy. Call it once on every rank, on any thread. The engine can go on
+            meanwhile.
         """
 
     def load(self, path: Path) -> None: ...
 
     def offload(self) -> None:
-        """Moves what the config says (parameters, optimizer state) to the host, between phases."""
+        """Move to the host what the config says (parameters, optimizer state). Used between phases."""
 
     def onload(self, *, optimizer: bool) -> None:
-        """Brings offloaded parameters back, and with `optimizer` its state too."""
+        """Move offloaded parameters back to the device, and with `optimizer` also the optimizer's state."""
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
-        """Seconds and bytes of the copies of this rank's state since the last call, by "offload" and
-        "onload"."""
+        """Return seconds and bytes of the copies of this rank's state since the last call.
+
+        The keys are "offload" and "onload".
+        """
 
     def state_info(self) -> dict[str, Any]:
-        """The place and size of the state: parameters, bytes per kind and device."""
+        """Return the size and place of the state: number of parameters, bytes per kind and device."""

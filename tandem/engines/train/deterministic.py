@@ -1,12 +1,12 @@
-"""The same bits in every run of the same steps.
+"""Deterministic kernels: the same steps give the same bits in every run.
 
-On a CPU PyTorch's kernels repeat for the same shapes and the same number of threads, whether this is asked
-for or not. On CUDA some add in the order in which their threads happen to arrive; for most of these there is
-another kernel, for attention's backward too, and the rest is refused. Gradients are then summed over ranks
-in the order of a ring.
+On a CPU, PyTorch's kernels are repeatable for the same shapes and the same number of threads, with or without
+this option. On CUDA, some kernels add numbers in the order in which their threads arrive. Most of these have
+a deterministic replacement, also for the backward pass of attention. An operation without a replacement is
+refused. Gradients are then summed over ranks in ring order.
 
-Two variables of the environment stay set in the process: cuBLAS and NCCL read theirs once. The choice of
-kernels holds for the engine's own work alone: a rollout and other models of the process keep theirs.
+Two environment variables stay set in the process, because cuBLAS and NCCL read them only once. The choice of
+kernels is limited to the engine's own work: a rollout and other models in the process keep their kernels.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from tandem.errors import ConfigError, EngineError
 
 FIELD = "fsdp_config.full_determinism"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS promises the same bits
+_WORKSPACES = (":4096:8", ":16:8")  # the settings with which cuBLAS guarantees the same bits
 
 
 def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
-    """Before an engine's first work on its device, and before its process group starts. Without
-    `full_determinism`, and on a CPU, nothing is to be done.
+    """Set the environment variables that deterministic work on a GPU needs.
+
+    Call this before an engine's first work on its device, and before its process group starts. Without
+    `full_determinism`, and on a CPU, it does nothing.
 
     Raises:
-        ConfigError: the process has begun to compute with another setting of cuBLAS.
+        ConfigError: the process has already started to compute with another setting of cuBLAS.
     """
     if not fsdp.full_determinism or device.type != "cuda":
         return
@@ -40,7 +42,7 @@ def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
         os.environ[_WORKSPACE] = _WORKSPACES[0]
     elif given not in _WORKSPACES:
         raise ConfigError(
-            "cuBLAS does not promise the same bits with the workspaces it has in this process",
+            "with its workspaces in this process, cuBLAS does not guarantee the same bits in every run",
             field=FIELD,
             got=f"true with {_WORKSPACE} {'not set when the GPU was first used' if given is None else given}",
             expected=" or ".join(_WORKSPACES),
@@ -50,17 +52,19 @@ def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
 
 
 def repeatable(fsdp: FSDPConfig) -> AbstractContextManager[None]:
-    """Inside, deterministic kernels alone, where the config asks for it."""
+    """Return a context that allows only deterministic kernels, if the config asks for it."""
     return deterministic_kernels() if fsdp.full_determinism else nullcontext()
 
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Inside, PyTorch takes deterministic kernels alone; afterwards it chooses as before. New memory is not
-    filled with NaN first, as PyTorch would: nothing reads it before it is written.
+    """Allow only deterministic PyTorch kernels inside this context, and restore the choice afterwards.
+
+    PyTorch would also fill new memory with NaN. This is switched off, because nothing reads memory before it
+    is written.
 
     Raises:
-        EngineError: an operation that has none.
+        EngineError: an operation has no deterministic kernel.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -79,7 +83,7 @@ def deterministic_kernels() -> Iterator[None]:
             "an operation has no deterministic kernel",
             field=FIELD,
             got=str(error).split(", but you set")[0].split(" does not have")[0],
-            remedy="replace it, where it is in a loss of your own, or set full_determinism=false",
+            remedy="replace the operation if it is in your own loss, or set full_determinism=false",
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -18,13 +18,13 @@ from tandem.models.tensor_parallel import check_tensor_parallel
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """The places of this rank in the grid.
+    """The place of this rank in the grid of ranks.
 
     Attributes:
-        grid: all of them.
-        sequence: the ranks that share the tokens of its micro-batches; None: it has them to itself.
-        tensor: the ranks that split the layers; None: it has them whole.
-        pipeline: the ranks of the other stages; None: it has all layers.
+        grid: the whole grid.
+        sequence: the ranks that share the tokens of each micro-batch. None: no sequence parallelism.
+        tensor: the ranks that split each layer. None: no tensor parallelism.
+        pipeline: the place of this rank among the pipeline stages. None: no pipeline parallelism.
     """
 
     grid: Grid
@@ -36,15 +36,18 @@ class Division:
     def of(
         cls, model_path: str | Path, settings: Settings, sequence_parallel: int, meter: CollectiveMeter
     ) -> Division:
-        """
+        """Start the process groups and divide the model over the ranks.
+
         Args:
-            sequence_parallel: ranks that share the tokens of each micro-batch.
-            meter: counts what these groups exchange.
+            model_path: the model's folder.
+            settings: the engine's config sections and device.
+            sequence_parallel: number of ranks that share the tokens of each micro-batch.
+            meter: counts the communication of these groups.
 
         Raises:
-            ConfigError: sizes that do not divide the number of ranks, or parts of the model.
-            ModelError: attention heads that cannot be shared out, layers that cannot be split, or a model of
-                which no stages can be made.
+            ConfigError: a parallel size does not divide the number of ranks, or a part of the model.
+            ModelError: the attention heads cannot be divided, the layers cannot be split, or the model cannot
+                be cut into pipeline stages.
         """
         fsdp, device = settings.fsdp, settings.device
         init_distributed(device)
@@ -70,18 +73,19 @@ class Division:
         return cls(grid, split, group, pipeline)
 
     def check_whole(self) -> None:
-        """
+        """Check that each rank has whole layers, and all of them.
+
         Raises:
-            EngineError: no rank can have it.
+            EngineError: the model is split by tensor or pipeline parallelism.
         """
         for name, part, has in (
-            ("pipeline", self.pipeline, "the layers of its stage"),
-            ("tensor", self.tensor, "its part of every layer"),
+            ("pipeline", self.pipeline, "the layers of its pipeline stage"),
+            ("tensor", self.tensor, "a part of every layer"),
         ):
             if part is not None:
                 raise EngineError(
-                    f"each rank has only {has}, so no module can be shared whole",
+                    f"the engine cannot give out its whole module: each rank has only {has}",
                     field=f"fsdp_config.{name}_parallel_size",
                     got=part.size,
-                    expected="1, or a receiver that takes a stream of weights",
+                    expected="1, or a rollout engine that receives a stream of weights",
                 )

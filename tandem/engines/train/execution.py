@@ -1,4 +1,4 @@
-"""The run of a step's micro-batches, one after the other."""
+"""The execution of a step's micro-batches, one after the other."""
 
 from __future__ import annotations
 
@@ -16,24 +16,33 @@ from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
 Run = tuple[MicroBatch, Mapping[str, Tensor]]
-"""A micro-batch, and the outputs of the model there."""
+"""A micro-batch and the model's outputs for it."""
 
 
 def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
-    """Says what the next backward does with gradients: in the last of a mini-batch, or in each, they are
-    reduced over the ranks that share the weights, and the weights given up; over copies of the weights in the
-    last alone."""
+    """Set whether the next backward pass reduces gradients and frees the gathered weights.
+
+    Over the ranks that share the weights, gradients are reduced in the last micro-batch of a mini-batch, or
+    in every micro-batch if `each` is set. In the same micro-batches the gathered weights are freed. Over
+    copies of the weights, gradients are reduced in the last micro-batch only.
+
+    Args:
+        root: the root FSDP unit.
+        last: whether this is the last micro-batch of the mini-batch.
+        each: whether gradients are reduced in every micro-batch.
+    """
     root.set_requires_gradient_sync(last or each)
     root.set_requires_all_reduce(last)
     root.set_reshard_after_backward(last or each)
 
 
 def collected(runs: Iterable[Run], names: Collection[str], tokens: Ragged) -> DataProto:
-    """The outputs of all micro-batches as columns on the host, in the order of the rows.
+    """Join the outputs of all micro-batches into columns on the host, in the order of the rows.
 
     Args:
         runs: at least one micro-batch, which may be a ghost.
-        tokens: the column they are aligned with.
+        names: names of the outputs to keep.
+        tokens: the column that the outputs are aligned with.
     """
     out: Mapping[str, Tensor] = {}
     rows: list[int] = []
@@ -58,13 +67,16 @@ def collected(runs: Iterable[Run], names: Collection[str], tokens: Ragged) -> Da
 
 
 class Execution:
-    """Micro-batches one after the other. All methods are collective over the ranks that take the same rows.
+    """An executor that runs micro-batches one after the other.
+
+    All methods are collective over the ranks that take the same rows.
 
     Args:
-        module: sharded.
-        root: its FSDP unit.
-        each: gradients are reduced in every micro-batch, not in the last alone.
-        offload: moves its activations; None: they stay.
+        module: the sharded model.
+        root: the root FSDP unit of the model.
+        device: the device of the model.
+        each: True: gradients are reduced in every micro-batch. False: in the last one only.
+        offload: moves the activations to the host. None: activations stay on the device.
     """
 
     def __init__(
@@ -80,18 +92,19 @@ class Execution:
         self._each, self._offload = each, offload
 
     def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
-        """Each micro-batch and the outputs of the model there, without gradient."""
+        """Yield each micro-batch with the model's outputs for it, without gradients."""
         for part in parts:
             yield part, self._module(part.inputs, wanted)
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """Leaves the gradients of these micro-batches with the parameters, over all ranks, in the last
-        backward of which they meet. Weights stay gathered between micro-batches whose gradients are not
-        reduced.
+        """Run forward and backward, and add the gradients of these micro-batches to the parameters.
+
+        The last backward pass reduces the gradients over all ranks. Between micro-batches whose gradients are
+        not reduced, the weights stay gathered.
 
         Returns:
-            metrics, and the fp64 sum of losses; both are this rank's, and empty and zero on those that see
-            no loss.
+            The metrics and the fp64 sum of losses, both of this rank. On ranks that do not see the loss, they
+            are empty and zero.
         """
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -106,7 +119,10 @@ class Execution:
             total += share.detach()
         return Metrics.merged(found), total
 
-    def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
-        """The metrics and the total, sent by a rank that sees the loss to those that do not: here every rank
-        does."""
+    def broadcast(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
+        """Return the metrics and the loss on every rank of the pipeline.
+
+        Where only some ranks see the loss, they send both to the others. In this class every rank sees the
+        loss.
+        """
         return metrics, total

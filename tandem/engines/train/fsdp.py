@@ -1,4 +1,4 @@
-"""The training engine on FSDP2 (fully_shard); one rank is the same code as many."""
+"""The training engine on FSDP2 (fully_shard). One rank runs the same code as many ranks."""
 
 from __future__ import annotations
 
@@ -50,25 +50,27 @@ from tandem.protocol import DataProto, Ragged
 
 
 class FSDPEngine:
-    """A policy, value or score model, sharded over all ranks; see `TrainEngine` for the methods.
+    """A policy, value or score model, sharded over all ranks. `TrainEngine` describes the methods.
 
     Args:
-        model_path: Hugging Face folder.
+        model_path: Hugging Face folder of the model.
         kind: "policy" (outputs log_probs, entropy), "value" (values) or "score" (scores).
-        model: how the backbone is run.
-        fsdp: sharding, precision, offload.
-        optim: the optimizer; None freezes the model.
-        total_steps: steps the learning rate's schedule spans, where `optim` does not say.
-        updates_per_step: optimizer steps that count as one step of the schedule.
+        model: config section of the backbone.
+        fsdp: config section of sharding, precision and offload.
+        optim: config section of the optimizer. None: the model is frozen.
+        total_steps: number of steps in the learning-rate schedule, unless `optim` sets it.
+        updates_per_step: number of optimizer steps that count as one step of the schedule.
         temperature: divides the policy's logits.
-        sequence_parallel: ranks that share the tokens of each micro-batch (Ulysses), and take the same rows.
-        device: where it runs.
-        say: takes sentences for the user.
+        sequence_parallel: number of ranks that share the tokens of each micro-batch (Ulysses). They take the
+            same rows.
+        device: device of the model.
+        say: receives messages for the user. None: there are no messages.
 
     Raises:
-        ModelError: a folder that cannot be used, or a model that cannot be divided so.
-        ConfigError: sizes that do not divide the number of ranks, or parts of the model; an optimizer whose
-            library is not installed, or kernels that cannot run here. Nothing is loaded then.
+        ModelError: the folder cannot be used, or the model cannot be divided in this way.
+        ConfigError: a parallel size does not divide the number of ranks or a part of the model, the optimizer
+            needs a package that is not installed, or kernels cannot run here. In these cases nothing has been
+            loaded.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class FSDPEngine:
         division = Division.of(model_path, settings, sequence_parallel, self._meter)
         self.grid, self.share, self._division = division.grid, division.grid.share, division
         self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
-        self._others = self.grid.work["data"].get_group()  # with other rows
+        self._data_group = self.grid.work["data"].get_group()  # the ranks with other rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         self.kernels = self.module.kernels
         units = wrapped(self.module, fsdp.wrap_policy)
@@ -118,10 +120,15 @@ class FSDPEngine:
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
     def _sharded(self, units: list[list[nn.Module]]) -> tuple[list[FSDPModule], Switch | None]:
-        """The units of FSDP, the root last, after all that changes how layers run, and what chooses which of
-        them run again."""
+        """Shard the module and prepare its activations.
+
+        Everything that changes how layers run happens before the sharding.
+
+        Returns:
+            The FSDP units, the root last; and the switch that sets which layers are recomputed.
+        """
         settings, fsdp = self._settings, self._fsdp
-        # One rank gains nothing from giving up parameters it would at once gather from itself.
+        # With one rank, resharding would free parameters that the rank then gathers from itself.
         self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
         if fsdp.use_torch_compile:
             compile_model(self.module)
@@ -142,12 +149,13 @@ class FSDPEngine:
         return sharded, managed.switch
 
     def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
-        """First forwards through the root: FSDP takes the module that runs first for its root, and that may
-        otherwise be a layer that the rollout calls. A policy must give packed sequences what it gives each
-        of them alone.
+        """Run the first forward passes through the root module.
+
+        FSDP treats the module that runs first as its root. Without this, that could be a layer that the
+        rollout calls. For a policy, check that packed sequences get the same log-probs as sequences alone.
 
         Raises:
-            ModelError: it does not.
+            ModelError: packed sequences get other log-probs.
         """
         if kind != "policy":
             token = DataProto({"tokens": Ragged.from_list([[0]], dtype=torch.int64)})
@@ -174,12 +182,12 @@ class FSDPEngine:
         stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
         parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
         padded = not self._settings.model.use_remove_padding
-        laid = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
+        layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
         if stages > 1:
-            fill = most_tokens(batch, parts, **laid)
+            fill = most_tokens(batch, parts, **layout)
         split = self._division.sequence
         for rows in parts:
-            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **laid)
+            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **layout)
 
     def forward(
         self,
@@ -190,11 +198,13 @@ class FSDPEngine:
         adapter: bool = True,
         temperature: float | None = None,
     ) -> DataProto:
-        """See `TrainEngine.forward`. Outputs are evaluated where `response_mask` is true, if the
-        batch has one, and zero elsewhere; they come back on the host.
+        """Run the model without gradients; see `TrainEngine.forward`.
+
+        If the batch has a `response_mask`, outputs are computed where it is true and are zero elsewhere. The
+        outputs come back on the host.
 
         Raises:
-            EngineError: an output this kind of model does not have.
+            EngineError: this kind of model does not have one of the outputs.
         """
         try:
             varies = varied(self.module, adapter=adapter, temperature=temperature)
@@ -205,24 +215,28 @@ class FSDPEngine:
             self._reshard()
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
-        """See `TrainEngine.train_step`. Its metrics are the loss's own, grad_norm (before clipping)
-        and lr; with activation offload those of `ActivationOffload.report`, over all ranks. Of a loss that
-        leaves everything out they are its own alone, and nothing has changed, the version included.
+        """Take one optimizer step over a mini-batch; see `TrainEngine.train_step`.
+
+        The metrics are the loss's own, grad_norm (before clipping) and lr. With activation offload, the
+        metrics of `ActivationOffload.report` over all ranks are added. If the loss leaves out every token,
+        only the loss's own metrics are returned and nothing has changed, the version included.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite; nothing has changed.
-            DataError: a column the loss needs is missing.
-            NoTokensError: no token counts; nothing has changed.
-            EngineError: the model is frozen, or an earlier step was broken off by another error.
+            NonFiniteError: the loss or the gradient norm is not finite. Nothing has changed.
+            DataError: a column that the loss needs is missing.
+            NoTokensError: the mini-batch has no response token. Nothing has changed.
+            EngineError: the model is frozen, or an earlier step was interrupted by another error.
         """
         if self._optim is None:
-            raise EngineError("a frozen model cannot be trained", remedy="give the engine an optimizer")
+            raise EngineError(
+                "a frozen model cannot be trained", remedy="create the engine with an optimizer (`optim`)"
+            )
         if self._interrupted:
             raise EngineError(
-                "an earlier training step was broken off and left part of its gradient behind",
-                remedy="start again from a checkpoint; the weights themselves are whole and can be saved",
+                "an earlier training step was interrupted and left part of its gradient behind",
+                remedy="restart from a checkpoint; the weights are intact and can be saved",
             )
-        counts = global_counts(batch, self._meter, self._others)
+        counts = global_counts(batch, self._meter, self._data_group)
         lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
         micro_batches = list(self._micro_batches(batch, loss.columns, micro))
         self._recomputation.fit(micro_batches, micro)
@@ -251,21 +265,21 @@ class FSDPEngine:
     def _accumulate(
         self, micro_batches: list[MicroBatch], loss: LossFn, counts: Counts
     ) -> tuple[Metrics, Tensor]:
-        """Gradients of the whole mini-batch; its metrics and loss over all ranks."""
+        """Compute the gradients of the whole mini-batch, and return its metrics and loss over all ranks."""
         with self._recomputation.out_of_memory():
             merged, total = self._execution.gradients(micro_batches, loss, counts)
-        self._meter.all_reduce(total, group=self._others)
+        self._meter.all_reduce(total, group=self._data_group)
         if self.share.size > 1:
             with self._meter.measure(self.device, all_reduce_bytes(merged.reduced_bytes, self.share.size)):
-                merged = merged.all_reduced(self._others, self.device)
-        return self._execution.told(merged, total)
+                merged = merged.all_reduced(self._data_group, self.device)
+        return self._execution.broadcast(merged, total)
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """See `TrainEngine.unsharded`. The module is in eval mode inside.
+        """Give the whole module, in eval mode; see `TrainEngine.unsharded`.
 
         Raises:
-            EngineError: no rank has all layers whole, or there are adapters; see `unshards`.
+            EngineError: no rank has all layers whole, or the model has adapters; see `unshards`.
         """
         self._division.check_whole()
         self._state.adapters.check_whole()
@@ -285,17 +299,20 @@ class FSDPEngine:
     def weights(
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.weights`. Shards are merged with their adapters and change their type before they
-        are gathered; of the gathered tensors there is one at a time."""
+        """Yield the whole weights by name; see `TrainEngine.weights`.
+
+        Shards are merged with their adapters and converted to `dtype` before they are gathered. Only one
+        gathered tensor exists at a time.
+        """
         yield from self._state.weights(dtype or self._settings.master, names)
 
     @property
     def weight_shapes(self) -> dict[str, torch.Size]:
-        """See `TrainEngine.weight_shapes`."""
+        """Return the shapes of all weights; see `TrainEngine.weight_shapes`."""
         return self._state.shapes()
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
-        """See `TrainEngine.digest`."""
+        """Return the digest of the whole weights; see `TrainEngine.digest`."""
         sums = self._state.checksums(dtype or self.compute_dtype)
         total = torch.stack(list(sums.values()))
         for name in ("shard", "tp", "pp"):
@@ -303,60 +320,61 @@ class FSDPEngine:
         return dict(zip(sums, total.tolist(), strict=True))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
-        """See `TrainEngine.load_weights`."""
+        """Load whole tensors by name; see `TrainEngine.load_weights`."""
         self._state.copy_in(stream, whole=whole)
         self.version = version
 
     def reset_optimizer(self) -> None:
-        """See `TrainEngine.reset_optimizer`."""
+        """Reset the optimizer's moments; see `TrainEngine.reset_optimizer`."""
         self._state.reset_optimizer()
 
     def output_head(self) -> Tensor:
-        """See `TrainEngine.output_head`."""
+        """Return the whole output embedding; see `TrainEngine.output_head`."""
         return self._state.output_head(self.compute_dtype)
 
     def hold_reference_head(self, head: Tensor) -> None:
-        """See `TrainEngine.hold_reference_head`."""
+        """Store the reference's output embedding; see `TrainEngine.hold_reference_head`."""
         self.module.reference_head = head.to(self.device, self.compute_dtype)
 
     def take_collectives(self) -> tuple[float, int]:
-        """See `TrainEngine.take_collectives`. The few numbers that the gradient's norm and checkpoints
-        exchange are not counted."""
+        """Return seconds and bytes of collectives; see `TrainEngine.take_collectives`.
+
+        The few numbers exchanged for the gradient norm and for checkpoints are not counted.
+        """
         return self._meter.take()
 
     def save(self, path: Path) -> None:
-        """Writes model, optimizer and version into the folder `path`, each rank its own shards."""
+        """Save model, optimizer and version into the folder `path`; each rank writes its own shards."""
         self._state.save(path, self.version)
 
     def stage(self, path: Path) -> Callable[[], None]:
-        """See `TrainEngine.stage`."""
+        """Copy the state to the host and return a function that writes it; see `TrainEngine.stage`."""
         return self._state.stage(path, self.version)
 
     def load(self, path: Path) -> None:
-        """Reads what `save` wrote, at this or another number of ranks.
+        """Load what `save` wrote, on the same or another number of ranks.
 
         Raises:
-            CheckpointError: unreadable, or of another model.
+            CheckpointError: the checkpoint cannot be read, or belongs to another model.
         """
         self.version = self._state.load(path)
 
     def offload(self) -> None:
-        """Moves what the config says to the host. On a CPU there is nowhere to go: nothing moves."""
+        """Move what the config says to the host. An engine on a CPU moves nothing."""
         if self.device.type != "cpu":
             self._state.offload(parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
 
     def onload(self, *, optimizer: bool) -> None:
-        """See `TrainEngine.onload`."""
+        """Move offloaded state back to the device; see `TrainEngine.onload`."""
         optimizer = optimizer and self._fsdp.optimizer_offload
         self._state.onload(parameters=self._fsdp.param_offload, optimizer=optimizer)
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
-        """See `TrainEngine.take_transfers`."""
+        """Return seconds and bytes of state copies; see `TrainEngine.take_transfers`."""
         return self._state.take_transfers()
 
     def state_info(self) -> dict[str, Any]:
-        """parameters; trainable_parameters; bytes of this rank's parameters and optimizer state by device;
-        dtypes; ranks."""
+        """Return counts of parameters, dtypes, number of ranks, and this rank's bytes by kind and device."""
         return {
             **self._state.counts(),
             "master_dtype": str(self._settings.master),

@@ -1,4 +1,4 @@
-"""The whole gradient of a sharded model: its norm, its clipping, and whether it is finite."""
+"""The gradient of a whole sharded model: its norm, its clipping, and the check that it is finite."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _PIECE = 2**16
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of the whole gradient, in which every element counts once, however the parameters lie:
-    on several meshes, sharded over some dimensions of a mesh and replicated over others, or on no mesh.
-    Collective over those meshes; every rank must hold the same parameters in the same order.
+    """Return the Euclidean norm of the whole gradient. Each element counts once.
+
+    Parameters may lie on several meshes, may be sharded over some dimensions of a mesh and replicated over
+    others, or may lie on no mesh. Collective over those meshes. Every rank must pass the same parameters in
+    the same order.
 
     Returns:
-        a float64 scalar on the gradients' device; nothing is fetched to the host.
+        A float64 scalar on the gradients' device. Nothing is copied to the host.
     """
     by_layout: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in parameters:
@@ -31,7 +33,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
             by_layout.setdefault(_layout(parameter.grad), []).append(local(parameter.grad))
     squares = []
     for (mesh, dimensions), gradients in by_layout.items():
-        if gradients[0].device.type == "cpu":  # in fp32 it loses digits over long tensors, in fp64 it is slow
+        # On a CPU, the norm of a long tensor loses digits in fp32 and is slow in fp64, so use short pieces.
+        if gradients[0].device.type == "cpu":
             pieces = [piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE)]
             norms = torch._foreach_norm(pieces, 2)
         else:
@@ -46,21 +49,27 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh, and its dimensions over which the elements are divided."""
+    """Return the mesh of a gradient, and the mesh dimensions over which its elements are divided."""
     if not isinstance(gradient, DTensor):
         return None, ()
-    assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not summed"
+    assert not any(placement.is_partial() for placement in gradient.placements), "gradient is not reduced"
     divided = [at for at, placement in enumerate(gradient.placements) if not placement.is_replicate()]
     return gradient.device_mesh, tuple(divided)
 
 
 def clip(parameters: Iterable[Tensor], norm: Tensor, longest: float) -> None:
-    """Scales the gradients in place to norm `longest` if `norm`, theirs, is larger."""
+    """Scale the gradients in place to the norm `longest` if their norm is larger.
+
+    Args:
+        parameters: the parameters that have the gradients.
+        norm: the norm of the gradients.
+        longest: the largest norm allowed.
+    """
     scale(parameters, (longest / (norm + 1e-6)).clamp(max=1.0))
 
 
 def scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiplies the gradients in place."""
+    """Multiply the gradients in place by a factor."""
     if not isinstance(factor, Tensor) and factor == 1:
         return
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
@@ -70,10 +79,10 @@ def scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 
 
 def check_finite(loss: Tensor, norm: Tensor) -> None:
-    """One fetch to the host.
+    """Check that the loss and the gradient norm are finite. This copies once to the host.
 
     Raises:
-        NonFiniteError: the loss or the norm of the gradient is NaN or infinite.
+        NonFiniteError: the loss or the gradient norm is NaN or infinite.
     """
     values = torch.stack([loss, norm.to(loss.dtype)]).tolist()
     for name, value in zip(("loss", "gradient norm"), values, strict=True):

@@ -1,4 +1,4 @@
-"""AdamW whose state lives, and whose update runs, in host memory."""
+"""AdamW that keeps its state and runs its update in host memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tandem.models.tensor_group import local
 
 
 def adamw_state(parameter: Tensor, *, device: torch.device | str, counter: torch.device | str) -> Any:
-    """The state of one parameter before the first step.
+    """Return the optimizer state of one parameter before the first step.
 
     Args:
-        device: of its moments.
-        counter: of the number of steps taken.
+        parameter: the parameter that the state belongs to.
+        device: device of the moments.
+        counter: device of the step counter.
     """
     return {
         "step": torch.zeros((), dtype=torch.float32, device=counter),
@@ -27,14 +28,17 @@ def adamw_state(parameter: Tensor, *, device: torch.device | str, counter: torch
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) by the host's processor, as in ZeRO-Offload (Ren et al. 2021,
-    https://arxiv.org/abs/2101.06840): the device holds no moments. A shard and its gradient travel to the
-    host, through pinned memory of the size of the largest shard, and the new shard travels back: 12 bytes
-    per fp32 parameter and step. Parameters that lie on the host are updated in place.
+    """AdamW that runs on the host's processor, as in ZeRO-Offload.
+
+    AdamW: Loshchilov and Hutter 2019. ZeRO-Offload: Ren et al. 2021, https://arxiv.org/abs/2101.06840.
+
+    The device holds no moments. For each update, a shard and its gradient are copied to the host through
+    pinned memory, which has the size of the largest shard. The new shard is copied back. With fp32 that is 12
+    bytes per parameter and step. Parameters that lie on the host are updated in place.
 
     Args:
-        groups: `params` and `weight_decay`.
-        fused: one kernel; else several.
+        groups: parameter groups with `params` and `weight_decay`.
+        fused: use one fused kernel. False: use several kernels.
         numbers: lr, betas and eps.
     """
 
@@ -65,11 +69,14 @@ class HostAdamW(torch.optim.Optimizer):
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"foreach": not self._fused, "fused": self._fused, "amsgrad": False, "maximize": False}
         adamw([weight], [gradient], *moments, [], [state["step"]], **options)
-        if on_device:  # the next fetch into this memory waits on the stream until it has been read
+        if on_device:  # same stream: the next fetch into this memory starts after this copy has read it
             shard.copy_(weight, non_blocking=True)
 
     def _fetched(self, name: str, shard: Tensor) -> Tensor:
-        """The shard in pinned host memory, once the stream has come to it."""
+        """Copy the shard into pinned host memory and return it.
+
+        The copy is asynchronous: synchronize the stream before you read it.
+        """
         pinned = self._pinned.get(name)
         if pinned is None:
             sizes = [local(p).numel() for group in self.param_groups for p in group["params"]]

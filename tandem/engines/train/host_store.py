@@ -1,8 +1,8 @@
-"""Tensors of a device that wait on the host between updates, in memory that is kept.
+"""Host memory for tensors that are offloaded from a device between updates.
 
-The memory is page-locked where the device is a GPU, allocated once, and holds many tensors in one buffer:
-they go each way in a few large copies, at the rate of the bus, on a stream of their own. The computation
-waits for them by events.
+The memory is allocated once and kept. If the device is a GPU, the memory is page-locked. One buffer holds
+many tensors, so that they are copied in a few large copies, at the speed of the bus, on a separate stream.
+CUDA events make the computation wait for the copies.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from tandem.models.activation_offload import SameStream, SideStream
 from tandem.models.collectives import Meter
 from tandem.models.tensor_group import joined
 
-_BUFFER_BYTES = 1 << 30  # of a buffer, unless one tensor needs more: one whole would be hard to find room for
-_ALIGNMENT = 256  # bytes; of a tensor within its buffer
+_BUFFER_BYTES = 1 << 30  # size of a buffer, unless one tensor needs more; larger ones are hard to allocate
+_ALIGNMENT = 256  # bytes; alignment of a tensor within its buffer
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """The plain tensors that a tensor is made of: of a sharded one this rank's part, of one in 8 bits its
-    codes and scales."""
+    """Return the plain tensors that a tensor consists of.
+
+    For a sharded tensor, this is the rank's shard. For an 8-bit tensor, these are its codes and scales.
+    """
     if isinstance(value, DTensor):
         return leaves(value._local_tensor)
     if not is_traceable_wrapper_subclass(value):
@@ -36,7 +38,12 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
-    """The same tensor made of the next of other plain tensors, as many as `leaves` gives of it."""
+    """Rebuild a tensor from other plain tensors, taking as many as `leaves` returns for it.
+
+    Args:
+        value: the tensor to rebuild.
+        parts: yields the plain tensors, in the order of `leaves`.
+    """
     if isinstance(value, DTensor):
         return joined(remade(value._local_tensor, parts), value._spec)
     if not is_traceable_wrapper_subclass(value):
@@ -48,12 +55,12 @@ def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The buffers for tensors of these types and shapes.
+    """The layout of tensors of given types and shapes in buffers.
 
     Attributes:
         kinds: type and shape of each tensor.
-        places: of each: the number of its buffer, and where it starts there, in numbers.
-        buffers: type, and how many numbers.
+        places: for each tensor, the index of its buffer and its start in that buffer, in elements.
+        buffers: for each buffer, its type and its number of elements.
     """
 
     kinds: list[tuple[torch.dtype, torch.Size]]
@@ -65,7 +72,7 @@ class _Layout:
         places: list[tuple[int, int]] = []
         buffers: list[tuple[torch.dtype, int]] = []
         packings: dict[torch.dtype, Packing] = {}
-        last: dict[torch.dtype, int] = {}  # the buffer that fills up
+        last: dict[torch.dtype, int] = {}  # for each type, the index of the buffer that is being filled
         for tensor in tensors:
             dtype = tensor.dtype
             size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -78,15 +85,18 @@ class _Layout:
         return cls([(tensor.dtype, tensor.shape) for tensor in tensors], places, buffers)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, in such buffers."""
+        """Return the tensors as views of buffers with this layout."""
         return [
             buffers[number][start : start + shape.numel()].view(shape)
             for (number, start), (_, shape) in zip(self.places, self.kinds, strict=True)
         ]
 
     def pairs(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What is to be copied so that the buffers hold these tensors: a whole buffer where they lie in such
-        a one already, else one after the other."""
+        """Return the (target, source) copies that fill the buffers with these tensors.
+
+        If the tensors already lie in a buffer of the same layout, the whole buffer is one copy. Otherwise
+        each tensor is a copy.
+        """
         views, found = self.views(buffers), []
         for number, buffer in enumerate(buffers):
             mine = [index for index, place in enumerate(self.places) if place[0] == number]
@@ -96,7 +106,12 @@ class _Layout:
         return found
 
     def _whole(self, number: int, tensors: Mapping[int, Tensor]) -> Tensor | None:
-        """The buffer that these tensors, by where they start in it, lie in."""
+        """Return the buffer that holds exactly these tensors, or None.
+
+        Args:
+            number: index of the buffer in the layout.
+            tensors: the tensors by their start in the buffer.
+        """
         (dtype, size), first = self.buffers[number], next(iter(tensors.values()))
         storage = first.untyped_storage()
         if storage.nbytes() != size * dtype.itemsize:
@@ -109,15 +124,15 @@ class _Layout:
 
 
 class HostStore:
-    """Host memory for some tensors of a device, always the same ones.
+    """Host memory for a fixed set of tensors of a device.
 
     Args:
-        device: where they are computed with.
-        limit: bytes of a buffer that holds several.
+        device: the device that computes with the tensors.
+        limit: size in bytes of a buffer that holds several tensors.
 
     Attributes:
-        buffers: the host's; none before the first tensors come.
-        holds: whether they are here.
+        buffers: the host buffers. Empty before the first offload.
+        holds: whether the tensors are on the host now.
     """
 
     def __init__(self, device: torch.device, *, limit: int = _BUFFER_BYTES) -> None:
@@ -130,12 +145,15 @@ class HostStore:
         self._taken = {"offload": Meter(), "onload": Meter()}
 
     def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors in host memory, once they are there. Their memory on the device is free as soon as
-        nobody holds them. They may be sharded, or wrap others."""
+        """Copy the tensors to host memory and return them once the copies have finished.
+
+        The device memory is free as soon as nobody else refers to the old tensors. Tensors may be sharded or
+        may wrap other tensors.
+        """
         return self._moved(values, there=True)
 
     def onload(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors on the device; what is computed there from now on waits until they have come."""
+        """Return the tensors on the device. Computation that is queued from now on waits for the copies."""
         return self._moved(values, there=False)
 
     def _moved(self, values: Sequence[Tensor], *, there: bool) -> list[Tensor]:
@@ -148,13 +166,13 @@ class HostStore:
         mark = self._lane.start(pairs, taken.measure(self._device, nbytes))
         self._lane.wait(mark)
         if there and self._cuda:
-            mark.synchronize()  # the host may read them
+            mark.synchronize()  # afterwards the host may read the tensors
         self.holds = there
         parts = iter(layout.views(buffers))
         return [remade(value, parts) for value in values]
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Seconds and bytes of the copies since the last call, by "offload" and "onload"."""
+        """Return seconds and bytes of the copies since the last call, by "offload" and "onload"."""
         return {name: taken.take() for name, taken in self._taken.items()}
 
     def _laid_out(self, tensors: Sequence[Tensor]) -> _Layout:

@@ -1,5 +1,8 @@
-"""The adapters of an engine's model: weights merged shard by shard, and checkpoints that hold what is trained
-and the digest of the rest."""
+"""The adapters of an engine's model.
+
+Adapters are merged into their base weights shard by shard. Checkpoints hold the trained parameters and
+checksums of the frozen ones.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,21 @@ from tandem.models.parallel import Grid
 from tandem.models.tensor_group import joined, local, place
 
 BASE, SCALING = "base", "lora_scaling"
-"""Keys of a checkpoint: checksums of the frozen weights in `BASE_TYPE`, by name; lora_alpha / lora_rank."""
-BASE_TYPE = torch.bfloat16  # the coarsest in which an engine may hold them
+"""Keys of a checkpoint.
+
+BASE: checksums of the frozen weights in `BASE_TYPE`, by name. SCALING: lora_alpha / lora_rank.
+"""
+BASE_TYPE = torch.bfloat16  # the least precise type in which an engine may hold the frozen weights
 _SHOWN = 3
 
 
 class Adapters:
-    """The adapters of a sharded model; of one without, nothing changes.
+    """The adapters of a sharded model. For a model without adapters, this changes nothing.
 
     Args:
-        module: sharded, with every parameter in its final place.
+        module: the sharded module, with every parameter in its final place.
         meter: counts collectives.
-        grid: the ranks that hold parts of one copy.
+        grid: the ranks that hold parts of one copy of the model.
     """
 
     def __init__(self, module: nn.Module, meter: CollectiveMeter, grid: Grid) -> None:
@@ -44,32 +50,36 @@ class Adapters:
         return bool(self._layers)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Computes the weight with its adapter, W + s B A, in the adapter's type and the weight's place: each
-        rank adds to its part what belongs there. A weight without an adapter is given back as it is.
-        Collective: the two factors are gathered, the weight is not."""
+        """Return the weight merged with its adapter: W + s B A.
+
+        The result has the adapter's type and is sharded like the weight. Each rank adds to its shard the part
+        of B A that belongs there. A weight without an adapter is returned unchanged. Collective: the two
+        factors are gathered, the weight is not.
+        """
         layer = self._layers.get(weight)
         if layer is None:
             return weight.detach()
         a, b = (gathered(factor.detach(), factor.dtype, self._meter) for factor in factors(layer))
         rows, columns = place(weight)
         part = merged(local(weight.detach()).to(a.dtype), a[:, columns], b[rows], scaling_of(layer))
-        assert isinstance(weight, DTensor), "no shard: the model is unsharded"
+        assert isinstance(weight, DTensor), "the weight is not sharded: the model is unsharded now"
         return joined(part, weight._spec)
 
     def check_whole(self) -> None:
-        """
+        """Check that the model has no adapters, so that the module's weights are all it computes with.
+
         Raises:
-            EngineError: the weights are not those that the model computes with.
+            EngineError: the model has adapters.
         """
         if self:
             raise EngineError(
-                "beside its weights the module has adapters, and cannot be shared as one without",
+                "the engine cannot give out its module: the module has adapters besides its weights",
                 field="model.lora_rank",
-                expected="0, or a receiver that takes a stream of weights",
+                expected="0, or a rollout engine that receives a stream of weights",
             )
 
     def state(self, named: dict[str, Tensor]) -> dict[str, Any]:
-        """The entries of a checkpoint besides the parameters that are trained. Collective when first asked.
+        """Return the entries of a checkpoint besides the trained parameters. Collective on the first call.
 
         Args:
             named: all parameters by name.
@@ -85,15 +95,16 @@ class Adapters:
         return {BASE: dict(self._base), SCALING: torch.tensor(scaling, dtype=torch.float64)}
 
     def check_saved(self, path: Path, state: dict[str, Any]) -> None:
-        """Refuses what was saved beside another base or with other adapters, before anything is read into
-        this model. Collective.
+        """Check that a checkpoint has the same base model and adapters, before anything is loaded.
+
+        Collective.
 
         Args:
-            path: of a checkpoint.
+            path: folder of the checkpoint.
             state: what would be saved now.
 
         Raises:
-            CheckpointError: names what differs.
+            CheckpointError: something differs; the message names it.
         """
         reader = ShardReader(path)
         saved = reader.contents.state_dict_metadata
@@ -108,38 +119,38 @@ class Adapters:
                 lacks, more = want.keys() - have.keys(), have.keys() - want.keys()
                 shaped = {name for name in have.keys() & want.keys() if have[name] != want[name]}
                 first = min(lacks | more | shaped)
-                whose = "of other adapters or of another model" if have else "of a model without adapters"
+                whose = "other adapters or another model" if have else "a model without adapters"
                 raise CheckpointError(
-                    f"the checkpoint is {whose}",
+                    f"the checkpoint belongs to {whose}",
                     field="model.target_modules" if have else "model.lora_rank",
-                    got=f"{path}: lacks {len(lacks)} tensors, has {len(more)} others and {len(shaped)} of "
-                    f"another shape, such as {first} {have.get(first, '')}".rstrip(),
-                    expected=f"{len(want)} tensors, such as {first} {want.get(first, '')}".rstrip(),
+                    got=f"{path}: {len(lacks)} tensors are missing, {len(more)} are not expected and "
+                    f"{len(shaped)} have the wrong shape, for example {first} {have.get(first, '')}".rstrip(),
+                    expected=f"{len(want)} tensors, for example {first} {want.get(first, '')}".rstrip(),
                     remedy="resume with the lora_rank, target_modules and model.path of the run that saved "
-                    "it",
+                    "the checkpoint",
                 )
         base, scaling = {name: value.clone() for name, value in state[BASE].items()}, state[SCALING].clone()
         load_shards({BASE: base, SCALING: scaling}, reader)
         changed = [name for name, value in state[BASE].items() if not torch.equal(base[name], value)]
         if changed:
             raise CheckpointError(
-                "the adapters were trained beside the weights of another model",
+                "the adapters were trained with the weights of another base model",
                 field=changed[0],
                 got=f"{path}: {len(changed)} of {len(base)} frozen weights differ, "
                 + ", ".join(changed[:_SHOWN]),
-                expected="the weights that model.path had when the run began",
-                remedy="set model.path to that folder",
+                expected="the weights that model.path had when the run started",
+                remedy="set model.path to the folder with those weights",
             )
         if scaling != state[SCALING]:
             raise CheckpointError(
-                "the adapters were trained with another scale",
+                "the adapters were trained with another scaling factor",
                 field="model.lora_alpha",
                 got=f"{path}: lora_alpha / lora_rank = {float(scaling):g}",
                 expected=f"{float(state[SCALING]):g}",
-                remedy="resume with the lora_alpha of the run that saved it",
+                remedy="resume with the lora_alpha of the run that saved the checkpoint",
             )
 
 
 def trained(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a model with adapters that are trained."""
+    """Return the trained parameters of a model with adapters."""
     return {name: p for name, p in named.items() if p.requires_grad or is_adapter(name)}

@@ -1,4 +1,4 @@
-"""The cut of one rank's share of a mini-batch into micro-batches."""
+"""Tools that cut one rank's share of a mini-batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
 from tandem.protocol import DataProto, Ragged
 
-# On a CPU larger micro-batches are not faster, as their activations leave the caches (measured: 5%
-# slower at 18,000 tokens than at 4,000), and only take memory.
+# On a CPU, larger micro-batches need more memory and are not faster, because their activations do not fit
+# into the caches (measured: 5% slower at 18,000 tokens than at 4,000).
 CPU_BLOCK_TOKENS = 4096
 
 
 def global_counts(batch: DataProto, meter: CollectiveMeter, group: dist.ProcessGroup) -> Counts:
-    """Denominators of the global mini-batch, counted on the host. Collective.
+    """Count the denominators of the global mini-batch on the host. Collective.
 
     Args:
         batch: this rank's share.
-        group: the ranks with other rows.
+        meter: counts the collective.
+        group: the ranks that have other rows.
 
     Raises:
-        NoTokensError: no token counts.
+        NoTokensError: the whole mini-batch has no response token.
     """
     mask = batch.ragged("response_mask")
     tokens = int(mask.values.sum())
@@ -53,10 +54,19 @@ def cut_alike(
     block_tokens: int | None = None,
     least: int = 1,
 ) -> list[list[int]]:
-    """`cut` on every rank into the same number of micro-batches, at least `least`, as ranks wait for each
-    other in each. Under a token budget a rank that needs fewer makes its own smaller: ranks with about as
-    many tokens then have equal ones at every turn. Where rows are too few, or the rule leaves no choice,
-    empty ones are added, which run as ghosts. Collective, on the host.
+    """Cut the rows on every rank into the same number of micro-batches. Collective, on the host.
+
+    The number must be the same because ranks wait for each other in each micro-batch. It is at least `least`.
+    Under a token budget, a rank that needs fewer micro-batches makes smaller ones. So ranks with similar
+    token counts have micro-batches of similar sizes at every turn. If a rank has too few rows, or the rule
+    leaves no choice, empty micro-batches are added, which run as ghosts.
+
+    Args:
+        lengths: tokens of each row of the share.
+        micro: the rule for the micro-batches.
+        meter: counts the collective.
+        block_tokens: see `cut`.
+        least: the smallest number of micro-batches.
 
     Raises:
         ConfigError: see `cut`.
@@ -71,10 +81,11 @@ def cut_alike(
 
 
 def most_of_ranks(number: int, meter: CollectiveMeter | None = None) -> int:
-    """Of all ranks' numbers the largest. Collective, on the host.
+    """Return the largest of all ranks' numbers. Collective, on the host.
 
     Args:
-        meter: counts the exchange; None: nobody does.
+        number: this rank's number.
+        meter: counts the exchange. None: the exchange is not counted.
     """
     largest = torch.tensor(number)
     (meter or CollectiveMeter()).all_reduce(largest, dist.ReduceOp.MAX)
@@ -84,18 +95,21 @@ def most_of_ranks(number: int, meter: CollectiveMeter | None = None) -> int:
 def cut(
     lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None, at_least: int = 1
 ) -> list[list[int]]:
-    """Rows of each micro-batch. Sequences of like length share one where the rule leaves a choice,
-    and stand longest first within it; the micro-batch with the longest sequences comes first, so that
-    what needs most memory is known at once.
+    """Return the rows of each micro-batch.
+
+    Where the rule leaves a choice, sequences of similar length share a micro-batch. The longest sequence
+    stands first in its micro-batch. The micro-batch with the longest sequences comes first, so that the
+    largest memory need shows up at once.
 
     Args:
         lengths: tokens of each row of the share.
-        block_tokens: cut further where a micro-batch would hold more tokens than this (one long
-            sequence may).
-        at_least: micro-batches to make under a token budget, if there are as many rows.
+        micro: the rule for the micro-batches.
+        block_tokens: cut micro-batches further so that none has more tokens than this. A single long sequence
+            may still have more.
+        at_least: number of micro-batches to make under a token budget, if there are that many rows.
 
     Raises:
-        ConfigError: a row alone exceeds the token budget.
+        ConfigError: a single row exceeds the token budget.
     """
     assert micro.max_samples is None or micro.max_tokens is None, micro
 
@@ -116,12 +130,14 @@ def cut(
 
 
 def _spread(parts: list[list[int]], lengths: Sequence[int], least: int) -> list[list[int]]:
-    """At least so many micro-batches, where there are as many rows: the largest is cut in two, as often as it
-    takes.
+    """Split micro-batches until there are at least `least` of them, if there are that many rows.
+
+    In each step, the largest micro-batch is cut in two.
 
     Args:
-        parts: rows of each, longest first.
+        parts: rows of each micro-batch, longest first.
         lengths: tokens of each row of the share.
+        least: the smallest number of micro-batches.
     """
     parts = list(parts)
     while len(parts) < least:
@@ -136,12 +152,14 @@ def _spread(parts: list[list[int]], lengths: Sequence[int], least: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Attributes:
-    rows: the share's rows in it; none for a ghost.
-    inputs: what the model takes.
-    columns: the loss's columns, flat over the rows' tokens.
-    offsets: (B+1) int64, of the sequences; all on the model's device.
-    lengths: tokens per row, on the host.
+    """The inputs of one micro-batch, for the model and for the loss.
+
+    Attributes:
+        rows: the rows of the share in this micro-batch. Empty for a ghost.
+        inputs: the model's inputs.
+        columns: the loss's columns, flat over the rows' tokens.
+        offsets: (B+1) int64, offsets of the sequences. Like `inputs` and `columns`, on the model's device.
+        lengths: tokens per row, on the host.
     """
 
     rows: list[int]
@@ -158,27 +176,32 @@ def assemble(
     *,
     device: torch.device,
     whole: bool = False,
-    **laid: Any,
+    **options: Any,
 ) -> MicroBatch:
-    """One micro-batch on the model's device. No rows make a ghost: one sequence of one token, whose
-    columns are all zero, its `response_mask` false. It takes part in every collective and adds nothing.
+    """Build one micro-batch on the model's device.
+
+    Without rows, this builds a ghost: one sequence of one token. All of its columns are zero and its
+    `response_mask` is false. A ghost takes part in every collective and adds nothing.
 
     Args:
-        batch: the rank's share, with `tokens`; unless every token's outcome is wanted, `response_mask`;
-            where a row holds several sequences, `sequence_lengths`; `ref_hidden` where it is to be compared;
-            for a model that judges more than last tokens, `judged_tokens`.
+        batch: the rank's share. It must have `tokens`. `response_mask` limits the outputs to response tokens.
+            `sequence_lengths` is needed if a row holds several sequences, `ref_hidden` for a comparison with
+            the reference policy, and `judged_tokens` for a model that scores more than the last tokens.
+        rows: the rows of the micro-batch.
         columns: ragged or dense columns for the loss.
-        whole, laid: the options of `pack`.
+        device: the model's device.
+        whole: option of `pack`.
+        options: further options of `pack`.
 
     Raises:
-        DataError: a column that is not there.
+        DataError: a column is missing.
     """
     part = batch[rows] if rows else _ghost(batch)
     tokens = sequences(part) if rows else part.ragged("tokens")
     asked = JUDGED if whole else "response_mask"
     wanted = part.ragged(asked).values.cpu() if asked in part else None
     names = sorted(columns)
-    inputs = pack(tokens.to("cpu"), wanted, device=device, whole=whole, **laid)
+    inputs = pack(tokens.to("cpu"), wanted, device=device, whole=whole, **options)
     if REFERENCE in part:
         hidden_TD = part.ragged(REFERENCE).values.to(device)
         inputs = replace(inputs, reference=hidden_TD.index_select(0, inputs.places))
@@ -195,21 +218,26 @@ def assemble(
 def most_tokens(
     batch: DataProto, parts: Sequence[Sequence[int]], *, pad_to_longest: bool = False, whole: bool = False
 ) -> int:
-    """Tokens that the model sees of the largest of these micro-batches; at least the one of a ghost.
+    """Return the number of tokens that the model sees in the largest micro-batch; at least 1, as in a ghost.
 
     Args:
-        batch, pad_to_longest, whole: see `assemble`.
-        parts: rows of each.
+        batch: see `assemble`.
+        parts: rows of each micro-batch.
+        pad_to_longest: see `pack`.
+        whole: see `pack`.
     """
     kept = batch.select(sorted({"tokens", "sequence_lengths"} & set(batch.batch)), ())
-    laid = {"pad_to_longest": pad_to_longest, "whole": whole}
-    inputs = (input_lengths(sequences(kept[list(rows)]).lengths, **laid) for rows in parts if rows)
+    options = {"pad_to_longest": pad_to_longest, "whole": whole}
+    inputs = (input_lengths(sequences(kept[list(rows)]).lengths, **options) for rows in parts if rows)
     return max((int(lengths_B.sum()) for lengths_B in inputs), default=1)
 
 
 def sequences(batch: DataProto) -> Ragged:
-    """The sequences that the model sees, one after the other: a row's `tokens` each, or, where there is a
-    column `sequence_lengths`, ragged int64, as many in each row as it has entries."""
+    """Return the sequences that the model sees, in order.
+
+    Each row's `tokens` are one sequence, unless the batch has a column `sequence_lengths` (ragged int64).
+    Then a row has as many sequences as this column has entries in the row.
+    """
     tokens = batch.ragged("tokens")
     if "sequence_lengths" not in batch:
         return tokens
@@ -217,12 +245,12 @@ def sequences(batch: DataProto) -> Ragged:
 
 
 def flat(part: DataProto, name: str) -> Tensor:
-    """A column as a loss takes it: the values of all rows in succession, or one for each row."""
+    """Return a column in the form that a loss takes: the values of all rows joined, or one value per row."""
     return part.dense(name) if isinstance(part.batch.get(name), Tensor) else part.ragged(name).values
 
 
 def _ghost(batch: DataProto) -> DataProto:
-    """One row in the image of the batch's columns."""
+    """Return one row of zeros with the same columns as the batch."""
     row: dict[str, Tensor | Ragged] = {}
     for name, column in batch.batch.items():
         values = column.values if isinstance(column, Ragged) else column

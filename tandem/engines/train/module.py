@@ -1,5 +1,4 @@
-"""The model of an engine before it is sharded, and where its weights are read from; the check of the engine's
-options before that."""
+"""Checks of an engine's options, and the building of its model before it is sharded."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Settings:
-    """The sections of the config that an engine is made by, and its device."""
+    """The config sections that define an engine, and its device."""
 
     model: BackboneConfig
     fsdp: FSDPConfig
@@ -43,26 +42,26 @@ class Settings:
 
     @property
     def master(self) -> torch.dtype:
-        """The type of the weights that are kept, and of gradients."""
+        """Return the type of the stored (master) weights and of the gradients."""
         return _DTYPES[self.fsdp.model_dtype]
 
     @property
     def compute(self) -> torch.dtype:
-        """The type of forward and backward."""
+        """Return the type of the forward and backward pass."""
         own = torch.bfloat16 if self.device.type == "cuda" else self.master
         return _DTYPES.get(self.fsdp.dtype, own)
 
     @property
     def output(self) -> torch.dtype:
-        """The type of outputs."""
+        """Return the type of the model's outputs."""
         return torch.promote_types(self.compute, torch.float32)
 
 
 def check_options(settings: Settings) -> None:
-    """Checks an engine's options before anything is loaded or started.
+    """Check an engine's options before anything is loaded or started.
 
     Raises:
-        ConfigError: options that do not go together, or that need what is not installed.
+        ConfigError: two options contradict each other, or an option needs a package that is not installed.
     """
     require_optimizer(settings.optim)
     for error in conflicts(settings.fsdp, settings.model, trains=settings.optim is not None):
@@ -75,19 +74,26 @@ def check_options(settings: Settings) -> None:
 def unsharded_module(
     kind: Kind, path: str | Path, settings: Settings, *, temperature: float
 ) -> tuple[PackedModel, WeightFiles | None]:
-    """The model of that kind and, where it is still without its weights, the files to fill it from once it is
-    sharded. It comes with them where the folder's files are not those of the model, weight by weight:
-    pytorch_model.bin, other names, a tied weight stored twice.
+    """Build the model, and find the files from which to load its weights once it is sharded.
 
-    Without an optimizer no parameter takes a gradient; of a model with adapters these do, and a head of ours.
-    The weights that adapters stand beside, which no optimizer updates, have the type of the forward.
+    If the files in the folder match the model weight by weight, the model has no weights yet and you fill it
+    from the returned files. Otherwise the model comes with its weights and no files are returned. This is the
+    case for pytorch_model.bin, for other weight names, and for a tied weight that is stored twice.
+
+    Without an optimizer, no parameter takes a gradient. In a model with adapters, only the adapters and an
+    output layer that Tandem added take gradients. The frozen base weights of such a model have the type of
+    the forward pass.
 
     Args:
-        kind, path, temperature: see `FSDPEngine`.
+        kind: see `FSDPEngine`.
+        path: the model's folder; see `FSDPEngine`.
+        settings: the engine's config sections and device.
+        temperature: see `FSDPEngine`.
 
     Raises:
-        ModelError: a folder that cannot be used, or an architecture that cannot be trained.
-        ConfigError: kernels that cannot run here, or adapters for layers that the model has not.
+        ModelError: the folder cannot be used, or the architecture cannot be trained.
+        ConfigError: the chosen kernels cannot run here, or the adapters name layers that the model does not
+            have.
     """
     model, device, trains = settings.model, settings.device, settings.optim is not None
     require_peft(model)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose direction is made orthogonal, for the matrices of the hidden layers."""
+"""Muon, an optimizer for the matrices of hidden layers that makes each momentum update orthogonal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _STEPS = 5
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Nearly U Vᵀ of the singular value decomposition U S Vᵀ: five Newton-Schulz steps on X = M / ‖M‖,
+    """Return an approximation of U Vᵀ, where U S Vᵀ is the singular value decomposition of the matrix.
+
+    Five Newton-Schulz steps on X = M / ‖M‖,
 
         A = X Xᵀ;  X ← a X + (b A + c A²) X,
 
-    after which the singular values lie about 1, between 0.7 and 1.2 (Jordan et al. 2024,
+    bring the singular values close to 1, between 0.7 and 1.2 (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon).
 
     Args:
-        matrix: (M, N), any floating type; computed and returned in that type.
+        matrix: (M, N), any floating type. The result is computed and returned in that type.
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -41,17 +43,23 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """With gradient G, momentum μ, learning rate η and decay λ, for a weight W of shape (M, N):
+    """The Muon optimizer.
+
+    With gradient G, momentum μ, learning rate η and weight decay λ, for a weight W of shape (M, N):
 
         B ← μ B + G;  O = orthogonalised(G + μ B);  W ← W - η (λ W + 0.2 √max(M, N) O)
 
-    The factor gives the update the size of AdamW's, so that both share η and λ (Liu et al. 2025, equation
-    4, https://arxiv.org/abs/2502.16982). Of matrices whose rows are divided over the ranks each rank gets
-    some whole, orthogonalises them and sends the rows back; others are gathered by every rank. Newton-Schulz
-    runs in bf16 on CUDA, elsewhere in fp32 or the weight's own wider type.
+    The factor 0.2 √max(M, N) gives the update the size of AdamW's update, so that both optimizers share η and
+    λ (Liu et al. 2025, equation 4, https://arxiv.org/abs/2502.16982).
+
+    If the rows of the matrices are divided over the ranks, each rank receives some whole matrices,
+    orthogonalises them and sends the rows back. Other matrices are gathered by every rank. Newton-Schulz runs
+    in bf16 on CUDA. On other devices it runs in fp32, or in the weight's own type if that is wider.
 
     Args:
-        groups: `params`, matrices, and `weight_decay`.
+        groups: parameter groups with `params` (matrices) and `weight_decay`.
+        lr: the learning rate η.
+        momentum: the momentum μ.
         meter: counts the collectives.
     """
 
@@ -75,7 +83,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
 
     def _momentum(self, matrix: Tensor, momentum: float) -> Tensor:
-        """This rank's part of G + μ B, after B has moved on, in the type of the iteration."""
+        """Update B and return this rank's part of G + μ B, in the type that Newton-Schulz runs in."""
         assert matrix.grad is not None
         gradient, buffer = local(matrix.grad), local(self.state[matrix]["momentum_buffer"])
         buffer.mul_(momentum).add_(gradient)
@@ -84,10 +92,10 @@ class Muon(torch.optim.Optimizer):
         return update.to(torch.bfloat16 if update.device.type == "cuda" else wide)
 
     def _orthogonalised(self, matrices: Sequence[Tensor], updates: Sequence[Tensor]) -> Iterator[Tensor]:
-        """This rank's parts of the orthogonalised updates."""
+        """Yield this rank's parts of the orthogonalised updates."""
         mesh = _dealing_mesh(matrices[0])
         if mesh is not None:
-            yield from self._dealt(mesh, matrices, updates)
+            yield from self._exchanged(mesh, matrices, updates)
             return
         for matrix, update in zip(matrices, updates, strict=True):
             if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
@@ -95,10 +103,13 @@ class Muon(torch.optim.Optimizer):
             else:
                 yield orthogonalised(update)
 
-    def _dealt(
+    def _exchanged(
         self, mesh: DeviceMesh, matrices: Sequence[Tensor], updates: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """The r-th matrix goes to rank r, and comes back."""
+        """Yield this rank's parts of the updates, each orthogonalised whole on one rank.
+
+        The r-th matrix is sent to rank r, and its rows are sent back.
+        """
         ranks, rank = mesh.size(), mesh.get_local_rank()
 
         def exchange(received: Tensor, sent: Tensor, taken: list[int], given: list[int]) -> None:
@@ -110,7 +121,7 @@ class Muon(torch.optim.Optimizer):
         taken = [0] * ranks
         if rank < len(matrices):
             height, width = matrices[rank].shape
-            most = -(-height // ranks)  # FSDP gives the first ranks this many rows, the last what is left
+            most = -(-height // ranks)  # FSDP gives this many rows to the first ranks, the rest to the last
             taken = [max(0, min(most, height - most * at)) * width for at in range(ranks)]
         sent = torch.cat([update.reshape(-1) for update in updates])
         whole = sent.new_empty(sum(taken))
@@ -134,7 +145,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def _dealing_mesh(matrix: Tensor) -> DeviceMesh | None:
-    """The mesh of one dimension and more than one rank over which its rows are divided, if so it is."""
+    """Return the mesh over which the matrix's rows are divided.
+
+    Return None unless the mesh has one dimension and more than one rank.
+    """
     if not isinstance(matrix, DTensor) or matrix.device_mesh.size() == 1:
         return None
     rows = matrix.device_mesh.ndim == 1 and matrix.placements == (Shard(0),)
@@ -142,8 +156,11 @@ def _dealing_mesh(matrix: Tensor) -> DeviceMesh | None:
 
 
 def _batches(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices with a gradient, in lots of one per rank, each lot on one mesh and of like size, so that no
-    rank waits for another's larger matrix."""
+    """Yield the matrices that have a gradient, in batches of one matrix per rank.
+
+    All matrices of a batch are on one mesh and have similar sizes, so that no rank waits for another rank's
+    larger matrix.
+    """
     meshes: dict[DeviceMesh | None, list[Tensor]] = {}
     for matrix in sorted(matrices, key=lambda matrix: -matrix.numel()):
         if matrix.grad is not None:

@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run."""
+"""The learning-rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from tandem.config.optim import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The learning rate of step `step` (the first is 0): a function of the step alone, so that
-    a resumed run needs no schedule state.
+    """Return the learning rate of one step (the first step is 0).
 
-    Warm-up rises linearly from 0 over w steps, lr · step / w; as in transformers, the first step of
-    a warm-up changes nothing. Then, with x = (step - w) / (total - w), at most 1:
+    It depends only on the step number, so a resumed run needs no schedule state.
+
+    Warm-up rises linearly from 0 over w steps: lr · step / w. As in transformers, the first step of a
+    warm-up changes nothing. After the warm-up, with x = (step - w) / (total - w), at most 1:
 
         constant  lr
         linear    lr · max(m, 1 - x),  m = min_lr_ratio
         cosine    lr · (m + (1 - m) (1 + cos πx) / 2)
                   (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts)
-        wsd       lr, and from step d on, where y = (step - d) / (total - d), at most 1,
-                  lr · (m + (1 - m) (1 - y)), or with √y for y in the style 1-sqrt
-                  (Hu et al. 2024, https://arxiv.org/abs/2404.06395); the decay takes the share
-                  lr_wsd_decay_ratio of all steps, and begins after warm-up at the earliest
+        wsd       lr until step d. From step d on, with y = (step - d) / (total - d), at most 1:
+                  lr · (m + (1 - m) (1 - y)). The style 1-sqrt uses √y instead of y
+                  (Hu et al. 2024, https://arxiv.org/abs/2404.06395). The decay takes the share
+                  lr_wsd_decay_ratio of all steps. It never starts before the warm-up has ended.
 
     Args:
-        total_steps: steps the schedule spans, unless the config names its own number.
+        optim: the optimizer's config section.
+        step: number of optimizer steps taken so far.
+        total_steps: number of steps in the schedule. `optim.total_training_steps` overrides it when set.
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
     warmup = optim.lr_warmup_steps

@@ -1,4 +1,4 @@
-"""Optimizers by name, the kinds of weights, and their state before the first step."""
+"""Optimizers by name, the kinds of weights, and the optimizer state before the first step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Groups = list[dict[str, Any]]
 
 
 def require_optimizer(optim: OptimConfig | None) -> None:
-    """Finds out before anything is loaded whether the optimizer can be had.
+    """Check that the optimizer is available, before anything is loaded.
 
     Raises:
-        ConfigError: its library is not installed.
+        ConfigError: the optimizer needs a package that is not installed.
     """
     if optim is not None and optim.optimizer == "adamw_8bit" and find_spec("torchao") is None:
         raise ConfigError(
@@ -37,8 +37,10 @@ def require_optimizer(optim: OptimConfig | None) -> None:
 
 
 def weight_kinds(module: nn.Module) -> dict[Tensor, Kind]:
-    """The kind of each parameter, by the class of the layer that holds it and by its name; a tied one counts
-    as what it is first."""
+    """Return the kind of each parameter, from the class of its layer and from its name.
+
+    A tied parameter has the kind of its first occurrence.
+    """
     kinds: dict[Tensor, Kind] = {}
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -57,12 +59,15 @@ def _kind(layer: nn.Module, name: str) -> Kind:
 def build_optimizers(
     module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, meter: CollectiveMeter
 ) -> list[Optimizer]:
-    """The optimizers that together update every parameter that takes a gradient, with their state allocated,
-    so that memory is known from the start and a checkpoint of version 0 is complete.
+    """Build the optimizers that together update every parameter that takes a gradient.
+
+    Their state is allocated at once. So the memory use is known from the start, and a checkpoint of version 0
+    is complete.
 
     Args:
-        module: sharded, with every parameter in its final place.
-        layers: its hidden layers, whose matrices muon takes.
+        module: the sharded module, with every parameter in its final place.
+        layers: the hidden layers of the module; muon updates their matrices.
+        optim: the optimizer's config section.
         meter: counts the collectives of an optimizer.
 
     Raises:
@@ -88,7 +93,7 @@ def build_optimizers(
 
 
 def _groups(kinds: dict[Tensor, Kind], parameters: Sequence[Tensor], optim: OptimConfig) -> Groups:
-    """The parameters that decay, and the parameters that do not."""
+    """Split the parameters into a group with weight decay and a group without."""
     decayed = [p for p in parameters if kinds[p] not in optim.no_weight_decay]
     spared = [p for p in parameters if kinds[p] in optim.no_weight_decay]
     groups = ((decayed, optim.weight_decay), (spared, 0.0))
@@ -99,14 +104,18 @@ def _adamw(groups: Groups, options: dict[str, Any], *, fused: bool) -> Optimizer
     optimizer = torch.optim.AdamW(groups, **options, fused=fused, foreach=not fused)
     for group in groups:
         for parameter in group["params"]:
-            # The fused kernel counts on the device; the others read the counter on the host.
+            # The fused kernel needs its step counter on the device; the others read it on the host.
             counter = parameter.device if fused else "cpu"
             optimizer.state[parameter] = adamw_state(parameter, device=parameter.device, counter=counter)
     return optimizer
 
 
 def _adamw_8bit(groups: Groups, options: dict[str, Any]) -> Optimizer:
-    """Its state is made by its first step, which this takes: no gradient and no decay change nothing."""
+    """Build the 8-bit AdamW and allocate its state.
+
+    The optimizer allocates its state in its first step. So this takes a step with zero gradients and no
+    weight decay, which changes no weight, and sets the step counters back to zero.
+    """
     optimizer: Optimizer = import_module("torchao.optim").AdamW8bit(groups, **options)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -123,9 +132,9 @@ def _adamw_8bit(groups: Groups, options: dict[str, Any]) -> Optimizer:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups of an optimizer."""
+    """Set the learning rate of all parameter groups of an optimizer."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # compiled updates read it from a tensor
+        if isinstance(group["lr"], Tensor):  # compiled updates read the learning rate from a tensor
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr

@@ -1,7 +1,7 @@
-"""Micro-batches through the stages of a pipeline, in the order of one of PyTorch's schedules.
+"""The execution of micro-batches in pipeline stages, in the order of one of PyTorch's schedules.
 
-A schedule sees of a micro-batch its index and the hidden states that go from stage to stage, which have one
-shape: every micro-batch of a step is filled up to the same number of tokens.
+For each micro-batch, a schedule sees only its index and the hidden states that pass from stage to stage. The
+hidden states must have one shape, so every micro-batch of a step is padded to the same number of tokens.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metric, Metrics
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-# Without gradient so many micro-batches per stage go through at once: more wait less for the first to arrive,
-# but each one's hidden states are kept until the last is through.
-_LOT = 4
+# Without gradients, this many micro-batches per stage run in one schedule. With more of them, stages wait
+# less for the first one to arrive, but all hidden states are kept until the last one has finished.
+_PER_STAGE = 4
 
 
 class Pipelined(Execution):
-    """Micro-batches through the stages; see `Execution`.
+    """An executor that runs micro-batches through the pipeline stages; see `Execution`.
 
     Args:
-        module: this rank's stage, sharded.
-        root: its FSDP unit.
-        settings: has the schedule of a training step.
-        stages: its place among the others.
-        each: gradients are reduced in every micro-batch, not in the last alone.
+        module: the model of this rank's stage, sharded.
+        root: the root FSDP unit of the module.
+        settings: config sections, which contain the schedule of a training step.
+        stages: the place of this stage among the others.
+        each: True: gradients are reduced in every micro-batch. False: in the last one only.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Pipelined(Execution):
         self._stages, self._pipeline, self._settings = stages, stages.pipeline, settings
 
     def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
-        """See `Execution`; the same on all stages."""
-        self._module.check_outputs(wanted)  # on every stage, lest one wait for another that has raised
+        """Yield each micro-batch with the model's outputs for it, on all stages; see `Execution`."""
+        self._module.check_outputs(wanted)  # on every stage: if one stage raises alone, the others hang
         remaining, last = iter(parts), self._pipeline.size - 1
-        while lot := list(islice(remaining, _LOT * self._pipeline.size)):
+        while lot := list(islice(remaining, _PER_STAGE * self._pipeline.size)):
             found = self._run(ScheduleGPipe, lot, wanted) or [{}] * len(lot)
             for part, out in zip(lot, found, strict=True):
                 told: dict[str, Tensor] = {}
@@ -63,7 +63,10 @@ class Pipelined(Execution):
                 yield part, told
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """See `Execution`; the last stage sees the loss."""
+        """Run forward and backward for all micro-batches; see `Execution`.
+
+        Only the last stage sees the loss.
+        """
         self._module.check_outputs(loss.outputs)
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -78,8 +81,8 @@ class Pipelined(Execution):
         self._stages.sum_tied()
         return Metrics.merged(found), total
 
-    def told(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
-        """See `Execution`. What the last stage has goes through the host."""
+    def broadcast(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
+        """Send the metrics and the loss from the last stage to all stages, through the host."""
         message = None
         if self._pipeline.last:
             rows = {
@@ -98,15 +101,20 @@ class Pipelined(Execution):
         wanted: frozenset[str],
         share_of: Callable[[Mapping[str, Tensor], MicroBatch], Tensor] | None = None,
     ) -> list[Mapping[str, Tensor]]:
-        """
+        """Run the micro-batches through a schedule.
+
         Args:
-            share_of: makes the loss, whose gradients are taken, of the last stage's outputs of a micro-batch.
+            schedule: class of the PyTorch schedule.
+            parts: the micro-batches.
+            wanted: names of the outputs.
+            share_of: computes the loss of a micro-batch from the outputs of the last stage. Gradients are
+                taken of this loss. None: no gradients.
 
         Returns:
-            without a loss, on the last stage: the outputs of each micro-batch.
+            The outputs of each micro-batch on the last stage if there is no loss; otherwise an empty list.
 
         Raises:
-            TandemError: as `share_of` raised it, on the last stage.
+            TandemError: the error that `share_of` raised, on the last stage.
         """
         pipeline, trains, found = self._pipeline, share_of is not None, list[Mapping[str, Tensor]]()
         ended = torch.zeros((), dtype=self._settings.output, device=self._device)
@@ -123,7 +131,7 @@ class Pipelined(Execution):
             found.append(out)
             return ended
 
-        # Given shapes, PyTorch runs nothing to find them out.
+        # PyTorch needs no trial run to find the shapes, because they are passed in.
         shape = 1, len(parts[0].inputs.input_ids), self._module.decoder.config.hidden_size
         hidden = torch.empty(shape, dtype=self._settings.compute, device="meta", requires_grad=trains)
         stage = _Stage(
@@ -141,7 +149,7 @@ class Pipelined(Execution):
         target = indices if trains and pipeline.last else None
         try:
             made.step(index=indices, target=target, return_outputs=False)
-        except RuntimeError as error:  # that PyTorch wraps around what a stage raised
+        except RuntimeError as error:  # PyTorch wraps the error that a stage raised
             if isinstance(error.__cause__, TandemError):
                 raise error.__cause__ from None
             raise
@@ -149,7 +157,7 @@ class Pipelined(Execution):
 
 
 class _Stage(PipelineStage):
-    """Gradients meet over the ranks of the stage once, in the last backward, or in each."""
+    """A pipeline stage that reduces gradients over its ranks in the last backward pass, or in each."""
 
     root: FSDPModule
     each: bool
@@ -168,8 +176,10 @@ class _Stage(PipelineStage):
 
 
 class _Through(nn.Module):
-    """The module that the schedule calls: it runs the stage, by the index of a micro-batch. It is no FSDP
-    module, lest the schedule change when gradients meet."""
+    """The module that the schedule calls. It runs the stage for the index of a micro-batch.
+
+    It is not an FSDP module, because the schedule would then change when gradients are reduced.
+    """
 
     def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The choice of what is computed again in the backward pass, by the memory that is free.
+"""The choice of the activations that are recomputed in the backward pass, based on free memory.
 
-It is made at the first update: what lives on the device beside the activations, of this model and of others,
-is there then, and is measured. It is made again for a micro-batch of more tokens than it was made for.
+The choice is made at the first update. At that time everything else that lives on the device, from this model
+and from others, is already there and is measured. The choice is made again for a micro-batch with more tokens
+than the choice allowed for.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
 
 _FIELD = "gradient_checkpointing_mode"
-# Of what is free, so much is left: on a GPU for what its allocator cannot join, on a host for other programs.
-_SPARED = {"cuda": 0.1, "cpu": 0.5}
-# Where no budget bounds micro-batches, the choice is made for so many times the tokens of the largest.
+# The share of free memory that stays unused: on a GPU because of fragmentation, on a host for other programs.
+_RESERVED = {"cuda": 0.1, "cpu": 0.5}
+# Without a token budget, the choice allows for this many times the tokens of the largest micro-batch.
 _GROWTH = 1.25
 
 
 class Recomputation:
-    """Chooses what the layers of a model run again, on all ranks alike.
+    """The choice of what a model's layers recompute in the backward pass. All ranks choose the same.
 
     Args:
-        switch: of its layers; None where the config says what they run again.
-        module: sharded.
-        units: of FSDP, the root last.
-        division: this rank's places.
-        settings: how it is run.
-        say: tells the user; None: nobody does.
+        switch: sets what the layers recompute. None: the config fixes what they recompute.
+        module: the sharded model.
+        units: the FSDP units, the root last.
+        division: the place of this rank in the grid.
+        settings: the engine's config sections and device.
+        say: receives messages for the user. None: there are no messages.
 
     Attributes:
-        reduces_each: gradients are reduced in each micro-batch; see `fsdp_config.gradient_sync`.
+        reduces_each: whether gradients are reduced in each micro-batch; see `fsdp_config.gradient_sync`.
     """
 
     def __init__(
@@ -74,49 +75,52 @@ class Recomputation:
         whole = settings.compute.itemsize * own.whole + settings.master.itemsize * own.trained
         asked, total = settings.fsdp.gradient_sync, _total_bytes(self._device)
         self.reduces_each = bool(most_of_ranks(reduces_each(asked, whole, self._shards, total)))
-        self._tokens = 0  # for which the choice was made
+        self._tokens = 0  # the number of tokens that the choice allows for
         self._sentence = ""
 
     def fit(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
-        """Chooses, before the first of these micro-batches runs, unless an earlier choice holds for them.
-        Collective where the choice is open.
+        """Choose what to recompute before these micro-batches run, unless an earlier choice covers them.
+
+        Collective if there is a choice to make.
 
         Args:
-            micro: the rule that they follow; its budget of tokens is what a GPU has to hold.
+            parts: the micro-batches.
+            micro: the rule that cut the micro-batches. On a GPU, its token budget must fit into memory.
         """
         if self._switch is None:
             return
-        budget = None if self._device.type == "cpu" else micro.max_tokens  # there they are cut further
+        budget = None if self._device.type == "cpu" else micro.max_tokens  # on a CPU, they are cut further
         tokens = most_of_ranks(max(budget or 0, *(len(part.inputs.input_ids) for part in parts)))
         if tokens <= self._tokens:
             return
         self._tokens = int(tokens * _GROWTH) if budget is None else tokens
         reason, kind = "", self._module.decoder.config.model_type
         if kind not in PLAIN_DECODERS:
-            reason = f"what the layers of {kind} keep is not known; {_FIELD} chooses otherwise"
+            reason = f"the memory that {kind} layers need is not known; set {_FIELD} to change this"
         elif self._model.enable_activation_offload:
-            reason = "activations wait on the host, and the inputs of layers are the least to copy"
+            reason = "activations are offloaded to the host, and this way there is least to copy"
         if reason:
-            self._tell(f"recomputation: full, as {reason}")
+            self._tell(f"recomputation: full, because {reason}")
         else:
             self._choose(parts, micro)
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
-        """
+        """Turn an out-of-memory error of the GPU into an error that names the keys to set.
+
         Raises:
-            DeviceMemoryError: the GPU's memory did not suffice inside; it names the keys to set.
+            DeviceMemoryError: the GPU ran out of memory inside this context.
         """
         try:
             yield
         except RuntimeError as raised:
-            # A schedule of stages wraps what a stage raised.
+            # A pipeline schedule wraps the error that a stage raised.
             error = raised if isinstance(raised, torch.OutOfMemoryError) else raised.__cause__
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
-            full = "enable_activation_offload=true, or fewer tokens per micro-batch and device"
+            full = "enable_activation_offload=true, or use fewer tokens per micro-batch and device"
             raise DeviceMemoryError(
-                "the memory of the GPU does not suffice for the update",
+                "the GPU has too little memory for the update",
                 use=memory_use(self._device),
                 field=_FIELD,
                 got="; ".join(filter(None, (str(error).partition("\n")[0], self._sentence))),
@@ -125,7 +129,7 @@ class Recomputation:
 
     @property
     def _whole(self) -> bool:
-        """Whether all layers run again as a whole."""
+        """Return whether all layers recompute all of their activations."""
         if self._switch is not None:
             return self._switch.mode == "full"
         return self._model.enable_gradient_checkpointing and self._model.gradient_checkpointing_mode == "full"
@@ -134,22 +138,25 @@ class Recomputation:
         assert self._switch is not None
         needed = self._needed(parts, micro)
         free = _free_bytes(self._device)
-        room = int(free * (1 - _SPARED[self._device.type]))
+        room = int(free * (1 - _RESERVED[self._device.type]))
         mine = fastest_that_fits(needed, room)
         mode = FASTEST_FIRST[most_of_ranks(FASTEST_FIRST.index(mine))]
         self._switch.mode = mode
         rest = ["another rank has less memory"] if mode != mine else []
-        rest += ["which may not suffice"] if needed[mode] > room else []
-        faster = [f"{m} would take {_size(needed[m])}" for m in needed if needed[m] > needed[mode]]
+        rest += ["this may not be enough memory"] if needed[mode] > room else []
+        faster = [f"{m} would need {_size(needed[m])}" for m in needed if needed[m] > needed[mode]]
         self._tell(
-            f"recomputation: {mode}: an update takes {_size(needed[mode])} of {_size(max(0, room))} free"
+            f"recomputation: {mode}: an update needs {_size(needed[mode])} of {_size(max(0, room))} free"
             + "".join(f"; {part}" for part in (*faster, *rest))
-            + f" ({self._tokens:,} tokens; {_size(free)} less {_SPARED[self._device.type]:.0%})"
+            + f" ({self._tokens:,} tokens; {_size(free)} minus {_RESERVED[self._device.type]:.0%} reserve)"
         )
 
     def _needed(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> dict[Recomputed, int]:
-        """The most bytes that an update takes beside weights and optimizer state, for each choice. Where a
-        budget cuts micro-batches their number changes from step to step: the most costly is meant."""
+        """Return, for each choice, the most bytes that an update needs besides weights and optimizer state.
+
+        If a token budget cuts the micro-batches, their number changes from step to step. The result then
+        covers the most expensive case.
+        """
         several = len(parts) > 1 or micro.max_tokens is not None
         policy = self._module.kind == "policy"
         way = Way(
@@ -168,11 +175,11 @@ class Recomputation:
         return {
             mode: round(worst(update_moments(own, decoder, replace(way, mode=mode), self._tokens)).total)
             for mode in FASTEST_FIRST
-            if mode != "ops" or not self._compiled  # which writes products where they cannot be kept
+            if mode != "ops" or not self._compiled  # compiled layers do not let "ops" keep matrix products
         }
 
     def _tell(self, sentence: str) -> None:
-        """The sentence, unless the last began with the same choice."""
+        """Tell the user a sentence, unless the previous sentence announced the same choice."""
         if self._say is not None and sentence.split(":")[:2] != self._sentence.split(":")[:2]:
             self._say(sentence)
         self._sentence = sentence
@@ -201,7 +208,7 @@ class Recomputation:
         )
 
     def _gathered(self) -> Gathered:
-        """What this rank has when all shards are there."""
+        """Return the sizes of this rank's part of the model when all shards are gathered."""
         shards, layers = self._shards, own_layers(self._module)
         inside, learns = (
             sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
@@ -219,22 +226,22 @@ class Recomputation:
 
 
 def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:
-    """Numbers of this rank's shards."""
+    """Count the elements of this rank's shards."""
     whole: Any = module
     return sum(local(p).numel() for p in whole.parameters() if p.requires_grad or not trained)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Bytes that this rank could take now: of its device, or of a host that ranks share."""
+    """Return the free bytes of this rank's device, or this rank's share of the free host memory."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what its allocator holds in pieces counts as free, once it is given back
+        torch.cuda.empty_cache()  # memory that the allocator caches counts as free once it is released
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     return host_free() // _ranks_here()
 
 
 def _total_bytes(device: torch.device) -> int:
-    """Bytes of this rank's device, or of its part of the host."""
+    """Return the total bytes of this rank's device, or this rank's share of the host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_total() // _ranks_here()

@@ -1,5 +1,7 @@
-"""The shard that a rank holds of a parameter which FSDP, and tensor parallelism before it, has cut: where it
-lies in the whole, what it adds to the whole's checksum, and how the whole comes together."""
+"""The shard of a parameter that a rank holds after tensor parallelism and FSDP have cut it.
+
+This module computes the shard's part of the whole weight's checksum, and gathers the whole weight.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ from tandem.models.tensor_group import local, place
 
 
 def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The `checksum` of this rank's part in `dtype`. Those of the ranks of one copy add up to that of the
-    whole: of ranks to which tensor parallelism gave the same, the first alone counts it."""
-    assert isinstance(value, DTensor), "no shard: the model is unsharded"
+    """Return this rank's part of the weight's `checksum` in `dtype`.
+
+    The parts of the ranks that hold one copy add up to the checksum of the whole weight. If tensor
+    parallelism gave the same weight to several ranks, only the first of them counts it.
+    """
+    assert isinstance(value, DTensor), "the weight is not sharded: the model is unsharded now"
     part, mesh = local(value).to(dtype), value.device_mesh
     same = (mesh.mesh_dim_names or ())[-1:] == ("tp",) and _axis(value.placements[-1]) is None
     if same and mesh.get_local_rank(mesh.ndim - 1):
@@ -32,12 +37,14 @@ def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tensor:
-    """The whole tensor in `dtype`. Collective; FSDP's shards straight into it, as `full_tensor` would hold it
-    twice."""
+    """Return the whole tensor in `dtype`. Collective.
+
+    FSDP's shards are gathered directly into the result. `full_tensor` would hold the tensor twice.
+    """
     part = local(value).to(dtype)
     if not isinstance(value, DTensor):
         return part
-    # Tensor parallelism cut first, so FSDP's shards are joined first.
+    # Tensor parallelism cuts before FSDP does, so FSDP's shards are joined first.
     for dimension, placement in enumerate(value.placements):
         axis = _axis(placement)
         if axis is not None and value.device_mesh.size(dimension) > 1:
@@ -47,7 +54,15 @@ def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tenso
 
 
 def _joined(part: Tensor, value: DTensor, dimension: int, axis: int, meter: CollectiveMeter) -> Tensor:
-    """The parts of the ranks along one dimension of the mesh, each as long as the first or shorter."""
+    """Join the parts of the ranks along one mesh dimension. No part is longer than the first.
+
+    Args:
+        part: this rank's part.
+        value: the sharded tensor.
+        dimension: the mesh dimension.
+        axis: the tensor dimension that is cut.
+        meter: counts the exchange.
+    """
     mesh, length = value.device_mesh, value.shape[axis]
     for later in range(dimension + 1, mesh.ndim):
         if _axis(value.placements[later]) == axis:
@@ -64,6 +79,6 @@ def _joined(part: Tensor, value: DTensor, dimension: int, axis: int, meter: Coll
 
 
 def _axis(placement: Placement) -> int | None:
-    """The dimension of the tensor that it cuts."""
+    """Return the tensor dimension that the placement cuts, or None."""
     cut: Any = placement
     return None if placement.is_replicate() else int(cut.dim)

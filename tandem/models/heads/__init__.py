@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies from hidden states: the protocol, and the choice of an implementation.
+"""Heads: log-probs and entropies from hidden states. The protocol and the choice of a head.
 
-None holds the logits of all positions and the whole vocabulary at once, but where they are few (see `tiled`);
-else all compute them a second time in the backward pass.
+No head holds the logits of all positions and the whole vocabulary at once, unless these are few (see
+`tiled`). Otherwise every head computes the logits a second time in the backward pass.
 """
 
 from __future__ import annotations
@@ -36,47 +36,50 @@ class Head(Protocol):
         with_entropy: bool,
         group: TensorGroup | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each target and, if asked for, the entropy of its distribution, both of
-        softmax(hidden weightᵀ / temperature), with gradients to hidden and weight.
+        """Return the log-prob of each target and, if asked for, the entropy of its distribution.
+
+        Both are of softmax(hidden weightᵀ / temperature), with gradients to hidden and weight.
 
         Args:
-            hidden_MD: states that predict, M positions of D features; any floating type.
+            hidden_MD: hidden states that predict, M positions of D features; any floating type.
             weight_VD: the output embedding of V vocabulary entries, same type.
             targets_M: int64 token ids.
             temperature: divides the logits; > 0.
-            with_entropy: whether entropies are asked for.
-            group: the ranks that share the vocabulary, each with some rows of the output embedding
-                (Shoeybi et al. 2019, arXiv 1909.08053, section 3). What they exchange are numbers per
-                position, and once the gradient of the states. None: this one has all of it.
+            with_entropy: whether to return entropies.
+            group: the ranks that share the vocabulary, each with some rows of the output embedding (Shoeybi
+                et al. 2019, arXiv 1909.08053, section 3). They exchange a few numbers per position and, once,
+                the gradient of the hidden states. None: this rank has the whole vocabulary.
 
         Returns:
-            (M) log-probabilities and (M) entropies or None, nats; fp32, or fp64 for fp64 input.
+            (M) log-probs and (M) entropies or None, in nats; fp32, or fp64 for fp64 input.
         """
 
 
 def head_name(asked: str, device: torch.device) -> str:
-    """The name of the head that is meant for tensors on a device: "auto" is Triton's where it can run, else
-    PyTorch's."""
+    """Return the name of the head for tensors on a device.
+
+    "auto" stands for Triton's head if Triton can run there, else for PyTorch's head.
+    """
     if asked != "auto":
         return asked
     return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
 
 
 def make_head(name: str, device: torch.device) -> Head:
-    """The head of that name for tensors on a device; see `head_name`.
+    """Return the head of a name for tensors on a device; see `head_name`.
 
     Raises:
-        ConfigError: a head that cannot run there, or whose package is not installed.
+        ConfigError: If the head cannot run on the device, or its package is not installed.
     """
     name = head_name(name, device)
     needed = [*HEADS[name].packages]
     if needed and device.type != "cuda":
         raise ConfigError(
-            "these kernels run on CUDA devices alone",
+            "these kernels run only on CUDA devices",
             field=_FIELD,
             got=f"{name} on {device.type}",
             expected="auto or torch",
-            remedy=f"set {_FIELD}=auto, which is PyTorch's here",
+            remedy=f"set {_FIELD}=auto, which selects PyTorch's head here",
         )
     if name == "liger" and torch.cuda.get_device_capability(device) == (9, 0):
         needed.append("cutlass")
@@ -84,6 +87,6 @@ def make_head(name: str, device: torch.device) -> Head:
     if missing:
         problem = f"not installed: {', '.join(missing)}"
         raise ConfigError(problem, field=_FIELD, got=name, remedy=HEADS[name].install)
-    module = "tiled" if name == "torch" else name  # loaded by name: the others are not installed everywhere
+    module = "tiled" if name == "torch" else name  # imported by name: other heads need packages
     head: Head = import_module(f"{__name__}.{module}").token_log_probs
     return head

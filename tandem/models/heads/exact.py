@@ -1,10 +1,10 @@
-"""Exact numbers over the vocabulary besides log-probs: the sum of squared probabilities, and the KL
-divergence from another distribution. In tiles, as `tiled` does, in PyTorch's operators whatever kernels the
-log-probs have.
+"""Exact quantities over the vocabulary: the sum of squared probabilities and the KL divergence.
 
-Where ranks have shared out the vocabulary, each goes through its own entries, and numbers per position are
-exchanged. From states of half precision logits are made in fp32, for the difference of two would lose most of
-its digits to rounding; per-tile numbers are put together in float64.
+They are computed in tiles, as in `tiled`, with PyTorch's operators, whichever kernels compute the log-probs.
+
+If ranks share the vocabulary, each rank goes through its own entries, and the ranks exchange numbers per
+position. From hidden states in half precision, logits are made in fp32, because the difference of two rounded
+logits would lose most of its digits. Numbers per tile are combined in float64.
 
 Shapes: M positions, D hidden features, V vocabulary entries (of this rank), T entries of a tile, S tiles.
 """
@@ -26,14 +26,16 @@ from tandem.models.tensor_group import TensorGroup
 def sum_pi_squared(
     hidden_MD: Tensor, weight_VD: Tensor, *, temperature: float, group: TensorGroup | None = None
 ) -> Tensor:
-    """Σ_v p(v)² of p = softmax(hidden weightᵀ / temperature) at each position, without gradient: the
-    probability that two tokens drawn there are the same. As many operations as log-probs take.
+    """Return Σ_v p(v)² of p = softmax(hidden weightᵀ / temperature) at each position, without gradient.
+
+    This is the probability that two tokens drawn at the position are the same. It takes as many operations as
+    log-probs.
 
     Args:
-        hidden_MD: states that predict, any floating type.
-        weight_VD: the output embedding, same type; of a group this rank's rows.
+        hidden_MD: hidden states that predict, any floating type.
+        weight_VD: the output embedding, same type; this rank's rows if there is a group.
         temperature: divides the logits; > 0.
-        group: the ranks that share the vocabulary; None: this one has all of it.
+        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
 
     Returns:
         (M) in (0, 1]; fp32, or fp64 for fp64 input.
@@ -63,31 +65,34 @@ def kl_divergence(
     temperature: float,
     group: TensorGroup | None = None,
 ) -> Tensor:
-    """The KL divergence over the whole vocabulary at each position, exact, with its exact gradient.
+    """Return the exact KL divergence over the whole vocabulary at each position, with its exact gradient.
 
     Equation (p = softmax(z), z = hidden weightᵀ / temperature, of the policy; q the same of the reference, or
-    whatever else p is compared with):
+    of any other distribution that p is compared with):
 
         KL(p || q) = Σ_v p(v) (log p(v) - log q(v))
         d KL / d z(v) = p(v) (log p(v) - log q(v) - KL)
 
-    The backward pass makes both distributions' tiles again.
+    The backward pass computes the tiles of both distributions again.
 
-    When to use: where an estimate from the sampled tokens is too noisy to hold on to, at a small coefficient
-    or close to the reference: this one has no variance given the tokens before, and its gradient is exact.
+    When to use: if an estimate from the sampled tokens is too noisy, for instance with a small coefficient or
+    close to the reference. Given the tokens before a position, this divergence has no variance, and its
+    gradient is exact.
     Watch: `actor/kl`, or `actor/kl_in_reward`, which start at zero and are never negative.
-    Cost: the reference's last hidden states go to the actor, D numbers per token in compute dtype instead of
-    one (7 KB per token for D = 3584 in bf16), beside the reference's output embedding, which each rank of the
-    actor holds (V D numbers); twice the operations of the log-probs' head forward, 1.5 times backward.
-    Source: the definition; Tang and Munos 2025, https://arxiv.org/abs/2506.09477, on why its gradient through
-    the tokens drawn is not part of it.
+    Cost: the reference sends its last hidden states to the actor, D numbers per token in compute dtype
+    instead of one number (7 KB per token for D = 3584 in bf16). Each rank of the actor also holds the
+    reference's output embedding (V D numbers). The forward pass takes twice the operations of the log-probs'
+    head, the backward pass 1.5 times.
+    Source: the definition; Tang and Munos 2025, https://arxiv.org/abs/2506.09477, on why the gradient through
+    the drawn tokens is not part of it.
 
     Args:
-        hidden_MD: states that predict, any floating type.
-        weight_VD: the output embedding, same type; of a group this rank's rows.
-        other_MD, other_weight_VD: the same of the distribution compared with; no gradient.
+        hidden_MD: hidden states that predict, any floating type.
+        weight_VD: the output embedding, same type; this rank's rows if there is a group.
+        other_MD: the hidden states of the distribution to compare with; no gradient.
+        other_weight_VD: the output embedding of the distribution to compare with; no gradient.
         temperature: divides the logits; > 0.
-        group: the ranks that share the vocabulary; None: this one has all of it.
+        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
 
     Returns:
         (M) nats, not negative; fp32, or fp64 for fp64 input.
@@ -111,7 +116,7 @@ class _KLDivergence(torch.autograd.Function):
             z_MT = _logits(hidden_MD, weight_TD, temperature)
             y_MT = _logits(other_MD, other_weight_VD[start : start + len(weight_TD)], temperature)
             peak_M, other_peak_M = z_MT.amax(1), y_MT.amax(1)
-            # Each from its own peak: the difference of two large logits would have lost its digits.
+            # Subtract each peak first: the difference of two large logits would lose its digits.
             z_MT.sub_(peak_M.unsqueeze(1))
             y_MT.sub_(other_peak_M.unsqueeze(1))
             weights_MT = z_MT.exp()
@@ -122,7 +127,7 @@ class _KLDivergence(torch.autograd.Function):
         peak_M, other_peak_M = _peak(peak_SM, group), _peak(other_peak_SM, group)
         total_M = _total(total_SM * (peak_SM - peak_M).exp(), group)
         other_total_M = _total(other_total_SM * (other_peak_SM - other_peak_M).exp(), group)
-        # Σ w (z - y) of a tile, whose peaks were taken off
+        # The tiles' sums Σ w (z - y), corrected for the peaks that were subtracted.
         shift_SM = (peak_SM - peak_M) - (other_peak_SM - other_peak_M)
         crossed_M = _total((cross_SM + shift_SM * total_SM) * (peak_SM - peak_M).exp(), group)
         log_total_M, other_log_total_M = total_M.log(), other_total_M.log()
@@ -156,19 +161,19 @@ class _KLDivergence(torch.autograd.Function):
 
 
 def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
-    """(M, T) in the output's precision."""
-    if not hidden_MD.is_cuda:  # where `wide_product` would round
+    """Return the logits (M, T) in the output's precision."""
+    if not hidden_MD.is_cuda:  # on a CPU `wide_product` would round
         hidden_MD, weight_TD = (values.to(output_type(hidden_MD)) for values in (hidden_MD, weight_TD))
     return logits(hidden_MD, weight_TD, temperature)
 
 
 def _peak(peak_SM: Tensor, group: TensorGroup | None) -> Tensor:
-    """(M): the largest over tiles and ranks."""
+    """Return the maximum (M) over tiles and ranks."""
     peak_M = peak_SM.amax(0)
     return peak_M if group is None else group.all_reduce(peak_M, dist.ReduceOp.MAX)
 
 
 def _total(values_SM: Tensor, group: TensorGroup | None) -> Tensor:
-    """(M): the sum over tiles and ranks."""
+    """Return the sum (M) over tiles and ranks."""
     total_M = values_SM.sum(0)
     return total_M if group is None else group.all_reduce(total_M)

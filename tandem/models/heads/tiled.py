@@ -1,13 +1,14 @@
 """The head in tiles of the vocabulary.
 
-A tile's logits, of all positions, are made, used and dropped. The forward pass keeps three numbers per
-position and tile, which together give the normaliser and the entropy. The backward pass makes the tile again:
-its part of the weight's gradient is final at once, in the weight's own type, and only the states' gradient,
-which is small, is summed over tiles, in fp32. Where all tiles together are small, `TorchTiles` keeps them for
-the backward pass: no bit of a number depends on it.
+The logits of a tile, for all positions, are computed, used and dropped. The forward pass keeps three numbers
+per position and tile. Together they give the normalizer and the entropy. The backward pass computes each tile
+again. The tile's part of the weight's gradient is final at once, in the weight's own type. Only the gradient
+of the hidden states, which is small, is summed over tiles, in fp32. If all tiles together are small,
+`TorchTiles` keeps them for the backward pass. This does not change any bit of the results.
 
-Operations, multiply and add counted apart: 2 M D V forward, as much again to make the logits a second time,
-4 M D V for the two gradients. Memory beside the gradients: a few tiles, whatever V, or the kept logits.
+Operations, with multiply and add counted separately: 2 M D V forward, as many again to compute the logits a
+second time, and 4 M D V for the two gradients. Memory besides the gradients: a few tiles, for any V, or the
+kept logits.
 
 Shapes: M positions, D hidden features, V vocabulary entries, T entries of a tile, S tiles.
 """
@@ -26,11 +27,11 @@ from torch import Tensor
 from tandem.models.linear import product, wide_product
 from tandem.models.tensor_group import TensorGroup, local
 
-# Bytes of one tile, by kind of device, where T is not the least.
+# Bytes of one tile by kind of device, unless T is at its minimum.
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _LEAST_TILE = 256
-# The most bytes of logits that wait for the backward pass. Fixed: what is free differs between ranks and
-# steps, and a peak of memory must be known from sizes alone.
+# The most bytes of logits that are kept for the backward pass. The number is fixed: free memory differs
+# between ranks and steps, and the memory estimate must follow from sizes only.
 _KEPT_BYTES = 256 << 20
 
 
@@ -43,7 +44,7 @@ def tiled_log_probs(
     with_entropy: bool,
     group: TensorGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Head`; `tiles` does the work within a tile."""
+    """Return log-probs and entropies; see `Head`. `tiles` does the work within a tile."""
     if group is not None:
         hidden_MD = group.copied(hidden_MD)
         targets_M = targets_M - group.entries(weight_VD.shape[0]).start
@@ -59,8 +60,11 @@ def tiled_log_probs(
 
 
 class Inputs(NamedTuple):
-    """The head's inputs; see `Head`. `weight` may be some rows of the output embedding, from whose first
-    entry the targets are then counted."""
+    """The inputs of the head; see `Head`.
+
+    `weight_VD` may hold only some rows of the output embedding. Targets are then counted from the first of
+    these rows.
+    """
 
     hidden_MD: Tensor
     weight_VD: Tensor
@@ -70,14 +74,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The sums of tiles over their logits z = hidden weightᵀ / temperature.
+    """Sums over the logits of each tile, z = hidden weightᵀ / temperature.
 
     Attributes:
         peak_SM: max z.
         total_SM: Σ exp(z - peak).
-        moment_SM: Σ exp(z - peak) (z - peak); None where no entropy is asked for.
-        target_M: the target's z.
-        kept: the tiles' z, (M, T) each; none where they are not kept.
+        moment_SM: Σ exp(z - peak) (z - peak); None if no entropy is asked for.
+        target_M: z of the target.
+        kept: z of every tile, (M, T) each; empty if they are not kept.
     """
 
     peak_SM: Tensor
@@ -88,14 +92,19 @@ class Sums:
 
 
 class LogitGradient(NamedTuple):
-    """The gradient of the loss in the logits: p (constant + slope log p), plus `target` at the target, with
-    log p = z - peak - log_total.
+    """The gradient of the loss with respect to the logits.
 
-    d log p_t / dz = onehot_t - p and dH / dz = -p (log p + H) give, for the gradients g and h of log p_t and
-    of H: constant = -(g + h H) / temperature, slope = -h / temperature, target = g / temperature.
+    It is p (constant + slope log p), plus `target` at the target, with log p = z - peak - log_total.
+
+    From d log p_t / dz = onehot_t - p and dH / dz = -p (log p + H), with g and h the gradients of log p_t and
+    H: constant = -(g + h H) / temperature, slope = -h / temperature, target = g / temperature.
 
     Attributes:
-        slope_M: None where it is zero.
+        peak_M: the largest logit.
+        log_total_M: log Σ exp(z - peak).
+        constant_M: `constant` above.
+        slope_M: `slope` above; None if it is zero.
+        target_M: `target` above.
     """
 
     peak_M: Tensor
@@ -106,25 +115,31 @@ class LogitGradient(NamedTuple):
 
 
 class Tiles(Protocol):
-    """The work within tiles. Outputs are in fp32, or fp64 for fp64 input, where not said otherwise."""
+    """The work within tiles. Outputs are fp32, or fp64 for fp64 input, unless stated otherwise."""
 
     def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
-        """The sums of all tiles; at least one position and one entry.
+        """Return the sums of all tiles. There is at least one position and one entry.
 
         Args:
+            inputs: the head's inputs.
+            with_moment: whether entropies are asked for.
             keep: whether the logits may be kept for `gradient`.
         """
 
     def width(self, hidden_MD: Tensor) -> int:
-        """T of `gradient`, but for the last tile."""
+        """Return the tile width T of `gradient`; the last tile may be narrower."""
 
     def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
-        """(M, T) in the type of `hidden_MD`: one tile's gradient in its undivided logits.
+        """Return one tile's gradient with respect to its logits before the division by the temperature.
 
         Args:
-            tile: with the weight's rows of the tile alone, and ids as counted from the first of them; those
-                outside the tile are of no concern.
-            kept_MT: the tile's logits, of `Sums`, which are left as they are; None: they are made again.
+            tile: the inputs with only the tile's rows of the weight, and ids counted from the first of them.
+                Ids outside the tile are ignored.
+            wanted: the gradient to compute.
+            kept_MT: the tile's logits from `Sums`, which must not be changed; None: they are computed again.
+
+        Returns:
+            (M, T) in the type of `hidden_MD`.
         """
 
 
@@ -132,8 +147,8 @@ class TorchTiles:
     """`Tiles` in PyTorch's operators.
 
     Args:
-        reduced, graded: what is done with a tile's logits, forward and backward: `reduced_tile` and
-            `graded_tile`, or what computes the same.
+        reduced: processes a tile's logits in the forward pass: `reduced_tile` or an equivalent function.
+        graded: processes a tile's logits in the backward pass: `graded_tile` or an equivalent function.
     """
 
     def __init__(
@@ -176,7 +191,10 @@ class TorchTiles:
 
 
 def reduced_tile(z_MT: Tensor, with_moment: bool, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A tile's part of `Sums`: peak, total and moment, each (M). The logits are used up, or kept."""
+    """Return a tile's peak, total and moment, each (M); see `Sums`.
+
+    The logits are overwritten unless `keep` is set.
+    """
     peak_M = z_MT.amax(1)
     shifted_MT = torch.sub(z_MT, peak_M.unsqueeze(1), out=None if keep else z_MT)
     weights_MT = shifted_MT.exp() if with_moment else shifted_MT.exp_()
@@ -185,9 +203,11 @@ def reduced_tile(z_MT: Tensor, with_moment: bool, *, keep: bool) -> tuple[Tensor
 
 
 def graded_tile(z_MT: Tensor, wanted: LogitGradient, *, keep: bool) -> Tensor:
-    """(M, T): what `LogitGradient` says of a tile's logits, but at the targets. The logits are used up, or
-    kept."""
-    # Two subtractions: their sum, rounded, would be off by 5e-4 for logits of 1e4.
+    """Return the gradient (M, T) of a tile's logits without the term at the targets; see `LogitGradient`.
+
+    The logits are overwritten unless `keep` is set.
+    """
+    # Subtract in two steps: the rounded sum of the two numbers would be off by 5e-4 for logits of 1e4.
     shifted_MT = torch.sub(z_MT, wanted.peak_M.unsqueeze(1), out=None if keep else z_MT)
     log_p_MT = shifted_MT.sub_(wanted.log_total_M.unsqueeze(1))
     grad_MT, constant_M1 = log_p_MT.exp(), wanted.constant_M.unsqueeze(1)
@@ -248,8 +268,11 @@ class _TiledLogProbs(torch.autograd.Function):
 
 
 def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """peak, log Σ exp(z - peak) and entropy of the whole rows, each (M); the entropy is empty where it was
-    not asked for. H = log Σ w - Σ w (z - peak) / Σ w, for w = exp(z - peak), adds two numbers of one sign."""
+    """Return peak, log Σ exp(z - peak) and entropy over all tiles, each (M).
+
+    The entropy is empty if it was not asked for. With w = exp(z - peak), it is H = log Σ w - Σ w (z - peak) /
+    Σ w. Both terms have the same sign, so no digits cancel.
+    """
     peak_M = sums.peak_SM.amax(0)
     shift_SM = sums.peak_SM - peak_M
     scale_SM = shift_SM.exp()
@@ -264,13 +287,21 @@ def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 def over_ranks(
     group: TensorGroup, target_M: Tensor, here_M: Tensor, own: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-probs of the targets, and what `merged` gives of one rank's entries, over all ranks. With S_r
-    the entries of rank r, the probability q_r of the whole S_r and the rank's own p(v | S_r),
+    """Combine the log-probs of the targets and the results of `merged` over all ranks.
+
+    With S_r the entries of rank r, q_r the probability of all of S_r, and p(v | S_r) the rank's own
+    distribution:
 
         log p(v) = log p(v | S_r) + log q_r        H = Σ_r q_r (H(p(· | S_r)) - log q_r).
 
     Args:
-        own: what `merged` gives of this rank's entries.
+        group: the ranks that share the vocabulary.
+        target_M: the logits of the targets.
+        here_M: whether the target belongs to this rank's entries.
+        own: the result of `merged` for this rank's entries.
+
+    Returns:
+        (M) each: log-probs, peak, log Σ exp(z - peak) and entropy, over the whole vocabulary.
     """
     peak_M, log_total_M, entropy_M = own
     whole_peak_M = group.all_reduce(peak_M.clone(), dist.ReduceOp.MAX)
@@ -285,15 +316,16 @@ def over_ranks(
 
 
 def output_type(hidden_MD: Tensor) -> torch.dtype:
-    """The type of a head's outputs and sums."""
+    """Return the type of a head's outputs and sums."""
     return torch.promote_types(hidden_MD.dtype, torch.float32)
 
 
 def tile_width(hidden_MD: Tensor, dtype: torch.dtype | None = None) -> int:
-    """T, but for the last tile.
+    """Return T, the width of all tiles but the last.
 
     Args:
-        dtype: of a tile's entries; None: the output's.
+        hidden_MD: the hidden states.
+        dtype: the type of a tile's entries; None: that of the outputs.
     """
     budget = TILE_BYTES.get(hidden_MD.device.type, TILE_BYTES["cpu"])
     width = budget // (len(hidden_MD) * (dtype or output_type(hidden_MD)).itemsize)
@@ -301,21 +333,21 @@ def tile_width(hidden_MD: Tensor, dtype: torch.dtype | None = None) -> int:
 
 
 def tiles_of(weight_VD: Tensor, width: int) -> list[tuple[int, Tensor]]:
-    """The first entry and the weights of each tile."""
+    """Return the number of the first entry, and the weights, of each tile."""
     return [(start, weight_VD[start : start + width]) for start in range(0, len(weight_VD), width)]
 
 
 def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The targets that lie in the tile, and (M, 1) an index into it for all."""
+    """Return which targets lie in the tile (M), and a valid index into the tile for all targets (M, 1)."""
     here_M = (targets_M >= 0) & (targets_M < width)
     return here_M, targets_M.clamp(0, width - 1).unsqueeze(1)
 
 
 def logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
-    """(M, T) in the output's precision."""
+    """Return the logits (M, T) in the output's precision."""
     logits_MT = wide_product(hidden_MD, weight_TD)
     return logits_MT if temperature == 1 else logits_MT.div_(temperature)
 
 
 token_log_probs = partial(tiled_log_probs, TorchTiles())
-"""The head in PyTorch's own operators, for every device and floating type; see `Head`."""
+"""The head in PyTorch's operators, for every device and floating type; see `Head`."""

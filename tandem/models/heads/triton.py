@@ -1,8 +1,8 @@
-"""The tiled head in Triton, for CUDA devices: logits are made and used in registers, never written.
+"""The tiled head in Triton, for CUDA devices: logits stay in registers and are never written to memory.
 
 The forward pass writes three numbers per position and span of the vocabulary. The backward pass writes the
-gradient in the logits, one tile at a time and in the states' own type, and leaves the two products with it
-to cuBLAS; no atomics, so that a run repeats bit for bit.
+gradient with respect to the logits, one tile at a time and in the type of the hidden states. cuBLAS then
+computes the two products with this gradient. The kernels use no atomics, so a run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from torch import Tensor
 from tandem.models.heads.tiled import Inputs, LogitGradient, Sums, TorchTiles, tile_width, tiled_log_probs
 from tandem.models.heads.triton_kernels import gradient_kernel, sums_kernel
 
-# Vocabulary entries per program of the forward pass, or one block: a thousand positions of 152k entries are
-# 600 programs.
+# Vocabulary entries per program of the forward pass, at least one block. For a thousand positions and 152k
+# entries this gives 600 programs.
 _SPAN = 2048
 
 
 def token_log_probs(hidden_MD: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """See `Head`. Of float64 Triton has no fast product: it takes PyTorch's way."""
+    """Return log-probs and entropies; see `Head`.
+
+    Triton has no fast product in float64, so PyTorch's head is used for float64.
+    """
     tiles = TorchTiles() if hidden_MD.dtype == torch.float64 else TritonTiles()
     return tiled_log_probs(tiles, hidden_MD, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sizes of a kernel's blocks; see `triton_kernels`."""
+    """The sizes of a kernel's blocks; see `triton_kernels`."""
 
     rows: int
     columns: int
@@ -41,25 +44,26 @@ class Blocks:
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device) -> Blocks:
-        """The sizes for states of a type and a device: see `for_capability`."""
+        """Return the sizes for the hidden states' type and a device; see `for_capability`."""
         major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
         return cls.for_capability(dtype, major)
 
     @classmethod
     def for_capability(cls, dtype: torch.dtype, major: int) -> Blocks:
-        """The sizes for states of a type, and devices of a major compute capability.
+        """Return the sizes for the hidden states' type and a major compute capability.
 
-        Two bytes go through tensor cores; four, in IEEE products, do not. Hopper (9) multiplies 64 rows by
-        up to 256 columns per instruction of four warps: with eight, a block of 256 columns is 128 sums in the
-        registers of each thread, and reads a quarter less per operation than one of 128. It takes 192 KiB of
-        shared memory, which smaller devices do not have."""
+        Types of two bytes use tensor cores; fp32, in IEEE products, does not. Hopper (9) multiplies 64 rows
+        by up to 256 columns per instruction of four warps. With eight warps, a block of 256 columns takes 128
+        sums in the registers of each thread, and reads a quarter less per operation than a block of 128
+        columns. It needs 192 KiB of shared memory, which smaller devices do not have.
+        """
         if dtype == torch.float32:
             return cls(64, 64, 32, warps=8)
         return cls(128, 256, 64, warps=8, stages=4) if major == 9 else cls(128, 128, 64, warps=8)
 
     @property
     def constants(self) -> dict[str, int]:
-        """What a kernel is compiled for."""
+        """The compile-time constants of a kernel."""
         return {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
@@ -71,7 +75,7 @@ class Blocks:
 
 
 class TritonTiles:
-    """`Tiles` in Triton, for bfloat16, float16 and float32. No logits are ever kept."""
+    """`Tiles` in Triton, for bfloat16, float16 and float32. It never keeps logits."""
 
     def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
         hidden_MD, weight_VD, targets_M, temperature = inputs

@@ -1,6 +1,6 @@
 """The Triton kernels of `TritonTiles`: linear layer and softmax in one, so that logits stay in registers.
 
-A pointer's name is that of the tensor; capital letters are compile-time numbers:
+A pointer has the name of its tensor. Capital letters are compile-time numbers:
 
     ROWS      positions of a block
     COLUMNS   vocabulary entries of a block
@@ -8,8 +8,9 @@ A pointer's name is that of the tensor; capital letters are compile-time numbers
     SPAN      vocabulary entries that one program goes through, in blocks
     TOGETHER  blocks of rows that programs take in turn before they go on in the vocabulary
 
-Programs that run at once read the same states and the same weights, as many as the cache between memory and
-multiprocessors holds: in the order of the rows alone each step would fetch the states of all positions anew.
+Programs that run at the same time should read the same hidden states and weights, so that these stay in the
+cache between memory and the multiprocessors. If programs followed the order of the rows only, each step would
+fetch the hidden states of all positions again.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# A kernel has many parameters: several stand on a line. The number of rows is another in every micro-batch,
-# and no reason to compile anew.
+# Kernels have many parameters, so several are on one line. `rows` differs in every micro-batch, so it must
+# not cause another compilation.
 
 
 @triton.jit
 def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -> tuple[int, int]:
-    """The block of rows of a program, and which of the `others`, parts of the vocabulary, it takes."""
+    """Return the block of rows of a program, and which of the `others`, parts of the vocabulary, it takes."""
     each = TOGETHER * others
     first = program // each * TOGETHER
     together = min(row_blocks - first, TOGETHER)
@@ -37,7 +38,7 @@ def _logits(
     hidden_stride: int, weight_stride: int, scale: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
 ) -> tl.tensor:
-    """(ROWS, COLUMNS) fp32: hidden weightᵀ scale; zero beyond the last row and the last column."""
+    """Return hidden weightᵀ scale, (ROWS, COLUMNS) in fp32; zero beyond the last row and the last column."""
     feature = tl.arange(0, FEATURES)
     hidden += row.to(tl.int64)[:, None] * hidden_stride + feature[None, :]
     weight += column.to(tl.int64)[None, :] * weight_stride + feature[:, None]
@@ -61,7 +62,10 @@ def sums_kernel(
     weight_stride: int, scale: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
-    """Program (block of rows, span): the span's entries of `Sums`, online (Milakov, Gimelshein 2018)."""
+    """Compute the entries of `Sums` for one block of rows and one span (program: block of rows, span).
+
+    The computation is online (Milakov, Gimelshein 2018).
+    """
     block, span = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, SPAN), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)
     target = tl.load(targets + row, mask=row < rows, other=-1)
@@ -76,12 +80,12 @@ def sums_kernel(
             ROWS, COLUMNS, FEATURES,
         )
         found += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), 1)
-        # Beyond the vocabulary no weight, and no moment: minus infinity times zero would be none either.
+        # Entries beyond the vocabulary get zero weight and zero moment. -inf would give NaN, as -inf * 0.
         logits = tl.where((column < vocabulary)[None, :], logits, -1e30)
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         shifted = logits - new_peak[:, None]
         weights = tl.exp(shifted)
-        shift = tl.where(total > 0, peak - new_peak, 0.0)  # no peak before the first block
+        shift = tl.where(total > 0, peak - new_peak, 0.0)  # before the first block there is no peak
         decay = tl.exp(shift)
         if MOMENT:
             moment = (moment + shift * total) * decay + tl.sum(weights * shifted, 1)
@@ -104,7 +108,7 @@ def gradient_kernel(
     SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
-    """Program (block of rows, block of columns): its part of `Tiles.gradient`; see `LogitGradient`."""
+    """Compute `Tiles.gradient` for one block of rows and one block of columns; see `LogitGradient`."""
     block, part = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, COLUMNS), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run folder's metrics.jsonl: `Sinks(names, info, report)`."""
+"""Sinks: places for metrics besides metrics.jsonl in the run folder. Use `Sinks(names, info, report)`."""
 
 from tandem.observability.sinks.base import Generation, RunInfo, Sink
 from tandem.observability.sinks.registry import SINKS, Sinks, absent_sinks

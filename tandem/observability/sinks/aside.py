@@ -1,4 +1,4 @@
-"""A sink beside the run: an experiment tracker that is slow, fails or hangs holds nothing up."""
+"""A sink on a separate thread, so that a slow, failing or hanging experiment tracker delays nothing."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ Call = Callable[[Sink], None]
 
 
 class Aside:
-    """A sink on a thread of its own, which takes one call after another.
+    """A sink on its own thread, which handles one call after another.
 
     Args:
-        make: makes it, on that thread.
-        limit_s: seconds that it may take to begin, for one call, and at the end for all that is left.
-        waits: whether a call returns when the sink has taken it, not before.
+        make: creates the sink, on that thread.
+        limit_s: the most seconds that the sink may take to start, for one call, and at the end for all
+            remaining calls.
+        waits: whether a call returns only after the sink has handled it.
     """
 
     def __init__(self, make: Callable[[], Sink], limit_s: float, *, waits: bool) -> None:
         self._limit_s, self._waits = limit_s, waits
         self._calls: SimpleQueue[tuple[str, Call | None, threading.Event]] = SimpleQueue()
         self._error: BaseException | None = None
-        self._what, self._since = "at the start", time.monotonic()  # infinity while it has nothing to do
+        self._what, self._since = "at the start", time.monotonic()  # since when it works; infinity while idle
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
         self._thread.start()
 
     def call(self, step: int, call: Call) -> None:
-        """Has the call made once those before are done."""
+        """Queue a call for the sink."""
         self._put(f"at step {step}", call)
 
     def end(self) -> None:
-        """Has the sink closed once all calls are done; `join` waits for that."""
+        """Close the sink after all queued calls; `join` waits for that."""
         self._deadline = time.monotonic() + self._limit_s
         self._put("at the end", None)
 
     def join(self) -> None:
-        """Waits until the sink is closed, within the limit."""
+        """Wait until the sink is closed, at most for the limit."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
 
     def trouble(self) -> str | None:
-        """The sink's failure, for a sentence; None: all is well so far."""
+        """Return the sink's failure as part of a sentence; None if there is none so far."""
         if self._error is not None:
             return f"failed {self._what} ({self._error!r})"
         now = time.monotonic()
@@ -73,7 +74,7 @@ class Aside:
                     return
                 call(sink)
                 done.set()
-        except BaseException as error:  # whatever a tracker's client raises, an exit of the program included
+        except BaseException as error:  # a tracker's client may raise anything, even SystemExit
             self._error = error
         finally:
             done.set()

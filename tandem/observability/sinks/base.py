@@ -1,4 +1,4 @@
-"""What a sink is: somewhere that metrics go besides the run folder's metrics.jsonl."""
+"""The interface of sinks: places for metrics besides metrics.jsonl in the run folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a sink may want to know of the run.
+    """Facts about the run for sinks.
 
     Attributes:
-        project, experiment: the names under which the run is filed.
+        project: the project name of the run.
+        experiment: the experiment name of the run.
         folder: the run folder; sinks that write files write them below it.
-        total_steps: the step at which the run will end.
-        start_step: the last step already done, when a run is resumed.
+        total_steps: the last step of the run.
+        start_step: the last finished step, if a run is resumed.
         config: the resolved config as plain nested dicts.
     """
 
@@ -29,8 +30,11 @@ class RunInfo:
 
 
 class Generation(NamedTuple):
-    """A response, as people read it: `prompt` holds the messages, each after its role, and is empty for a
-    prompt that is no conversation; `score` says what the response was worth."""
+    """A response as people read it.
+
+    `prompt` holds the messages, each after its role; for a prompt that is not a conversation it is empty.
+    `score` is the reward of the response.
+    """
 
     prompt: str
     response: str
@@ -38,29 +42,29 @@ class Generation(NamedTuple):
 
 
 GENERATIONS = "val/generations"
-"""The name under which trackers file a validation's responses."""
+"""The name of a validation's responses in trackers."""
 
 
 class Sink(Protocol):
-    """Takes one step's metrics at a time, in the order of the steps."""
+    """A receiver of metrics, one step at a time, in the order of the steps."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        """Shows responses of the validation after a step, whose metrics come later."""
+        """Show responses of the validation after a step. Their metrics come later."""
         ...
 
     def close(self) -> None:
-        """Sends what is still buffered."""
+        """Send everything that is still buffered."""
         ...
 
 
 class TrackedRun:
-    """A sink whose library has runs that take numbers and tables by step, as that of Weights & Biases has.
+    """A sink for libraries whose runs take numbers and tables per step, such as Weights & Biases.
 
     Args:
-        run: as the library began it.
-        table: makes the library's table of `columns`, their names, and `data`, the rows.
+        run: a run that the library started.
+        table: creates the library's table from `columns`, the names, and `data`, the rows.
     """
 
     def __init__(self, run: Any, table: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""ClearML. Its own configuration file or environment names the server."""
+"""The sink for ClearML. ClearML's configuration file or environment variables name the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
-# Read as it is imported: else it forks this process, whose threads hold locks, for a reporter.
+# ClearML reads this at import. Otherwise it forks this process for a reporter, while threads hold locks.
 os.environ.setdefault("CLEARML__SDK__DEVELOPMENT__REPORT_USE_SUBPROCESS", "false")
 
 from clearml import Task
@@ -16,7 +16,7 @@ from clearml import Task
 
 class ClearMLSink:
     def __init__(self, info: RunInfo) -> None:
-        # By default it reads every Python file below the working directory for its imports.
+        # By default ClearML reads every Python file below the working directory to find imports.
         Task.force_requirements_env_freeze(force=True)
         self._task = Task.init(
             project_name=info.project,

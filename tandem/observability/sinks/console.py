@@ -1,4 +1,4 @@
-"""Progress for people: a line for a step, two a second at most."""
+"""Progress lines for people: one line per step, at most two per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from tandem.observability.sinks.base import Generation, RunInfo
 from tandem.observability.terminal import plain_console, printable
 
-# What a step's line shows where the step has it: metric, format.
+# The metrics in a step's line, if the step has them, and their formats.
 _HEADLINES = {
     "sft/loss": "loss {:.4f}",
     "rm/loss": "loss {:.4f}",
@@ -69,7 +69,7 @@ class ConsoleSink:
         self._console.file.flush()
 
     def _time_left(self, step: int, now: float) -> list[str]:
-        """From the mean pace since the start, validation and saving included."""
+        """Return the remaining time, from the mean pace since the start, including validation and saving."""
         steps_done = step - self._info.start_step
         steps_left = self._info.total_steps - step
         if steps_done <= 0 or steps_left <= 0:
@@ -78,7 +78,7 @@ class ConsoleSink:
 
 
 class FileSink(ConsoleSink):
-    """A line for every step, as plain text in RUN/log/progress.log."""
+    """A sink that writes a line for every step, as plain text, to RUN/log/progress.log."""
 
     seconds_between_lines = 0.0
 
@@ -93,7 +93,7 @@ class FileSink(ConsoleSink):
 
 
 def duration(seconds: float) -> str:
-    """7 s, 3 min 07 s, 2 h 05 min."""
+    """Return a duration as text, such as 7 s, 3 min 07 s or 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Progress on a terminal: `tandem.observability.display` at its bottom, what is printed meanwhile above."""
+"""Progress on a terminal: `tandem.observability.display` at the bottom, other output above it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _LIMIT_S = 5.0
 
 
 def console_sink(info: RunInfo) -> ConsoleSink:
-    """The display on a terminal that can show it; else, and where people type Python, lines."""
+    """Return a sink with the live display, if the terminal supports it, else one that prints lines.
+
+    An interactive Python session also gets lines.
+    """
     console = plain_console()
     shows = (
         sys.stdout.isatty()
@@ -32,10 +35,11 @@ def console_sink(info: RunInfo) -> ConsoleSink:
 
 
 class LiveSink(ConsoleSink):
-    """A display at the bottom of the terminal; validations and the last step have lines above it too.
+    """A display at the bottom of the terminal. Validations and the last step also get lines above it.
 
-    Meanwhile standard output and error, where they are the terminal, are a pipe to the display's process, for
-    libraries and for processes that the run starts too. However it ends, they become what they were.
+    While the display runs, standard output and error are a pipe to the display's process if they were the
+    terminal. This includes libraries and processes that the run starts. At the end, in whatever way the
+    display ends, both are restored.
     """
 
     seconds_between_lines = math.inf
@@ -50,7 +54,7 @@ class LiveSink(ConsoleSink):
             stdin=self._printed,
             stdout=self._streams[1],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C must reach only the run
         )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -72,15 +76,18 @@ class LiveSink(ConsoleSink):
         last_words.remove(self._give_back)  # last: a second signal may end the process meanwhile
 
     def _give_back(self) -> None:
-        """End the display and take its picture away."""
+        """End the display and remove its picture."""
         sys.stderr.flush()
         self._process.terminate()
-        if not self._restored.wait(_LIMIT_S):  # a terminal that was stopped
+        if not self._restored.wait(_LIMIT_S):  # the terminal may be stopped
             self._process.kill()
             self._restored.wait(_LIMIT_S)
 
     def _restore(self) -> None:
-        """Waits for the display's end, and takes its place: processes of the run may have the pipe still."""
+        """Wait for the end of the display, then forward the pipe to the terminal.
+
+        Processes of the run may still write to the pipe.
+        """
         self._process.wait()
         for number, stream in self._streams.items():
             os.dup2(stream, number)

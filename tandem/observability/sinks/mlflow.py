@@ -1,4 +1,4 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, else a database under RUN/mlflow."""
+"""The sink for MLflow: the server in MLFLOW_TRACKING_URI, or else a database under RUN/mlflow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mlflow.tracking import MlflowClient
 from tandem.observability.config_file import flat
 from tandem.observability.sinks.base import GENERATIONS, Generation, RunInfo
 
-_BATCH = 100  # parameters that one request may carry
-_VALUE_LENGTH = 500  # characters of a parameter's value that every version of the server takes
+_BATCH = 100  # the most parameters per request
+_VALUE_LENGTH = 500  # the most characters of a value that every version of the server accepts
 
 
 class MLflowSink:
@@ -25,7 +25,7 @@ class MLflowSink:
             uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(info.project)
-        # Without a server MLflow would put files into the working directory.
+        # Without a server, MLflow would write files to the working directory.
         files = {} if server else {"artifact_location": (folder / "artifacts").resolve().as_uri()}
         experiment = known.experiment_id if known else self._client.create_experiment(info.project, **files)
         self._run_id = self._client.create_run(experiment, run_name=info.experiment).info.run_id
@@ -42,7 +42,7 @@ class MLflowSink:
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
         columns = {name: [getattr(each, name) for each in generations] for name in Generation._fields}
         table = {"step": [step] * len(generations), **columns}
-        self._client.log_table(self._run_id, table, f"{GENERATIONS}.json")  # adds to the table there
+        self._client.log_table(self._run_id, table, f"{GENERATIONS}.json")  # this appends to the table
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

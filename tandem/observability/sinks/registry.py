@@ -1,4 +1,4 @@
-"""Sinks by name. A sink's module imports its library at the top, so it is loaded only when asked for."""
+"""Sinks by name. A sink's module imports its library at the top, so it is loaded only if it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.errors import ConfigError
 from tandem.observability.sinks.aside import LIMIT_S, Aside
 from tandem.observability.sinks.base import Generation, RunInfo, Sink
 
-# name: ("module:attribute", what to install where the module's library is missing)
+# name: ("module:attribute", the package to install if the module's library is missing)
 SINKS = {
     "console": ("live:console_sink", "rich"),
     "file": ("console:FileSink", "rich"),
@@ -23,22 +23,26 @@ SINKS = {
     "trackio": ("trackio:TrackioSink", "trackio"),
 }
 _HERE = frozenset({"console", "file"})
-"""They write where the run itself does, in its order."""
+"""These sinks write to the same place as the run itself, in the same order."""
 _OWN = _HERE | {"tensorboard"}
-"""Tandem brings what these need."""
+"""The packages of these sinks are installed with Tandem."""
 
 
 class Sinks:
-    """Several sinks as one. None of them ends a run, for metrics.jsonl has everything: one whose package is
-    absent, that fails, or that does not answer within the limit is reported once and dropped.
+    """Several sinks as one. No sink can end a run, because metrics.jsonl has all metrics.
+
+    If a sink's package is missing, or if the sink fails or does not answer within the limit, one message says
+    so and the sink is dropped.
 
     Args:
         names: keys of `SINKS`, such as `trainer.logger`.
+        info: facts about the run.
         report: takes a sentence for the user when a sink was dropped.
-        limit_s: seconds that a sink may take to begin, for one step, and at the end for all that is left.
+        limit_s: the most seconds that a sink may take to start, for one step, and at the end for all
+            remaining steps.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: If a name is unknown.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Sinks:
         self._report = report
         absent = absent_sinks(names)
         for error in absent.values():
-            report(f"{error}\nThe run goes on without it; metrics.jsonl has everything.")
+            report(f"{error}\nThe run continues without this logger; metrics.jsonl has all metrics.")
         self._sinks = {
             name: Aside(partial(_load(name), info), limit_s, waits=name in _HERE)
             for name in names
@@ -79,7 +83,7 @@ class Sinks:
         for name, sink in list(self._sinks.items()):
             if trouble := sink.trouble():
                 del self._sinks[name]
-                self._report(f"logger {name} {trouble} and is switched off; metrics.jsonl goes on")
+                self._report(f"logger {name} {trouble} and is switched off; metrics.jsonl has all metrics")
 
     def close(self) -> None:
         for sink in self._sinks.values():
@@ -90,17 +94,17 @@ class Sinks:
 
 
 def absent_sinks(names: Sequence[str]) -> dict[str, ConfigError]:
-    """Those of these sinks whose package is not there or does not load, and what to do about it."""
+    """Return an error, with its remedy, for each of these sinks whose package is missing or does not load."""
     found: dict[str, ConfigError] = {}
     for name in [name for name in names if name not in _OWN]:
         try:
             _load(name)
         except Exception as error:  # a package may be broken in any way
             found[name] = ConfigError(
-                f"the logger {name} needs a package that does not load here",
+                f"the logger {name} needs a package that cannot be imported",
                 field="trainer.logger",
                 got=f"no module {error.name}" if isinstance(error, ModuleNotFoundError) else repr(error),
-                remedy=f"pip install {SINKS[name][1]}, or leave {name} out of trainer.logger",
+                remedy=f"run pip install {SINKS[name][1]}, or remove {name} from trainer.logger",
             )
     return found
 

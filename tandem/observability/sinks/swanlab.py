@@ -1,4 +1,4 @@
-"""SwanLab. SWANLAB_MODE (cloud, local, offline, disabled) and SWANLAB_API_KEY apply as usual."""
+"""The sink for SwanLab. SWANLAB_MODE (cloud, local, offline, disabled) and SWANLAB_API_KEY apply."""
 
 from __future__ import annotations
 

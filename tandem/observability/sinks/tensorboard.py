@@ -1,4 +1,4 @@
-"""TensorBoard event files under RUN/tensorboard."""
+"""The sink for TensorBoard: event files under RUN/tensorboard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TensorBoardSink:
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
         for number, each in enumerate(generations):
-            # Indented text is shown as it is; TensorBoard takes all else for Markdown.
+            # TensorBoard shows indented text unchanged and renders other text as Markdown.
             text = indent(
                 f"{each.prompt}\n\n{each.response}\n\nscore {each.score:g}", "    ", lambda line: True
             )
@@ -31,7 +31,7 @@ class TensorBoardSink:
 
     def _opened(self, step: int) -> SummaryWriter:
         if self._writer is None:
-            # Hides what an earlier process wrote from this step on, when the run is a resumed one.
+            # In a resumed run, hide what an earlier process wrote from this step on.
             self._writer = SummaryWriter(self._folder, purge_step=step)
         return self._writer
 

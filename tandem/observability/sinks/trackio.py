@@ -1,4 +1,7 @@
-"""Trackio: local-first tracking; `trackio show` opens its page. TRACKIO_DIR says where it keeps runs."""
+"""The sink for Trackio, a local-first tracker.
+
+`trackio show` opens its page. TRACKIO_DIR is the folder of its runs.
+"""
 
 from __future__ import annotations
 

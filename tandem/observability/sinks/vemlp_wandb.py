@@ -1,6 +1,6 @@
-"""Volcano Engine's experiment tracking, which speaks the Weights & Biases API.
+"""The sink for Volcano Engine's experiment tracking, which has the API of Weights & Biases.
 
-Its environment names the account: VOLC_ACCESS_KEY_ID, VOLC_SECRET_ACCESS_KEY, MLP_TRACKING_REGION.
+These environment variables name the account: VOLC_ACCESS_KEY_ID, VOLC_SECRET_ACCESS_KEY, MLP_TRACKING_REGION.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VemlpWandbSink(TrackedRun):
                 "vemlp_wandb needs environment variables that are not set",
                 field="trainer.logger",
                 got=f"no {', '.join(missing)}",
-                remedy="export them, or leave vemlp_wandb out of trainer.logger",
+                remedy="export them, or remove vemlp_wandb from trainer.logger",
             )
         access_key, secret_key, region = (os.environ[name] for name in _ENVIRONMENT)
         volcengine_ml_platform.init(ak=access_key, sk=secret_key, region=region)

@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_MODE, WANDB_API_KEY and the rest of its environment apply as usual."""
+"""The sink for Weights & Biases. WANDB_MODE, WANDB_API_KEY and its other environment variables apply."""
 
 from __future__ import annotations
 

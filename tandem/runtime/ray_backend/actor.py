@@ -1,5 +1,8 @@
-"""The process of a pool's rank, a Ray actor. One lane runs the calls of all roles placed there, in the order
-in which the controller made them. Beside that lane it answers what the controller asks."""
+"""The process of one rank of a pool, as a Ray actor.
+
+One thread, the main lane, runs the calls of all roles in this process, in the order in which the controller
+made them. Other threads answer the controller's questions at the same time.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +41,28 @@ from tandem.runtime.worker import Worker, WorkerFactory, create
 from tandem.trusted import TRUST
 
 INPUTS: list[Usage] = []
-"""The cost of each input that was brought to this process. Handles add to it, the lane takes it out."""
+"""The cost of each input that was copied to this process.
+
+Handles add entries, and the main lane removes them.
+"""
 
 PLAIN = (bool, int, float, str)
 RemoteCall = tuple[str, str, tuple[Any, ...], Mapping[str, Any]] | bytes
-"""Role, method and its arguments; one argument to Ray, which packs each apart. See `packed_call`."""
+"""Role, method and arguments as one argument for Ray, because Ray packs every argument separately.
+
+See `packed_call`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """The machine and the network in which a process found itself.
+    """The machine and the network in which a process runs.
 
     Attributes:
-        place: the process, by the machine's address.
-        machine: Ray's id of it.
-        interface: of that address.
-        cores: of the machine.
+        place: The process, with the machine's address.
+        machine: Ray's id of the machine.
+        interface: The network interface of that address.
+        cores: The number of CPU cores of the machine.
     """
 
     place: Place
@@ -63,12 +72,15 @@ class Whereabouts:
 
 
 def packed_index(batch: Any) -> bytes:
-    """A batch's index as the controller receives it."""
+    """Return a batch's index in the form that the controller receives."""
     return pickle.dumps(Index.of(batch), protocol=5)
 
 
 def packed_call(role: str, method: str, call: Call) -> RemoteCall:
-    """Packs a call for an actor. Ray needs to know nothing of plain values, and bytes cost it the least."""
+    """Pack a call for an actor.
+
+    A call with plain values only is pickled here, because bytes are what Ray sends fastest.
+    """
     args, kwargs = call
     whole = (role, method, args, kwargs)
     plain = all(value is None or type(value) in PLAIN for value in (*args, *kwargs.values()))
@@ -80,10 +92,13 @@ class Setup:
     """The facts that a process needs to become a rank.
 
     Attributes:
-        pool, rank, world_size: which one.
-        cwd, path: the controller's working folder and import path.
-        log: the file for all that is printed here, by libraries and child processes too.
-        trusted: the files with code that the controller trusts, see `tandem.trusted.trust`.
+        pool: The name of the pool.
+        rank: The rank of the process.
+        world_size: The number of processes in the pool.
+        cwd: The controller's working folder.
+        path: The controller's import path.
+        log: The file for all output of this process, including that of libraries and child processes.
+        trusted: The files with code that the controller trusts, see `tandem.trusted.trust`.
     """
 
     pool: str
@@ -96,11 +111,13 @@ class Setup:
 
 
 class _Host:
-    """One process. The methods of the group "control" answer beside the lane; all others run on it, one after
-    the other.
+    """One process of a pool.
+
+    The methods of the group "control" run in parallel to the main lane. All other methods run on the main
+    lane, one after the other.
 
     Args:
-        setup: who this is.
+        setup: The facts about this process.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -110,8 +127,8 @@ class _Host:
         self._state = ("idle", "", "", time.monotonic())
         self._lane = 0
         self._failures: deque[Record] = deque()
-        self._said: deque[str] = deque()
-        self._store: Any = None  # kept: the meeting point goes with it
+        self._messages: deque[str] = deque()
+        self._store: Any = None  # a reference keeps the rendezvous server alive
         if os.path.isdir(setup.cwd):
             os.chdir(setup.cwd)
         os.environ[TRUST] = setup.trusted
@@ -121,16 +138,18 @@ class _Host:
         faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)
 
     def serve_rendezvous(self, address: str, port: int, timeout_s: float) -> int:
-        """Makes this process the meeting point of its pool's process group.
+        """Make this process the rendezvous server of its pool's process group.
 
         Args:
-            port: where to listen; 0 takes a free one.
+            address: The address of this machine.
+            port: The port to listen on; 0 takes a free port.
+            timeout_s: The timeout of the process group, in seconds.
 
         Returns:
-            the port.
+            The port.
 
         Raises:
-            ConfigError: the port is taken.
+            ConfigError: The port is in use.
         """
         timeout = timedelta(seconds=timeout_s)
         world_size = self._setup.world_size
@@ -143,41 +162,43 @@ class _Host:
                 "the process group cannot listen on this port",
                 field="trainer.cluster.master_port",
                 got=f"{address}:{port}: {str(error).splitlines()[0]}",
-                remedy="name another port, or 0 for a free one",
+                remedy="set another port, or 0 for a free port",
             ) from error
         self._store = store
         return int(store.port)
 
     def join(self, environment: Mapping[str, str], defaults: Mapping[str, str], threads: int) -> None:
-        """Sets what `torch.distributed` reads, and the threads of CPU kernels.
+        """Set the environment variables of `torch.distributed` and the number of CPU threads.
 
         Args:
-            defaults: what counts only where the machine's own environment does not say it.
+            environment: Variables to set.
+            defaults: Variables to set only if the machine's own environment does not have them.
+            threads: The number of threads of CPU kernels.
         """
         os.environ.update({**defaults, **os.environ, **environment})
         set_threads(threads)
 
     def create(self, role: str, factory: WorkerFactory) -> None:
-        """Makes the worker of a role; one of the same role that was here goes first."""
+        """Create the worker of a role. An earlier worker of the same role is removed first."""
         if role in self._workers:
             self.remove(role)
         self._usage[role] = Usage()
         with self._at("running", role, "__init__"):
-            worker = create(factory, self._setup.rank, self._setup.world_size, tell=self._said.append)
+            worker = create(factory, self._setup.rank, self._setup.world_size, tell=self._messages.append)
         self._workers[role] = worker
 
     def remove(self, role: str) -> None:
-        """Drops the worker of a role, and gives back what its models held."""
+        """Remove the worker of a role and free the memory of its models."""
         self._workers.pop(role, None)
-        gc.collect()  # sharded modules refer to themselves
+        gc.collect()  # sharded modules contain reference cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def run(self, packed: RemoteCall) -> Any:
-        """Runs a worker's method.
+        """Run a worker's method.
 
         Raises:
-            CallFailed: it raised, or its inputs could not be had.
+            CallFailed: The method raised an exception, or an input could not be fetched.
         """
         role, method, call = self._bound(packed)
         with self._at("running", role, method):
@@ -185,17 +206,19 @@ class _Host:
 
     @ray.method(num_returns=2)
     def run_kept(self, packed: RemoteCall) -> tuple[bytes | None, Any]:
-        """The result's index for the controller, and the result for whoever uses it."""
+        """Run a worker's method, and return the index for the controller and the result for other workers."""
         result = self.run(packed)
         return packed_index(result), result
 
     def run_parts(self, packed: RemoteCall) -> Iterator[tuple[Any, bytes] | DataProto]:
-        """Runs a worker's streaming method. Each part's rows and index are for the controller. Then comes the
-        part, of which the controller is given a reference of its own: one within what it gets could be gone
-        before it is counted there.
+        """Run a worker's streaming method.
+
+        Each part is yielded twice: first its rows and its index for the controller, then the batch itself.
+        The controller gets a separate reference to the batch, because an object that is only referenced
+        inside another result could be freed before the controller counts its reference.
 
         Raises:
-            CallFailed: as `run`.
+            CallFailed: See `run`.
         """
         role, method, call = self._bound(packed)
         with self._at("running", role, method):
@@ -204,7 +227,7 @@ class _Host:
                 yield part.batch
 
     def _bound(self, packed: RemoteCall) -> tuple[str, str, Callable[[], Any]]:
-        """Role, method, and the call with its inputs brought here."""
+        """Return the role, the method, and the call with its inputs already fetched."""
         role, method, args, kwargs = pickle.loads(packed) if isinstance(packed, bytes) else packed
         with self._at("waiting for the inputs of", role, method):
             here = [resolve(argument, borrowed=True) for argument in args]
@@ -213,7 +236,10 @@ class _Host:
 
     @contextmanager
     def _at(self, state: str, role: str, method: str) -> Iterator[None]:
-        """The lane in one state: told to whoever asks, charged to the role, and its exceptions recorded."""
+        """Set the state of the main lane during a block.
+
+        The state is what `status` reports. The time is charged to the role, and exceptions are recorded.
+        """
         start = time.monotonic()
         self._lane = threading.get_ident()
         self._state = (state, role, method, start)
@@ -232,10 +258,13 @@ class _Host:
             self._state = ("idle", "", "", time.monotonic())
 
     def _record(self, error: BaseException, state: str, role: str, method: str) -> Record:
-        """The record of a call that raised, or of another's failure where that came with the inputs."""
+        """Return the record of a call that raised.
+
+        If the error came with an input, it is the record of the other call that failed.
+        """
         if isinstance(error, CallFailed):
             return error.record
-        trace = _beyond_this_file(error.__traceback__)
+        trace = _without_own_frames(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, trace))
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -246,7 +275,7 @@ class _Host:
         return record
 
     def take_usage(self, role: str) -> Usage:
-        """A role's since the last call."""
+        """Return a role's usage since the last call."""
         taken, self._usage[role] = self._usage[role], Usage()
         return taken
 
@@ -260,18 +289,18 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """The state of the lane, with what it has to tell since it was last asked."""
+        """Return the state of the main lane, with the failures and messages since the last call."""
         state, role, method, since = self._state
-        failures, said = _drained(self._failures), _drained(self._said)
+        failures, said = _drain(self._failures), _drain(self._messages)
         elapsed = time.monotonic() - since
         return Status(state, role, method, elapsed, _resident_bytes(), failures, said)
 
     @ray.method(concurrency_group="control")
     def stacks(self, *, lane_only: bool = False) -> str:
-        """The Python stacks of all threads, the lane's first.
+        """Return the Python stacks of all threads, that of the main lane first.
 
         Args:
-            lane_only: only the one that runs the workers' methods.
+            lane_only: Whether to return only the thread that runs the workers' methods.
         """
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
@@ -282,7 +311,7 @@ class _Host:
         )
 
     def close(self) -> None:
-        """Leaves the process group together with the others."""
+        """Leave the process group together with the other ranks."""
         self._workers.clear()
         if dist.is_initialized():
             dist.barrier()
@@ -292,13 +321,13 @@ class _Host:
 Item = TypeVar("Item")
 
 
-def _drained(items: deque[Item]) -> tuple[Item, ...]:
-    """All that is there, taken out; the lane may add to it meanwhile."""
+def _drain(items: deque[Item]) -> tuple[Item, ...]:
+    """Remove and return all items; the main lane may add items at the same time."""
     return tuple(items.popleft() for _ in range(len(items)))
 
 
-def _beyond_this_file(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without its first frames, those of the host, unless there are no others."""
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without its first frames, which are those of this file, if there are others."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next
@@ -308,12 +337,12 @@ def _beyond_this_file(trace: TracebackType | None) -> TracebackType | None:
 def _if_picklable(error: BaseException) -> BaseException | None:
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:  # whatever a user's exception does when it is rebuilt; the record says it in words
+    except Exception:  # a user's exception may fail when it is rebuilt; the record still has its text
         return None
 
 
 def _redirect_output(log: Path) -> Any:
-    """Everything printed from here on, by child processes too, goes to the end of the file."""
+    """Append all further output of this process and its child processes to the file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.open("ab", buffering=0)
     file.write(f"{log_header(os.getpid())}\n".encode())
@@ -332,6 +361,6 @@ def _resident_bytes() -> int:
 
 
 Actor = Any
-"""The handle of a HostActor; Ray's own types know the calls' arguments and results no better."""
+"""The handle of a HostActor. Ray's own types describe the calls' arguments and results no better."""
 
 HostActor: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(_Host)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Processes of pools as Ray actors: started, introduced to each other, watched, ended."""
+"""Start, connect, watch and end the processes of pools as Ray actors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ from tandem.runtime.worker import WorkerFactory, worker_class
 from tandem.trusted import TRUST
 
 KEYS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
-"""What of the environment another program needs to reach the same Ray. The token itself stays where it is."""
+"""Environment variables that another program needs to reach the same Ray cluster.
+
+The token itself stays in its file.
+"""
 HOSTS_FILE = "processes.json"
-"""In the log folder: where the processes of the run are, for whoever wants to see their stacks."""
+"""A file in the log folder that lists the processes of the run.
+
+Other programs need it to read the stacks of the processes.
+"""
 
 
 @dataclass
@@ -43,8 +49,10 @@ class Hosts:
     """The processes of a pool.
 
     Attributes:
-        actors, found: by rank.
-        group: what they reserve; None for helpers beside the controller.
+        pool: The pool.
+        actors: The actor of each rank.
+        found: The location of each rank.
+        group: The placement group that the processes reserve; None for helpers next to the controller.
     """
 
     pool: ResourcePool
@@ -59,30 +67,32 @@ class Hosts:
 
 @dataclass(eq=False, repr=False)
 class RayBackend:
-    """See `Backend`.
+    """The backend that runs workers as Ray actors; see `Backend`.
 
     Args:
-        name: the run's, for messages and for the names of its processes.
-        log_dir: where each process writes its log; a folder that all nodes share. None takes a new one.
-        device: "cpu"; "cuda" for one GPU per process; "auto" for that where the cluster has GPUs.
-        address: of the cluster; None starts Ray on this machine.
-        namespace: Ray's, for the processes' names; None makes one.
-        interface: the network interface of collectives; None takes the one with the node's address.
-        master_port: where rank 0 of the first pool of several processes listens for their process group; one
-            port further for each further such pool; 0 takes free ports.
-        object_store_gb: of a Ray that is started here, GiB; None leaves it to Ray.
-        temp_dir: of a Ray that is started here.
-        ray_init: further arguments of `ray.init`.
-        start_s: limit for all processes of the pools to be up and know of each other.
-        call_s: limit of one method's own run.
-        answer_s: limit of a process's answer to a question.
-        collective_s: limit of one collective operation.
-        resources_s: how long the cluster may take to have what the pools ask for.
-        stop_s: limit of an orderly end; then the processes are killed.
-        say: is told what workers say to the user.
+        name: The name of the run, for messages and for the names of its processes.
+        log_dir: The folder for the log of each process, which all nodes must share. None creates a new
+            folder.
+        device: "cpu"; "cuda" for one GPU per process; "auto" for "cuda" if the cluster has GPUs, else "cpu".
+        address: The address of the cluster; None starts Ray on this machine.
+        namespace: Ray's namespace for the names of the processes; None creates one.
+        interface: The network interface of collectives; None takes the interface with the node's address.
+        master_port: The port on which rank 0 of the first pool with several processes listens for their
+            process group. Each further pool of this kind takes the next port. 0 takes free ports.
+        object_store_gb: The size in GiB of the object store of a Ray that is started here; None leaves it to
+            Ray.
+        temp_dir: The temporary folder of a Ray that is started here.
+        ray_init: Further arguments of `ray.init`.
+        start_s: The time limit, in seconds, until all processes of the pools are up and connected.
+        call_s: The time limit of one method's own run.
+        answer_s: The time limit of a process's answer to a question.
+        collective_s: The time limit of one collective operation.
+        resources_s: The time limit for the cluster to have the requested resources.
+        stop_s: The time limit of a regular shutdown. After it, the processes are killed.
+        say: A function that shows the workers' messages to the user.
 
     Raises:
-        ConfigError: no cluster at the address.
+        ConfigError: There is no cluster at the address.
     """
 
     name: str = "tandem"
@@ -121,11 +131,11 @@ class RayBackend:
         self._closed = False
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
-        """Starts the pools' processes, all at once; pools that are there already stay.
+        """Start the processes of all pools at once; pools that already run stay as they are.
 
         Raises:
-            ConfigError: the cluster has not got the room.
-            WorkerFailure: the processes did not come up within `start_s`.
+            ConfigError: The cluster does not have enough resources.
+            WorkerFailure: The processes did not start within `start_s`.
         """
         new = [pool for pool in pools if pool.name not in self._pools]
         groups = reserve(
@@ -136,7 +146,7 @@ class RayBackend:
             group = groups.get(pool.name)
             self._pools[pool.name] = Hosts(pool, self._spawn(pool, group), [], group)
         started = [self._pools[pool.name] for pool in new]
-        for step in (self._find, self._introduce):
+        for step in (self._locate, self._connect):
             for hosts in started:
                 try:
                     step(hosts, deadline)
@@ -145,17 +155,17 @@ class RayBackend:
         self._write_hosts()
 
     def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> RayWorkers:
-        """See `Backend`.
+        """Start one worker in each process of the pool; see `Backend.launch`.
 
         Raises:
-            ConfigError: as `reserve`, or another pool of that name is there.
-            WorkerFailure: a worker could not be made.
+            ConfigError: See `reserve`; or another pool of the same name exists.
+            WorkerFailure: A worker could not be created.
         """
         self.reserve([pool])
         hosts = self._pools[pool.name]
         if hosts.pool != pool:
             raise ConfigError(
-                "two resource pools have one name", field=pool.name, got=pool, expected=hosts.pool
+                "two resource pools have the same name", field=pool.name, got=pool, expected=hosts.pool
             )
         _ship_modules_of(worker)
         factory = ray.put(worker)
@@ -174,14 +184,14 @@ class RayBackend:
         return taken
 
     def release(self, pool_names: Sequence[str]) -> None:
-        """Ends the processes of some pools and gives their room back."""
+        """End the processes of some pools and free their resources."""
         for name in pool_names:
             hosts = self._pools.pop(name)
-            self._watch.remove(name)  # before they go: or their end would be taken for a failure
+            self._watch.remove(name)  # first, so that the end of the processes does not count as a failure
             self._end([hosts])
 
     def shutdown(self) -> None:
-        """Ends all processes, and Ray if it was started or joined here; idempotent."""
+        """End all processes, and Ray if it was started or joined here. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -211,16 +221,16 @@ class RayBackend:
             actors.append(HostActor.options(**where, **named).remote(setup))
         return actors
 
-    def _find(self, hosts: Hosts, deadline: float) -> None:
-        """Waits for a pool's processes, and watches them from then on."""
+    def _locate(self, hosts: Hosts, deadline: float) -> None:
+        """Wait for a pool's processes to report their location, and start to watch them."""
         asked = [actor.whereabouts.remote() for actor in hosts.actors]
         for actor, ref in zip(hosts.actors, asked, strict=True):
-            at = self._by(deadline, ref)
+            at = self._get_before(deadline, ref)
             hosts.found.append(at)
             self._watch.add(at.place, actor)
 
-    def _introduce(self, hosts: Hosts, deadline: float) -> None:
-        """Tells a pool's processes of each other and of their share of the machine."""
+    def _connect(self, hosts: Hosts, deadline: float) -> None:
+        """Give each process of a pool the environment of the process group and its share of CPU threads."""
         group = self._process_group(hosts, deadline)
         busy = [at.machine for known in self._pools.values() if known.pool.on_device for at in known.found]
         machines = [at.machine for at in hosts.found]
@@ -233,22 +243,25 @@ class RayBackend:
             threads = _threads(at.cores, busy.count(at.machine) if hosts.pool.on_device else at.cores)
             joined.append(actor.join.remote(own, defaults, threads))
         for ref in joined:
-            self._by(deadline, ref)
+            self._get_before(deadline, ref)
 
     def _process_group(self, hosts: Hosts, deadline: float) -> dict[str, str]:
-        """The environment that makes a pool's processes one group of `torch.distributed`; none for one."""
+        """Return the environment that makes a pool's processes one `torch.distributed` group.
+
+        It is empty for a pool of one process.
+        """
         if hosts.pool.world_size == 1:
             return {}
         address = hosts.found[0].place.node
         port = 0
-        if self.master_port != 0:  # the first pool's is the one asked for, the next ones' follow
+        if self.master_port != 0:  # the first pool takes this port, and further pools the next ones
             taken = {port for name, port in self._ports.items() if name in self._pools}
             port = next(port for port in itertools.count(self.master_port) if port not in taken)
             self._ports[hosts.pool.name] = port
         served = hosts.actors[0].serve_rendezvous.remote(address, port, self.collective_s)
         return {
             "MASTER_ADDR": address,
-            "MASTER_PORT": str(self._by(deadline, served)),
+            "MASTER_PORT": str(self._get_before(deadline, served)),
             "WORLD_SIZE": str(hosts.pool.world_size),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
@@ -260,25 +273,28 @@ class RayBackend:
         if isinstance(error, WorkerFailure):
             what, restartable = str(error), error.restartable
         else:
-            what = f"not all were up within trainer.timeouts.start={self.start_s:g} s"
+            what = f"not all processes were up within trainer.timeouts.start={self.start_s:g} s"
             restartable = True
         return WorkerFailure(
-            f"resource pool '{pool.name}' could not be started: {what}\n"
+            f"the resource pool '{pool.name}' could not be started: {what}\n"
             f"  answered: {len(hosts.found)} of {pool.world_size} processes\n"
-            f"  logs:     {self._logs}, which all nodes must share",
+            f"  logs:     {self._logs} (all nodes must share this folder)",
             restartable=restartable,
         )
 
     def _actor_name(self, pool: str, rank: int) -> str:
         return f"{self._id}_{pool}_{rank}"
 
-    def _by(self, deadline: float, ref: ray.ObjectRef[Any]) -> Any:
+    def _get_before(self, deadline: float, ref: ray.ObjectRef[Any]) -> Any:
         return self._watch.get(ref, max(0.0, deadline - time.monotonic()))
 
     def _end(self, ending: Sequence[Hosts]) -> None:
-        """Orderly where they still answer, then in any case; waits until those on this machine are gone."""
+        """End processes: first regularly, if they still answer, then by killing them.
+
+        Wait until the processes on this machine are gone.
+        """
         actors = [actor for hosts in ending for actor in hosts.actors]
-        with suppress(RayError, WorkerFailure):  # they are killed below, whatever state they are in
+        with suppress(RayError, WorkerFailure):  # all processes are killed below in any case
             self._watch.check()
             closing = [actor.close.remote() for actor in actors]
             if closing:
@@ -319,7 +335,7 @@ class RayBackend:
 
 
 def _interface_names(interface: str | None) -> dict[str, str]:
-    """The environment by which collectives take a network interface."""
+    """Return the environment variables that make collectives use a network interface."""
     return {f"{library}_SOCKET_IFNAME": interface for library in ("GLOO", "NCCL") if interface}
 
 
@@ -329,7 +345,7 @@ def _threads(cores: int, processes: int) -> int:
 
 
 def _ship_modules_of(worker: WorkerFactory) -> None:
-    """Sends along the code of modules that another process could not import: a user's own files."""
+    """Send the code of modules that another process could not import, such as a user's own files."""
     values = [worker_class(worker)]
     if isinstance(worker, partial):
         values += [*worker.args, *worker.keywords.values()]
@@ -337,7 +353,7 @@ def _ship_modules_of(worker: WorkerFactory) -> None:
         function = getattr(value, "function", value)
         module = sys.modules.get(getattr(function, "__module__", None) or "")
         if module is None or module.__name__ == "__main__" or getattr(module, "__file__", None) is None:
-            continue  # the last is part of the interpreter
+            continue  # a module without a file is part of the interpreter
         if PathFinder.find_spec(module.__name__.split(".")[0]) is None:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 

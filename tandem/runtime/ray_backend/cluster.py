@@ -1,5 +1,4 @@
-"""The Ray cluster of a run: joined or started, the places in it that pools reserve, and the
-stacks of its processes."""
+"""The Ray cluster of a run: join or start it, reserve resources, and read the stacks of its processes."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ from tandem.lifetime import children_of, kill_trees, last_words
 from tandem.runtime.resource_pool import ResourcePool
 
 PROCESS = "tandem_process"
-"""What each process takes of a Ray that was started for this run alone. Its cores are not counted: more
-processes than cores is a choice of whoever asks for them."""
+"""The resource that each process takes from a Ray that was started only for this run.
+
+Cores are not counted there, because the user may want more processes than cores.
+"""
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
@@ -36,23 +37,27 @@ def connect(
     object_store_gb: float | None = None,
     ray_init: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Joins a cluster, or starts Ray on this machine.
+    """Join a cluster, or start Ray on this machine.
+
+    A Ray that this process has already joined is used as it is.
 
     Args:
-        address: of the cluster; "auto" finds the one on this machine; None starts one, which ends with
-            this process.
-        ray_init: further arguments of `ray.init`.
+        address: The address of the cluster. "auto" finds the cluster of this machine. None starts one, which
+            ends with this process.
+        temp_dir: The temporary folder of a Ray that is started here.
+        object_store_gb: The size in GiB of the object store of a Ray that is started here.
+        ray_init: Further arguments of `ray.init`.
 
     Returns:
-        Whether it was started here. A Ray that this process is in already is used as it is.
+        Whether Ray was started or joined here.
 
     Raises:
-        ConfigError: no cluster there, or arguments that Ray does not take.
-        WorkerFailure: Ray did not start here in the time that it gives itself.
+        ConfigError: There is no cluster at the address, or Ray rejects the arguments.
+        WorkerFailure: Ray did not start in the time that it allows itself.
     """
     if ray.is_initialized():
         return False
-    # That Ray checks a token of its own making is nothing the user has to act on.
+    # Ray logs that it checks a token that it made itself. The user need not act on this.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the watch reports them
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -65,7 +70,7 @@ def connect(
             _join(address, shared)
         return True
     finally:
-        # Ray names its own debugger there, and the controller's `breakpoint()` is the user's.
+        # Ray sets its own debugger there, but `breakpoint()` in the controller belongs to the user.
         if hook is None:
             os.environ.pop("PYTHONBREAKPOINT", None)
         else:
@@ -77,7 +82,7 @@ def _join(address: str, shared: Mapping[str, Any]) -> None:
         ray.init(address=address, **shared)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            "no Ray cluster there",
+            "there is no Ray cluster at this address",
             field="trainer.cluster.address",
             got=f"{address}: {str(error).splitlines()[0]}",
             expected="HOST:PORT of the head node, or auto on one of the cluster's machines",
@@ -91,7 +96,7 @@ def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[
     try:
         ray.init(
             **{
-                "address": "local",  # or Ray would look for one to join
+                "address": "local",  # without this, Ray would look for a cluster to join
                 "resources": {PROCESS: 10**6},
                 "include_dashboard": False,
                 "object_store_memory": store,
@@ -102,7 +107,7 @@ def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[
         )
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"Ray does not take these: {str(error).splitlines()[0]}",
+            f"Ray does not accept these arguments: {str(error).splitlines()[0]}",
             field="trainer.cluster.ray_init",
             got=str({name: shared[name] for name in shared if name not in _QUIET}),
             expected="arguments of ray.init",
@@ -113,28 +118,31 @@ def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[
         ray.shutdown()
         raise WorkerFailure(
             f"Ray did not start on this machine: {error}\n"
-            "  it waits 30 s for itself, which may be too short while the machine is busy with other work: "
-            "start the run again then, or let it do so (trainer.max_restarts)",
+            "  Ray waits 30 s for its own processes, which may be too short while the machine is busy. "
+            "Start the run again later, or set trainer.max_restarts to let the run restart itself",
             restartable=True,
         ) from error
 
-    # Where this process has no time to shut Ray down, Ray's own would notice only after a while.
+    # If this process ends without shutting Ray down, Ray's processes notice it only after a while.
     last_words.append(partial(_kill, set(children_of(os.getpid())) - before))
 
 
 def _kill(started: set[int]) -> None:
-    """Kill what Ray started here. Others may have the numbers of processes that have ended since."""
+    """Kill the processes that Ray started here.
+
+    Only current child processes are killed, because the ids of ended processes may belong to others now.
+    """
     kill_trees(started & set(children_of(os.getpid())))
 
 
 def stacks(processes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The stacks of all processes of a run that another process controls.
+    """Yield the name and the stacks of each process of a run that another process controls.
 
     Args:
-        processes: what its backend wrote down of them.
+        processes: The content of the file that the run's backend wrote about its processes.
 
     Raises:
-        ConfigError: their cluster cannot be reached.
+        ConfigError: The cluster of the run cannot be reached.
     """
     connect(processes["address"])
     try:
@@ -154,19 +162,22 @@ def has_gpus() -> bool:
 
 
 def _resources() -> dict[str, float]:
-    """The resources of all nodes together."""
+    """Return the resources of all nodes together."""
     return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
 
 
 def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> dict[str, PlacementGroup]:
-    """Room for all processes of all pools, one bundle per node, the nodes of a pool all different.
+    """Reserve resources for all processes of all pools.
+
+    Each pool gets one bundle per node, and the nodes of a pool are all different.
 
     Args:
-        gpus: whether each process gets a GPU.
-        timeout_s: how long the cluster may take to grow.
+        pools: The pools.
+        gpus: Whether each process gets a GPU.
+        timeout_s: The time, in seconds, that the cluster may take to grow.
 
     Raises:
-        ConfigError: it has not got that room; nothing stays reserved.
+        ConfigError: The cluster does not have the resources. Nothing stays reserved.
     """
     groups = {
         pool.name: placement_group(
@@ -178,7 +189,7 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
     there = _resources()
     asked = sum(pool.world_size for pool in pools if pool.on_device)
     fits = all(pool.nnodes == 1 for pool in pools) and (not gpus or asked <= there.get("GPU", 0))
-    own = bool(there.get(PROCESS))  # a Ray of this run's own does not grow
+    own = bool(there.get(PROCESS))  # a Ray that was started for this run does not grow
     deadline = time.monotonic() + (timeout_s if fits or not own else 0.0)
     missing = [pool for pool in pools if not groups[pool.name].wait(max(0.1, deadline - time.monotonic()))]
     if missing:
@@ -189,7 +200,7 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
 
 
 def actor_options(pool: ResourcePool, group: PlacementGroup, node: int, gpus: bool) -> dict[str, Any]:
-    """Ray's options for an actor of a pool: where it runs, and what it takes there."""
+    """Return Ray's options for an actor of a pool: its node, and the resources that it takes."""
     takes = _bundle(1, gpus and pool.on_device)
     return {
         "num_cpus": takes.pop("CPU", 0),
@@ -217,17 +228,18 @@ def _does_not_fit(pools: Sequence[ResourcePool], gpus: bool) -> ConfigError:
         for node in nodes
     )
     return ConfigError(
-        "the cluster has not got what the resource pools ask for",
+        "the cluster does not have the resources that the resource pools ask for",
         field="trainer.resource_pools",
         got=f"asked for {asked}",
-        expected=f"at most what {len(nodes)} node(s) have: {there}; a pool's nodes are different machines",
+        expected=f"at most the resources of {len(nodes)} node(s): {there}; the nodes of a pool are different "
+        "machines",
         remedy="lower trainer.nnodes, trainer.n_gpus_per_node or the pools; or start more nodes with "
         "'tandem node' and set trainer.cluster.address=auto",
     )
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IPv4 address; None if none has."""
+    """Return the network interface of this machine that has an IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -240,4 +252,4 @@ def interface_of(address: str) -> str | None:
 
 
 _SIOCGIFADDR = 0x8915
-"""Linux's request for the address of an interface."""
+"""Linux's request code for the address of an interface."""

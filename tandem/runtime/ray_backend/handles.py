@@ -1,5 +1,8 @@
-"""Handles of results in Ray's object store. The controller waits through its watch, which knows of failures;
-a worker waits for an input without one, because the controller watches whoever makes it."""
+"""Handles of results in Ray's object store.
+
+The controller waits through its watch, which knows about failures. A worker waits for an input without a
+watch, because the controller watches the process that makes the input.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,30 @@ from tandem.runtime.backend import Usage
 from tandem.runtime.future import owned
 from tandem.runtime.index import Index
 from tandem.runtime.ray_backend.actor import INPUTS
-from tandem.runtime.ray_backend.together import Together
+from tandem.runtime.ray_backend.result_group import ResultGroup
 from tandem.runtime.ray_backend.watch import Watch
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class RayHandle:
-    """See `Handle`.
+    """The handle of a result in Ray's object store; see `Handle`.
 
     Args:
-        _value: the result.
-        _index: its pickled index, if it is a batch that stays with its worker.
-        _watch: the controller's; None elsewhere.
-        _together: what the workers of the same call return.
+        _value: The reference to the result.
+        _index: The pickled index, if the result is a batch that stays with its worker.
+        _watch: The controller's watch; None in other processes.
+        _group: The results of all workers of the same call.
     """
 
     borrowed = True
     _value: ray.ObjectRef[Any]
     _index: ray.ObjectRef[bytes] | bytes | None
     _watch: Watch | None = None
-    _together: Together | None = None
+    _group: ResultGroup | None = None
 
     def __post_init__(self) -> None:
-        if self._together is not None:
-            self._together.refs.append(self.first)
+        if self._group is not None:
+            self._group.refs.append(self.first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayHandle, (self._value, self._index)
@@ -52,10 +55,10 @@ class RayHandle:
 
     def get(self, timeout_s: float | None = None) -> Any:
         if self._watch is None:
-            return _brought_here(self._value)
-        value = self._watch.get(self._value, timeout_s, sign=self.first, together=self._together)
+            return _fetch_input(self._value)
+        value = self._watch.get(self._value, timeout_s, marker=self.first, group=self._group)
         if self._index is None:
-            return owned(value)  # others copy what they need of a batch that stays with its worker
+            return owned(value)  # of a batch that stays with its worker, users copy only what they need
         self._watch.value_bytes += batch_bytes(value) if isinstance(value, DataProto) else 0
         return value
 
@@ -66,9 +69,9 @@ class RayHandle:
         if isinstance(self._index, bytes):
             packed = self._index
         elif self._watch is None:
-            packed = _brought_here(self._index)
+            packed = _fetch_input(self._index)
         else:
-            packed = self._watch.get(self._index, timeout_s, together=self._together)
+            packed = self._watch.get(self._index, timeout_s, group=self._group)
             self._watch.index_bytes += len(packed)
         index: Index = pickle.loads(packed)
         return index
@@ -84,8 +87,8 @@ class RayHandle:
         return bool(ready)
 
 
-def _brought_here(value: ray.ObjectRef[Any]) -> Any:
-    """An input, with what it cost."""
+def _fetch_input(value: ray.ObjectRef[Any]) -> Any:
+    """Fetch an input, and record the time and bytes that it took."""
     start = time.monotonic()
     ray.wait([value], fetch_local=False)
     there = time.monotonic()
@@ -99,7 +102,7 @@ def _brought_here(value: ray.ObjectRef[Any]) -> Any:
 
 
 def batch_bytes(batch: DataProto) -> int:
-    """Bytes of the tensors of a batch."""
+    """Return the number of bytes of a batch's tensors."""
     tensors = [
         t for c in batch.batch.values() for t in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))
     ]

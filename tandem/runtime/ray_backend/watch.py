@@ -1,5 +1,8 @@
-"""Watches the processes of a run: asks each for its state all the time, waits on the controller's behalf, and
-turns the first thing that goes wrong into one report."""
+"""Watch the processes of a run.
+
+The watch asks every process for its state all the time, waits for results on behalf of the controller, and
+turns the first failure into one report.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +24,29 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 from tandem.errors import TandemError, WorkerFailure
 from tandem.runtime.failure import CallFailed, Fault, Place, Record, Status, first_failure
 from tandem.runtime.ray_backend.actor import Actor
-from tandem.runtime.ray_backend.together import Together
+from tandem.runtime.ray_backend.result_group import ResultGroup
 
 REASON = 600
-"""Characters of Ray's own words on why a process died that the report shows."""
+"""The number of characters that the report shows of Ray's own reason for the death of a process."""
 POLL_S = 0.5
-"""How often a waiting controller looks whether something failed elsewhere."""
+"""The time, in seconds, between two checks for failures elsewhere while the controller waits."""
 GRACE_S = 3.0
-"""How long a call that raised may go unnoticed by the controller before the run is stopped for it: others
-may be waiting for that worker, and the controller for them."""
+"""The time, in seconds, that the controller has to notice by itself that a call raised.
+
+After this time the run is stopped. Other workers may be waiting for the worker whose call raised, and the
+controller may be waiting for them.
+"""
 CALLS = 64
-"""How many of the last calls of each process are remembered, to say in which one it died."""
+"""The number of recent calls of each process that are remembered, to name the call during which it died."""
 STACKS = 8
-"""Of how many processes that run for too long the report shows the stack."""
+"""The number of processes that run too long whose stack the report shows."""
 SURVEY_S = 5.0
-"""How long the processes have to say what they are doing."""
+"""The time, in seconds, that the processes have to report what they are doing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The answer of a process that is no more."""
+    """The answer of a process that has died."""
 
     why: str
 
@@ -50,7 +56,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The answer of a process that gives none."""
+    """The state of a process that does not answer."""
 
     since_s: float
 
@@ -63,11 +69,12 @@ Answer = Status | Dead | Silent
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A call that was made of a process.
+    """A call that was sent to a process.
 
     Attributes:
-        role, method: which.
-        result: the future result, for as long as anybody holds it.
+        role: The role of the worker.
+        method: The method.
+        result: A weak reference to the handle of the result.
     """
 
     role: str
@@ -75,7 +82,7 @@ class Sent:
     result: weakref.ref[Any]
 
     def unfinished(self) -> bool:
-        """Tells whether somebody holds its result, and there is none."""
+        """Return whether something holds the handle of the result, and the result does not exist."""
         handle = self.result()
         if handle is None:
             return False
@@ -84,7 +91,7 @@ class Sent:
             return True
         try:
             ray.get(handle.first, timeout=0)
-        except GetTimeoutError:  # there is one, on another node
+        except GetTimeoutError:  # the result exists on another node
             return False
         except RayError:
             return True
@@ -93,7 +100,7 @@ class Sent:
 
 @dataclass(eq=False)
 class Watched:
-    """A process, the question it has not answered yet, and its last answer."""
+    """A process, the question that it has not answered yet, and its last answer."""
 
     place: Place
     actor: Actor
@@ -108,7 +115,7 @@ class Watched:
         return self.question
 
     def at(self) -> tuple[str, str]:
-        """Role and method of the call it has not ended, as far as the controller knows."""
+        """Return role and method of the call that has not ended, as far as the controller knows."""
         found = next((sent for sent in self.calls if sent.unfinished()), None)
         return (found.role, found.method) if found else ("", "")
 
@@ -117,15 +124,16 @@ Answers = Mapping[Watched, Answer]
 
 
 class Watch:
-    """The controller's eye on its processes.
+    """The controller's monitor of its processes.
 
     Args:
-        call_s: the limit of one method's own run.
-        answer_s: the limit of an answer to a question.
-        say: is told what workers say to the user.
+        call_s: The time limit of one method's own run.
+        answer_s: The time limit of an answer to a question.
+        say: A function that shows the workers' messages to the user.
 
     Attributes:
-        index_bytes, value_bytes: what came to the controller, counted by its handles.
+        index_bytes: Bytes of indices that came to the controller, counted by its handles.
+        value_bytes: Bytes of batches that came to the controller, counted by its handles.
     """
 
     def __init__(self, *, call_s: float, answer_s: float, say: Callable[[str], None]) -> None:
@@ -133,10 +141,10 @@ class Watch:
         self._answer_s = answer_s
         self._say = say
         self._processes: dict[Any, Watched] = {}
-        """By the actor's id."""
+        """The watched processes by the actor's id."""
         self._failure: WorkerFailure | None = None
         self._raised: list[tuple[float, Record]] = []
-        """Calls that raised and of which the controller was not told yet, and since when they are known."""
+        """Calls that raised and that the controller does not know yet, with the time when they were seen."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -144,18 +152,18 @@ class Watch:
         self.value_bytes = 0
 
     def add(self, place: Place, actor: Actor) -> None:
-        """Watches one more process."""
+        """Start to watch a process."""
         with self._lock:
             self._processes[actor._actor_id] = Watched(place, actor)
             if not self._thread.is_alive():
                 self._thread.start()
 
     def sent(self, actor: Actor, role: str, method: str, result: Any) -> None:
-        """Remembers a call of a process, and weakly its result, to say later what it was doing."""
+        """Remember a call of a process, with a weak reference to its result, for later reports."""
         self._processes[actor._actor_id].calls.append(Sent(role, method, weakref.ref(result)))
 
     def remove(self, pool: str) -> None:
-        """Watches the processes of a pool no longer, after passing on what they said last."""
+        """Stop watching the processes of a pool, after their last messages were shown."""
         with self._lock:
             if self._failure is None:
                 self._survey()
@@ -163,7 +171,7 @@ class Watch:
             self._processes = staying
 
     def close(self) -> None:
-        """Ends, after passing on what was said last."""
+        """Stop watching, after the last messages were shown."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -175,41 +183,43 @@ class Watch:
         ref: ray.ObjectRef[Any],
         timeout_s: float | None = None,
         *,
-        sign: ray.ObjectRef[Any] | None = None,
-        together: Together | None = None,
+        marker: ray.ObjectRef[Any] | None = None,
+        group: ResultGroup | None = None,
     ) -> Any:
-        """The value behind a reference.
+        """Return the value of a reference.
 
         Args:
-            sign: a smaller reference that exists when this one does; None is this one.
-            together: of the workers of the same call; `sign` is one of them.
+            ref: The reference.
+            timeout_s: The longest time to wait, in seconds; None waits without a limit.
+            marker: A smaller reference that exists as soon as `ref` does; None uses `ref` itself.
+            group: The results of all workers of the same call; `marker` is one of them.
 
         Raises:
-            WorkerFailure: its worker, or another, failed.
-            TimeoutError: not there after `timeout_s` seconds.
+            WorkerFailure: The worker of this result, or another worker, failed.
+            TimeoutError: The value is not there after `timeout_s` seconds.
         """
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         try:
-            # Not by short gets: a transfer from another node begins anew with each.
-            sign = sign or ref
-            together = together or Together([sign])
-            while not together.wait(sign, min(POLL_S, _left(deadline))):
+            # Repeated short calls of ray.get would not work: each would restart a transfer between nodes.
+            marker = marker or ref
+            group = group or ResultGroup([marker])
+            while not group.wait(marker, min(POLL_S, _left(deadline))):
                 self.check()
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"no result after {timeout_s:g} s")
-            return together.take(ref, max(POLL_S, min(self._call_s, _left(deadline))))
+            return group.take(ref, max(POLL_S, min(self._call_s, _left(deadline))))
         except GetTimeoutError:
             self.check()
-            raise TimeoutError("the result is there and could not be brought here in time") from None
+            raise TimeoutError("the result exists, but it could not be fetched in time") from None
         except RayError as error:
             failure = self._failure_behind(error)
             raise failure from failure.__cause__
 
     def ready(self, waitables: Sequence[Any]) -> Any:
-        """The first of several references or streams that has something.
+        """Return the first of several references or streams that has a value.
 
         Raises:
-            WorkerFailure: a worker failed.
+            WorkerFailure: A worker failed.
         """
         while True:
             found, _ = ray.wait(list(waitables), timeout=POLL_S, fetch_local=False)
@@ -218,10 +228,10 @@ class Watch:
             self.check()
 
     def check(self) -> None:
-        """Raises a failure that is still untold.
+        """Raise a failure that the controller does not know yet.
 
         Raises:
-            WorkerFailure: something failed that the controller has not been told of, wherever it was.
+            WorkerFailure: Something failed in any process.
         """
         failure = self._failure
         if failure is not None:
@@ -237,14 +247,14 @@ class Watch:
                     fault = self._fault(answers, patient=True)
                     if fault is not None:
                         self._failure = self._report(fault, answers)
-                except Exception as error:  # or nobody would watch any more, and nobody know it
+                except Exception as error:  # without this, the watch would end unnoticed
                     self._failure = WorkerFailure(
                         f"the watch over the workers failed: {error}", restartable=True
                     )
                     self._failure.__cause__ = error
 
     def _failure_behind(self, error: RayError) -> WorkerFailure:
-        """The report on a result that cannot be had: whatever failed first, here or elsewhere."""
+        """Return the report for a result that cannot be fetched, about the first failure in any process."""
         with self._lock:
             if self._failure is not None:
                 return self._failure
@@ -260,7 +270,7 @@ class Watch:
             return self._report(fault, answers)
 
     def _survey(self) -> Answers:
-        """Asks everybody, and passes on what they say to the user."""
+        """Ask all processes for their state, and show their messages to the user."""
         open_questions = [known.ask() for known in self._processes.values()]
         if open_questions:
             ray.wait(open_questions, num_returns=len(open_questions), timeout=SURVEY_S)
@@ -272,7 +282,7 @@ class Watch:
             known.seen = ray.get(known.question, timeout=0)
         except GetTimeoutError:
             return Silent(time.monotonic() - known.asked_at)
-        except ActorUnavailableError:  # its node cannot be reached just now: asked again, the time runs on
+        except ActorUnavailableError:  # its node cannot be reached now: ask again, and keep the time limit
             known.question = known.actor.status.remote()
             return Silent(time.monotonic() - known.asked_at)
         except RayError as error:
@@ -280,19 +290,22 @@ class Watch:
         known.question = None
         now = time.monotonic()
         self._raised += [(now, record) for record in known.seen.failures]
-        for sentence in known.seen.said:
+        for sentence in known.seen.messages:
             self._say(sentence)
         return known.seen
 
     def _fault(
         self, answers: Answers, record: Record | None = None, *, patient: bool = False
     ) -> Fault | None:
-        """Finds what is wrong, if anything: a death comes before what it made others raise, and that before
-        silence and overruns.
+        """Return what is wrong, or None.
+
+        A dead process counts before calls that raised, because its death may have caused them. Calls that
+        raised count before processes that do not answer or run too long.
 
         Args:
-            record: a call that is known to have raised.
-            patient: leave the controller GRACE_S to notice by itself that a call raised.
+            answers: The answer of each process.
+            record: A call that is known to have raised.
+            patient: Whether to give the controller GRACE_S seconds to notice by itself that a call raised.
         """
         for known, answer in answers.items():
             if isinstance(answer, Dead):
@@ -308,34 +321,38 @@ class Watch:
             if isinstance(answer, Silent) and answer.since_s > self._answer_s:
                 _ask_for_stacks(known.place)
                 what = (
-                    f"no answer for {answer.since_s:.0f} s: stopped, in native code that blocks Python, "
-                    "short of memory, or its node is gone"
+                    f"no answer for {answer.since_s:.0f} s: the process may be stopped, inside native code "
+                    "that blocks Python or out of memory, or its node may be gone"
                 )
                 return Fault(known.place, what, *known.at())
         if any(isinstance(answer, Silent) for answer in answers.values()):
-            return None  # whoever has run for too long may be waiting for that one
+            return None  # a process that runs too long may be waiting for the silent one
         return self._overrun(answers)
 
     def _overrun(self, answers: Answers) -> Fault | None:
-        """All that have run for too long are shown: which of them the others wait for is for the reader."""
+        """Return the fault of processes that have run too long, or None.
+
+        The report shows the stacks of all of them. The reader has to find out which process the others wait
+        for.
+        """
         busy = [
             (known, answer)
             for known, answer in answers.items()
             if isinstance(answer, Status) and answer.state != "idle"
         ]
         running = [item for item in busy if item[1].state == "running"]
-        # Who waits for an input waits for somebody's run, unless nobody runs.
+        # A process that waits for an input waits for a running process, unless none is running.
         late = [(known, answer) for known, answer in running or busy if answer.since_s > self._call_s]
         if not late:
             return None
         first, status = late[0]
         stacks = "\n".join(f"{known.place}, {_stacks(known.actor)}" for known, _ in late[:STACKS])
-        doing = "running" if running else "waiting for its inputs, and nobody runs,"
+        doing = "running" if running else "waiting for its inputs, while no process runs,"
         what = f"it has been {doing} for {status.since_s:.0f} s; the limit is {self._call_s:g} s"
         return Fault(first.place, what, status.role, status.method, stacks)
 
     def _report(self, fault: Fault, answers: Answers) -> WorkerFailure:
-        """The report; everything that raised until now is told with it."""
+        """Return the report, which covers all calls that raised so far."""
         self._raised.clear()
         others = {known.place: str(answer) for known, answer in answers.items() if known.place != fault.place}
         return fault.report(others)
@@ -346,15 +363,17 @@ def _left(deadline: float) -> float:
 
 
 def _why_dead(error: RayError, seen: Status | None) -> str:
-    """Ray's reason without its advice, and the memory that the process had."""
+    """Return Ray's reason without its advice, and the memory that the process last used."""
     detail = str(error).split("Worker exit detail: ")[-1].split(" Some common causes")[0]
     reason = " ".join(detail.split())[:REASON]
     return reason + (f"; it held {seen.resident_bytes / 2**30:.2f} GiB when last seen" if seen else "")
 
 
 def _ask_for_stacks(place: Place) -> None:
-    """Lets a process that answers nothing write its stacks into its log, by a signal, if it is on this
-    machine and alive."""
+    """Send a signal that makes a silent process write its stacks to its log.
+
+    This works only if the process is alive and on this machine.
+    """
     if place.node == ray.util.get_node_ip_address():  # type: ignore[no-untyped-call]
         with contextlib.suppress(ProcessLookupError):
             os.kill(place.pid, signal.SIGUSR1)
@@ -365,5 +384,5 @@ def _stacks(actor: Actor) -> str:
     try:
         stacks: str = ray.get(actor.stacks.remote(lane_only=True), timeout=SURVEY_S)
     except RayError as error:
-        return f"not to be had: {error}"
+        return f"stack not available: {error}"
     return stacks

@@ -15,17 +15,17 @@ from tandem.runtime.dispatch import Call
 from tandem.runtime.future import BatchFuture, Handle
 from tandem.runtime.ray_backend.actor import Actor, packed_call, packed_index
 from tandem.runtime.ray_backend.handles import RayHandle
-from tandem.runtime.ray_backend.together import Together
+from tandem.runtime.ray_backend.result_group import ResultGroup
 from tandem.runtime.ray_backend.watch import Watch
 
 
 class RayWorkers:
-    """See `Workers`.
+    """The workers of one role on Ray; see `Workers`.
 
     Args:
-        role: whose workers.
-        actors: their processes, by rank.
-        watch: the controller's.
+        role: The name of the role.
+        actors: The process of each rank.
+        watch: The controller's watch.
     """
 
     def __init__(self, role: str, actors: Sequence[Actor], watch: Watch) -> None:
@@ -39,20 +39,20 @@ class RayWorkers:
 
     def call(self, method: str, calls: Sequence[Call | None], *, keeps: bool) -> list[Handle | None]:
         handles: list[Handle | None] = []
-        together = Together()
-        for actor, call in zip(self._actors, _sent_once(calls), strict=True):
+        group = ResultGroup()
+        for actor, call in zip(self._actors, _with_shared_batches(calls), strict=True):
             if call is None:
                 handles.append(None)
                 continue
             packed = packed_call(self._role, method, call)
             index, value = actor.run_kept.remote(packed) if keeps else (None, actor.run.remote(packed))
-            handles.append(RayHandle(value, index, self._watch, together))
+            handles.append(RayHandle(value, index, self._watch, group))
             self._watch.sent(actor, self._role, method, handles[-1])
         return handles
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
         ranks, ends = {}, []
-        for rank, (actor, call) in enumerate(zip(self._actors, _sent_once(calls), strict=True)):
+        for rank, (actor, call) in enumerate(zip(self._actors, _with_shared_batches(calls), strict=True)):
             if call is not None:
                 packed = packed_call(self._role, method, call)
                 parts = actor.run_parts.options(num_returns="streaming").remote(packed)
@@ -81,14 +81,14 @@ class RayWorkers:
         return [self._watch.get(ref) for ref in taken]
 
     def shutdown(self) -> None:
-        """Drops the workers; their processes go with the backend."""
+        """Remove the workers. Their processes end with the backend."""
         removed = [actor.remove.remote(self._role) for actor in self._actors]
         for ref in removed:
             self._watch.get(ref)
 
 
-def _sent_once(calls: Sequence[Call | None]) -> list[Call | None]:
-    """The calls with each batch that several of them are given put into the object store, once."""
+def _with_shared_batches(calls: Sequence[Call | None]) -> list[Call | None]:
+    """Return the calls, with each batch that several calls have put into the object store once."""
     given = Counter(
         id(argument)
         for call in calls

@@ -1,4 +1,4 @@
-// The frame: which runs there are, which page is shown, what the keyboard does.
+// The frame of the page: the list of runs, the choice of the page, and the keys.
 import { Overview } from "./overview.js";
 import { OF_ONE, Sample } from "./sample.js";
 import { Samples } from "./samples.js";
@@ -19,12 +19,12 @@ const LOOK_MS = 2000;
 const KEYS = [
   ["1 2 3 4", "Overview, Samples, Time, Trust"],
   ["/", "search"],
-  ["j k", "next and previous sample; on Time, step"],
+  ["j k", "next and previous sample (on Time: step)"],
   ["Enter", "open the sample"],
   ["← →", "move over tokens"],
   ["u", "back to the list of samples"],
   ["t", "dark or light"],
-  ["?", "these keys"],
+  ["?", "show these keys"],
 ];
 
 function useRoute() {
@@ -151,7 +151,7 @@ function App() {
     document.title = `${title} · ${names} · Tandem`;
   }, [title, names]);
   const set = (changes) => go(page, changed(parsed(location.hash).params, changes), { replace: true });
-  const none = "No run has begun in these folders yet; it shows here as soon as one does.";
+  const none = "There is no run in these folders yet. A run appears here as soon as it starts.";
   return html`<${Bar} page=${page} params=${params} live=${run?.state === "running"} theme=${theme} toggleTheme=${toggleTheme}
       help=${() => setHelp(true)} />
     <div class="frame">

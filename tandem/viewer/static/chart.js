@@ -1,11 +1,11 @@
-// Curves over steps, drawn by uPlot.
+// Curves over steps, drawn with uPlot.
 import uPlot from "./vendor/uPlot.esm.js";
 import { html, ink, number, runInk, useEffect, useRef } from "./ui.js";
 
 const SYNC = uPlot.sync("steps");
 const WHOLE = [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power));
 
-// An exponential mean that begins at the first value; gaps stay gaps.
+// Returns the exponential moving average of the values. It starts at the first value, and gaps stay gaps.
 export function smoothed(values, weight) {
   let mean = null;
   return values.map((value) => {
@@ -15,7 +15,7 @@ export function smoothed(values, weight) {
   });
 }
 
-// The lines of a curve: where it is smoothed, its own values lie faint behind it.
+// Returns the lines of a curve. Behind a smoothed curve, its raw values are drawn faintly.
 function linesOf({ name, steps, values, raw, place = 0, ink: own = runInk(place), dash }, log) {
   const shown = (all) => (log ? all.map((value) => (value > 0 ? value : null)) : all);
   const behind = { stroke: ink(runInk(place)), width: 1, alpha: 0.25, points: { show: false } };
@@ -37,7 +37,7 @@ function axis(digits, size) {
   };
 }
 
-// Marks of events, as lines over the whole height: where a run was saved, began anew, or warned.
+// Returns a function that draws vertical lines for checkpoints, restarts and warnings.
 function drawn(marks) {
   return (plot) => {
     const { ctx, bbox } = plot;
@@ -57,15 +57,15 @@ function drawn(marks) {
   };
 }
 
-// Room above and below; a curve that never moves lies in the middle.
+// Returns the range of the axis, with space above and below. A constant curve lies in the middle.
 function around(_, low, high) {
   if (low === null) return [0, 1];
   const pad = high === low ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.08;
   return [low - pad, high + pad];
 }
 
-// What the pointer is at, in words: the step, each curve's value, what happened then.
-function told(plot, lines, marks) {
+// Returns the text for the place under the pointer: the step, each curve's value, and the step's events.
+function caption(plot, lines, marks) {
   const at = plot.cursor.idx ?? null;
   if (at === null) return "";
   const step = plot.data[0][at];
@@ -81,13 +81,13 @@ function brushed(plot, onZoom) {
   plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
 }
 
-// One chart. A curve: {name, steps, values, raw (unsmoothed values), place (its run's), ink, dash}.
+// A chart. Each curve is {name, steps, values, raw (unsmoothed values), place (index of its run), ink, dash}.
 export function Chart({ title, curves, marks = [], log = false, theme, onZoom, zoom, height }) {
   const box = useRef(null);
   const read = useRef(null);
   const ends = curves.map(({ name, steps, values }) => [name, steps.length, steps.at(-1), values[0], values.at(-1)]);
   useEffect(() => {
-    const [held, said] = [box.current, read.current]; // uPlot and the observer may speak once more when the chart is gone
+    const [held, readout] = [box.current, read.current]; // uPlot and the observer may call back when the chart is gone
     const size = () => ({ width: Math.max(held.clientWidth, 80), height: held.clientHeight });
     const lines = curves.flatMap((curve) => linesOf(curve, log));
     const options = {
@@ -103,7 +103,7 @@ export function Chart({ title, curves, marks = [], log = false, theme, onZoom, z
       series: [{}, ...lines.map(({ series }) => series)],
       hooks: {
         drawAxes: [drawn(marks)],
-        setCursor: [(plot) => (said.textContent = told(plot, lines, marks))],
+        setCursor: [(plot) => (readout.textContent = caption(plot, lines, marks))],
         setSelect: [(plot) => brushed(plot, onZoom)],
       },
     };

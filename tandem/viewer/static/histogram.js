@@ -1,15 +1,15 @@
-// How a column is distributed over the samples selected; a range is brushed with the pointer or typed.
+// A histogram of a column over the selected samples. Drag over it, or type, to choose a range.
 import { html, number, useRef, useState } from "./ui.js";
 
-const LEAST = 0.04; // height of a bar that stands for anything, so that it is seen
+const LEAST = 0.04; // least height of a bar that is not empty, so that it can be seen
 
 export function Histogram({ name, data, range, onChange, title = name }) {
   const { edges, counts } = data;
   const box = useRef(null);
-  const [brush, setBrush] = useState(null); // the bins where the pointer went down and where it is
+  const [brush, setBrush] = useState(null); // the bin where dragging started, and the bin under the pointer
   const [from, to] = brush ? [Math.min(...brush), Math.max(...brush)] : [];
   const most = Math.max(1, ...counts);
-  const one = name === "score" ? 0 : 1; // whole numbers: a bin ends one before the next begins
+  const one = name === "score" ? 0 : 1; // for whole numbers, a bin ends one before the next one starts
   const bin = (event) => {
     const { left, width } = box.current.getBoundingClientRect();
     return Math.max(0, Math.min(counts.length - 1, Math.floor(((event.clientX - left) / width) * counts.length)));
@@ -47,7 +47,7 @@ export function Histogram({ name, data, range, onChange, title = name }) {
     <div class="bars" ref=${box} role="img" aria-label=${label} onPointerDown=${start} onPointerMove=${move}
       onPointerUp=${end} onPointerCancel=${() => setBrush(null)}>${counts.map(bar)}</div>
     <div class="ends">
-      ${["Least", "Greatest"].map(
+      ${["Lowest", "Highest"].map(
         (which, i) => html`<input inputmode="decimal" aria-label=${`${which} ${title}`} placeholder=${shown[i]} value=${ends[i]}
           onChange=${(event) => typed(i, event.target.value)} />`,
       )}

@@ -1,10 +1,10 @@
-// Overview: curves of one run or several, what differs between their configs, what happened on the way.
+// Overview: curves of one or several runs, the differences between their configs, and the runs' events.
 import { Chart, smoothed } from "./chart.js";
 import {
   Choice, Empty, Failure, Pairs, Search, Section, Table, html, number, runInk, text, useAnswer, useAnswers, useMemo, useState,
 } from "./ui.js";
 
-// What the charts of a group are of: whole names, or beginnings that end in "/".
+// The metrics of each group of charts: whole names, or prefixes that end with "/".
 const GROUPS = [
   ["Reward", "reward/mean reward/zero_std_share reward/failed rm/accuracy rm/loss sft/loss val/accuracy val/reward val/loss"],
   ["Policy", "actor/kl actor/ppo_kl actor/kl_in_reward actor/entropy actor/clip_fraction actor/grad_norm actor/loss actor/lr" +
@@ -18,22 +18,22 @@ const GROUPS = [
 ].map(([title, names]) => [title, names.split(" ")]);
 const INKS = { checkpoint: "accent", restart: "faint", warning: "warn" };
 const SCALES = [["", "linear"], ["1", "log"]];
-const MOST = 24; // charts of one search
-const KEYS = 400; // of a config, shown at a time
+const MOST = 24; // most charts of one search
+const KEYS = 400; // most config keys that are shown
 
-// Events of a run as marks on the axis of steps.
+// Returns the events of a run as marks on the axis of steps.
 export function marksOf(found) {
   if (!found) return [];
   const mark = (kind, step, label = kind) => ({ kind, step, ink: INKS[kind], text: label });
-  const told = (kind) => found.events.filter((event) => event.event === kind);
+  const ofKind = (kind) => found.events.filter((event) => event.event === kind);
   return [
     ...found.checkpoints.map(({ step }) => mark("checkpoint", step)),
-    ...told("start").slice(1).map(({ step }) => mark("restart", step)),
-    ...told("warning").map(({ step, name }) => mark("warning", step, name)),
+    ...ofKind("start").slice(1).map(({ step }) => mark("restart", step)),
+    ...ofKind("warning").map(({ step, name }) => mark("warning", step, name)),
   ].filter(({ step }) => Number.isFinite(step));
 }
 
-// Answers of several runs in their order, without those that fail.
+// Asks the same question of several runs. Returns the answers in the order of the runs, without those that fail.
 function useEach(name, runs, more = {}) {
   const questions = runs.map(({ run }) => ({ run, ...more }));
   const { found, error } = useAnswers(name, questions, runs.map((run) => run.stamp));
@@ -59,7 +59,7 @@ function Facts({ run, place }) {
 function Controls({ params, set }) {
   const smooth = params.get("smooth") || "0";
   return html`<div class="controls" role="toolbar" aria-label="Charts">
-    <${Search} data-search name="Metrics whose name contains" hint="Any metric, such as timing/"
+    <${Search} data-search name="Metrics whose name contains" hint="Search metrics, such as timing/"
       value=${params.get("metric") || ""} onType=${(metric) => set({ metric })} />
     <label>Smoothing
       <input type="range" min="0" max="0.98" step="0.02" value=${smooth}
@@ -110,16 +110,16 @@ function Config({ runs }) {
   const [wanted, setWanted] = useState("");
   if (error || found.length !== runs.length) return html`<${Failure} error=${error} />`;
   const keys = [...new Set(found.flatMap(({ answer }) => Object.keys(answer)))];
-  const said = (answer, key) => (answer[key] === undefined ? "–" : JSON.stringify(answer[key]));
-  const differing = keys.filter((key) => new Set(found.map(({ answer }) => said(answer, key))).size > 1);
+  const shownValue = (answer, key) => (answer[key] === undefined ? "–" : JSON.stringify(answer[key]));
+  const differing = keys.filter((key) => new Set(found.map(({ answer }) => shownValue(answer, key))).size > 1);
   const several = runs.length > 1;
   const shown = (several && !wanted ? differing : keys.filter((key) => key.includes(wanted))).slice(0, KEYS);
-  const title = several ? "What differs between the configs" : "Config";
+  const title = several ? "Differences between the configs" : "Config";
   const head = ["key", ...found.map(({ run }) => text(run.run))];
-  const rows = shown.map((key) => [text(key), ...found.map(({ answer }) => text(said(answer, key)))]);
+  const rows = shown.map((key) => [text(key), ...found.map(({ answer }) => text(shownValue(answer, key)))]);
   const note = several ? `${differing.length} of ${keys.length} keys` : `${keys.length} keys`;
   return html`<${Section} id="config" title=${title} note=${note}>
-    <${Search} name="Keys of the config" hint="Keys that contain …" value=${wanted} onType=${setWanted} />
+    <${Search} name="Keys of the config" hint="Search keys" value=${wanted} onType=${setWanted} />
     ${(several || wanted) &&
     html`<div class="scroll" tabindex="0" role="region" aria-label="Config">
       <${Table} kind="config" head=${head} rows=${rows} />
@@ -127,7 +127,7 @@ function Config({ runs }) {
   </${Section}>`;
 }
 
-function Happened({ marks }) {
+function EventSummary({ marks }) {
   const kinds = Object.keys(INKS).map((kind) => [kind, marks.filter((mark) => mark.kind === kind)]);
   const places = (kind, all) => {
     if (kind === "checkpoint") return `last after step ${all.at(-1).step}`;
@@ -168,10 +168,10 @@ export function Overview({ runs, params, set, theme }) {
   const facts = runs.map((run, place) => html`<${Facts} key=${run.run} run=${run} place=${place} />`);
   return html`<div class="facts-row">${facts}</div>
     <${Controls} params=${params} set=${set} />
-    <${Happened} marks=${marks} />
+    <${EventSummary} marks=${marks} />
     <${Failure} error=${listing.error} />
-    ${listing.data && !known.length && html`<${Empty}>No step is done yet.</${Empty}>`}
-    ${wanted && listing.data && !names.length && html`<${Empty}>No metric has this in its name.</${Empty}>`}
+    ${listing.data && !known.length && html`<${Empty}>The run has not finished a step yet.</${Empty}>`}
+    ${wanted && listing.data && !names.length && html`<${Empty}>No metric's name contains this text.</${Empty}>`}
     ${groups.map(
       ([title, all]) => html`<${Section} key=${title} id=${`group-${title}`} title=${title}>
         <${Charts} names=${all} ...${shared} />

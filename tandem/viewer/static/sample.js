@@ -1,17 +1,17 @@
-// One sample: what was asked and answered, why it was scored so, its tokens, its group, the same prompt over the run.
+// One sample: its conversation, score and reason, tokens, group, and other responses to its prompt over the run.
 import { Chart } from "./chart.js";
 import { Tokens } from "./tokens.js";
 import { Failure, Pager, Pairs, Section, address, changed, html, number, text, useAnswer, useKeys } from "./ui.js";
 
-const SAID_ELSEWHERE = ["reward_why", "ground_truth", "reward_extra"];
-// Parameters that end with a sample, and those that end with this page.
+const SHOWN_ELSEWHERE = ["reward_why", "ground_truth", "reward_extra"];
+// Parameters to clear when the sample changes (OWN), and when this page is left (OF_ONE).
 const OWN = { token: null, start: null, group: null };
 export const OF_ONE = { id: null, colour: null, ...OWN };
 
-function Turn({ role, text: said, more }) {
+function Turn({ role, text: content, more }) {
   return html`<li class=${`turn ${role}`}>
     <span class="role">${text(role)}</span>
-    <div>${text(said, true)}${more && text(more, true)}</div>
+    <div>${text(content, true)}${more && text(more, true)}</div>
   </li>`;
 }
 
@@ -26,13 +26,13 @@ function extras(json) {
 function Scored({ data }) {
   const { facts } = data;
   const shown = (value) => (typeof value === "number" ? number(value) : JSON.stringify(value));
-  const silent = html`<span class="note">the reward gave no reason (<code>why</code> beside <code>score</code>)</span>`;
+  const silent = html`<span class="note">the reward function returned no reason (<code>why</code>)</span>`;
   const pairs = [
     ["why", facts.reward_why ? text(facts.reward_why, true) : silent],
     ...((facts.ground_truth ?? null) !== null ? [["truth", text(facts.ground_truth, true)]] : []),
     ...extras(facts.reward_extra).map(([name, value]) => [text(name), text(shown(value))]),
   ];
-  const rest = Object.entries(facts).filter(([name, value]) => !SAID_ELSEWHERE.includes(name) && value !== null && value !== "");
+  const rest = Object.entries(facts).filter(([name, value]) => !SHOWN_ELSEWHERE.includes(name) && value !== null && value !== "");
   return html`<div class="scored">
       <div class="big-score"><b>${number(data.score)}</b><span>score</span></div>
       <${Pairs} pairs=${pairs} />
@@ -52,8 +52,8 @@ function Group({ data, params, set }) {
   const last = first + size;
   return html`${total > size &&
   html`<${Pager} label="Pages of the group" titles=${["← Earlier", "Later →"]} step=${size} ...${{ first, last, total }}
-    onTurn=${(group) => set({ group })}>${`answers ${first + 1} – ${last} of ${total.toLocaleString("en")}`}</${Pager}>`}
-  <div class="side-by-side" tabindex="0" role="region" aria-label="The group's answers">
+    onTurn=${(group) => set({ group })}>${`responses ${first + 1} – ${last} of ${total.toLocaleString("en")}`}</${Pager}>`}
+  <div class="side-by-side" tabindex="0" role="region" aria-label="The group's responses">
     ${data.group.map(
       (row, i) => html`<a class="card answer" key=${row.id} href=${address("sample", changed(params, { ...OWN, id: row.id }))}
         aria-current=${row.id === data.id ? "true" : undefined}>
@@ -100,7 +100,7 @@ export function Sample({ run, params, set, theme }) {
   });
   if (!data) return html`<h1 class="unseen">Sample</h1><${Failure} error=${error} />`;
   const answered = data.answered.length ? data.answered : [{ role: "assistant", text: data.response, more: "" }];
-  const undecoded = "the model's tokenizer.json is not on this machine: ids stand for texts";
+  const undecoded = "the model's tokenizer.json is not on this machine, so token ids are shown";
   return html`<div class="sample">
     <p class="trail"><a href=${address("samples", changed(params, OF_ONE))}>← Samples</a></p>
     <h1>
@@ -111,14 +111,14 @@ export function Sample({ run, params, set, theme }) {
       <${Section} id="chat" title="Conversation">
         <ol class="turns">${[...data.turns, ...answered].map((turn) => html`<${Turn} ...${turn} />`)}</ol>
         ${data.characters > data.response.length &&
-        html`<p class="note">The response has ${data.characters.toLocaleString("en")} characters; the export has them all.</p>`}
+        html`<p class="note">The response has ${data.characters.toLocaleString("en")} characters; the export has all.</p>`}
       </${Section}>
       <${Section} id="scored" title="Score"><${Scored} data=${data} /></${Section}>
     </div>
     <${Section} id="tokens" title="Tokens" note=${data.decoded ? "" : undecoded}>
       <${Tokens} data=${data} params=${params} set=${set} />
     </${Section}>
-    <${Section} id="group" title="The prompt's group" note=${`${data.group_total.toLocaleString("en")} answers`}>
+    <${Section} id="group" title="The prompt's group" note=${`${data.group_total.toLocaleString("en")} responses`}>
       <${Group} data=${data} params=${params} set=${set} />
     </${Section}>
     <${Section} id="history" title="This prompt over the run">

@@ -1,4 +1,4 @@
-// Samples: which of them are wanted, in the address; how they are distributed; a page of them.
+// Samples: filters (kept in the address), histograms, and a list with pages.
 import { Histogram } from "./histogram.js";
 import {
   Choice, Empty, Failure, Pager, Search, address, apiAddress, changed, html, number, text, toggled, useAnswer, useEffect,
@@ -11,12 +11,12 @@ const KINDS = [["", "all"], ["train", "training"], ["val", "validation"]];
 const PAGE = 50;
 const SETTLE_MS = 150;
 
-// The samples wanted, as the server is asked for them: names and values.
+// Returns the filters as names and values, as the server takes them.
 function selection(params, run) {
   return [["run", run], ...FILTERS.flatMap((name) => params.getAll(name).map((value) => [name, value]))];
 }
 
-// Asks when no key has followed for a while; what is typed is shown at once.
+// A search field that shows typed text at once, and searches when no key has been pressed for a while.
 function Words({ value, set }) {
   const [typed, setTyped] = useState(value);
   useEffect(() => setTyped(value), [value]);
@@ -57,7 +57,7 @@ function Filters({ params, data, set }) {
           )}
           <${Several} title="Source" all=${data.sources} ...${several("source")} />
           <${Several} title="Ended by" all=${data.finishes} ...${several("finish")} />`}
-        ${params.get("prompt") && html`<p class="note">Answers to one prompt</p>`}
+        ${params.get("prompt") && html`<p class="note">Responses to one prompt only</p>`}
       </div>
     </details>
     ${FILTERS.some((name) => params.get(name)) && html`<button type="button" onClick=${clear}>Clear filters</button>`}
@@ -148,7 +148,7 @@ export function Samples({ run, params, set }) {
     const move = { j: 1, k: -1 }[key];
     if (move) setAt((now) => Math.max(0, Math.min((data?.rows.length || 1) - 1, now + move)));
   });
-  const unwritten = `This run has written no samples${run.state === "running" ? " yet" : ""}: `;
+  const unwritten = `This run has written no samples${run.state === "running" ? " yet" : ""}. `;
   return html`<div class="columns">
     <${Filters} params=${params} data=${data} set=${choose} />
     <div class="listed" aria-busy=${stale}>
@@ -157,8 +157,8 @@ export function Samples({ run, params, set }) {
       html`<${Summary} data=${data} run=${run} chosen=${chosen} />
         ${data.total === 0 &&
         data.indexed === data.files &&
-        html`<${Empty}>${unwritten}<code>trainer.samples_freq</code> says at which steps it does.</${Empty}>`}
-        ${data.total > 0 && !data.matched && html`<${Empty}>No sample meets all of this.</${Empty}>`}
+        html`<${Empty}>${unwritten}<code>trainer.samples_freq</code> sets how often samples are written.</${Empty}>`}
+        ${data.total > 0 && !data.matched && html`<${Empty}>No sample matches all filters.</${Empty}>`}
         ${data.rows.length > 0 && html`<${List} data=${data} params=${params} set=${choose} first=${offset} at=${at} />`}`}
     </div>
   </div>`;

@@ -1,4 +1,4 @@
-// Time: a step as a Gantt chart of roles and phases, what waited for what, the tail of generation, bytes moved.
+// Time: a step as a Gantt chart of roles and phases, idle workers, the long tail of generation, bytes moved.
 import { Histogram } from "./histogram.js";
 import {
   Empty, Failure, Section, Table, bytes, changed, escaped, go, html, number, ofRuns, seconds, text, useAnswer, useEffect,
@@ -10,12 +10,12 @@ const KNOWN = [
   "generate_sequences", "update_actor", "reward", "old_log_prob", "weight_sync", "update_critic", "gen", "values",
   "reshard", "save_checkpoint", "ref", "write_samples",
 ];
-const WHOLE = ["step", "testing"]; // of the controller: made of others' work
+const WHOLE = ["step", "testing"]; // phases of the controller that consist of the work of others
 const LANE = 22;
-const NAMES = 118; // pixels of the tracks' names
-const LETTER = 6.2; // pixels of one in a phase's name
+const NAMES = 118; // width of the tracks' names in pixels
+const LETTER = 6.2; // width of a letter in a phase's name in pixels
 
-// The same phase has the same colour in every step and run.
+// Returns the colour class of a phase. A phase has the same colour in every step and run.
 export function inkOf(phase) {
   if (WHOLE.includes(phase)) return "phase-whole";
   const known = KNOWN.indexOf(phase);
@@ -23,7 +23,7 @@ export function inkOf(phase) {
   return `phase-${[...phase].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) % 997, 7) % INKS}`;
 }
 
-// Rows of the chart, by track: where each begins; it is as high as its phases are nested. And where the last one ends.
+// Returns the top of each track's row, and the end of the last row. The height of a row follows its nested phases.
 export function lanes(spans) {
   const depths = new Map();
   for (const [track, , , , depth] of spans) depths.set(track, Math.max(depths.get(track) ?? 0, depth));
@@ -56,12 +56,12 @@ function Phase({ span, x, top, over, onOver }) {
   const wide = Math.max(x(end) - x(start), 1);
   const box = { x: x(start), y: top, width: wide, height: LANE - 3, rx: 2 };
   return html`<g onPointerEnter=${onOver}>
-    <rect class=${`span ${inkOf(name)} ${over ? "over" : ""}`} ...${box}><title>${told(span)}</title></rect>
+    <rect class=${`span ${inkOf(name)} ${over ? "over" : ""}`} ...${box}><title>${described(span)}</title></rect>
     ${wide > name.length * LETTER + 8 && html`<text class="span-name" x=${box.x + 5} y=${top + 13.5}>${escaped(name)}</text>`}
   </g>`;
 }
 
-function told([track, name, start, end]) {
+function described([track, name, start, end]) {
   return escaped(`${track} · ${name} · ${seconds(end - start)}, from ${seconds(start)} to ${seconds(end)}`);
 }
 
@@ -93,11 +93,11 @@ function Gantt({ data }) {
         return html`<${Phase} key=${i} span=${span} x=${x} top=${top} over=${over === span} onOver=${() => setOver(span)} />`;
       })}
     </svg>
-    <p class="note" aria-live="polite">${over ? told(over) : "Point at a phase for its times."}</p>
+    <p class="note" aria-live="polite">${over ? described(over) : "Point at a phase to see its times."}</p>
   </div>`;
 }
 
-// Seconds of each phase, over all workers, less those of the phases within.
+// Returns the seconds of each phase over all workers, without the phases nested in it.
 export function totals(spans) {
   const sums = new Map();
   const open = new Map();
@@ -123,15 +123,15 @@ function Phases({ spans }) {
 }
 
 function Waits({ waits }) {
-  if (!waits.length) return html`<${Empty}>No worker was idle for more than a fiftieth of the step.</${Empty}>`;
+  if (!waits.length) return html`<${Empty}>No worker was idle for more than 2% of the step.</${Empty}>`;
   const rows = waits.map(({ track, start, end, other, phase, share }) => [
     text(track),
     seconds(end - start),
     other
       ? html`${text(other)} in ${named(phase)} <small>${Math.round(share * 100)}% of it</small>`
-      : html`<span class="note">nothing recorded: the controller, or the start of a process</span>`,
+      : html`<span class="note">nothing recorded (the controller worked, or a process started)</span>`,
   ]);
-  return html`<${Table} head=${["waited", ["for", "n"], "meanwhile"]} rows=${rows} />`;
+  return html`<${Table} head=${["idle worker", ["time", "n"], "meanwhile"]} rows=${rows} />`;
 }
 
 function binned(lengths) {
@@ -150,10 +150,10 @@ function Tail({ lengths, onRange }) {
   const alone = longest ? Math.round((1 - quantile(0.9) / longest) * 100) : 0;
   return html`<${Histogram} name="length" title="response length, tokens" data=${binned(lengths)} range="" onChange=${onRange} />
     <p>
-      Half of the responses end by token ${quantile(0.5)}, nine in ten by ${quantile(0.9)}, the last at ${longest}: for
-      ${` ${alone}% `}of the positions a tenth of them or fewer is still being written.
+      Half of the responses end by token ${quantile(0.5)}, 90% by token ${quantile(0.9)}, the last at token ${longest}.
+      At ${alone}% of the positions, at most 10% of the responses are still being written.
     </p>
-    <p class="note">Runs record lengths, not the moment at which each response ended.</p>`;
+    <p class="note">Runs record the length of each response, but not the time when it ended.</p>`;
 }
 
 const MOVED = [
@@ -169,7 +169,7 @@ function Moved({ run, step }) {
   const { data: listing } = useAnswer("metrics", { run: run.run }, run.stamp);
   const names = (listing?.names || []).filter((name) => MOVED.some(([what]) => name.startsWith(`perf/${what}/`)));
   const { data } = useAnswer("metrics", names.length ? { run: run.run, names: names.join() } : null, run.stamp);
-  if (!data) return html`<${Empty}>This run records no bytes.</${Empty}>`;
+  if (!data) return html`<${Empty}>This run has not recorded the bytes it moved.</${Empty}>`;
   const cell = (name, shown) => {
     const [steps, values] = data.curves[name] || [[], []];
     const value = values[steps.indexOf(step)];
@@ -192,8 +192,8 @@ function Steps({ data, move, set }) {
       </select>
     </label>
     <button type="button" aria-label="Next step" disabled=${data.steps.at(-1) === data.step} onClick=${() => move(1)}>→</button>
-    <span><strong>${seconds(data.seconds)}</strong>, with what follows the step</span>
-    ${data.left_out > 0 && html`<span class="warned">${number(data.left_out)} phases more are not drawn</span>`}
+    <span><strong>${seconds(data.seconds)}</strong>, including validation and checkpoint</span>
+    ${data.left_out > 0 && html`<span class="warned">${number(data.left_out)} more phases are not drawn</span>`}
   </div>`;
 }
 
@@ -211,11 +211,11 @@ export function Time({ run, params, set }) {
   return html`<${Steps} data=${data} move=${move} set=${set} />
     <${Section} id="gantt" title="Who did what"><${Gantt} data=${data} /></${Section}>
     <div class="halves">
-      <${Section} id="phases" title="Where the time went" note="less the phases within">
+      <${Section} id="phases" title="Where the time went" note="without nested phases">
         <${Phases} spans=${data.spans} />
       </${Section}>
-      <${Section} id="waits" title="What waited for what"><${Waits} waits=${data.waits} /></${Section}>
-      <${Section} id="tail" title="Generation's long tail">
+      <${Section} id="waits" title="Idle workers"><${Waits} waits=${data.waits} /></${Section}>
+      <${Section} id="tail" title="Long tail of generation">
         <${Tail} lengths=${data.lengths} onRange=${ranged} />
       </${Section}>
       <${Section} id="moved" title="Bytes moved"><${Moved} run=${run} step=${data.step} /></${Section}>

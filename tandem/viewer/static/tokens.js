@@ -1,9 +1,9 @@
-// A sample's tokens, coloured by what is known of each; exact values of the one under the pointer or chosen by key.
+// A sample's tokens, coloured by a column, with exact values of the token under the pointer or chosen by key.
 import { Pager, Pairs, html, number, text, useEffect, useMemo, useRef, useState, visible } from "./ui.js";
 
-const WINDOW = 4000; // tokens that the server gives at a time
+const WINDOW = 4000; // most tokens in one answer of the server
 
-// What people look for first, and the column that has it. Values about zero have two colours, others one.
+// The first choices of a colouring, and their columns. Values around zero have two colours, other values one.
 const COLOURS = [
   ["advantage", "advantages", "two"],
   ["log-prob", "rollout_log_probs", "one"],
@@ -20,13 +20,13 @@ export function colourings(columns) {
   return [...known, ...others.map((column) => [column.replaceAll("_", " "), column, "two"])];
 }
 
-// The least and the greatest value over the tokens that the policy wrote; both are infinite where there is none.
+// Returns the least and the greatest value over the tokens that the policy wrote. Both are infinite if there is none.
 function extremes(values, mask) {
   const own = values.filter((value, i) => value !== null && (!mask || mask[i])).map(Number);
   return [own.reduce((a, b) => Math.min(a, b), Infinity), own.reduce((a, b) => Math.max(a, b), -Infinity)];
 }
 
-// The strength of each value's colour, from -1 to 1.
+// Returns the strength of each value's colour, from -1 to 1.
 export function strengths(values, mask, kind) {
   const logarithm = (value) => (value === null ? null : Math.log(Math.max(value, 1e-12)));
   const moved = kind === "ratio" ? values.map(logarithm) : values;
@@ -64,7 +64,7 @@ function exact(value) {
 function Details({ data, at }) {
   const { tokens, columns } = data;
   if (at === null || at >= tokens.ids.length) {
-    return html`<p class="note">Point at a token, or move over them with ← and →, to see its values.</p>`;
+    return html`<p class="note">Point at a token to see its values, or use ← and →.</p>`;
   }
   const pairs = [
     ["token", html`<span class="token-text">${visible(JSON.stringify(tokens.texts[at] || ""))}</span>`],
@@ -78,7 +78,8 @@ function Details({ data, at }) {
   return html`<${Pairs} kind="values" pairs=${pairs} />`;
 }
 
-// The tokens in a row. `at` is the one whose values are shown; `over` and `choose` hear which is pointed at.
+// The tokens in a row. `at` is the token whose values are shown. `over` and `choose` are called with the token
+// that is pointed at or clicked.
 function Row({ data, strong, at, tinted, over, choose, press }) {
   const { tokens, columns } = data;
   const box = useRef(null);
@@ -91,7 +92,7 @@ function Row({ data, strong, at, tinted, over, choose, press }) {
     return found ? Number(found.dataset.at) : null;
   };
   useEffect(() => box.current.querySelector(".at")?.scrollIntoView({ block: "nearest" }), [at]);
-  return html`<div class="tokens" ref=${box} tabindex="0" role="group" aria-label="Tokens; arrow keys move from one to the next"
+  return html`<div class="tokens" ref=${box} tabindex="0" role="group" aria-label="Tokens; use the arrow keys to move"
     onKeyDown=${press} onPointerOver=${(event) => over(place(event))} onPointerLeave=${() => over(null)}
     onClick=${(event) => place(event) !== null && choose(place(event))}>
     ${pieces.map((piece, i) => {
@@ -127,7 +128,7 @@ export function Tokens({ data, params, set }) {
     event.preventDefault();
     choose((at ?? (move > 0 ? -1 : tokens.ids.length)) + move);
   };
-  const absent = Object.entries(lacking).map(([name, why], i) => html`${i ? "; " : ""}<b>${name}</b>${`, as ${why}`}`);
+  const absent = Object.entries(lacking).map(([name, why], i) => html`${i ? "; " : ""}<b>${name}</b>${`, because ${why}`}`);
   return html`<div class="controls">
       <label>Colour
         <select value=${label} onChange=${(event) => set({ colour: event.target.value })}>

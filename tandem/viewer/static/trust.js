@@ -1,4 +1,4 @@
-// Trust: whether rollout and training agree, with which weights samples were written, what went wrong and when.
+// Trust: whether rollout and training agree, how old the weights behind the samples were, and what went wrong.
 import { Chart } from "./chart.js";
 import { marksOf } from "./overview.js";
 import { Empty, Failure, Pairs, Section, Table, address, html, number, text, useAnswer, useState } from "./ui.js";
@@ -7,7 +7,7 @@ const CURVES = [
   "rollout/log_prob_diff_max", "rollout/prob_pearson", "rollout/version_lag", "rollout/changed_samples", "reward/failed",
 ];
 const NAMES = ["rollout/log_prob_diff_mean", "rollout/log_prob_diff_limit", ...CURVES];
-// Of warnings that name why rollout and training differ: those of tandem.watch.trust.Cause.
+// Names of warnings about why rollout and training differ, from tandem.watch.trust.Cause.
 const CAUSES = [
   "retokenised", "stale", "reshaped", "unrepeatable", "leaked", "unadapted", "unscaled", "headless", "early", "late",
   "leftover", "numerics",
@@ -23,11 +23,11 @@ function highest(curves, name) {
   return curves[name]?.[1].reduce((a, b) => Math.max(a, b), -Infinity);
 }
 
-// What is known of one ground for trust: its title, "good", "fair", "bad" or "none", a value and a sentence.
+// Returns the verdicts. Each has a title, a state ("good", "fair", "bad" or "none"), a value and a sentence.
 function verdicts(curves, { events }) {
-  const told = (kind) => events.filter((event) => event.event === kind);
-  const [starts, warnings] = [told("start"), told("warning")];
-  const failures = told("end").filter((event) => event.how === "failed");
+  const ofKind = (kind) => events.filter((event) => event.event === kind);
+  const [starts, warnings] = [ofKind("start"), ofKind("warning")];
+  const failures = ofKind("end").filter((event) => event.how === "failed");
   const [gap, limit] = [highest(curves, "rollout/log_prob_diff_mean"), last(curves, "rollout/log_prob_diff_limit")];
   const over = gap !== undefined && gap > limit;
   const zero = (name) => {
@@ -42,21 +42,22 @@ function verdicts(curves, { events }) {
     gap === undefined
       ? ["Rollout and training", "none", "not measured", "No step of this run compared the log-probs."]
       : ["Rollout and training", over ? "bad" : "good", `${number(gap, 3)} nats`,
-          `the greatest mean difference of a step; ${over ? "over" : "within"} the limit of ${number(limit, 3)}`],
+          `The largest mean log-prob difference of a step, ${over ? "above" : "within"} the limit of ${number(limit, 3)}.`],
     ["Weights", aged, known(lag, "updates behind"),
-      "the oldest weights that wrote a token. Digests are compared when weights move; a difference ends the run."],
-    ["Tokens", altered, known(tokens, "changed"), "samples whose tokens training saw otherwise than the engine wrote them"],
+      "The age of the oldest weights that wrote a token. Each weight sync compares digests, and a difference ends the run."],
+    ["Tokens", altered, known(tokens, "changed"),
+      "Samples whose tokens in training differ from the tokens that the engine wrote."],
     ["Rewards", failed ? "bad" : "good", failed ? `${number(failed)} failed` : "none failed",
-      "calls of the reward function that raised, crashed or took too long, in the worst step"],
+      "Calls of the reward function that raised, crashed or timed out, in the worst step."],
     ["Starts", failures.length ? "bad" : starts.length > 1 ? "fair" : "good", `${starts.length}`,
-      `${Math.max(starts.length - 1, 0)} restarts, ${failures.length} ends in failure`],
-    ["Warnings", warnings.length ? "fair" : "good", `${warnings.length}`, "of learning that goes wrong, each fault once"],
+      `${Math.max(starts.length - 1, 0)} restarts, ${failures.length} failures.`],
+    ["Warnings", warnings.length ? "fair" : "good", `${warnings.length}`, "Signs that learning goes wrong, each counted once."],
   ];
 }
 
-function Told({ events }) {
-  if (!events.length) return html`<${Empty}>Nothing is recorded (events.jsonl).</${Empty}>`;
-  const said = {
+function Events({ events }) {
+  if (!events.length) return html`<${Empty}>No events are recorded (events.jsonl).</${Empty}>`;
+  const sentences = {
     start: (event) => `started after step ${event.step}`,
     end: (event) => `ended: ${event.how}`,
     warning: (event) => html`<b>${text(event.name)}</b> after step ${text(event.step)}: ${text(event.text)}`,
@@ -66,7 +67,7 @@ function Told({ events }) {
       (event) => html`<li class=${`event ${event.how === "failed" ? "failed" : event.event}`}>
         <time>${text(String(event.time ?? "").replace("T", " "))}</time>
         <span class="kind">${text(event.event)}</span>
-        <span>${(said[event.event] || (() => text(JSON.stringify(event))))(event)}</span>
+        <span>${(sentences[event.event] || (() => text(JSON.stringify(event))))(event)}</span>
       </li>`,
     )}
   </ol>`;
@@ -77,11 +78,11 @@ function Log({ log }) {
   const lines = log.split("\n").filter((line) => line && (all || MARKED.test(line)));
   return html`<label class="tick">
       <input type="checkbox" checked=${all} onChange=${() => setAll(!all)} />
-      All lines of log/run.log, not only those that warn
+      All lines of log/run.log, not only warnings
     </label>
-    ${lines.length === 0 && html`<${Empty}>No line speaks of trouble.</${Empty}>`}
+    ${lines.length === 0 && html`<${Empty}>The log has no warnings.</${Empty}>`}
     ${lines.length > 0 &&
-    html`<div class="log" tabindex="0" role="region" aria-label="What the run said">
+    html`<div class="log" tabindex="0" role="region" aria-label="Log of the run">
       ${lines.slice(-LINES).map((line) => html`<p>${text(line.slice(0, 4000))}</p>`)}
     </div>`}`;
 }
@@ -93,8 +94,8 @@ function Mismatch({ curves, events, marks, theme }) {
   const shared = { marks, theme };
   if (!gap.length) return null;
   const causes = events.filter(({ event, name }) => event === "warning" && CAUSES.includes(name));
-  return html`<${Section} id="mismatch" title="Difference of log-probs" note="nats; dashed: the limit">
-    ${causes.length > 0 ? html`<${Told} events=${causes} />` : html`<p class="note">The run has named no cause.</p>`}
+  return html`<${Section} id="mismatch" title="Difference of log-probs" note="in nats; the dashed line is the limit">
+    ${causes.length > 0 ? html`<${Events} events=${causes} />` : html`<p class="note">The run has found no cause.</p>`}
     <div class="card"><${Chart} title="Mean difference of log-probs" curves=${gap} ...${shared} height=${170} log=${true} /></div>
     <div class="charts">
       ${CURVES.filter((name) => curves[name]).map(
@@ -138,9 +139,9 @@ export function Trust({ run, theme }) {
       html`<${Section} id="failure" title="Why it failed" note="log/failure.txt">
         <div class="log" tabindex="0" role="region" aria-label="Failure">${text(found.failure, true)}</div>
       </${Section}>`}
-      <${Section} id="events" title="What happened"><${Told} events=${found.events} /></${Section}>
+      <${Section} id="events" title="Events"><${Events} events=${found.events} /></${Section}>
       <${Mismatch} curves=${curves} events=${found.events} marks=${marksOf(found)} theme=${theme} />
-      <${Section} id="said" title="What the run said"><${Log} log=${found.log} /></${Section}>
+      <${Section} id="log" title="Log"><${Log} log=${found.log} /></${Section}>
       ${found.checkpoints.length > 0 && html`<${Checkpoints} checkpoints=${found.checkpoints} />`}`}
-    <p class="note"><a href=${address("samples", lowest)}>The lowest scored samples</a></p>`;
+    <p class="note"><a href=${address("samples", lowest)}>Samples with the lowest scores</a></p>`;
 }

@@ -1,4 +1,4 @@
-// What all pages share: markup, the address as state, answers of the server, numbers and texts as people read them.
+// Helpers for all pages: markup, the address as state, requests to the server, formatted numbers and texts.
 import { h, render } from "./vendor/preact.mjs";
 import { useEffect, useErrorBoundary, useMemo, useRef, useState } from "./vendor/hooks.mjs";
 import htm from "./vendor/htm.mjs";
@@ -6,7 +6,7 @@ import htm from "./vendor/htm.mjs";
 export const html = htm.bind(h);
 export { render, useEffect, useErrorBoundary, useMemo, useRef, useState };
 
-// ---- the address: #/page?name=value; everything that a page shows follows from it
+// ---- the address, #/page?name=value. It determines everything that a page shows.
 
 export function parsed(hash) {
   const [page, query = ""] = hash.replace(/^#\/?/, "").split("?");
@@ -18,10 +18,10 @@ export function address(page, params) {
   return `#/${page}${query ? `?${query}` : ""}`;
 }
 
-// A list with one more in it, or one less.
+// Returns the list with an element added, or removed if it was there.
 export const toggled = (all, one) => (all.includes(one) ? all.filter((each) => each !== one) : [...all, one]);
 
-// The parameters with some changed: null or "" removes one, a list sets it several times.
+// Returns the parameters with some of them changed. null or "" removes a parameter, a list sets it several times.
 export function changed(params, changes) {
   const next = new URLSearchParams(params);
   for (const [name, value] of Object.entries(changes)) {
@@ -40,7 +40,7 @@ export function go(page, params, { replace = false } = {}) {
   window.dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
-// Parameters that say which runs are looked at: they stay from page to page.
+// Returns the parameters that name the chosen runs. They are kept from page to page.
 export function ofRuns(params) {
   return changed(new URLSearchParams(), { run: params.getAll("run") });
 }
@@ -58,8 +58,9 @@ export async function ask(name, params, signal) {
   return found;
 }
 
-// Answers to some questions of one kind, each with its parameters: asked again whenever a question or `stamp` changes; what
-// was there stays meanwhile. Those that fail are left out, and `error` says why the first of these does.
+// Asks several questions of one kind and returns the answers, each with its parameters. The questions are asked again
+// whenever one of them or `stamp` changes; the old answers stay meanwhile. Failed questions are left out, and `error`
+// is the message of the first one.
 export function useAnswers(name, questions, stamp = "") {
   const [state, setState] = useState({ found: [], error: "", asked: "" });
   const wanted = questions.map((params) => apiAddress(name, params)).join();
@@ -76,16 +77,16 @@ export function useAnswers(name, questions, stamp = "") {
   return { ...state, stale: state.asked !== wanted };
 }
 
-// The answer to one question; without `params` nothing is asked.
+// Asks one question and returns the answer. Without `params`, nothing is asked.
 export function useAnswer(name, params, stamp) {
   const { found, error, stale } = useAnswers(name, params ? [params] : [], stamp);
   return { data: found[0]?.answer ?? null, error, stale };
 }
 
-// Hears events of the window. What hears is that of the last drawing, even before the effects of that drawing have run.
-export function useListener(kinds, hear) {
-  const drawn = useRef(hear);
-  drawn.current = hear;
+// Listens to events of the window. The listener is always that of the last render, even before its effects have run.
+export function useListener(kinds, listener) {
+  const drawn = useRef(listener);
+  drawn.current = listener;
   useEffect(() => {
     const listen = (event) => drawn.current(event);
     for (const kind of kinds) window.addEventListener(kind, listen);
@@ -93,7 +94,7 @@ export function useListener(kinds, hear) {
   }, []);
 }
 
-// What keys do while nothing is typed.
+// Calls `act` for keys that are pressed outside of a text field.
 export function useKeys(act) {
   useListener(["keydown"], (event) => {
     const typed = event.target.closest?.("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
@@ -127,9 +128,9 @@ export function bytes(value) {
   return `${value >= 10 || unit === 0 ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
 }
 
-// ---- texts of a run may hold anything. Markup is never made of them; what cannot be seen is shown by its name.
+// ---- texts of a run, which may contain anything. They never become markup. Invisible characters are shown by name.
 
-// Controls but tab and line feed, halves of characters, separators of lines, and what Unicode lets a font draw as nothing.
+// Control characters except tab and line feed, lone surrogates, line separators, and characters that may be invisible.
 const HIDDEN = /[[\p{Cc}\p{Cs}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\ufff9-\ufffb]--[\t\n]]/gv;
 
 function named(character) {
@@ -139,7 +140,7 @@ function named(character) {
   return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-// The text with such characters by name, where it can hold no markup of ours.
+// Returns the text with invisible characters replaced by names, for places that cannot contain markup.
 export const escaped = (text) => text.replace(HIDDEN, named);
 
 export function visible(text) {
@@ -154,7 +155,7 @@ export function visible(text) {
   return found;
 }
 
-// The one way of a run's text into the page.
+// Returns a run's text for the page. Texts of a run must not enter the page in any other way.
 export const text = (value, block = false) => {
   const shown = visible(String(value ?? ""));
   return block ? html`<pre class="text" dir="ltr">${shown}</pre>` : html`<bdi dir="ltr">${shown}</bdi>`;
@@ -166,7 +167,7 @@ export function Failure({ error }) {
   return error ? html`<p class="failure" role="alert">${text(error, true)}</p>` : null;
 }
 
-// What is below, or why it cannot be shown: a run folder may hold what nobody thought of.
+// Shows the children, or the error if they cannot be drawn, because a run folder may contain anything.
 export function Guarded({ children }) {
   const [error] = useErrorBoundary();
   return error ? html`<${Failure} error=${`This cannot be shown: ${error.message}`} />` : children;
@@ -183,7 +184,7 @@ export function Section({ title, note, children, id }) {
   </section>`;
 }
 
-// A table. Titles may be [title, class of the column]; the first cell of a row is its head.
+// A table. A title may be [title, class of the column]. The first cell of a row is its heading.
 export function Table({ head, rows, kind = "" }) {
   const titles = head.map((title) => (Array.isArray(title) ? title : [title, ""]));
   return html`<table class=${kind}>
@@ -199,18 +200,18 @@ export function Table({ head, rows, kind = "" }) {
   </table>`;
 }
 
-// Names and what each of them is.
+// A list of names and values.
 export function Pairs({ pairs, kind = "plain" }) {
   return html`<dl class=${kind}>${pairs.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
-// A field that finds: hears every letter that is typed.
+// A search field. It calls `onType` at every letter.
 export function Search({ name, hint = name, value, onType, ...more }) {
   return html`<input type="search" placeholder=${hint} aria-label=${name} value=${value}
     onInput=${(event) => onType(event.target.value)} ...${more} />`;
 }
 
-// Buttons to what comes before and after, and between them what is shown of how much.
+// Buttons for the previous and the next part. Between them stands the shown range.
 export function Pager({ label, titles = ["Previous", "Next"], first, last, total, step, onTurn, children }) {
   return html`<nav class="pager" aria-label=${label}>
     <button type="button" disabled=${first === 0} onClick=${() => onTurn(Math.max(0, first - step))}>${titles[0]}</button>
@@ -219,7 +220,7 @@ export function Pager({ label, titles = ["Previous", "Next"], first, last, total
   </nav>`;
 }
 
-// Buttons of which one is pressed.
+// A group of buttons. One of them is pressed.
 export function Choice({ label, options, value, onChange }) {
   return html`<div class="choice" role="group" aria-label=${label}>
     ${options.map(
@@ -229,7 +230,7 @@ export function Choice({ label, options, value, onChange }) {
   </div>`;
 }
 
-// ---- colours, which canvas wants resolved
+// ---- colours, resolved because a canvas cannot use variables
 
 export function ink(name) {
   const probe = document.createElement("i");

@@ -1,32 +1,28 @@
-"""The same numbers as verl 0.9.1's functions, where the equation is the same: to 1e-5.
+"""The estimators give the same numbers as verl 0.9.1's functions, to 1e-5, if the equation is the same.
 
-It differs, on purpose, in these:
+Tandem differs on purpose in these points:
 
-    gpg                     verl scales by B over the number of rewards that are not zero, the paper by B over
-                            the number of samples in groups that teach something.
-    rloo_vectorized         verl gives a sample that is alone 0, its rloo and ours its reward.
-    grpo_passk              verl raises for a group of one.
-    optimal_token_baseline  with a tool's tokens inside a response, verl counts places in all tokens but finds
-                            the second longest response by the policy's own; ours counts both in all tokens.
-    gae                     outside the mask verl leaves numbers, ours is zero.
+    gpg                     verl scales by B over the number of rewards that are not 0. Tandem and the paper
+                            scale by B over the number of samples in groups with a learning signal.
+    rloo_vectorized         For a sample that is alone, verl gives 0. verl's rloo and Tandem give its reward.
+    grpo_passk              verl raises an error for a group with a single sample.
+    optimal_token_baseline  If a tool's tokens are inside a response, verl counts positions in all tokens, but
+                            finds the second longest response by response tokens. Tandem counts all tokens in
+                            both cases.
+    gae                     Outside the mask verl leaves arbitrary numbers, Tandem has 0.
 """
 
-from __future__ import annotations
-
-import subprocess
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.algorithms.registry import advantage_estimator
+from tests.algorithms import verl_peer
 
 pytestmark = pytest.mark.verl
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SAMPLES, LONGEST = 12, 40
 GROUPS = [0, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 0]
 WITH_LONERS = [0, 1, 0, 2, 1, 0, 5, 1, 0, 4, 3, 0]
@@ -36,44 +32,34 @@ class Case(NamedTuple):
     name: str
     options: dict[str, Any] = {}  # noqa: RUF012
     holes: float = 0.2
-    groups: list[int] = GROUPS
+    groups: list[int] = WITH_LONERS
     weighted: bool = False
-
-
-def baselines(name: str, holes: float) -> list[Case]:
-    return [
-        Case(name, {"handle_zero_tail": zero_tail}, holes, WITH_LONERS, weighted)
-        for zero_tail in (True, False)
-        for weighted in (True, False)
-    ]
 
 
 CASES = [
     *(Case("gae", {"gamma": gamma, "lam": lam}) for gamma in (1.0, 0.9) for lam in (0.0, 0.95, 1.0)),
     *(
-        Case(name, {"norm_adv_by_std_in_grpo": by_std}, groups=groups)
-        for by_std in (True, False)
-        for name, groups in (
-            ("grpo", WITH_LONERS),
-            ("grpo_vectorized", WITH_LONERS),
-            ("gdpo", WITH_LONERS),
-            ("grpo_passk", GROUPS),
+        Case(
+            name, {"norm_adv_by_std_in_grpo": by_std}, groups=GROUPS if name == "grpo_passk" else WITH_LONERS
         )
+        for name, by_std in product(("grpo", "grpo_vectorized", "gdpo", "grpo_passk"), (True, False))
     ),
     *(Case("reinforce_plus_plus", {"gamma": gamma}) for gamma in (1.0, 0.9)),
-    Case("reinforce_plus_plus_baseline", groups=WITH_LONERS),
-    Case("rloo", groups=WITH_LONERS),
-    Case("rloo_vectorized"),
-    Case("opo", groups=WITH_LONERS),
-    Case("remax"),
-    *baselines("optimal_token_baseline", 0.0),
-    *baselines("tir_optimal_token_baseline", 0.3),
+    Case("rloo_vectorized", groups=GROUPS),
+    *(Case(name) for name in ("reinforce_plus_plus_baseline", "rloo", "opo", "remax")),
+    *(
+        Case(name, {"handle_zero_tail": zero_tail}, holes, weighted=weighted)
+        for name, holes in (("optimal_token_baseline", 0.0), ("tir_optimal_token_baseline", 0.3))
+        for zero_tail, weighted in product((True, False), repeat=2)
+    ),
 ]
 
 
-def rectangles(case: Case, seed: int) -> dict[str, Tensor]:
-    """Responses of several lengths, with holes, one of them empty; padded on the right. The first token is
-    the policy's."""
+def rectangles(case, seed):
+    """Return padded columns of responses with several lengths, with holes and with one empty response.
+
+    Padding is on the right. The first token of each response is always from the policy.
+    """
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
     lengths = torch.randint(2, LONGEST, (SAMPLES,), generator=draw)
@@ -95,8 +81,8 @@ def rectangles(case: Case, seed: int) -> dict[str, Tensor]:
     return columns | weights
 
 
-def ours(case: Case, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Flat, with a prompt of two tokens in front of each response; back in the rectangle."""
+def ours(case, columns):
+    """Call Tandem's estimator on flat columns, with two prompt tokens per response, and pad the result."""
     prompt = torch.zeros(SAMPLES, 2)
     flat = {
         name: torch.cat((prompt, column), 1).flatten() if column.shape == (SAMPLES, LONGEST) else column
@@ -110,16 +96,9 @@ def ours(case: Case, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, Tensor]]:
-    assert PYTHON.exists(), "make peers"
-    folder = tmp_path_factory.mktemp("verl")
-    torch.save(
-        [(case.name, rectangles(case, i), case.options) for i, case in enumerate(CASES)], folder / "in"
-    )
-    script = ROOT / "benchmarks" / "peers" / "verl_advantages.py"
-    subprocess.run([PYTHON, script, folder / "in", folder / "out"], check=True, timeout=240)
-    found: list[tuple[Tensor, Tensor]] = torch.load(folder / "out", weights_only=False)
-    return found
+def answers(tmp_path_factory):
+    inputs = [(case.name, rectangles(case, i), case.options) for i, case in enumerate(CASES)]
+    return verl_peer.answers("advantages", inputs, tmp_path_factory.mktemp("verl"))
 
 
 @pytest.mark.parametrize(
@@ -129,33 +108,29 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, Tens
         for i, case in enumerate(CASES)
     ],
 )
-def test_the_same_numbers(number: int, answers: list[tuple[Tensor, Tensor]]) -> None:
-    case = CASES[number]
-    columns = rectangles(case, number)
+def test_the_same_numbers(number, answers):
+    columns = rectangles(CASES[number], number)
     inside = columns["response_mask"].bool()
     assert int(inside.sum()) > SAMPLES
-    for got, want in zip(ours(case, columns), answers[number], strict=True):
+    for got, want in zip(ours(CASES[number], columns), answers[number], strict=True):
         torch.testing.assert_close(got[inside], want[inside], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.equation("advantages/gdpo", "advantages/gpg")
-def test_weights_of_components_and_gpgs_factor(tmp_path: Path) -> None:
-    """verl reads GDPO's weights from the config; and its gpg differs by the factor alone."""
-    weighted = Case("gdpo", {"gdpo_reward_weights": (2.0, 0.5)})
-    factor = Case("gpg")
-    columns = rectangles(factor, 1)
-    scores = torch.tensor([1.0, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0])  # group 2 never right, group 1 always
+def test_weights_of_components_and_gpgs_factor(tmp_path):
+    """GDPO equals verl's, which reads the weights from the config; GPG differs only by its factor."""
+    weighted, factor = (
+        Case("gdpo", {"gdpo_reward_weights": (2.0, 0.5)}, groups=GROUPS),
+        Case("gpg", groups=GROUPS),
+    )
+    first, columns = rectangles(weighted, 0), rectangles(factor, 1)
+    scores = torch.tensor([1.0, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0])  # group 2 never succeeds, group 1 always
     columns["token_level_rewards"] = torch.zeros(SAMPLES, LONGEST)
     columns["token_level_rewards"][:, 0] = scores * columns["response_mask"][:, 0]
-    torch.save([("gdpo", rectangles(weighted, 0), weighted.options), ("gpg", columns, {})], tmp_path / "in")
-    script = ROOT / "benchmarks" / "peers" / "verl_advantages.py"
-    subprocess.run([PYTHON, script, tmp_path / "in", tmp_path / "out"], check=True, timeout=240)
-    (components, _), (by_nonzero, _) = torch.load(tmp_path / "out", weights_only=False)
-    inside = columns["response_mask"].bool()
-    got = ours(weighted, rectangles(weighted, 0))[0]
-    place = rectangles(weighted, 0)["response_mask"].bool()
-    torch.testing.assert_close(got[place], components[place], rtol=1e-5, atol=1e-5)
-    rewards = columns["token_level_rewards"].sum(1)
-    nonzero, teaching = int((rewards != 0).sum()), 5
+    inputs = [("gdpo", first, weighted.options), ("gpg", columns, {})]
+    (components, _), (by_nonzero, _) = verl_peer.answers("advantages", inputs, tmp_path)
+    place, inside = first["response_mask"].bool(), columns["response_mask"].bool()
+    torch.testing.assert_close(ours(weighted, first)[0][place], components[place], rtol=1e-5, atol=1e-5)
+    nonzero, teaching = int((columns["token_level_rewards"].sum(1) != 0).sum()), 5
     scale = (SAMPLES / teaching) / (SAMPLES / nonzero)
     torch.testing.assert_close(ours(factor, columns)[0][inside], scale * by_nonzero[inside])

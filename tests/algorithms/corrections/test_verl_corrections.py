@@ -1,41 +1,34 @@
-"""The same weights, masks and measures as verl 0.9.1, to 1e-5, under the same keys.
+"""Weights, masks and metrics equal those of verl 0.9.1, to 1e-5, under the same keys.
 
-It differs, on purpose, in these:
+Tandem differs on purpose in these points:
 
-    a response without a token   verl counts it as one of log-ratio 0 in what it averages over responses, we
-                                 leave it out; here each has one.
-    a rejected token's reward    in verl a rejected token has no part in the advantages either, so that the
-                                 reward at a response's end goes with it; ours stays.
-    bypass_mode                  verl divides the loss by all tokens, rejected ones included, and normalises
-                                 weights by each micro-batch's mean; we divide by those kept.
-    a mode without lower bound   verl reports how many are below it, always none; we do not.
-    all weights masked           verl divides by zero for its effective sample size, ours is zero.
+    a response without a token   In means over responses, verl counts it with a log-ratio of 0. Tandem leaves
+                                 it out. In this file every response has a token.
+    a rejected token's reward    In verl a rejected token does not count in the advantages either, so a reward
+                                 at the end of a response may be lost. In Tandem the reward stays.
+    bypass_mode                  verl divides the loss by all tokens, including rejected ones, and normalises
+                                 weights by the mean of each micro-batch. Tandem divides by the kept tokens.
+    a mode without lower bound   verl reports the share below it, which is always 0. Tandem does not.
+    all weights masked           verl divides by 0 for its effective sample size. Tandem reports 0.
 """
 
-from __future__ import annotations
-
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.observability.metrics import Metrics
 from tandem.workers.correction import Correction
+from tests.algorithms import verl_peer
 
 pytestmark = pytest.mark.verl
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SAMPLES, LONGEST = 13, 37
 MODES = {
-    "token_k1": "0.7_1.4", "token_k2": "0.05", "token_k3": "0.04",
-    "seq_sum_k1": "0.3_4.0", "seq_sum_k2": "0.9", "seq_sum_k3": "0.8",
-    "seq_mean_k1": "0.95_1.08", "seq_mean_k2": "0.045", "seq_mean_k3": "0.05",
-    "seq_max_k2": "0.25", "seq_max_k3": "0.3",
+    "token_k1": "0.7_1.4", "token_k2": "0.05", "token_k3": "0.04", "seq_sum_k1": "0.3_4.0",
+    "seq_sum_k2": "0.9", "seq_sum_k3": "0.8", "seq_mean_k1": "0.95_1.08", "seq_mean_k2": "0.045",
+    "seq_mean_k3": "0.05", "seq_max_k2": "0.25", "seq_max_k3": "0.3",
 }  # fmt: skip
 CASES: list[dict[str, Any]] = [
     *(
@@ -53,8 +46,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def rectangles(seed: int) -> dict[str, Tensor]:
-    """Log-probs that differ by 0.3 nats, by 25 at one token; holes as a tool's tokens make them."""
+def rectangles(seed):
+    """Return padded log-probs with holes, as tool tokens make them.
+
+    Training's and the rollout's log-probs differ by 0.3 nats, at one token by 25.
+    """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LONGEST + 1, (SAMPLES, 1), generator=draw)
     mask = (torch.arange(LONGEST) < lengths) & (torch.rand(SAMPLES, LONGEST, generator=draw) < 0.85)
@@ -65,45 +61,30 @@ def rectangles(seed: int) -> dict[str, Tensor]:
     return {"old_log_prob": old, "rollout_log_prob": rollout, "response_mask": mask}
 
 
-def ours(
-    columns: dict[str, Tensor], options: dict[str, Any]
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    mask = columns["response_mask"]
-    config = RolloutCorrectionConfig(**options)
-    metrics = Metrics()
-    weights, kept = Correction(config)(
-        columns["old_log_prob"].flatten(),
-        columns["rollout_log_prob"].flatten(),
-        mask.flatten(),
-        torch.arange(SAMPLES + 1) * LONGEST,
-        metrics,
+def ours(columns, options):
+    mask, metrics = columns["response_mask"], Metrics()
+    log_probs = (columns[name].flatten() for name in ("old_log_prob", "rollout_log_prob"))
+    offsets = torch.arange(SAMPLES + 1) * LONGEST
+    weights, kept = Correction(RolloutCorrectionConfig(**options))(
+        *log_probs, mask.flatten(), offsets, metrics
     )
     shaped = None if weights is None else weights.view(mask.shape)
     return shaped, kept.view(mask.shape), metrics.to_floats()
 
 
 @pytest.mark.equation("corrections/token", "corrections/sequence", *(f"rejections/{mode}" for mode in MODES))
-def test_weights_masks_and_metrics_are_verls(tmp_path: Path) -> None:
+def test_weights_masks_and_metrics_are_verls(tmp_path):
     cases = [(rectangles(seed), options) for seed, options in enumerate(CASES)]
-    given, answers = tmp_path / "given.pt", tmp_path / "answers.pt"
-    torch.save([({**c, "response_mask": c["response_mask"].long()}, o) for c, o in cases], given)
-    script = ROOT / "benchmarks" / "peers" / "verl_corrections.py"
-    done = subprocess.run(
-        [PYTHON, script, given, answers], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    inputs = [({**c, "response_mask": c["response_mask"].long()}, o) for c, o in cases]
+    answers = verl_peer.answers("corrections", inputs, tmp_path)
     rejected, differing = 0, {}
-    for (columns, options), (weights, mask, metrics) in zip(
-        cases, torch.load(answers, weights_only=False), strict=True
-    ):
+    for (columns, options), (weights, mask, metrics) in zip(cases, answers, strict=True):
         found, kept, told = ours(columns, options)
         assert torch.equal(kept.long(), mask), options
         rejected += int((columns["response_mask"] & ~kept).any())
-        if weights is None:
-            assert found is None
-        else:
+        assert (weights is None) == (found is None), options
+        if weights is not None:
             inside = columns["response_mask"]
-            assert found is not None
             assert torch.allclose(found[inside], weights[inside], rtol=1e-5, atol=1e-6), options
         constant = {name for name in metrics if name.endswith("fraction_low") and name not in told}
         assert all(metrics[name] == 0 for name in constant), options
@@ -114,4 +95,4 @@ def test_weights_masks_and_metrics_are_verls(tmp_path: Path) -> None:
             if value != pytest.approx(metrics[name], rel=1e-4 if "std" in name else 1e-5, abs=2e-5)
         }
     assert differing == {}
-    assert rejected >= 14  # each case of rejection rejects something
+    assert rejected >= 14  # every rejection mode rejects at least one token

@@ -1,17 +1,17 @@
-"""Every policy loss written from its paper's equations, one sequence at a time, in Python's own numbers: the
-loss of each token, and its slope by that token's log-prob; where a sequence has one loss, that loss and its
-slopes by the tokens' log-probs."""
+"""Every policy loss, written from its paper's equations, one sequence at a time, in plain Python floats.
 
-from __future__ import annotations
+Each function returns the loss of each token and its slope with respect to the token's log-prob. If a sequence
+has a single loss, it returns that loss and its slopes with respect to all its log-probs.
+"""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 
 @dataclass(frozen=True)
 class Token:
-    """A response token: log-prob now and before, advantage, whether it was selected, importance weight."""
+    """A response token: current and old log-prob, advantage, selected or not, importance weight."""
 
     now: float
     old: float
@@ -20,37 +20,32 @@ class Token:
     weight: float = 1.0
 
     @property
-    def moved(self) -> float:
+    def moved(self):
         return min(max(self.now - self.old, -20.0), 20.0)
 
     @property
-    def ratio(self) -> float:
+    def ratio(self):
         return math.exp(self.moved)
 
     @property
-    def ratio_slope(self) -> float:
-        """Of the ratio by the log-prob: the ratio, and zero beyond the clamp."""
+    def ratio_slope(self):
+        """The slope of the ratio with respect to the log-prob: the ratio itself, or 0 beyond the clamp."""
         return self.ratio if abs(self.now - self.old) <= 20 else 0.0
 
 
-Result = tuple[list[float], list[float]]
-"""Losses and slopes, of as many tokens."""
+def by_token(function):
+    """Turn a loss of one token into a loss of a sequence of independent tokens."""
 
-SlowLoss = Callable[..., Result]
-
-
-def by_token(function: Callable[..., tuple[float, float]]) -> SlowLoss:
-    """A loss whose tokens do not know of each other."""
-
-    def sequence(tokens: Sequence[Token], **options: float) -> Result:
+    @wraps(function)
+    def sequence(tokens, **options):
         found = [function(token, **options) for token in tokens]
         return [loss for loss, _ in found], [slope for _, slope in found]
 
     return sequence
 
 
-def clipped(advantage: float, ratio: float, slope: float, low: float, high: float) -> tuple[float, float]:
-    """PPO's pessimistic choice between the ratio and the clipped ratio."""
+def clipped(advantage, ratio, slope, low, high):
+    """Return the loss and slope of PPO's clipped objective, the larger loss of both ratios."""
     within = min(max(ratio, 1 - low), 1 + high)
     if -advantage * ratio >= -advantage * within:
         return -advantage * ratio, -advantage * slope
@@ -74,13 +69,13 @@ def gspo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
 
 
 def geo_mean(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2):
-    """The geometric mean of w min(rho A, clip(rho) A), in logarithms; the sign is the advantage's."""
+    """Compute the geometric mean of w min(rho A, clip(rho) A) in logarithms, with the advantage's sign."""
     count = max(len(tokens), 1)
     logs, free = [], []
     for token in tokens:
         within = min(max(token.moved, -clip_ratio_low), clip_ratio_high)
         sign = (token.advantage > 0) - (token.advantage < 0)
-        kept = sign * token.moved <= sign * within  # the smaller product
+        kept = sign * token.moved <= sign * within  # the unclipped product is the smaller one
         logs.append(0.0 if sign == 0 else token.moved if kept else within)
         free.append(float(kept and sign != 0 and abs(token.now - token.old) <= 20))
     advantage = sum(token.advantage for token in tokens) / count
@@ -116,11 +111,8 @@ def clip_cov(token, clip_ratio_low=0.2, clip_ratio_high=0.2):
 def kl_cov(token, ppo_kl_coef=0.1):
     difference = token.now - token.old
     pull = ppo_kl_coef if token.selected else 0.0
-    sign = (difference > 0) - (difference < 0)
-    return (
-        -token.ratio * token.advantage + pull * abs(difference),
-        -token.ratio_slope * token.advantage + pull * sign,
-    )
+    loss, slope = -token.ratio * token.advantage, -token.ratio_slope * token.advantage
+    return loss + pull * abs(difference), slope + pull * ((difference > 0) - (difference < 0))
 
 
 @by_token
@@ -128,19 +120,14 @@ def reinforce(token):
     return -token.advantage * token.now, -token.advantage
 
 
-gpg = reinforce
-
-
 @by_token
 def dro(token, dro_beta=0.0):
     difference = token.now - token.old
-    return (
-        -(token.advantage * token.now - dro_beta / 2 * difference**2),
-        -(token.advantage - dro_beta * difference),
-    )
+    loss = -token.advantage * token.now + dro_beta / 2 * difference**2
+    return loss, -token.advantage + dro_beta * difference
 
 
-def _weighed(token: Token, inside: bool, bound: float) -> tuple[float, float]:
+def _weighed(token, inside, bound):
     weight = min(token.ratio, bound) if inside else 0.0
     return -weight * token.advantage * token.now, -weight * token.advantage
 
@@ -161,17 +148,5 @@ def dppo_kl(token, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0):
     return _weighed(token, p <= q if token.advantage > 0 else p >= q, clip_ratio_c)
 
 
-SLOW: dict[str, SlowLoss] = {
-    "cispo": cispo,
-    "clip_cov": clip_cov,
-    "dppo_kl": dppo_kl,
-    "dppo_tv": dppo_tv,
-    "dro": dro,
-    "geo_mean": geo_mean,
-    "gpg": gpg,
-    "gspo": gspo,
-    "kl_cov": kl_cov,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "vanilla": vanilla,
-}
+ALL = (cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, gspo, kl_cov, reinforce, sapo, vanilla)
+SLOW = {loss.__name__: loss for loss in ALL} | {"gpg": reinforce}

@@ -1,46 +1,39 @@
-"""The same numbers as verl 0.9.1's functions, where the equation is the same: to 1e-5.
+"""The losses give the same numbers as verl 0.9.1's functions, to 1e-5, if the equation is the same.
 
-It differs, on purpose, in these:
+Tandem differs on purpose in these points:
 
-    clip_cov, kl_cov  verl chooses tokens in each micro-batch by the log-probs of the moment, ours once in the
-                      whole batch by those of the policy that sampled; compared where both choose the same.
-    geo_mean, sapo    verl takes the mean by sequences whatever loss_agg_mode says; geo_mean's counts empty
-                      responses, ours does not: see `aggregate`.
+    clip_cov, kl_cov  verl selects tokens in each micro-batch by the current log-probs. Tandem selects once in
+                      the whole batch by the log-probs of the policy that sampled. The tests compare cases in
+                      which both select the same tokens.
+    geo_mean, sapo    verl takes the mean over sequences, whatever loss_agg_mode says. verl's geo_mean counts
+                      empty responses, Tandem's does not: see `aggregate`.
     geo_mean, clip_cov, kl_cov
-                      verl leaves the log-ratio as it is, ours is clamped to 20 nats on both sides.
+                      verl does not clamp the log-ratio, Tandem clamps it to [-20, 20] nats.
 """
 
-from __future__ import annotations
-
-import subprocess
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.algorithms.aggregation import AGGREGATIONS, aggregate
 from tandem.algorithms.registry import POLICY_LOSSES
 from tandem.config.actor import ActorConfig, PolicyLossConfig
 from tandem.engines.train.base import Counts
-from tandem.workers.loss_terms import PolicyTerm
 from tandem.workers.losses import ActorLoss
+from tests.algorithms import verl_peer
 
 pytestmark = pytest.mark.verl
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SAMPLES, LONGEST = 8, 32
 BY_SEQUENCE = ("geo_mean", "sapo")
 CLIPS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
 
-OPTIONS: dict[str, list[dict[str, float]]] = {
+OPTIONS = {
     "cispo": [{}, CLIPS],
     "clip_cov": [
-        {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0},  # all candidates
-        {"clip_cov_ratio": 0.5, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0},  # none
+        {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0},  # selects all candidates
+        {"clip_cov_ratio": 0.5, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0},  # selects no token
     ],
     "dppo_kl": [{}, CLIPS, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}],
     "dppo_tv": [{}, CLIPS, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}],
@@ -55,8 +48,8 @@ OPTIONS: dict[str, list[dict[str, float]]] = {
 }
 
 
-def rectangles(seed: int, spread: float) -> dict[str, Tensor]:
-    """Responses of several lengths with holes, one advantage each, none of them empty."""
+def rectangles(seed, spread):
+    """Return padded columns of non-empty responses with holes, with one advantage per response."""
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
     lengths = torch.randint(2, LONGEST + 1, (SAMPLES,), generator=draw)
@@ -73,8 +66,8 @@ def rectangles(seed: int, spread: float) -> dict[str, Tensor]:
     }
 
 
-def cases() -> list[dict[str, Any]]:
-    assert {*OPTIONS, "bypass_mode"} == set(POLICY_LOSSES.names)  # it is vanilla or reinforce
+def cases():
+    assert {*OPTIONS, "bypass_mode"} == set(POLICY_LOSSES.names)  # bypass_mode is vanilla or reinforce
     found = []
     for number, (name, spread) in enumerate(product(OPTIONS, (0.05, 1.0))):
         for options, mode in product(OPTIONS[name], ("seq-mean-token-mean", *AGGREGATIONS)):
@@ -82,58 +75,40 @@ def cases() -> list[dict[str, Any]]:
                 continue
             section = {n: v for n, v in options.items() if n in PolicyLossConfig.model_fields}
             actor = {n: v for n, v in options.items() if n not in section} | {"loss_scale_factor": 40}
-            columns = rectangles(number, spread)
-            found.append(
-                {"name": name, "mode": mode, "actor": actor, "policy_loss": section, "columns": columns}
-            )
+            case = {"name": name, "mode": mode, "actor": actor, "policy_loss": section}
+            found.append(case | {"columns": rectangles(number, spread)})
     scale = {"actor": {"loss_scale_factor": 40}, "policy_loss": {}, "columns": rectangles(99, 1.0)}
     return found + [{"name": "agg_loss", "mode": mode, **scale} for mode in AGGREGATIONS]
 
 
-def ours(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The loss, and its gradient as a rectangle."""
+def ours(case):
+    """Return the loss and its gradient, padded."""
     columns = {name: column.flatten() for name, column in case["columns"].items()}
     mask = case["columns"]["response_mask"]
     counts = Counts(tokens=int(mask.sum()), sequences=SAMPLES)
     columns["offsets"] = offsets = torch.arange(SAMPLES + 1) * LONGEST
     log_probs = columns.pop("log_probs").clone().requires_grad_()
     if case["name"] == "agg_loss":
-        loss = aggregate(
-            log_probs,
-            columns["response_mask"],
-            offsets,
-            mode=case["mode"],
-            tokens=counts.tokens,
-            sequences=counts.sequences,
-            norm_length=40,
-        )
+        sizes = {"tokens": counts.tokens, "sequences": counts.sequences, "norm_length": 40}
+        loss = aggregate(log_probs, columns["response_mask"], offsets, mode=case["mode"], **sizes)
     else:
         section = PolicyLossConfig(loss_mode=case["name"], **case["policy_loss"])
         actor = {name: float(value) for name, value in case["actor"].items()}
         config = ActorConfig(policy_loss=section, loss_agg_mode=case["mode"], **actor)
         whole = ActorLoss.from_config(config, recomputed=True)
         policy = whole.terms[0]
-        assert isinstance(policy, PolicyTerm)
         if policy.spec.selection:
-            now = columns | {"old_log_probs": log_probs.detach()}  # as verl does
+            now = columns | {"old_log_probs": log_probs.detach()}  # verl uses the current log-probs
             columns["selected_tokens"] = policy.spec.selection(now, policy.options)
-        loss, _ = whole(
-            {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)}, columns, offsets, counts
-        )
+        out = {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)}
+        loss, _ = whole(out, columns, offsets, counts)
     return loss.detach(), torch.autograd.grad(loss, log_probs)[0].view(mask.shape)
 
 
 @pytest.mark.equation("parts/aggregate", *(f"policy_losses/{name}" for name in OPTIONS))
-def test_losses_gradients_and_aggregations_are_those_of_verl(tmp_path: Path) -> None:
+def test_losses_gradients_and_aggregations_are_those_of_verl(tmp_path):
     given = cases()
-    torch.save(given, tmp_path / "inputs.pt")
-    script = ROOT / "benchmarks" / "peers" / "verl_losses.py"
-    command = [PYTHON, script, tmp_path / "inputs.pt", tmp_path / "outputs.pt"]
-    subprocess.run(command, check=True, timeout=240, capture_output=True)
-    for case, (loss, gradient) in zip(given, torch.load(tmp_path / "outputs.pt"), strict=True):
-        found, found_gradient = ours(case)
-        about = f"{case['name']} {case['mode']} {case['actor']} {case['policy_loss']}"
-        torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-9, msg=lambda m, a=about: f"{a}: {m}")
-        torch.testing.assert_close(
-            found_gradient, gradient, rtol=1e-5, atol=1e-9, msg=lambda m, a=about: f"{a}: {m}"
-        )
+    for case, wanted in zip(given, verl_peer.answers("losses", given, tmp_path), strict=True):
+        about = " ".join(str(case[key]) for key in ("name", "mode", "actor", "policy_loss"))
+        for found, want in zip(ours(case), wanted, strict=True):
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-9, msg=lambda m, a=about: f"{a}: {m}")

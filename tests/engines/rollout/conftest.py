@@ -1,6 +1,4 @@
-"""Tiny random models and requests shared by the rollout tests."""
-
-from __future__ import annotations
+"""Small random models and requests for the rollout tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,87 +6,42 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers as hf
 
 from tandem.protocol import Request, SamplingParams
+from tests.contract.world import SHAPE, VOCABULARY
 
-VOCABULARY = 97
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # large enough for a peaked distribution
+pytest.register_assert_rewrite("tests.contract.rollout")  # before a test imports it
+
+_SHAPE = SHAPE | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+_SHAPE |= {"num_key_value_heads": 2}
+_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0}
+_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 9}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_WIDE, _WINDOW = {"head_dim": 16}, {"head_dim": 16, "sliding_window": 6}
+_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, _WIDE),
+    "qwen3_window": (hf.Qwen3ForCausalLM, hf.Qwen3Config, _WINDOW | _TYPES | {"use_sliding_window": True}),
+    "llama3_rope": (hf.LlamaForCausalLM, hf.LlamaConfig, _BIASES | {"rope_parameters": _ROPE}),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": None}),
+    "mistral_window": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 8}),
+    "gemma": (hf.GemmaForCausalLM, hf.GemmaConfig, _WIDE),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, _WINDOW | _CAPS),
+    "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, _WINDOW | _TYPES),
 }
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def _build(name: str) -> PreTrainedModel:
-    if name == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
-    if name == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=16))
-    if name == "llama3_rope":
-        return LlamaForCausalLM(
-            LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3_ROPE)
-        )
-    if name == "mistral":
-        return MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=None))
-    if name == "mistral_window":
-        return MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=8))
-    if name == "qwen3_window":
-        types = ["sliding_attention", "full_attention"]
-        config = Qwen3Config(
-            **_SHAPE, head_dim=16, use_sliding_window=True, sliding_window=6, layer_types=types
-        )
-        return Qwen3ForCausalLM(config)
-    if name == "gemma":
-        return GemmaForCausalLM(GemmaConfig(**_SHAPE, head_dim=16))
-    if name == "gemma2":
-        softcap = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
-        return Gemma2ForCausalLM(
-            Gemma2Config(**_SHAPE, head_dim=16, sliding_window=6, query_pre_attn_scalar=9, **softcap)
-        )
-    if name == "gemma3_text":
-        types = ["sliding_attention", "full_attention"]
-        return Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, head_dim=16, sliding_window=6, layer_types=types))
-    raise AssertionError(name)
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Callable[..., PreTrainedModel]:
-    """Builds a tiny model by name; the weights of one name are always the same. All parameters, biases
-    and norms too, are random, so that none can be left out unnoticed."""
+def tiny() -> Callable[..., hf.PreTrainedModel]:
+    """Return a function that builds a small model by name, with random biases and norms too."""
 
-    def build(name: str = "qwen2", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    def build(name: str = "qwen2", dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
         torch.manual_seed(11)
-        model = _build(name)
+        kind, config, options = _MODELS[name]
+        model = kind(config(**_SHAPE, **options))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -100,25 +53,18 @@ def tiny() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def prompts() -> list[np.ndarray]:
-    """50 prompts of 1 to 40 tokens."""
+    """Return 50 prompts of 1 to 40 tokens."""
     rng = np.random.default_rng(3)
     return [rng.integers(1, VOCABULARY, size=length) for length in rng.integers(1, 41, size=50)]
 
 
 @pytest.fixture
 def make_requests(prompts: list[np.ndarray]) -> Callable[..., list[Request]]:
-    """n samples of each of the first `count` prompts, of 1 to 30 new tokens."""
+    """Return a function that makes n samples of each of the first `count` prompts, of 1 to 30 new tokens."""
 
     def make(count: int = 50, n: int = 1, **params: Any) -> list[Request]:
         lengths = np.random.default_rng(5).integers(1, 31, size=count * n).tolist()
-        return [
-            Request(
-                uid=f"p{index // n}",
-                sample=index % n,
-                prompt_ids=prompts[index // n],
-                params=SamplingParams(**{"max_tokens": lengths[index], **params}),
-            )
-            for index in range(count * n)
-        ]
+        settings = [SamplingParams(**{"max_tokens": length, **params}) for length in lengths]
+        return [Request(f"p{i // n}", i % n, prompts[i // n], each) for i, each in enumerate(settings)]
 
     return make

@@ -1,6 +1,4 @@
-"""Weights that come as a stream, in the engines of this process."""
-
-from __future__ import annotations
+"""Tests of weight streams in the engines of this process."""
 
 import numpy as np
 import pytest
@@ -9,32 +7,16 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, WeightStream, generate
 from tandem.engines.rollout.hf import HFEngine
-from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
-from tandem.protocol import Request, SamplingParams
+from tests.engines.rollout.case import CPU, native, request, stream, tokens
 
-CPU = torch.device("cpu")
 NAMES = ("native-fused", "native-module", "hf")
 
 
-def stream(model, change=lambda name, tensor: tensor):
-    """Each tensor is overwritten when the next is asked for; those changed to None are left out."""
-
-    def tensors():
-        for name, parameter in model.named_parameters():
-            tensor = change(name, parameter.detach())
-            if tensor is not None:
-                room = tensor.clone()
-                yield name, room
-                room.fill_(torch.nan)
-
-    return WeightStream(tensors())
-
-
 def trained(model, dtype):
-    """As mixed precision has it while it computes: the buffers stay those of the master weights."""
+    """Return a model as mixed precision computes with it: its buffers are those of the master weights."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -45,38 +27,36 @@ def bytes_held(own):
 
 
 @pytest.fixture
-def folder(tiny, tmp_path):
-    """Of a model's config alone, by the model's name."""
+def own(tiny, tmp_path):
+    """Return a function that makes own weights from a folder with only a model's config."""
 
     def make(name="qwen2"):
-        path = tmp_path / name
-        tiny(name).config.save_pretrained(path)
-        return path
+        tiny(name).config.save_pretrained(tmp_path / name)
+        return OwnWeights(tmp_path / name, CPU)
 
     return make
 
 
-def make_engine(name, folder, **options):
-    options = {"device": CPU, "max_length": 96, "own": OwnWeights(folder, CPU), **options}
+def make_engine(name, own, **options):
     if name == "hf":
-        return HFEngine(**options)
-    return NativeEngine(runner=name.removeprefix("native-"), **options)
+        return HFEngine(device=CPU, max_length=96, own=own, **options)
+    return native(runner=name.removeprefix("native-"), max_length=96, own=own, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "model", "dtype"),
     [
-        *((name, "qwen2", torch.float32) for name in NAMES),  # with tied weights
+        *((name, "qwen2", torch.float32) for name in NAMES),  # the model has tied weights
         ("native-fused", "llama3_rope", torch.float64),
         ("native-fused", "qwen3", torch.bfloat16),
-        ("native-module", "gemma3_text", torch.float32),  # two kinds of rotary tables, a scale of embeddings
+        ("native-module", "gemma3_text", torch.float32),  # two kinds of rotary tables, and scaled embeddings
         ("hf", "gemma2", torch.bfloat16),
     ],
 )
-def test_writes_the_bits_that_the_shared_module_gives(name, model, dtype, tiny, folder, make_requests):
+def test_writes_the_bits_that_the_shared_module_gives(name, model, dtype, tiny, own, make_requests):
     module = trained(tiny(model), dtype)
     requests = make_requests(8, 2, temperature=0.9, top_p=0.9)
-    engine = make_engine(name, folder(model))
+    engine = make_engine(name, own(model))
     assert engine.takes == {SharedModule, WeightStream}
     expected_digest = engine.update_weights(SharedModule(module), 0)
     expected = generate(engine, requests)
@@ -90,15 +70,16 @@ def test_writes_the_bits_that_the_shared_module_gives(name, model, dtype, tiny, 
 
 
 @pytest.mark.parametrize("model", ["qwen2", "llama3_rope", "gemma3_text"])
-def test_the_module_is_the_trainers_in_all_but_memory(model, tiny, folder):
+def test_the_module_is_the_trainers_in_all_but_memory(model, tiny, own):
     module = trained(tiny(model), torch.bfloat16)
-    mine = OwnWeights(folder(model), CPU).load(stream(module)).module
+    mine = own(model).load(stream(module)).module
     for name, parameter in module.named_parameters():
-        assert torch.equal(mine.get_parameter(name), parameter)
-        assert mine.get_parameter(name).dtype == torch.bfloat16
-        assert not mine.get_parameter(name).requires_grad
-    tied = mine.get_output_embeddings().weight is mine.get_input_embeddings().weight
-    assert tied == (module.get_output_embeddings().weight is module.get_input_embeddings().weight)
+        held = mine.get_parameter(name)
+        assert torch.equal(held, parameter) and held.dtype == torch.bfloat16 and not held.requires_grad
+    tied = [
+        each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (mine, module)
+    ]
+    assert tied[0] == tied[1]
     buffers = dict(module.named_buffers())
     assert dict(mine.named_buffers()).keys() == buffers.keys()
     for name, buffer in mine.named_buffers():
@@ -106,146 +87,104 @@ def test_the_module_is_the_trainers_in_all_but_memory(model, tiny, folder):
     assert not mine.training
 
 
-def test_it_takes_memory_with_the_first_stream_and_not_while_it_sleeps(tiny, folder, make_requests):
-    engine = make_engine("native-fused", folder())
+def test_it_takes_memory_with_the_first_stream_and_not_while_it_sleeps(tiny, own, make_requests):
+    engine = make_engine("native-fused", own())
     assert engine._own._module is None
     module, requests = tiny(), make_requests(4)
     whole = sum(parameter.numel() * 4 for parameter in module.parameters())
     engine.update_weights(stream(module), 0)
-    expected = [sample.token_ids.tolist() for sample in generate(engine, requests)]
-    assert bytes_held(engine._own) == whole
-    engine.sleep(["kv_cache"])
-    assert bytes_held(engine._own) == whole
-    engine.sleep(["weights"])
-    assert bytes_held(engine._own) == 0
+    expected = tokens(generate(engine, requests))
+    for tag, left in (("kv_cache", whole), ("weights", 0)):
+        assert bytes_held(engine._own) == whole
+        engine.sleep([tag])
+        assert bytes_held(engine._own) == left
     engine.update_weights(stream(module), 1)
     assert bytes_held(engine._own) == whole
-    assert [sample.token_ids.tolist() for sample in generate(engine, requests)] == expected
+    assert tokens(generate(engine, requests)) == expected
     engine.update_weights(SharedModule(module), 2)
     assert bytes_held(engine._own) == 0
 
 
-def test_weights_may_come_in_another_type_later(tiny, folder, make_requests):
-    engine = make_engine("native-fused", folder())
-    requests = make_requests(4)
-    engine.update_weights(stream(tiny()), 0)
-    generate(engine, requests)
-    module = tiny(dtype=torch.float64)
-    engine.update_weights(stream(module), 1)
-    samples = generate(engine, requests)
-    assert samples[0].log_probs.dtype == np.float64
-    engine.update_weights(SharedModule(module), 2)
-    for sample, other in zip(samples, generate(engine, requests), strict=True):
+def test_weights_may_come_in_another_type_later(tiny, own, make_requests):
+    engine, requests, module = make_engine("native-fused", own()), make_requests(4), tiny(dtype=torch.float64)
+    runs = []
+    for version, source in enumerate((stream(tiny()), stream(module), SharedModule(module))):
+        engine.update_weights(source, version)
+        runs.append(generate(engine, requests))
+    for sample, other in zip(*runs[1:], strict=True):
+        assert sample.log_probs.dtype == np.float64
         assert np.array_equal(sample.log_probs, other.log_probs)
 
 
-def test_running_sequences_go_on_under_the_new_weights(tiny, folder):
-    first, second = tiny(dtype=torch.float64), tiny(dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.mul_(1.2)
-    request = Request("a", 0, np.array([1, 2, 3]), SamplingParams(max_tokens=20))
-    written = []
-    for source in (stream, SharedModule):
-        engine = make_engine("native-fused", folder(), run_ahead=True)
-        engine.update_weights(source(first), 0)
-        engine.submit([request])
-        engine.poll(0.0)
-        engine.poll(0.0)
-        engine.update_weights(source(second), 1)
-        [sample] = engine.poll(10.0)
-        assert sample.versions.tolist() == [0] * 2 + [1] * 18
-        written.append(sample.token_ids.tolist())
-    assert written[0] == written[1]
-
-
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def stream_of(*tensors):
+    return WeightStream(iter(tensors))
+
+
+def without(module):
+    return stream(module, lambda name, tensor: None if name == Q_PROJ else tensor)
+
+
+def cut(module):
+    return stream(module, lambda name, tensor: tensor[:3] if name == Q_PROJ else tensor)
+
+
 FAULTS = {
-    "missing": (lambda module: stream(module, lambda n, t: None if n == Q_PROJ else t), Q_PROJ, "too early"),
-    "nothing": (lambda module: WeightStream(iter(())), "model.embed_tokens.weight", "too early"),
-    "shape": (
-        lambda module: stream(module, lambda n, t: t[:3] if n == Q_PROJ else t),
-        Q_PROJ,
-        r"another shape(.|\n)*\(3, 32\)(.|\n)*\(32, 32\)",
-    ),
-    "twice": (
-        lambda module: WeightStream(iter([*module.named_parameters(), (Q_PROJ, torch.zeros(32, 32))])),
-        Q_PROJ,
-        "twice",
-    ),
-    "unknown": (
-        lambda module: WeightStream(iter([("model.extra", torch.zeros(3))])),
-        "model.extra",
-        "Qwen2ForCausalLM",
-    ),
-    "tied": (
-        lambda module: WeightStream(iter([*module.state_dict().items()])),
-        "lm_head.weight",
-        r"model\.embed_tokens\.weight alone",
-    ),
+    "missing": (without, Q_PROJ, "too early"),
+    "nothing": (lambda m: stream_of(), EMBEDDING, "too early"),
+    "shape": (cut, Q_PROJ, r"shape(.|\n)*\(3, 32\)(.|\n)*\(32, 32\)"),
+    "twice": (lambda m: stream_of(*m.named_parameters(), (Q_PROJ, torch.zeros(32, 32))), Q_PROJ, "twice"),
+    "unknown": (lambda m: stream_of(("model.extra", torch.zeros(3))), "model.extra", "Qwen2ForCausalLM"),
+    "tied": (lambda m: stream_of(*m.state_dict().items()), "lm_head.weight", f"only {EMBEDDING}"),
 }
 
 
 @pytest.mark.parametrize("name", ["native-fused", "hf"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_stream_that_is_not_the_model_is_refused_and_nothing_sampled_from_it(
-    name, fault, tiny, folder, make_requests
+    name, fault, tiny, own, make_requests
 ):
     broken, field, message = FAULTS[fault]
-    engine = make_engine(name, folder())
+    engine, requests = make_engine(name, own()), make_requests(2)
     engine.update_weights(stream(tiny()), 0)
-    requests = make_requests(2)
-    expected = [sample.token_ids.tolist() for sample in generate(engine, requests)]
+    expected = tokens(generate(engine, requests))
     with pytest.raises(EngineError, match=message) as caught:
         engine.update_weights(broken(tiny()), 1)
     assert caught.value.field == field
-    engine.submit(requests)
     with pytest.raises(EngineError, match="no weights"):
-        engine.poll(0.0)
-    engine.abort([request.id for request in requests])
+        generate(engine, requests)
     engine.update_weights(stream(tiny()), 2)
-    assert [sample.token_ids.tolist() for sample in generate(engine, requests)] == expected
+    assert tokens(generate(engine, requests)) == expected
 
 
 @pytest.mark.parametrize("name", ["native-fused", "hf"])
-def test_an_empty_stream_to_an_engine_that_never_had_weights(name, folder):
+def test_an_empty_stream_to_an_engine_that_never_had_weights(name, own):
     with pytest.raises(EngineError, match="some weights"):
-        make_engine(name, folder()).update_weights(WeightStream(iter(())), 0)
+        make_engine(name, own()).update_weights(stream_of(), 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_model_of_its_own_a_stream_is_refused_and_the_weights_stay(name, tiny, make_requests):
-    engine = make_engine(name, None, own=None)
+def test_without_a_model_of_its_own_a_stream_is_refused_and_the_weights_stay(name, tiny):
+    engine = make_engine(name, None)
     assert engine.takes == {SharedModule}
     engine.update_weights(SharedModule(tiny()), 0)
     with pytest.raises(EngineError, match="expected: a SharedModule"):
         engine.update_weights(stream(tiny()), 1)
-    [sample] = generate(engine, make_requests(1))
+    [sample] = generate(engine, [request()])
     assert set(sample.versions) == {0}
 
 
 def test_a_model_with_buffers_that_nobody_sends_is_refused(tmp_path):
-    """The experts' biases of DeepSeek-V3 are no parameters, and no trainer sends them."""
-    config = DeepseekV3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        first_k_dense_replace=0,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
+    """The experts' biases of DeepSeek-V3 are not parameters, and no trainer sends them."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
+    heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1}
+    layers = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    config = DeepseekV3Config(**sizes, **heads, **layers, n_routed_experts=4, num_experts_per_tok=2)
     config.save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="buffer that its config does not determine") as caught:
+    with pytest.raises(EngineError, match="buffer") as caught:
         OwnWeights(tmp_path, CPU).load(stream(DeepseekV3ForCausalLM(config)))
     assert caught.value.field == "model.layers.0.mlp.gate.e_score_correction_bias"

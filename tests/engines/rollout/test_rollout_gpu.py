@@ -1,4 +1,4 @@
-"""What only a GPU can show: the engines there, CUDA graphs, and the kernels in bfloat16 at real sizes."""
+"""Tests that need a GPU: the engines, CUDA graphs, and the kernels in bfloat16 at real sizes."""
 
 import numpy as np
 import pytest
@@ -8,16 +8,13 @@ from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.draws.sampler import RowParams, sample
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native.attention import make_attention
-from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import CudaCapture, GraphedRunner
 from tandem.engines.rollout.native.lasting import Lasting, lasting_bytes
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache
 from tandem.engines.rollout.native.runner import make_runner
+from tests.engines.rollout.case import CPU, changed, native, step_of, tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda", 0)
 BLOCK = 16
 
@@ -29,75 +26,52 @@ def written(engine, module, requests):
     return samples
 
 
+def on_cuda(**options):
+    return native(**{"device": CUDA, "max_length": 96, "max_num_seqs": 16, **options})
+
+
+def assert_same(ours, others):
+    for left, right in zip(ours, others, strict=True):
+        assert left.token_ids.tolist() == right.token_ids.tolist()
+        np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["fused", "module", "hf"])
 def test_cuda_writes_what_the_cpu_writes(name, tiny, make_requests):
-    requests = make_requests(20, 2, temperature=0.8, top_p=0.9)
-    tokens = []
-    for device in (torch.device("cpu"), CUDA):
+    requests, runs = make_requests(20, 2, temperature=0.8, top_p=0.9), []
+    for device in (CPU, CUDA):
         options = {"device": device, "max_length": 96, "max_num_seqs": 16}
-        engine = (
-            HFEngine(**options) if name == "hf" else NativeEngine(runner=name, attention="torch", **options)
-        )
-        samples = written(engine, tiny(dtype=torch.float64).to(device), requests)
-        tokens.append([sample.token_ids.tolist() for sample in samples])
-    assert tokens[0] == tokens[1]
+        engine = HFEngine(**options) if name == "hf" else native(runner=name, attention="torch", **options)
+        runs.append(tokens(written(engine, tiny(dtype=torch.float64).to(device), requests)))
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("runner", ["fused", "module"])
 @pytest.mark.parametrize("model", ["qwen2", "qwen3", "mistral_window"])
 def test_triton_attention_gives_the_log_probs_of_torch(runner, model, tiny, make_requests):
-    requests = make_requests(20, 2, temperature=0.0)
-    module = tiny(model).to(CUDA)
-    options = {"device": CUDA, "max_length": 96, "max_num_seqs": 16, "runner": runner}
-    ours, plain = (
-        written(NativeEngine(attention=name, **options), module, requests) for name in ("triton", "torch")
-    )
-    for left, right in zip(ours, plain, strict=True):
-        assert left.token_ids.tolist() == right.token_ids.tolist()
-        np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+    requests, module = make_requests(20, 2, temperature=0.0), tiny(model).to(CUDA)
+    names = ("triton", "torch")
+    assert_same(*(written(on_cuda(attention=name, runner=runner), module, requests) for name in names))
 
 
-def test_running_ahead_changes_nothing(tiny, make_requests):
-    requests = make_requests(20, 2, temperature=1.0)
-    module = tiny().to(CUDA)
-    options = {"device": CUDA, "max_length": 96, "max_num_seqs": 16}
-    ahead, behind = (
-        written(NativeEngine(run_ahead=run_ahead, **options), module, requests) for run_ahead in (True, False)
-    )
-    assert [sample.token_ids.tolist() for sample in ahead] == [sample.token_ids.tolist() for sample in behind]
-
-
-def decode_step(lengths, vocabulary, generator):
-    """One token each of sequences that will have these lengths, every block taken by one of them."""
+def decode_step(lengths, generator):
+    """Return a step with one token each, of sequences that will have these lengths and use every block."""
     rows, width = len(lengths), -(-max(lengths) // BLOCK)
     tables_SB = torch.randperm(rows * width, generator=generator).view(rows, width)
-    positions_T = torch.tensor(lengths) - 1
-    block = tables_SB[torch.arange(rows), positions_T // BLOCK]
-    return StepInput(
-        ids_T=torch.randint(vocabulary, (rows,), generator=generator).to(CUDA),
-        positions_T=positions_T.to(CUDA),
-        slots_T=(block * BLOCK + positions_T % BLOCK).to(CUDA),
-        starts_S1=torch.arange(rows + 1, dtype=torch.int32, device=CUDA),
-        lengths_S=torch.tensor(lengths, dtype=torch.int32, device=CUDA),
-        tables_SB=tables_SB.int().to(CUDA),
-        logits_L=torch.arange(rows, device=CUDA),
-        max_query=1,
-        max_length=max(lengths),
-    )
+    ids = torch.randint(97, (rows,), generator=generator)
+    return step_of(tables_SB.int().to(CUDA), lengths, [1] * rows, BLOCK, ids)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["fused", "module"])
 def test_replayed_graphs_compute_what_plain_steps_do(name, tiny):
-    module = tiny("qwen3").to(CUDA)
-    runner = make_runner(name, module, 96)
+    runner = make_runner(name, tiny("qwen3").to(CUDA), 96)
     caches = [PagedCache(runner.layers, 20 * 6, BLOCK, runner.dtype, CUDA) for _ in range(2)]
     attention, plain = (make_attention(cache, "triton") for cache in caches)
     graphed = GraphedRunner(runner, attention, 20, 6, CudaCapture())
     generator = torch.Generator().manual_seed(0)
     for rows in (20, 3, 17, 1, 20):
-        lengths = torch.randint(1, 97, (rows,), generator=generator).tolist()
-        step = decode_step(lengths, 97, generator)
+        step = decode_step(torch.randint(1, 97, (rows,), generator=generator).tolist(), generator)
         with torch.inference_mode():
             expected = runner.forward(step, plain)
         torch.testing.assert_close(graphed.forward(step, attention), expected, rtol=1e-4, atol=1e-4)
@@ -107,7 +81,7 @@ def test_replayed_graphs_compute_what_plain_steps_do(name, tiny):
 
 @pytest.mark.filterwarnings("error")
 def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
-    """A graph that was captured over it replays on what stands there then."""
+    """A graph that was captured over the memory replays on its new content."""
     size = 2**30
     held = Lasting([((size,), torch.uint8), ((1000,), torch.float32)], CUDA)
     assert held.stays and lasting_bytes(CUDA) >= size
@@ -121,7 +95,7 @@ def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
         taken = torch.cuda.mem_get_info(CUDA)[0]
         held.give_back()
         assert torch.cuda.mem_get_info(CUDA)[0] - taken >= size and lasting_bytes(CUDA) == 0
-        torch.full((size // 4,), 7.0, device=CUDA)  # others may have it meanwhile
+        torch.full((size // 4,), 7.0, device=CUDA)  # other tensors may use the memory meanwhile
         held.take()
         assert numbers.data_ptr() == place
     held.give_back()
@@ -132,95 +106,64 @@ def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
 def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, monkeypatch):
     captured, capture = [], CudaCapture.__call__
-    monkeypatch.setattr(
-        CudaCapture, "__call__", lambda self, work: (captured.append(1), capture(self, work))[1]
-    )
+    monkeypatch.setattr(CudaCapture, "__call__", lambda *args: (captured.append(1), capture(*args))[1])
     requests = make_requests(40, 2, temperature=0.0)
-    options = {"device": CUDA, "max_length": 96, "max_num_seqs": 32}
-    engine, counts = NativeEngine(**options), []
+    engine, counts = on_cuda(max_num_seqs=32), []
     for version in range(3):
-        torch.manual_seed(version)
-        module = tiny(model).to(CUDA)  # elsewhere each time
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter += 0.05 * torch.randn_like(parameter)
+        module = changed(tiny(model), version).to(CUDA)  # at other addresses each time
         samples = written(engine, module, requests)
         counts.append(len(captured))
-        plain = written(NativeEngine(enforce_eager=True, **options), module, requests)
-        for left, right in zip(samples, plain, strict=True):
-            assert left.token_ids.tolist() == right.token_ids.tolist()
-            np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+        assert_same(samples, written(on_cuda(max_num_seqs=32, enforce_eager=True), module, requests))
     assert counts[0] > 3 and counts == [counts[0]] * 3
-    assert engine._steps._resting is not None  # its copies wait, without memory
+    assert engine._steps._released is not None  # its copies have no memory and wait for weights
 
 
-def test_prompts_apart_from_rows_that_decode_change_nothing(tiny, make_requests):
-    """More requests than rows, so that prompts come in while others decode."""
-    requests = make_requests(30, 2, temperature=0.0)
-    module = tiny().to(CUDA)
-    runs = []
-    for apart in (True, False):
-        engine = NativeEngine(device=CUDA, max_length=96, max_num_seqs=8)
-        engine._apart = apart
+@pytest.mark.parametrize("what", ["run_ahead", "split_steps"])
+def test_neither_running_ahead_nor_prompts_apart_change_anything(what, tiny, make_requests):
+    """There are more requests than rows, so prompts arrive while others decode."""
+    requests, module, runs = make_requests(30, 2, temperature=0.0), tiny().to(CUDA), []
+    for value in (True, False):
+        engine = on_cuda(max_num_seqs=8, **({"run_ahead": value} if what == "run_ahead" else {}))
+        if what == "split_steps":
+            engine._split_steps = value
         runs.append(written(engine, module, requests))
-    for left, right in zip(*runs, strict=True):
-        assert left.token_ids.tolist() == right.token_ids.tolist()
-        np.testing.assert_allclose(left.log_probs, right.log_probs, atol=2e-5)
+    assert_same(*runs)
+
+
+def check_attention(step, group, dim, dtype, limit):
+    """Compare Triton's attention over a random cache with PyTorch's."""
+    cache = PagedCache([LayerShape(2, dim, dim)], step.tables_SB.numel(), BLOCK, dtype, CUDA)
+    for part in (cache.keys[0], cache.values[0]):
+        part.normal_()
+    query_TND = torch.randn(len(step.ids_T), 2 * group, dim, device=CUDA, dtype=dtype) * dim**-0.5
+    out, expected = (make_attention(cache, name).attend(0, step, query_TND) for name in ("triton", "torch"))
+    assert (out.float() - expected.float()).norm() < limit * expected.float().norm()
 
 
 @pytest.mark.parametrize("lengths", [[4000, 1, 777], [300] * 40])
 @pytest.mark.parametrize(("group", "dim"), [(7, 64), (7, 128), (4, 128), (2, 256)])
 def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):
-    generator = torch.Generator().manual_seed(1)
-    step = decode_step(lengths, 97, generator)
-    cache = PagedCache([LayerShape(2, dim, dim)], step.tables_SB.numel(), BLOCK, torch.bfloat16, CUDA)
-    for part in (cache.keys[0], cache.values[0]):
-        part.normal_()
-    query_TND = torch.randn(len(lengths), 2 * group, dim, device=CUDA, dtype=torch.bfloat16) * dim**-0.5
-    out = make_attention(cache, "triton").attend(0, step, query_TND)
-    expected = make_attention(cache, "torch").attend(0, step, query_TND)
-    assert (out.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+    step = decode_step(lengths, torch.Generator().manual_seed(1))
+    check_attention(step, group, dim, torch.bfloat16, 1e-2)
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 16), (1, 32), (7, 32), (7, 64), (4, 80), (7, 128), (2, 256)])
-def test_prompts_at_every_head_size(group, dim, kind):
-    """Chunks of prompts of many lengths, some after a beginning that is in the cache already."""
+def test_prompts_at_every_head_size(group, dim, dtype, limit):
+    """Chunks of prompts of many lengths, some after a prefix that is already in the cache."""
+    counts, before = [1, 300, 17, 64, 6, 6, 129, 2], [0, 0, 250, 16, 0, 3, 1, 700]
+    lengths = [sum(each) for each in zip(counts, before, strict=True)]
+    width = -(-max(lengths) // BLOCK)
     generator = torch.Generator().manual_seed(dim + group)
-    counts = torch.tensor([1, 300, 17, 64, 6, 6, 129, 2])
-    lengths = counts + torch.tensor([0, 0, 250, 16, 0, 3, 1, 700])
-    width = -(-int(lengths.max()) // BLOCK)
-    cache = PagedCache([LayerShape(2, dim, dim)], len(counts) * width, BLOCK, kind, CUDA)
-    for part in (cache.keys[0], cache.values[0]):
-        part.normal_()
     tables_SB = torch.randperm(len(counts) * width, generator=generator).view(len(counts), width)
-    ends = counts.cumsum(0)
-    step = StepInput(
-        ids_T=torch.zeros(int(ends[-1]), dtype=torch.int64, device=CUDA),
-        positions_T=torch.cat(
-            [torch.arange(int(n - c), int(n)) for c, n in zip(counts, lengths, strict=True)]
-        ).to(CUDA),
-        slots_T=torch.full((int(ends[-1]),), -1, device=CUDA),
-        starts_S1=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int().to(CUDA),
-        lengths_S=lengths.int().to(CUDA),
-        tables_SB=tables_SB.int().to(CUDA),
-        logits_L=(ends - 1).to(CUDA),
-        max_query=int(counts.max()),
-        max_length=int(lengths.max()),
-    )
-    query_TND = torch.randn(int(ends[-1]), 2 * group, dim, device=CUDA, dtype=kind) * dim**-0.5
-    out = make_attention(cache, "triton").attend(0, step, query_TND)
-    expected = make_attention(cache, "torch").attend(0, step, query_TND)
-    limit = 1e-2 if kind == torch.bfloat16 else 1e-5
-    assert (out.float() - expected.float()).norm() < limit * expected.float().norm()
+    check_attention(step_of(tables_SB.int().to(CUDA), lengths, counts, BLOCK), group, dim, dtype, limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sampling_at_a_real_vocabulary(dtype):
     rows, vocabulary = 64, 151_936
     logits = 2 * torch.randn(rows, vocabulary, device=CUDA, dtype=dtype)
-    temperature = np.where(np.arange(rows) % 4, 0.8, 0.0)
-    nothing = np.zeros(rows)
+    temperature, nothing = np.where(np.arange(rows) % 4, 0.8, 0.0), np.zeros(rows)
     params = RowParams.of(temperature, nothing.astype(np.int64), np.ones(rows), nothing, vocabulary, CUDA)
     uniforms = torch.rand(rows, dtype=torch.float64, device=CUDA)
     drawn, expected = sample(logits, uniforms, params), sample(logits.double(), uniforms, params)

@@ -1,5 +1,7 @@
-"""Run on two ranks: FOLDER of the model, RESULTS to write, precisions. The gradients of each way to keep
-activations, over layers that are sharded."""
+"""A job for two ranks that computes gradients over sharded layers for each way to keep activations.
+
+Arguments: FOLDER of the model, RESULTS file to write, precisions.
+"""
 
 import sys
 from pathlib import Path
@@ -22,7 +24,7 @@ OFFLOADS = {"none": {}, "copied": {"enable_activation_offload": True}}
 
 
 def engine_with(folder, mode, offload, precision="fp64", **options):
-    """With "copied" what the layers save really goes from host memory to host memory."""
+    """Make an engine. With "copied", saved activations really are copied within host memory."""
     model = MODES[mode] | OFFLOADS[offload]
     engine = synthetic.make_engine(folder, precision=precision, model=model, **options)
     if engine.activation_offload is not None:

@@ -1,5 +1,8 @@
-"""Run on ranks: FOLDER of a model, RESULTS folder. A step whose loss raises on the last stage; each rank
-writes what it met with, and after how many seconds."""
+"""A job for two ranks whose loss raises on the last pipeline stage.
+
+Each rank writes the error that it met and the seconds until then. Arguments: FOLDER of a model, RESULTS
+folder.
+"""
 
 import sys
 import time
@@ -30,7 +33,7 @@ def main():
         met = f"{type(error).__name__}: {error}"
     torch.save((met, time.monotonic() - began), results / f"{dist.get_rank()}.pt")
     if dist.get_rank() == 1:
-        time.sleep(15)  # alive: that its connections close tells the other nothing
+        time.sleep(15)  # stay alive, so that no closed connection tells the other rank of the error
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""Run on two ranks: FOLDER of the model, RESULTS to write. Gradients of compiled layers whose
-weights are sharded, and that share the tokens of each micro-batch."""
+"""A job for two ranks that computes gradients of compiled layers.
+
+The weights are sharded, and in one case the ranks share the tokens of each micro-batch. Arguments: FOLDER of
+the model, RESULTS file to write.
+"""
 
 import sys
 from pathlib import Path
@@ -16,13 +19,13 @@ COMPILED = {"use_torch_compile": True}
 
 
 def precise_norm(self, hidden_states):
-    """The model's own rounds to fp32 within, whatever its precision."""
+    """Replace the model's own norm, which rounds to fp32 at any precision."""
     mean = hidden_states.square().mean(-1, keepdim=True)
     return self.weight * (hidden_states * torch.rsqrt(mean + self.variance_epsilon))
 
 
 def graphs():
-    """That have been compiled in this process."""
+    """Return the number of graphs that were compiled in this process."""
     return counters["stats"]["unique_graphs"]
 
 

@@ -1,5 +1,7 @@
-"""A tiny model folder and engines on it. The two-rank job imports `synthetic` as a script would, so
-this folder stands on the import path."""
+"""A tiny model folder and a tiny scorer folder.
+
+The jobs import `synthetic` as scripts do, so this folder is added to the import path.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A batch whose rollout differs from training, and its update with a correction made in the loss."""
+"""A batch whose rollout log-probs differ from the trainer's, and actor losses with a rollout correction."""
 
 import synthetic
 import torch
@@ -34,8 +34,10 @@ def loss_of(name, mode, *, recomputed=False):
 
 
 def make_batch(engine):
-    """Ten sequences with the engine's own log-probs as the old ones, and a rollout's beside them that differ
-    by about 0.4 nats."""
+    """Return ten sequences whose old log-probs are the engine's own.
+
+    Their rollout log-probs differ from these by about 0.4 nats.
+    """
     batch = synthetic.make_batch()
     out = engine.forward(batch, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["all"])
     old = out.ragged("log_probs")

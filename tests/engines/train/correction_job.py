@@ -1,4 +1,7 @@
-"""Run on two ranks: FOLDER of the model, BATCH of ten rows, RESULTS to write."""
+"""A job for two ranks that computes gradients of corrected losses.
+
+Arguments: FOLDER of the model, BATCH of ten rows, RESULTS file to write.
+"""
 
 import sys
 from pathlib import Path

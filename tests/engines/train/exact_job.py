@@ -1,5 +1,8 @@
-"""Run on ranks: FOLDER of two models, RESULTS to write. The exact KL to a reference with the policy's
-layers split, its tokens shared, or neither; each data-parallel rank takes its share of the rows."""
+"""A job for two ranks that computes the exact KL to a reference policy.
+
+The policy's layers are split, its tokens are shared, or neither. Each data-parallel rank takes its share of
+the rows. Arguments: FOLDER of two models, RESULTS file to write.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -34,7 +37,10 @@ class ExactLoss:
 
 
 def compared(folder, **options):
-    """The outputs of this rank's rows before an update along the KL, and all weights after it."""
+    """Take one update with the KL as loss.
+
+    Return this rank's share, the outputs of its rows before the update, and all weights after it.
+    """
     policy = synthetic.make_engine(folder / "policy", **options)
     reference = synthetic.make_engine(folder / "reference", frozen=True, **options)
     batch = synthetic.make_batch()

@@ -1,5 +1,7 @@
-"""Run on ranks: FOLDER of the model, RESULTS file to write. Training steps under every division of the
-ranks, each rank taking its share of the rows."""
+"""A job that trains under every division of the ranks; each rank takes its share of the rows.
+
+Arguments: FOLDER of the model, RESULTS file to write.
+"""
 
 import sys
 from pathlib import Path
@@ -14,14 +16,14 @@ STEPS = 3
 
 
 def grids(world):
-    """Sequence parallel size, and ranks that share one copy of the weights."""
+    """Return pairs: sequence-parallel size, and number of ranks that share one copy of the weights."""
     if world == 2:
         return [(1, 2), (2, 2), (2, 1), (1, 1)]
     return [(1, 4), (2, 2), (4, 4), (2, 4)]
 
 
 def my_rows(engine, batch):
-    """Uneven shares: of two or more the last has no more than one row."""
+    """Return this rank's rows. Shares are uneven: of two or more, the last has at most one row."""
     ends = [len(batch) * (i + 1) // engine.share.size for i in range(engine.share.size)]
     if len(ends) > 1:
         ends[-2] = len(batch) - 1
@@ -31,9 +33,8 @@ def my_rows(engine, batch):
 
 def train(folder, precision, sequence, copy, kind="policy"):
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    sync = (
-        "each" if 0 < copy < dist.get_world_size() else "once"
-    )  # over copies gradients meet once all the same
+    # Gradients are reduced over copies once in both cases.
+    sync = "each" if 0 < copy < dist.get_world_size() else "once"
     fsdp = {"fsdp_size": copy, "gradient_sync": sync}
     engine = synthetic.make_engine(
         folder, precision=precision, fsdp=fsdp, sequence_parallel=sequence, kind=kind

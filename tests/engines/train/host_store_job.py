@@ -1,5 +1,7 @@
-"""Run on two ranks: FOLDER of a model, RESULTS to write. Updates between which parameters and optimizer state
-go to the host and come back, beside updates of an engine whose state stays."""
+"""A job for two ranks that moves parameters and optimizer state to the host and back between updates.
+
+It also runs the same updates with an engine whose state stays. Arguments: FOLDER of a model, RESULTS folder.
+"""
 
 import sys
 import tempfile
@@ -17,15 +19,18 @@ ROUNDS = 3
 
 
 def rounds(folder, choice, batch):
-    """Weights after each update, moved and not, host memory of each round, and the weights that a checkpoint
-    written while all is on the host gives back."""
+    """Return what three rounds of updates give with moved state and with state that stays.
+
+    The result has the weights after each update, addresses of the host memory in each round, and weights
+    loaded from a checkpoint that was written while the whole state was on the host.
+    """
     optim, micro = optimizer_case.CHOICES[choice], synthetic.CUTS["three"]
     moved, stays, resumed = (synthetic.make_engine(folder, optim=optim) for _ in range(3))
     found = {"moved": [], "stayed": [], "memory": []}
     state = moved._state
     state.offload(parameters=True, optimizer=True)
     for _ in range(ROUNDS):
-        state.onload(parameters=True, optimizer=False)  # for log-probs
+        state.onload(parameters=True, optimizer=False)  # log-probs need only the parameters
         moved.forward(batch, outputs=frozenset({"log_probs"}), micro=micro)
         state.offload(parameters=True, optimizer=True)
         state.onload(parameters=True, optimizer=True)

@@ -1,5 +1,8 @@
-"""Run on two ranks: FOLDER of a model, SAVED checkpoint of one rank, RESULTS, CASES. Trains adapters
-under every division of the model; takes over a checkpoint and passes it on."""
+"""A job for two ranks that trains adapters under every division of the model.
+
+It also loads a checkpoint of one rank and saves it again. Arguments: FOLDER of a model, SAVED checkpoint of
+one rank, RESULTS folder, CASES.
+"""
 
 import sys
 from pathlib import Path
@@ -45,7 +48,7 @@ def trained(folder, division):
 
 
 def resumed(folder, saved, results):
-    """The adapters' next step from one rank's checkpoint, and one another's."""
+    """Load one rank's checkpoint, save it again, take a step, and return version and adapters."""
     found = {}
     for name in ("sharded", "tensor"):
         division = lora_models.DIVISIONS[name]
@@ -59,7 +62,7 @@ def resumed(folder, saved, results):
 
 
 def started(folder, adapter):
-    """Weights of engines that start from a folder of peft's."""
+    """Return the weights of engines that start from an adapter folder in peft's format."""
     keys = {"lora_adapter_path": str(adapter)}
     found = {}
     for name in ("sharded", "tensor"):

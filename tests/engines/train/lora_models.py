@@ -1,4 +1,4 @@
-"""What the tests of adapters and their job on several ranks share."""
+"""Helpers that the tests of adapters share with their job for two ranks."""
 
 import split_models
 import synthetic
@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 KEYS = {"lora_rank": 3, "lora_alpha": 6}
 STEPS = 3
-SEED = 3  # of the adapters
+SEED = 3  # for the random start of the adapters
 AGAIN = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
-# kind, tensor parallel, FSDP size, sequence parallel, further keys of the model
+# kind, tensor-parallel size, FSDP size, sequence-parallel size, further keys of the model
 DIVISIONS = {
     "sharded": ("policy", 1, -1, 1, {}),
     "copies": ("policy", 1, 1, 1, {}),
@@ -50,7 +50,7 @@ def train(engine, rows, kind, steps=STEPS):
 
 
 def peft_folder(model, folder, **changes):
-    """Random adapters as peft itself writes them."""
+    """Save random adapters with peft, and return the merged model."""
     base = AutoModelForCausalLM.from_pretrained(model)
     keys = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
     adapted = get_peft_model(base, LoraConfig(**keys))
@@ -63,7 +63,7 @@ def peft_folder(model, folder, **changes):
 
 
 def adapters(engine):
-    """Whole adapters and heads that are trained, by name."""
+    """Return the trained parameters (adapters and heads) whole, by name."""
     return {
         engine.module.hf_name(name): p.full_tensor().detach().clone()
         for name, p in engine.module.named_parameters()
@@ -77,7 +77,7 @@ def base_log_probs(engine, rows):
 
 
 def plain_log_probs(folder, rows, tensor, shards, sequence):
-    """Those of an engine without adapters, divided alike."""
+    """Return the log-probs of an engine without adapters that is divided in the same way."""
     engine = engine_of(folder, "policy", tensor, shards, sequence, {"lora_rank": 0}, frozen=True)
     out = engine.forward(rows, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["three"])
     return out.ragged("log_probs").values

@@ -1,5 +1,8 @@
-"""Run on ranks: RESULTS to write. On two ranks all rows are divided over them; on four the layers are
-split over a second dimension of the mesh as well, two by two."""
+"""A job that runs the optimizers on a device mesh. Argument: RESULTS folder.
+
+On two ranks, the rows of all weights are divided. On four ranks, the layers are also split over a second
+dimension of the 2 x 2 mesh.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ from tandem.models.parallel import init_distributed, leave_distributed
 
 
 def sharded(dtype=torch.float64):
-    """The module on this job's mesh."""
+    """Return the module on this job's mesh."""
     module, world = optimizer_case.make_module(dtype), dist.get_world_size()
     if world == 2:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -56,7 +59,7 @@ def optimizers():
 
 
 def norms(dtype):
-    """The norm before and after clipping to 1, and which placements there were."""
+    """Return the gradient norm, the gradients clipped to norm 1, and the placements of the parameters."""
     module = sharded(dtype)
     for name, value in optimizer_case.gradients(0, optimizer_case.make_module(dtype)).items():
         parameter = module.get_parameter(name)

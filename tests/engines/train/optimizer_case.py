@@ -1,5 +1,7 @@
-"""What the optimizers' tests and the job on several ranks share: a module of all kinds of weights, given
-gradients, and the equations, slow and in float64."""
+"""Helpers that the optimizers' tests share with their jobs.
+
+A module with all kinds of weights, fixed gradients, and slow float64 references of the equations.
+"""
 
 import torch
 from torch import nn
@@ -25,9 +27,9 @@ CHOICES = {
     "embedding": {"no_weight_decay": ("embedding",)},
 }
 STATES = ("adamw", "foreach", "adamw_cpu", "muon")
-"""Those of `CHOICES` that differ in their state or where it lies."""
+"""The `CHOICES` that differ in their state or in the place of the state."""
 SHARDED = {2: STATES, 4: ("adamw", "muon")}
-"""What a number of ranks tries."""
+"""The choices that are tried with each number of ranks."""
 
 
 class Layer(nn.Module):
@@ -40,7 +42,11 @@ class Layer(nn.Module):
 
 
 class Module(nn.Module):
-    """21 rows and 7 rows divide by no number of ranks; of one row the second rank has none."""
+    """A module with uneven shapes.
+
+    21 rows and 7 rows are divisible by no number of ranks. Of a matrix with one row, the second rank has no
+    row.
+    """
 
     def __init__(self):
         super().__init__()
@@ -73,11 +79,16 @@ def optim(choice):
 
 
 def run(module, config, place=lambda value, parameter: value, given=None):
-    """The module after a step for each of `RATES`.
+    """Take one step for each of `RATES`.
 
     Args:
-        place: the whole gradient as that parameter's, sharded where it is.
-        given: the whole gradients, drawn from an unsharded module.
+        module: the module; it is updated in place.
+        config: the optimizer's config section.
+        place: makes the parameter's gradient from the whole gradient, sharded like the parameter.
+        given: whole gradients of each step, drawn for an unsharded module.
+
+    Returns:
+        The optimizers and the meter of their collectives.
     """
     meter = CollectiveMeter()
     optimizers = build_optimizers(module, module.layers, config, meter)
@@ -100,7 +111,7 @@ def newton_schulz(matrix):
 
 
 def reference(choice, hidden=HIDDEN):
-    """The weights by name, in float64."""
+    """Return the weights after all steps by name, computed in float64."""
     config, module = optim(choice), make_module()
     weights = {name: p.detach().clone() for name, p in module.named_parameters()}
     state = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}

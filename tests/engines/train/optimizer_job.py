@@ -1,5 +1,7 @@
-"""Run on two ranks: RESULTS to write, FOLDER of a model, SAVED checkpoints of one rank. What
-`mesh_job` does, and checkpoints."""
+"""A job for two ranks that does what `mesh_job` does, and also resumes from checkpoints.
+
+Arguments: RESULTS folder, FOLDER of a model, SAVED checkpoints of one rank.
+"""
 
 import sys
 from pathlib import Path
@@ -14,8 +16,11 @@ from tandem.models.parallel import init_distributed, leave_distributed
 
 
 def resumed(folder, saved, results):
-    """For each optimizer: weights after two steps in a row, after a step, a checkpoint and a step, and after
-    a single rank's checkpoint and a step."""
+    """Return, for each optimizer, three sets of weights.
+
+    They are the weights after two steps in a row; after a step, a checkpoint and a step; and after one rank's
+    checkpoint and a step.
+    """
     batch = synthetic.make_batch()
     batch = batch[:7] if dist.get_rank() == 0 else batch[7:]
     micro, found = synthetic.CUTS["three"], {}

@@ -1,5 +1,7 @@
-"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder, CASES. Training steps with
-layers in stages, each data-parallel rank taking its share of the rows."""
+"""A job that trains with layers in pipeline stages; each data-parallel rank takes its share of the rows.
+
+Arguments: FOLDER of models, SAVED checkpoints of a single rank, RESULTS folder, CASES.
+"""
 
 import sys
 from pathlib import Path
@@ -25,7 +27,10 @@ def gathered(value):
 
 
 def my_rows(engine, batch, *, empty=False):
-    """Uneven shares: of two or more the last has one row, or none."""
+    """Return this rank's rows.
+
+    Shares are uneven: of two or more, the last has one row, or none if `empty`.
+    """
     size, rank = engine.share.size, engine.share.rank
     ends = [len(batch) * (i + 1) // size for i in range(size)]
     if size > 1:
@@ -60,12 +65,15 @@ def trained(folder, case):
 
 
 def weight_sums(engine):
-    """Names in their order, and sums, of the weights as a rollout gets them."""
+    """Return names and checksums, in order, of the weights as a rollout receives them."""
     return [(name, int(checksum(value))) for name, value in engine.weights(dtype=torch.bfloat16)]
 
 
 def embedding(engine):
-    """The place among the shards, and the sum, of what this rank has of the embedding."""
+    """Return the place of this rank's part of the embedding among the shards, and its checksum.
+
+    Return None if this rank has no part.
+    """
     weight = engine.module.decoder.embed_tokens.weight
     if weight is None:
         return None
@@ -74,7 +82,7 @@ def embedding(engine):
 
 
 def steps(folder, case, *, micro="three", empty=False, **more):
-    """Metrics of two steps, and the weights after them."""
+    """Take two steps and return their metrics and the weights after them."""
     engine = pipeline_models.engine_of(folder, *case, **more)
     rows = my_rows(engine, split_models.batch_of("fp64"), empty=empty)
     loss, _ = split_models.loss_and_outputs("policy")
@@ -84,7 +92,7 @@ def steps(folder, case, *, micro="three", empty=False, **more):
 
 
 def exchanged(folder):
-    """An engine of zeros that takes over another's weights, of which each rank holds other parts."""
+    """Load weights into an engine of zeros from another engine whose ranks hold other parts."""
     source = pipeline_models.engine_of(folder, "qwen2", "policy", "fp64", {}, {})
     target = pipeline_models.engine_of(folder, "qwen2", "policy", "fp64", PIPE, {}, frozen=True)
     for parameter in target.module.parameters():
@@ -108,7 +116,10 @@ def exchanged(folder):
 
 
 def resumed(folder, saved, results, names, into):
-    """From a single rank's checkpoint, and from one another's, with in stages or not; one step each."""
+    """Load checkpoints under each division, take one step, and return weights and version.
+
+    The checkpoints come from a single rank and from the other division, with pipeline stages or without.
+    """
     found = {}
     for name in names:
         cases = {"sharded": (name, "policy", "fp64", {}, {}), "staged": (name, "policy", "fp64", PIPE, {})}
@@ -129,7 +140,7 @@ def resumed(folder, saved, results, names, into):
 
 
 def scored(folder):
-    """Each data-parallel rank's scores by a reward model in stages."""
+    """Return the scores of all rows by a reward model in pipeline stages."""
     engine = pipeline_models.engine_of(folder, "scorer", "score", "fp64", PIPE, {}, frozen=True)
     rows = my_rows(engine, split_models.batch_of("fp64"))
     out = engine.forward(rows, outputs=frozenset({"scores"}), micro=synthetic.CUTS["one"])
@@ -138,7 +149,7 @@ def scored(folder):
 
 
 def read_names(folder):
-    """Names that each rank reads from the model's files."""
+    """Return the names that each rank reads from the model's files."""
     names, read = set(), weight_files._read
 
     def noted(handle, name, part):
@@ -154,7 +165,7 @@ def read_names(folder):
 
 
 def refusals(folder):
-    """What the engine says to what it cannot do."""
+    """Return the engine's messages for what it cannot do."""
     said = {}
     engine = pipeline_models.engine_of(folder, "qwen2", "policy", "fp64", PIPE, {}, frozen=True)
     try:

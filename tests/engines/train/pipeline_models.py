@@ -1,5 +1,7 @@
-"""What the tests of pipeline parallelism and their job share: tiny models of two and of five layers, with the
-embedding tied to the output head and without, and the divisions that are compared."""
+"""Helpers that the tests of pipeline parallelism share with their job.
+
+Tiny models with two and five layers, with and without a tied embedding, and the divisions to compare.
+"""
 
 import split_models
 import synthetic
@@ -34,7 +36,7 @@ RECOMPUTED = {
         "gradient_checkpointing_layers": 2,
     }
 }
-# One micro-batch of all rows is cut in two where there are two stages, of one row it is not.
+# With two stages, a micro-batch of all rows is cut in two. A micro-batch of one row is not.
 LOTS = {"all": MicroBatching(), "one": MicroBatching(max_samples=1), "tokens": MicroBatching(max_tokens=40)}
 
 

@@ -1,5 +1,9 @@
-"""Run on two ranks: FOLDER of a model, RESULTS to write. What each chooses where one of them has less memory,
-and where its micro-batches are larger; and what layers keep that ranks share."""
+"""A job for two ranks that records what each rank chooses to recompute.
+
+In one case one rank has less memory. The ranks' micro-batches differ in size. The job also compares the bytes
+that layers keep with the estimate, for layers that the ranks share. Arguments: FOLDER of a model, RESULTS
+folder.
+"""
 
 import sys
 from pathlib import Path
@@ -23,7 +27,7 @@ SHARED = {
 
 
 def kept(folder, **options):
-    """Bytes per token and layer, counted and estimated."""
+    """Return the bytes that are kept per token and layer, measured and estimated."""
     model = {"enable_gradient_checkpointing": False, "enable_activation_offload": True}
     engine = synthetic.make_engine(folder, precision="fp32", model=model, **options)
     engine.activation_offload.min_bytes = 0
@@ -32,9 +36,9 @@ def kept(folder, **options):
     _, metrics = synthetic.gradients(engine, mine, loss, MicroBatching())
     parts = list(engine._micro_batches(mine, loss.columns, MicroBatching()))
     own, tokens = engine._recomputation, sum(len(part.inputs.input_ids) for part in parts)
-    layers = synthetic.SHAPE["num_hidden_layers"] - 1  # all but the last count
+    layers = synthetic.SHAPE["num_hidden_layers"] - 1  # the last layer is not offloaded
     counted = metrics["activation_offload_bytes"] / layers
-    if not options:  # over both ranks
+    if not options:  # the ranks have different rows, so sum over both
         tokens = torch.tensor(tokens)
         dist.all_reduce(tokens)
     decoder = model_shape(engine.module.decoder.config.to_dict()).decoder

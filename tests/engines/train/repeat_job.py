@@ -1,4 +1,7 @@
-"""Run on ranks: FOLDER of the model, RESULTS to write. Three steps with deterministic kernels."""
+"""A job for two ranks that takes three steps with deterministic kernels.
+
+Arguments: FOLDER of the model, RESULTS file to write.
+"""
 
 import sys
 from pathlib import Path

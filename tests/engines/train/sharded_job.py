@@ -1,8 +1,8 @@
-"""Run on ranks: loads a folder without ever holding the whole model, or saves and goes on.
+"""A job that loads a folder without ever holding the whole model, or saves a checkpoint, or resumes.
 
-load SMALL FOLDER RESULTS           what each rank read, held and computes
-save FOLDER SAVED RESULTS           two steps, a checkpoint (at once, and beside training), one more step
-resume FOLDER SAVED RESULTS         the checkpoints of another number of ranks, and the step after
+load SMALL FOLDER RESULTS           records what each rank read, held and computed
+save FOLDER SAVED RESULTS           two steps, checkpoints (in the foreground and background), one more step
+resume FOLDER SAVED RESULTS         loads the checkpoints of another number of ranks, then takes one step
 """
 
 import ctypes
@@ -26,13 +26,13 @@ MICRO = synthetic.CUTS["three"]
 
 
 def anonymous_bytes():
-    """This process's own memory, without mapped files."""
+    """Return this process's own memory in bytes, without mapped files."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 class Watch:
-    """The most memory that this process had inside, beyond what it had before."""
+    """A context that measures the largest growth of this process's memory."""
 
     def __enter__(self):
         self.before = self.most = anonymous_bytes()
@@ -56,8 +56,8 @@ class Watch:
 
 
 def load(small, folder, results):
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)  # so that what is freed is given back
-    synthetic.make_engine(small, precision="fp64", frozen=True)  # what libraries take at their first use
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)  # return freed memory to the system
+    synthetic.make_engine(small, precision="fp64", frozen=True)  # libraries allocate memory at first use
     bytes_read = 0
     read = weight_files._read
 
@@ -77,7 +77,7 @@ def load(small, folder, results):
     tokens = DataProto({"tokens": synthetic.make_batch().ragged("tokens")})
     out = engine.forward(tokens, outputs=frozenset({"log_probs"}), micro=MICRO)
     record = {
-        "bytes_read": bytes_read // 2,  # of one of the two engines
+        "bytes_read": bytes_read // 2,  # for one of the two engines
         "grown": grown[0],
         "own": engine.state_info()["parameters@cpu"],
         "weights": synthetic.weights(engine),
@@ -98,7 +98,7 @@ def step(engine, precision):
 
 
 def whole_state(engine):
-    """Weights and moments, whole, by name."""
+    """Return whole weights and moments by name."""
     found = {f"model.{name}": value for name, value in synthetic.weights(engine).items()}
     for name, parameter in engine._state.named().items():
         for key, value in engine._state._slots[parameter].items():
@@ -108,7 +108,10 @@ def whole_state(engine):
 
 
 def save(folder, saved, results):
-    """The background write is held back until the training step after it is done."""
+    """Save in the foreground and in the background, and record the states.
+
+    The background write is delayed until the next training step is done.
+    """
     record = {}
     for precision in PRECISIONS:
         engine = synthetic.make_engine(folder, precision=precision)

@@ -1,5 +1,7 @@
-"""Run on ranks: FOLDER of models, SAVED by a single rank, RESULTS folder, CASES: core or all. Training
-steps with layers split over ranks, each data-parallel rank taking its share of the rows."""
+"""A job that trains with layers split over ranks; each data-parallel rank takes its share of the rows.
+
+Arguments: FOLDER of models, SAVED checkpoints of a single rank, RESULTS folder, CASES (core or all).
+"""
 
 import sys
 from pathlib import Path
@@ -14,11 +16,15 @@ from tandem.errors import EngineError, TandemError
 from tandem.models.activation_offload import SameStream
 from tandem.models.parallel import init_distributed, leave_distributed
 
-DIVIDED = {"whole": 1, "split": 2}  # by their names, ranks that split layers
+DIVIDED = {"whole": 1, "split": 2}  # number of ranks that split layers, by label
 
 
 def divisions(world, cases):
-    """Model, kind, precision, ranks that split layers, that share one part of them, that share tokens."""
+    """Return the cases to train.
+
+    Each case has: model, kind, precision, number of ranks that split layers, number of ranks that share one
+    copy of the weights, and number of ranks that share tokens.
+    """
     plain = [(name, "policy", "fp64", 2, -1, 1) for name in ("qwen2", "qwen3", "llama")]
     plain += [("qwen2", "policy", "fp32", 2, -1, 1)]
     if cases == "core":
@@ -47,7 +53,7 @@ def engine_of(folder, name, kind, precision, tensor, copy, sequence, *, mixed=Fa
 
 
 def my_rows(engine, batch):
-    """Uneven shares: of two or more the last has no more than one row."""
+    """Return this rank's rows. Shares are uneven: of two or more, the last has at most one row."""
     ends = [len(batch) * (i + 1) // engine.share.size for i in range(engine.share.size)]
     if len(ends) > 1:
         ends[-2] = len(batch) - 1
@@ -83,7 +89,7 @@ def trained(folder, case):
 
 
 def replicas(engine):
-    """Sums over the parameters that several ranks hold alike, and which shard of them this rank holds."""
+    """Return checksums of the parameters that several ranks hold equally, and this rank's shard index."""
     whole = {
         name: int(checksum(value.to_local()))
         for name, value in engine.module.named_parameters()
@@ -93,7 +99,7 @@ def replicas(engine):
 
 
 def exchanged(folder):
-    """An engine of zeros that takes over another's weights, of which each rank holds other parts."""
+    """Load weights into an engine of zeros from another engine whose ranks hold other parts."""
     source = engine_of(folder, "qwen2", "policy", "fp64", 1, -1, 1)
     target = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1, frozen=True)
     for parameter in target.module.parameters():
@@ -109,7 +115,10 @@ def exchanged(folder):
 
 
 def resumed(folder, saved, results, divided):
-    """From a single rank's checkpoint, and from one another's, with layers split or whole; one step each."""
+    """Load checkpoints under each division, take one step, and return weights and version.
+
+    The checkpoints come from a single rank and from each division, with layers split or whole.
+    """
     found = {}
     for name in split_models.SAVED[dist.get_world_size()]:
         sources = {"one": saved / name}
@@ -129,7 +138,10 @@ def resumed(folder, saved, results, divided):
 
 
 def one_step(folder, *, moved=False, **options):
-    """Metrics of a first step. With `moved` what layers save really goes from host memory to host memory."""
+    """Take a first step and return its metrics and the weights.
+
+    With `moved`, the saved activations really are copied within host memory.
+    """
     engine = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1, **options)
     if moved:
         engine.activation_offload.lane = SameStream()
@@ -139,7 +151,7 @@ def one_step(folder, *, moved=False, **options):
 
 
 def scored(folder):
-    """Each data-parallel rank's scores by a reward model whose layers are split."""
+    """Return the scores of all rows by a reward model whose layers are split."""
     engine = engine_of(folder, "scorer", "score", "fp64", 2, -1, 1, frozen=True)
     rows = my_rows(engine, split_models.batch_of("fp64"))
     out = engine.forward(rows, outputs=frozenset({"scores"}), micro=synthetic.CUTS["three"])
@@ -148,7 +160,7 @@ def scored(folder):
 
 
 def refusals(folder):
-    """What the engine says to what it cannot do."""
+    """Return the engine's messages for what it cannot do."""
     said = {}
     engine = engine_of(folder, "qwen2", "policy", "fp64", 2, -1, 1)
     try:

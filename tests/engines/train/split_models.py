@@ -1,15 +1,17 @@
-"""What the tests of tensor parallelism and their job share: tiny models of every layout with a plan, and the
-steps that are compared."""
+"""Helpers that the tests of tensor parallelism share with their job.
+
+Tiny models of every layout that can be split, and the steps to compare.
+"""
 
 import synthetic
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 STEPS = 3
-SAVED = {2: ("qwen2",), 4: ("qwen2", "llama")}  # by ranks, whose checkpoints are passed on
+SAVED = {2: ("qwen2",), 4: ("qwen2", "llama")}  # models whose checkpoints are resumed, by number of ranks
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 SHAPE = {**synthetic.SHAPE, "num_hidden_layers": 2}
-# 31 entries do not divide; heads and columns do, by four in the last.
+# A vocabulary of 31 is not divisible by the ranks. Heads and columns are, by four in the last model.
 CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen3": lambda: Qwen3Config(**{**SHAPE, "head_dim": 16, "tie_word_embeddings": False}),
@@ -25,7 +27,7 @@ CONFIGS = {
 
 
 def save_models(folder):
-    """Random models, biases and norms included."""
+    """Save random models. Their biases and norms are random too."""
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config())
@@ -51,7 +53,7 @@ def batch_of(precision):
 
 
 def train(engine, rows, kind, steps=STEPS):
-    """Metrics of some steps, and what a forward gives after them."""
+    """Take some steps and return their metrics and the outputs of a forward pass after them."""
     loss, outputs = loss_and_outputs(kind)
     micro = synthetic.CUTS["three"]
     metrics = [engine.train_step(rows, loss, micro=micro).to_floats() for _ in range(steps)]

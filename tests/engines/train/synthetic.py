@@ -1,4 +1,4 @@
-"""What the engine's tests and the two-rank job share: a model, a batch, a loss, gradients."""
+"""Helpers that the engine's tests share with their jobs: a model, a batch, a loss, gradients."""
 
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ def save_scorer(folder):
 
 
 def make_batch(dtype=torch.float64, seed=0):
-    """Ten sequences of unequal length with holes in their masks, one of them without a response."""
+    """Return ten sequences of unequal length with holes in their masks. One of them has no response."""
     draw = torch.Generator().manual_seed(seed)
     tokens = Ragged.from_list([torch.randint(0, 31, (n,), generator=draw) for n in LENGTHS])
     total = len(tokens.values)
@@ -76,7 +76,7 @@ def make_batch(dtype=torch.float64, seed=0):
 
 @dataclass
 class SyntheticLoss:
-    """A clipped ratio, an entropy bonus and a k3 KL term: what a policy update has."""
+    """A loss like that of a policy update: a clipped ratio, an entropy bonus and a k3 KL term."""
 
     mode: str = "token-mean"
     scale: float = 1.0
@@ -129,7 +129,7 @@ def make_engine(folder, *, precision="fp64", model=None, fsdp=None, optim=None, 
 
 
 def gradients(engine, batch, loss, micro):
-    """Whole gradients by name, and the step's metrics; the weights stay as they are."""
+    """Return the whole gradients by name and the metrics of a step. The weights do not change."""
     taken = {}
 
     def take(lr, grad_norm, clip_grad):
@@ -145,7 +145,7 @@ def gradients(engine, batch, loss, micro):
 
 
 def relative_difference(first, second):
-    """Of two sets of tensors as one vector each."""
+    """Return the relative difference of two sets of tensors, each taken as one vector."""
     assert set(first) == set(second)
     gap = sum(float((first[name] - second[name]).detach().double().square().sum()) for name in first)
     size = sum(float(second[name].detach().double().square().sum()) for name in second)
@@ -157,12 +157,12 @@ def weights(engine):
 
 
 def units(engine):
-    """Parameters of the FSDP units: each layer, and the root's own."""
+    """Return the parameters of the FSDP units: each layer, and the root's own."""
     layers = {f"layer {i}": list(layer.parameters()) for i, layer in enumerate(engine.module.decoder.layers)}
     inside = {id(p) for part in layers.values() for p in part}
     return layers | {"root": [p for p in engine.module.parameters() if id(p) not in inside]}
 
 
 def shard_numbers(parameters, ranks=2):
-    """Numbers in one rank's padded shards: the rows of each parameter are divided, rounded up."""
+    """Count the numbers in one rank's padded shards: the rows of each parameter are divided, rounded up."""
     return sum(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in parameters)

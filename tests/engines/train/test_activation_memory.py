@@ -1,4 +1,4 @@
-"""Every way to keep activations gives the same gradients, on one rank and over layers sharded on two."""
+"""Every way to keep activations gives the same gradients, on one rank and with layers sharded on two."""
 
 import activation_job
 import pytest
@@ -9,13 +9,13 @@ from activation_job import MODES, OFFLOADS, batch_of, engine_with
 from tests.support.ranks import run_ranks
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
-TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are in another order
+TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are added in another order
 MICRO = synthetic.CUTS["three"]
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Gradients and metrics of the layers as they are, on one rank."""
+    """Return gradients and metrics on one rank, without recomputation or offload."""
     found = {}
     for precision in TOLERANCE:
         engine = engine_with(folder, "none", "none", precision)
@@ -25,7 +25,7 @@ def plain(folder):
 
 @pytest.fixture(scope="module", params=["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
 def pair(folder, tmp_path_factory, request):
-    """A precision, and what two ranks found in it."""
+    """Return a precision, and the results of two ranks in it."""
     results = tmp_path_factory.mktemp("results") / "record.pt"
     run_ranks(activation_job.__file__, folder, results, request.param)
     return request.param, torch.load(results, weights_only=False)
@@ -46,8 +46,11 @@ def test_gradients_on_one_rank(folder, plain, mode, offload, precision):
 
 @pytest.mark.slow
 def test_gradients_on_two_ranks(plain, pair):
-    """Equal to one rank's, and among each other to the bit: FSDP gathers a layer's weights once for its
-    forward and once for its backward, whether it runs again or not."""
+    """The gradients equal those of one rank, and all ways move the same number of bytes.
+
+    FSDP gathers a layer's weights once for its forward and once for its backward, with or without
+    recomputation.
+    """
     precision, record = pair
     wanted, _ = plain[precision]
     alone, _, traffic = record[precision, "none", "none"]
@@ -56,14 +59,14 @@ def test_gradients_on_two_ranks(plain, pair):
         for offload in OFFLOADS:
             found, metrics, received = record[precision, mode, offload]
             assert synthetic.relative_difference(found, alone) <= TOLERANCE[precision], (mode, offload)
-            more = 2 * 16 if offload != "none" else 0  # two metrics more to reduce
+            more = 2 * 16 if offload != "none" else 0  # two more metrics to reduce
             assert received == traffic + more, (mode, offload)
             assert not more or metrics["activation_offload_bytes"] > 0
 
 
 @pytest.mark.slow
 def test_bytes_are_summed_over_micro_batches_and_ranks(folder, pair):
-    """With every layer run again, all but the last send their input: a number per token and feature."""
+    """With every layer recomputed, all but the last offload their input: one number per token and feature."""
     precision, record = pair
     _, here = synthetic.gradients(
         engine_with(folder, "full", "copied", precision),
@@ -75,7 +78,7 @@ def test_bytes_are_summed_over_micro_batches_and_ranks(folder, pair):
     tokens = [max(length - 1, 1) for length in synthetic.LENGTHS]
     layers, size = synthetic.SHAPE["num_hidden_layers"], 8 if precision == "fp64" else 4
     row = size * synthetic.SHAPE["hidden_size"]
-    ghosts = 2  # of one token: seven rows are three micro-batches, the other rank's three are one
+    ghosts = 2  # of one token each: seven rows make three micro-batches, the other rank's three rows make one
     assert here["activation_offload_bytes"] == (layers - 1) * sum(tokens) * row
     assert there["activation_offload_bytes"] == (layers - 1) * (sum(tokens) + ghosts) * row
     for metrics, rows in ((here, tokens), (there, tokens[:7])):
@@ -99,7 +102,7 @@ def test_a_frozen_model_and_one_without_offload_report_nothing(folder):
 
 
 def test_steps_and_a_resume_go_on_bit_for_bit(folder, tmp_path):
-    """Offload and recomputation change no update, and a checkpoint knows nothing of them."""
+    """Offload and recomputation change no update, and a checkpoint does not depend on them."""
     loss, batch = synthetic.SyntheticLoss(), batch_of("fp64")
     plain, other = engine_with(folder, "none", "none"), engine_with(folder, "ops", "copied")
     for engine in (plain, other):
@@ -114,7 +117,7 @@ def test_steps_and_a_resume_go_on_bit_for_bit(folder, tmp_path):
 
 
 def test_a_rollout_sees_the_layers_as_they_are(folder):
-    """The module that is lent to a rollout writes the same log-probs, without recomputing or moving."""
+    """A rollout that borrows the module gets the same logits, without recomputation or offload."""
     plain, other = engine_with(folder, "none", "none"), engine_with(folder, "ops", "copied")
     ids, outputs = torch.arange(9)[None], []
     for engine in (plain, other):

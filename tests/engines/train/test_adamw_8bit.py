@@ -1,5 +1,7 @@
-"""AdamW with moments of 8 bits, where torchao is installed: the equation, the state, and resume. Its update
-is compiled, which takes a minute on a CPU."""
+"""AdamW with 8-bit moments, where torchao is installed: the equation, the state, and resuming.
+
+Its update is compiled, which takes a minute on a CPU.
+"""
 
 import pytest
 import synthetic
@@ -18,7 +20,10 @@ EIGHT_BITS = {"optimizer": "adamw_8bit"}
 
 
 def stored(values, signed):
-    """What is left of values in 8 bits: in blocks of 256, the nearest of 256 fractions of the largest."""
+    """Return the values after storage in 8 bits.
+
+    In each block of 256 values, a value becomes the nearest of 256 fractions of the block's largest value.
+    """
     levels = torch.tensor(quantisation.create_dynamic_map(signed=signed), dtype=torch.float64)
     blocks = values.reshape(-1, BLOCK)
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12)
@@ -59,7 +64,7 @@ def test_state_is_small_moves_and_resumes(tmp_path):
 
     first, resumed, plain = engine(EIGHT_BITS), engine(EIGHT_BITS), engine({})
     weights = plain.state_info()["parameters"]
-    levels = 4 * 256  # each tensor of 8 bits has the table of what they mean
+    levels = 4 * 256  # bytes; each 8-bit tensor has a table of the values that its codes stand for
     saved = 2 * (256 * 32 * 3 - 4 * 256 * 32 // BLOCK - levels)
     assert plain.state_info()["optimizer@cpu"] - first.state_info()["optimizer@cpu"] == saved
     assert plain.state_info()["optimizer@cpu"] > 8 * weights

@@ -1,4 +1,4 @@
-"""Folders of adapters to start from: what peft would apply and Tandem does not is named."""
+"""Adapter folders that training starts from: errors name what peft would apply and Tandem does not."""
 
 import json
 
@@ -13,7 +13,7 @@ ONE = ("policy", 1, -1, 1)
 
 
 def test_what_changes_nothing_is_no_other_adapter(folder, tmp_path):
-    """Dropout, first values, patterns that say what holds anyway."""
+    """Dropout, initial values and patterns that repeat the default are accepted."""
     lora_models.peft_folder(
         folder, tmp_path, lora_dropout=0.1, init_lora_weights="gaussian", alpha_pattern={"q_proj": 6},
         rank_pattern={"o_proj": 3},
@@ -36,7 +36,7 @@ def test_fields_of_an_adapter_that_are_not_applied_are_named(folder, tmp_path, f
 
 
 def test_weights_beside_the_adapters_are_named(folder, tmp_path):
-    """As peft keeps an embedding that was enlarged, without a word in its config."""
+    """Save an enlarged embedding with the adapters, as peft does without a note in its config."""
     lora_models.peft_folder(folder, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     name = "base_model.model.model.embed_tokens.weight"
@@ -60,7 +60,7 @@ def test_weights_beside_the_adapters_are_named(folder, tmp_path):
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication="),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
         ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is missing"),
-        (None, "the folder holds no adapter"),
+        (None, "no adapter"),
     ],
 )
 def test_other_adapters_are_no_start(folder, tmp_path, changes, said):

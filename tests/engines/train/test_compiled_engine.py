@@ -1,4 +1,4 @@
-"""Compiled layers and head: their gradients, how often they are compiled, and where they run as they are."""
+"""Compiled layers and heads: their gradients, how often they are compiled, and where they stay uncompiled."""
 
 import shutil
 from functools import partial
@@ -31,14 +31,20 @@ WAYS = [
     ("fp32", "none", "copied"),
 ]
 MOST_GRAPHS = 16
-"""Of one precision: four pieces of a layer with gradient and without, and the head's tiles."""
+"""The most graphs that one precision may compile.
+
+They are four parts of a layer, with and without gradients, and the head's tiles.
+"""
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True, params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def backend(request, monkeypatch):
-    """Of torch.compile: the graphs are the same, and one takes a minute to make kernels of them."""
+    """Choose the backend of torch.compile.
+
+    Both backends get the same graphs. Inductor takes a minute to build kernels from them.
+    """
     monkeypatch.setattr(Qwen2RMSNorm, "forward", precise_norm)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))
     compiled_head._tiles.cache_clear()
@@ -48,7 +54,7 @@ def backend(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Gradients and metrics by precision and kind, uncompiled."""
+    """Return uncompiled gradients and metrics by precision."""
     kept = Qwen2RMSNorm.forward
     Qwen2RMSNorm.forward = precise_norm
     try:
@@ -79,7 +85,7 @@ def test_gradients_are_those_of_the_plain_layers(folder, plain, precision, mode,
 
 @pytest.mark.slow
 def test_no_shape_is_compiled_anew(folder):
-    """Thirty-six micro-batches of as many token counts, of one to nine sequences, after the first."""
+    """After the first micro-batch, 36 more with different token counts and one to nine sequences follow."""
     engine = synthetic.make_engine(folder, fsdp=COMPILED)
     draw = torch.Generator().manual_seed(0)
 
@@ -108,13 +114,16 @@ def test_no_shape_is_compiled_anew(folder):
 
 
 def test_a_value_model_and_few_tokens(folder):
-    """Below eight tokens nothing is compiled; and what is not a policy has its layers compiled alone."""
+    """Nothing is compiled below eight tokens.
+
+    For models other than a policy, only the layers are compiled.
+    """
     batch, loss = synthetic.make_batch(), synthetic.ValueLoss()
     parts = [
         synthetic.gradients(synthetic.make_engine(folder, kind="value", fsdp=fsdp), batch, loss, MICRO)[0]
         for fsdp in ({}, COMPILED)
     ]
-    # The head starts at zero: all gradients but its own are.
+    # The head starts at zero, so all gradients but its own are zero.
     assert synthetic.relative_difference(*parts) <= 1e-9
     before = graphs()
     engine = synthetic.make_engine(folder, precision="fp32", kind="value", fsdp=COMPILED)
@@ -124,7 +133,7 @@ def test_a_value_model_and_few_tokens(folder):
 
 
 def test_a_rollout_runs_the_layers_as_they_are(folder):
-    """It calls them without a packing: nothing is compiled, and it computes what it would without."""
+    """A rollout calls the layers without a packing, so they run uncompiled and compute the same."""
     engines = [synthetic.make_engine(folder, fsdp=fsdp) for fsdp in ({}, COMPILED)]
     before, logits = graphs(), []
     for engine in engines:
@@ -138,7 +147,7 @@ def test_a_rollout_runs_the_layers_as_they_are(folder):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_the_heads_tiles(with_entropy):
-    """Of several tiles, with logits up to 80, against the plain head."""
+    """Several tiles, with logits up to 80, give the same as the plain head."""
     draw = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 16, generator=draw, dtype=torch.float64) for n in (40, 700))
     targets = torch.randint(0, 700, (40,), generator=draw)
@@ -156,7 +165,7 @@ def test_the_heads_tiles(with_entropy):
 
 @pytest.mark.slow
 def test_two_ranks(folder, plain, tmp_path):
-    """Sharded layers, and with Ulysses the exchange of tokens within attention."""
+    """Layers are sharded, and with Ulysses the ranks exchange tokens within attention."""
     run_ranks(compiled_job.__file__, folder, tmp_path / "record.pt", timeout=500)
     wanted, metrics = plain["fp64"]
     engine = synthetic.make_engine(folder)
@@ -168,7 +177,7 @@ def test_two_ranks(folder, plain, tmp_path):
         assert 0 < count <= MOST_GRAPHS
 
 
-# What is refused, before anything is loaded.
+# Options that are refused before anything is loaded.
 
 
 def refusal(fsdp=None, device=CPU, **model):
@@ -186,7 +195,7 @@ def test_no_compiler(monkeypatch, tmp_path, device, compiler):
         monkeypatch.delenv(name, raising=False)
     error = refusal(device=torch.device(device))
     assert error.field == "fsdp_config.use_torch_compile"
-    assert error.got == f"true with no compiler {compiler} on the PATH"
+    assert error.got == f"true, with no compiler {compiler} on the PATH"
     assert error.remedy == "install them (g++ and python3-dev), or set use_torch_compile=false"
 
 
@@ -199,7 +208,7 @@ def test_a_compiler_of_ones_own(monkeypatch, tmp_path):
 
 def test_no_headers(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert refusal().got == f"true with no {tmp_path / 'Python.h'}"
+    assert refusal().got == f"true, with no file {tmp_path / 'Python.h'}"
 
 
 def test_what_cannot_be_compiled_together():

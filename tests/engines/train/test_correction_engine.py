@@ -1,5 +1,7 @@
-"""A rollout correction that is made in the loss gives the gradient and the measures of one that is made
-before the update, whatever the micro-batches and ranks: rejected tokens are in no denominator."""
+"""A rollout correction in the loss gives the same gradient and metrics as a correction before the update.
+
+This holds for all micro-batches and ranks. Rejected tokens are in no denominator.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tandem.workers.losses import ActorLoss
 from tests.support.ranks import run_ranks
 
 JOB = Path(__file__).with_name("correction_job.py")
-ROUNDING = 1e-6  # where the loss is scaled: the model's norms hand gradients on in fp32
+ROUNDING = 1e-6  # scaling the loss changes the rounding, because the model's norms pass gradients on in fp32
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def batch(engine):
 
 
 def before(batch, name):
-    """The batch with the columns of a correction made of all of it, and its measures."""
+    """Correct the whole batch before the update; return it with the new columns, and the metrics."""
     config = RolloutCorrectionConfig(**corrected.SETTINGS[name])
     metrics = Metrics()
     columns = correction_columns(Correction(config), batch, metrics)
@@ -72,7 +74,7 @@ def test_bypass_mode_does_not_depend_on_the_micro_batches(engine, batch, name, m
 
 
 def test_the_denominator_is_what_was_kept(engine, batch):
-    """With an advantage of one at each token, a ratio of one and weights of one the loss is minus one."""
+    """With an advantage, a ratio and a weight of one at each token, the loss is minus one."""
     plain = batch.select(["tokens", "response_mask", "ref_log_probs", "rollout_log_probs"], ())
     mask = batch.ragged("response_mask")
     plain.batch["advantages"] = mask.with_values(torch.ones(len(mask.values), dtype=torch.float64))

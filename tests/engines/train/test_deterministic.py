@@ -1,4 +1,4 @@
-"""Deterministic kernels: where they hold, what has none, and that runs repeat to the bit."""
+"""Deterministic kernels: where they are in force, what has none, and bit-identical repeated runs."""
 
 import os
 
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class WatchedLoss(synthetic.SyntheticLoss):
-    """Notes whether deterministic kernels are asked for, here and in the backward pass."""
+    """A loss that notes whether deterministic kernels are required, in the loss and in the backward pass."""
 
     def __call__(self, out, columns, offsets, counts):
         self.seen = [torch.are_deterministic_algorithms_enabled()]
@@ -33,7 +33,7 @@ class WatchedLoss(synthetic.SyntheticLoss):
 
 
 class PuttingLoss(synthetic.SyntheticLoss):
-    """Uses an operation that has no deterministic kernel."""
+    """A loss that uses an operation without a deterministic kernel."""
 
     def __call__(self, out, columns, offsets, counts):
         torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
@@ -114,7 +114,7 @@ def test_two_runs_on_two_ranks_are_the_same_to_the_bit(folder, tmp_path):
     assert synthetic.relative_difference(first, started) > 1e-3
 
 
-# What CUDA's libraries read of the environment; no device is needed to look at it.
+# Environment variables that CUDA's libraries read. These tests need no device.
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_cuda_libraries_are_told_before_their_first_use(environment):
     prepare(FSDPConfig(**EXACT), CUDA)
     assert read() == (":4096:8", "Ring")
     used["allocation.all.allocated"] = 7
-    prepare(FSDPConfig(**EXACT), CUDA)  # a second model of the process
+    prepare(FSDPConfig(**EXACT), CUDA)  # a second model in the process
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     patch.setenv("NCCL_ALGO", "Tree")
     prepare(FSDPConfig(**EXACT), CUDA)
@@ -158,6 +158,6 @@ def test_too_late_or_another_workspace_is_refused(environment, given, allocated)
 
 def test_ligers_kernels_are_refused_before_anything_is_loaded():
     model = BackboneConfig(path="nowhere", use_liger=True)
-    with pytest.raises(ConfigError, match="Liger's kernels do not promise") as caught:
+    with pytest.raises(ConfigError, match="Liger's kernels do not guarantee") as caught:
         check_options(Settings(model, FSDPConfig(**EXACT), None, torch.device("cpu")))
     assert caught.value.remedy == "set model.use_liger=false, or fsdp_config.full_determinism=false"

@@ -1,4 +1,4 @@
-"""The exact KL on two ranks, however they divide model and tokens, against one rank in this process."""
+"""The exact KL on two ranks, under each division of model and tokens, compared with one rank."""
 
 import exact_job as job
 import pytest

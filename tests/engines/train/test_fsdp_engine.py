@@ -17,12 +17,12 @@ LOG_PROBS = frozenset({"log_probs"})
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    """For tests that leave the weights alone."""
+    """Return an engine for tests that do not change the weights."""
     return make_engine(folder)
 
 
 def reference_gradients(folder, batch, mode):
-    """The same loss on transformers' own forward, one sequence at a time, in float64."""
+    """Compute the same loss with transformers' own forward, one sequence at a time, in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     mask = batch.ragged("response_mask")
     tokens = int(mask.values.sum())
@@ -132,7 +132,7 @@ def test_forward_of_no_rows(engine):
 
 
 def test_reads_after_a_step_are_fresh(folder):
-    """A forward leaves FSDP's root gathered; what is read after an update must be the new weights."""
+    """A forward leaves FSDP's root gathered, but reads after an update must see the new weights."""
     engine = make_engine(folder)
     batch = make_batch()
     before = engine.forward(batch, outputs=LOG_PROBS, micro=CUTS["all"]).ragged("log_probs").values
@@ -224,7 +224,7 @@ def test_a_step_broken_off_is_not_built_upon(folder):
     with pytest.raises(KeyboardInterrupt):
         engine.train_step(batch, Interrupted(), micro=CUTS["one"])
     assert all(torch.equal(value, before[name]) for name, value in engine.weights())
-    with pytest.raises(EngineError, match="broken off"):
+    with pytest.raises(EngineError, match="interrupted"):
         engine.train_step(batch, SyntheticLoss(), micro=CUTS["one"])
 
 
@@ -340,12 +340,14 @@ def test_weights_that_do_not_fit_are_named(folder):
     engine = make_engine(folder, frozen=True)
     weights = synthetic.weights(engine)
     norm = weights["model.norm.weight"]
-    with pytest.raises(EngineError, match=r"1 weights are missing, the first is model\.norm\.weight"):
+    with pytest.raises(EngineError, match="missing") as caught:
         engine.load_weights([(n, v) for n, v in weights.items() if n != "model.norm.weight"], 1)
+    assert caught.value.field == "model.norm.weight"
     for extra in ("lm_head.weight", "model.norm.weight"):
-        with pytest.raises(EngineError, match=f"{extra} is unknown, or comes twice"):
+        with pytest.raises(EngineError, match="unknown") as caught:
             engine.load_weights([*weights.items(), (extra, norm)], 1)
-    with pytest.raises(EngineError, match="another shape") as caught:
+        assert caught.value.field == extra
+    with pytest.raises(EngineError, match="shape") as caught:
         engine.load_weights((weights | {"model.norm.weight": norm[1:]}).items(), 1)
     assert caught.value.field == "model.norm.weight"
     assert (caught.value.got, caught.value.expected) == ((31,), (32,))
@@ -364,7 +366,7 @@ def test_one_rank_has_no_collectives(folder):
 @pytest.mark.parametrize("cut", list(CUTS))
 @pytest.mark.parametrize("remove_padding", [True, False])
 def test_scores_are_transformers_own(scorer_folder, cut, remove_padding):
-    """One sequence at a time through transformers' classifier, in float64."""
+    """Scores equal those of transformers' classifier on one sequence at a time, in float64."""
     engine = make_engine(
         scorer_folder, kind="score", frozen=True, model={"use_remove_padding": remove_padding}
     )

@@ -1,4 +1,4 @@
-"""FSDP on two ranks, against one rank in this process."""
+"""FSDP on two ranks, compared with one rank in this process."""
 
 from pathlib import Path
 
@@ -14,7 +14,10 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 
 @pytest.fixture(scope="module")
 def single(folder, tmp_path_factory):
-    """One rank: gradients of the whole batch, weights after one and two steps, a checkpoint of the first."""
+    """Return the results of one rank.
+
+    They are gradients of the whole batch, weights after two steps, and a checkpoint after the first step.
+    """
     saved = tmp_path_factory.mktemp("one_rank")
     loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["all"]
     gradients = {}
@@ -64,7 +67,10 @@ def test_gradients_and_metrics_equal_one_rank(single, pair):
 
 
 def test_the_rank_with_fewer_tokens_cuts_them_as_often(pair):
-    """60 and 24 tokens under a budget of 30; by samples there are empty micro-batches instead."""
+    """The ranks have 60 and 24 tokens under a budget of 30.
+
+    With a limit on samples, the second rank gets an empty micro-batch instead.
+    """
     assert pair["cuts"] == {"tokens": [[2, 2, 1], [1, 2, 1]], "samples": [[2, 2, 1], [2, 2, 0]]}
 
 
@@ -103,8 +109,10 @@ def test_rollout_sees_whole_weights_and_ranks_hold_halves(single, pair):
 
 @pytest.mark.parametrize(("precision", "gathered", "reduced"), [("fp64", 8, 8), ("mixed", 2, 4)])
 def test_collectives_are_counted_to_the_byte(pair, precision, gathered, reduced):
-    """Of two ranks each receives one other shard, or one other contribution to its own. Layers are
-    gathered in the forward and again in the backward, the root once."""
+    """Each of two ranks receives one other shard, or one other contribution to its own shard.
+
+    Layers are gathered in the forward and again in the backward, the root once.
+    """
     found = pair["collectives"][precision]
     everything = sum(found["numbers"].values())
     layers = everything - found["numbers"]["root"]
@@ -119,7 +127,7 @@ def test_collectives_are_counted_to_the_byte(pair, precision, gathered, reduced)
 
 
 def test_gradients_reduced_in_each_micro_batch_are_the_same(single, pair):
-    """Of three micro-batches twice more: all weights are gathered for the forward, all gradients reduced."""
+    """Three micro-batches gather all weights and reduce all gradients twice more than one reduction does."""
     once, each = pair["synchronized"]["once"], pair["synchronized"]["each"]
     wanted, metrics = single["gradients"]["fp64", "token-mean"]
     for gradient, found, _ in (once, each):

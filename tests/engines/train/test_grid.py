@@ -1,5 +1,4 @@
-"""Sequence parallel and hybrid sharding on two and four ranks, against one rank in this
-process."""
+"""Sequence parallelism and hybrid sharding on two and four ranks, compared with one rank."""
 
 from pathlib import Path
 

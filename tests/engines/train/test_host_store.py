@@ -1,4 +1,4 @@
-"""State that waits on the host between updates, bit for bit, in memory that is kept."""
+"""State that is offloaded to the host between updates stays bit-identical, in memory that is kept."""
 
 import host_store_job
 import pytest
@@ -58,14 +58,14 @@ def test_tensors_go_and_come_bit_for_bit(limit):
 
 
 def test_few_copies_carry_many_tensors():
-    """One for each type and buffer, from the second time on; the first finds every tensor on its own."""
+    """From the second time on there is one copy per type and buffer. The first time copies each tensor."""
     store, here = HostStore(CPU), drawn(1)
     layout = store._laid_out(here)
     assert [dtype for dtype, _ in layout.buffers] == [torch.float32, torch.bfloat16, torch.uint8]
     assert len(layout.pairs(store.buffers, here)) == len(here)
     here = store.onload(store.offload(here))
     assert len(layout.pairs(store.buffers, here)) == 3
-    here[0] = here[0].clone()  # one that came from elsewhere, of the fp32 ones
+    here[0] = here[0].clone()  # one fp32 tensor no longer lies in its buffer
     assert len(layout.pairs(store.buffers, here)) == 2 * len(SHAPES) + 2
     assert all(tensor.storage_offset() * tensor.itemsize % 256 == 0 for tensor in store.offload(here))
 
@@ -87,7 +87,7 @@ def test_other_tensors_get_other_memory():
 
 
 def test_a_tensor_that_wraps_others_goes_in_parts():
-    """As one in 8 bits does, which has codes and scales."""
+    """An 8-bit tensor, for example, wraps codes and scales."""
     store = HostStore(CPU, limit=1)
     value = TwoTensor(torch.arange(6.0), torch.ones(6))
     (there,) = store.offload([value])
@@ -105,7 +105,7 @@ def test_updates_on_one_rank(folder, choice):
 
 @pytest.mark.slow
 def test_updates_on_two_ranks(folder, tmp_path):
-    """Over sharded weights, of which some have fewer rows on the second rank."""
+    """The weights are sharded, and of some the second rank has fewer rows."""
     run_ranks(host_store_job.__file__, folder, tmp_path)
     for rank in (0, 1):
         for found in torch.load(tmp_path / f"{rank}.pt", weights_only=False).values():
@@ -113,7 +113,7 @@ def test_updates_on_two_ranks(folder, tmp_path):
 
 
 def check(found):
-    """The weights are those of an engine whose state stays; each round takes the same host memory."""
+    """Check that moving the state changes no weight and that each round uses the same host memory."""
     for moved, stayed in zip(found["moved"], found["stayed"], strict=True):
         assert all(torch.equal(value, stayed[name]) for name, value in moved.items())
     first, *others = found["memory"]
@@ -123,7 +123,7 @@ def check(found):
 
 @pytest.mark.gpu
 def test_on_cuda():
-    """Page-locked memory, taken once; the device's is given back, and what comes back is complete."""
+    """The host memory is page-locked and allocated once, and the device memory is freed."""
     device = torch.device("cuda")
     store, here = HostStore(device), [torch.randn(1 << 22, device=device) for _ in range(8)]
     addresses = []
@@ -134,7 +134,7 @@ def test_on_cuda():
         assert torch.cuda.memory_allocated() <= before - 8 * (4 << 22)
         assert equal(there, wanted) and all(buffer.is_pinned() for buffer in store.buffers)
         addresses.append([buffer.data_ptr() for buffer in store.buffers])
-        here = [tensor.mul_(2) for tensor in store.onload(there)]  # at once, on the computation's stream
+        here = [tensor.mul_(2) for tensor in store.onload(there)]  # immediately, on the computation's stream
         assert equal(here, [2 * tensor for tensor in wanted])
     assert addresses[0] == addresses[1] == addresses[2]
     taken = store.take()

@@ -1,3 +1,5 @@
+"""The cut of a rank's share into micro-batches."""
+
 import itertools
 
 import pytest
@@ -77,7 +79,7 @@ def test_the_largest_is_cut_until_there_are_enough():
 
 
 def test_the_most_tokens_that_a_model_sees_at_once():
-    batch = synthetic.make_batch()  # rows of 5, 17, 30 … tokens, the last of each seen by none
+    batch = synthetic.make_batch()  # rows of 5, 17, 30 … tokens; the model does not see the last of a row
     parts = [[0, 1], [2], []]
     assert most_tokens(batch, parts) == 29
     assert most_tokens(batch, parts, whole=True) == 30

@@ -1,5 +1,7 @@
-"""In a micro-batch the host never waits for the device: nothing asks for a value or a size that only the
-device knows."""
+"""In a micro-batch the host never waits for the device.
+
+Nothing asks for a value or a size that only the device knows.
+"""
 
 import dataclasses
 import gc
@@ -39,7 +41,7 @@ KEYS = {"use_kl_loss": True, "entropy_coeff": 0.1}
 
 
 class NoWaitOperators(TorchDispatchMode):
-    """Refuses the operators whose outcome the host would wait for, on a device that is not the host."""
+    """A mode that refuses operators whose result the host would wait for if the device were a GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -52,7 +54,7 @@ class NoWaitOperators(TorchDispatchMode):
 
 
 class NoWaitCalls(TorchFunctionMode):
-    """Refuses what PyTorch answers on a CPU without an operator."""
+    """A mode that refuses calls that PyTorch answers on a CPU without an operator."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         assert func not in (Tensor.tolist, Tensor.numpy, Tensor.cpu), func
@@ -66,7 +68,7 @@ def no_wait():
 
 
 def batch_of(dtype=torch.float32):
-    """With every column that a loss may read."""
+    """Return a batch with every column that a loss may read."""
     batch = synthetic.make_batch(dtype)
     for name, source in {
         "rollout_log_probs": "old_log_probs",
@@ -92,7 +94,7 @@ def critic_loss(mode):
 
 
 def one_micro_batch(engine, loss, batch):
-    """Forward, loss and backward of it all in one; the gradients stay."""
+    """Run forward, loss and backward of the whole batch as one micro-batch. The gradients are kept."""
     parts = list(engine._micro_batches(batch, loss.columns, MicroBatching()))
     return engine._accumulate(parts, loss, COUNTS)
 
@@ -110,7 +112,7 @@ def clean(engine):
     ],
 )
 def test_losses_ask_for_nothing(folder, mode, monkeypatch):
-    monkeypatch.setattr(masked, "_numpy_can", lambda values: False)  # as on a device
+    monkeypatch.setattr(masked, "_numpy_can", lambda values: False)  # as on a GPU
     batch = batch_of()
     for kind, loss in (
         ("policy", actor_loss(mode)),
@@ -164,10 +166,10 @@ def test_the_watch_sees_a_wait():
 @pytest.mark.parametrize("mode", activation_job.MODES)
 @pytest.mark.parametrize("offload", ["async", "sync", None])
 def test_cuda_is_never_waited_for(folder, offload, mode, precision):
-    """From the batch on the host to the gradients, by CUDA's own account."""
+    """CUDA itself reports a wait between the batch on the host and the gradients."""
     engine = cuda_engine(folder, activation_job.MODES[mode], offload, precision)
     for loss in (synthetic.SyntheticLoss(), *(actor_loss(mode) for mode in synthetic.MODES)):
-        one_micro_batch(engine, loss, batch_of())  # libraries and host memory are made ready
+        one_micro_batch(engine, loss, batch_of())  # warm up libraries and host memory
         clean(engine)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -182,7 +184,7 @@ def test_cuda_is_never_waited_for(folder, offload, mode, precision):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("mode", activation_job.MODES)
 def test_cuda_offload_changes_no_gradient(folder, mode):
-    """Copies on a stream of their own, several micro-batches and steps, in float64."""
+    """Copies run on a separate stream, over several micro-batches and steps, in float64."""
     batch, loss, micro = batch_of(torch.float64), synthetic.SyntheticLoss(), synthetic.CUTS["three"]
     plain = cuda_engine(folder, activation_job.MODES["none"], None, "fp64")
     wanted, _ = synthetic.gradients(plain, batch, loss, micro)
@@ -198,7 +200,7 @@ def test_cuda_offload_changes_no_gradient(folder, mode):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_cuda_memory_goes_down_by_what_left(mode, tmp_path):
-    """Between forward and backward, on a model whose activations are most of its memory."""
+    """Memory is measured between forward and backward of a model that needs most memory for activations."""
     folder = synthetic.save_model(tmp_path, num_hidden_layers=12, hidden_size=256, intermediate_size=512)
     tokens = Ragged.from_list([torch.randint(0, 31, (1024,))] * 16)
     batch = DataProto({"tokens": tokens, "response_mask": tokens.with_values(tokens.positions() > 0)})
@@ -206,7 +208,7 @@ def test_cuda_memory_goes_down_by_what_left(mode, tmp_path):
     for offload in (None, "sync", "async"):
         engine = cuda_engine(folder, activation_job.MODES[mode], offload, "fp32")
         (part,) = engine._micro_batches(batch, frozenset(), MicroBatching())
-        gc.collect()  # of the engine before
+        gc.collect()  # free the previous engine
         before = torch.cuda.memory_allocated()
         out = engine.module(part.inputs, frozenset({"log_probs"}))["log_probs"]
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Each optimizer against its equation in float64, on one rank, on two, and on a mesh of two by two."""
+"""Each optimizer follows its equation in float64, on one rank, on two, and on a mesh of two by two."""
 
 import importlib.util
 from pathlib import Path
@@ -24,7 +24,7 @@ STATES = optimizer_case.STATES
 
 @pytest.fixture(scope="module")
 def single(folder, tmp_path_factory):
-    """One rank: checkpoints after a step, and weights after two, by optimizer."""
+    """Return checkpoints of one rank after a step, and weights after two steps, by optimizer."""
     saved, weights = tmp_path_factory.mktemp("one_rank"), {}
     loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
     for choice in STATES:
@@ -38,7 +38,7 @@ def single(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)])
 def many(request, folder, single, tmp_path_factory):
-    """What so many ranks found, and where."""
+    """Return the number of ranks, their results, and the folder of the results."""
     results = tmp_path_factory.mktemp("results")
     job = Path(__file__).with_name(JOBS[request.param])
     arguments = (folder, single[0]) if request.param == 2 else ()
@@ -63,7 +63,10 @@ def test_five_steps_follow_the_equation(choice):
 
 
 def test_choices_differ():
-    """So that none passes for another: of decay, of muon, and of what muon leaves to AdamW."""
+    """The references differ, so that no optimizer can pass for another.
+
+    They differ in weight decay, in muon, and in the weights that muon leaves to AdamW.
+    """
     adamw, muon, everywhere = (optimizer_case.reference(c) for c in ("adamw", "muon", "all decay"))
     differ = {name for name in adamw if not torch.equal(adamw[name], muon[name])}
     assert differ == optimizer_case.HIDDEN
@@ -79,8 +82,11 @@ def test_many_ranks_do_what_one_does(many):
 
 
 def test_muon_sends_each_matrix_to_one_rank_and_back(many):
-    """On two ranks, of each pair of equal size the first rank gets the other's rows of its own matrix, and
-    its rows of the other matrix back. `up` has 21 rows, 10 of them on the second rank; `down` has 8."""
+    """Count what the first of two ranks receives for each pair of matrices of equal size.
+
+    It receives the other rank's rows of its own matrix, and gets its rows of the other matrix back. `up` has
+    21 rows, 10 of them on the second rank; `down` has 8.
+    """
     ranks, record, _ = many
     if ranks == 2:
         up_and_down, squares = 10 * 8 + 4 * 21, 4 * 8 + 4 * 8
@@ -103,7 +109,7 @@ def test_every_element_of_the_gradient_counts_once(many, dtype):
 
 
 def test_the_norm_of_a_long_gradient_keeps_its_digits():
-    """A plain fp32 norm of so many numbers is off by more than 1e-5."""
+    """A plain fp32 norm of this many numbers has an error of more than 1e-5."""
     gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0)) + 1
     parameter = torch.nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
@@ -154,7 +160,7 @@ def test_orthogonalised_against_the_singular_value_decomposition():
 
 
 def test_state_is_there_before_the_first_step(folder):
-    """In float64: two moments of AdamW or one of muon, and a counter of 4 bytes for each AdamW weight."""
+    """In float64, AdamW has two moments and muon has one. Each AdamW weight also has a counter of 4 bytes."""
     counts = {}
     for name in ("adamw", "muon"):
         engine = synthetic.make_engine(folder, optim={"optimizer": name})

@@ -1,5 +1,7 @@
-"""Layers in stages, alone and with FSDP, tensor and sequence parallelism, on two and four ranks,
-against one rank in this process."""
+"""Layers in pipeline stages, alone and with FSDP, tensor and sequence parallelism.
+
+Two and four ranks are compared with one rank in this process.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(models):
-    """By model, kind, precision and options: starting weights, metrics, outputs and weights of one rank."""
+    """Return a function that gives starting weights, metrics, outputs and weights of one rank."""
     found = {}
 
     def trained(name, kind, precision):
@@ -39,7 +41,7 @@ def single(models):
 
 @pytest.fixture(scope="module")
 def two_steps(models):
-    """Metrics and weights of one rank after two steps."""
+    """Return a function that gives metrics and weights of one rank after two steps."""
 
     def trained(name, **options):
         engine = synthetic.make_engine(models / name, **options)
@@ -51,7 +53,7 @@ def two_steps(models):
 
 @pytest.fixture(scope="module")
 def saved(models, tmp_path_factory):
-    """Checkpoints of one rank after one step, and the weights after the second."""
+    """Return checkpoints of one rank after one step, and the weights after the second."""
     folder, after = tmp_path_factory.mktemp("saved"), {}
     for name in ("qwen2", "qwen3"):
         engine = synthetic.make_engine(models / name)
@@ -74,7 +76,7 @@ def job(models, saved, tmp_path_factory, request):
 
 
 def same(found, wanted, what=None, limit=1e-9):
-    """Metrics and weights of some steps."""
+    """Check that metrics and weights of some steps are equal within the limit."""
     for mine, theirs in zip(found[0], wanted[0], strict=True):
         assert mine == pytest.approx(theirs, rel=limit, abs=limit), what
     assert synthetic.relative_difference(found[1], wanted[1]) <= limit, what
@@ -108,7 +110,7 @@ def test_every_rank_has_the_digest_of_the_whole_weights(job):
 
 
 def test_a_tied_embedding_stays_one_bit_by_bit(job):
-    """Of two stages each has it; of four the first and the last; untied the first alone."""
+    """If tied, the first and the last stage hold the embedding; if not, only the first stage does."""
     for name, found in job[1]["trained"].items():
         ranks, stages = len(found["infos"]), job[2][name][3]["pipeline_parallel_size"]
         tied = job[2][name][0] in ("qwen2", "deep") and job[2][name][1] == "policy"
@@ -177,12 +179,12 @@ def test_weights_of_another_division_arrive_whole(job):
     assert all(found["same_digest"])
     first = next(iter(found["exported"]))
     for said in found["said"]:
-        assert f"1 weights are missing, the first is {first}" in said["missing"]
-        assert "the weight model.more is unknown" in said["unknown"]
+        assert said["missing"].startswith(f"{first}: ") and "missing" in said["missing"]
+        assert said["unknown"].startswith("model.more: ") and "unknown" in said["unknown"]
 
 
 def test_each_stage_reads_its_own_layers(job):
-    """Of five layers the first of two stages has three."""
+    """Of five layers, the first of two stages has three."""
     for stage, names in job[1]["read"]:
         layers = {int(name.split(".")[2]) for name in names if ".layers." in name}
         assert layers == ({3, 4} if stage else {0, 1, 2})
@@ -209,8 +211,8 @@ def test_checkpoints_go_from_any_division_to_any_other(saved, job, models):
 def test_what_cannot_be_done_is_refused_on_all_ranks(job):
     for said in job[1]["refusals"]:
         assert said["unshards"] is False
-        assert "only the layers of its stage" in said["unsharded"]
-        assert "a policy model has no such output" in said["output"]
+        assert "fsdp_config.pipeline_parallel_size" in said["unsharded"]
+        assert "a policy model does not have this output" in said["output"]
         field, words = said["ranks"]
         assert field == "fsdp_config.pipeline_parallel_size" and "3 of " in words
         field, words = said["layers"]

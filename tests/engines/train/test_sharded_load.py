@@ -1,5 +1,7 @@
-"""Two ranks load a model of which neither ever holds more than its half; checkpoints go on at fewer
-ranks, those that were written beside training too."""
+"""Two ranks load a model, and neither ever holds more than its half of it.
+
+Checkpoints resume on fewer ranks, also those that were written while training went on.
+"""
 
 from pathlib import Path
 
@@ -28,7 +30,7 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 
 @pytest.fixture(scope="module")
 def large_folder(tmp_path_factory):
-    """90 MB in several files."""
+    """Save a model of 90 MB in several files."""
     folder = tmp_path_factory.mktemp("large")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen2Config(**LARGE))
@@ -46,7 +48,7 @@ def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
             stored |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     stored_bytes = sum(value.nbytes for value in stored.values())
     assert stored_bytes > 80e6
-    whole = 2 * stored_bytes  # in fp64, in which it is loaded
+    whole = 2 * stored_bytes  # the model is loaded in fp64
     for record in (first, second):
         assert 0.49 * stored_bytes < record["bytes_read"] < 0.51 * stored_bytes
         assert 0.49 * whole < record["own"] < 0.51 * whole
@@ -67,7 +69,7 @@ def test_no_rank_holds_more_than_its_half(folder, large_folder, tmp_path):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def saved(folder, tmp_path_factory, request):
-    """Checkpoints of several ranks after two steps, and what their third step made of them."""
+    """Save checkpoints of several ranks after two steps, and record the state after their third step."""
     path = tmp_path_factory.mktemp("ranks")
     run_ranks(JOB, "save", folder, path, path, ranks=request.param)
     return path

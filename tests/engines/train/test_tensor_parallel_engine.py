@@ -1,5 +1,4 @@
-"""Layers split over ranks, alone and under FSDP, on two and four ranks, against one rank
-in this process."""
+"""Layers split over ranks, alone and under FSDP; two and four ranks are compared with one."""
 
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(models):
-    """By model, kind and precision: starting weights, metrics, outputs and weights of one rank."""
+    """Return a function that gives starting weights, metrics, outputs and weights of one rank."""
     found = {}
 
     def trained(name, kind, precision):
@@ -38,7 +37,7 @@ def single(models):
 
 @pytest.fixture(scope="module")
 def saved(models, tmp_path_factory):
-    """Checkpoints of one rank after one step, and the weights after the second."""
+    """Return checkpoints of one rank after one step, and the weights after the second."""
     folder, after = tmp_path_factory.mktemp("saved"), {}
     for name in split_models.SAVED[4]:
         engine = synthetic.make_engine(models / name)
@@ -108,7 +107,7 @@ def test_every_rank_has_the_digest_of_the_whole_weights(job):
 
 
 def test_what_ranks_hold_alike_stays_alike(job):
-    """Bit by bit: the norms, of which each rank of a layer has the same shard."""
+    """The norms, of which several ranks hold the same shard, stay equal bit by bit."""
     for case, found in job[1]["trained"].items():
         first = dict(reversed(found["replicas"]))
         assert len(first[0]) >= 5, case
@@ -151,7 +150,7 @@ def test_checkpoints_go_from_any_division_to_any_other(saved, job, models):
 def test_what_cannot_be_split_is_refused_by_name(job):
     said = job[1]["refusals"]
     assert said["unshards"] is False
-    assert "only its part of every layer" in said["unsharded"]
+    assert "fsdp_config.tensor_parallel_size" in said["unsharded"]
     assert "tensor_parallel_size" in said["qwen2", 3] and "3 of " in said["qwen2", 3]
     if ("qwen2", 4) in said and "ranks" not in said["qwen2", 4]:
         assert "num_key_value_heads=2" in said["qwen2", 4]

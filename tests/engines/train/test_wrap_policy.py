@@ -1,4 +1,4 @@
-"""Units of FSDP as the wrap policy says: which there are, and that training does not depend on them."""
+"""FSDP units follow the wrap policy, and training does not depend on them."""
 
 import pytest
 import synthetic
@@ -12,7 +12,7 @@ from tandem.engines.rollout.native.fused import why_not_fused
 from tandem.errors import ConfigError
 from tests.support.ranks import run_ranks
 
-RANKS = 1e-9  # sums over ranks are in another order
+RANKS = 1e-9  # sums over ranks are added in another order
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_two_ranks_train_as_one_does(alone, pair):
 
 
 def test_units_of_one_rank(untied):
-    """The modules that share a unit, by their FSDP state."""
+    """Modules that share a unit have the same FSDP state."""
 
     def states(policy):
         engine = wrap_job.engine_with(untied, policy, "again")
@@ -69,7 +69,7 @@ def test_a_fused_rollout_takes_the_module_as_before(untied, name):
 
 @pytest.mark.parametrize("name", ["layers", "more than a layer"])
 def test_a_borrowed_module_runs_without_fsdps_hooks(untied, name):
-    """Those of modules that share a unit are others than those of one that has its own."""
+    """Modules that share a unit have other hooks than a module with its own unit."""
     engine = wrap_job.engine_with(untied, POLICIES[name][0], "again")
 
     def hooks():
@@ -104,7 +104,7 @@ def test_a_tied_embedding_is_no_unit_and_nothing_that_holds_it(folder):
         error = refused(folder, {NAMES: (name,)})
         assert error.got == name and name not in error.expected.split(", ")
     engine = synthetic.make_engine(folder, kind="value", fsdp={"wrap_policy": {NAMES: ("Embedding",)}})
-    assert len(engine._units) == 2  # a value model has no head that shares it
+    assert len(engine._units) == 2  # a value model has no head that shares the embedding
 
 
 def test_units_inside_units_are_not_counted_together(untied):

@@ -1,4 +1,7 @@
-"""Run on two ranks: FOLDER of the model, SAVED by a single rank, RESULTS to write."""
+"""A job for two ranks that trains, saves, resumes and counts collectives with FSDP.
+
+Arguments: FOLDER of the model, SAVED checkpoint of a single rank, RESULTS folder.
+"""
 
 import itertools
 import sys
@@ -13,7 +16,7 @@ from tandem.engines.train.microbatch import cut_alike
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import leave_distributed
 
-SHARES = {"uneven": (7, 10), "empty": (10, 10)}  # where the second rank's rows begin and end
+SHARES = {"uneven": (7, 10), "empty": (10, 10)}  # start and end of the second rank's rows
 
 
 def my_rows(batch, share):
@@ -42,7 +45,7 @@ def all_gradients(folder, precision):
 
 
 def cuts():
-    """Both ranks' micro-batches of rows of 12 and of 6 tokens, under a budget and a number of samples."""
+    """Return the sizes of both ranks' micro-batches of rows of 12 and 6 tokens, under two rules."""
     lengths = [12] * 5 if dist.get_rank() == 0 else [6] * 4
     found = {}
     for name, micro in (("tokens", MicroBatching(max_tokens=30)), ("samples", MicroBatching(max_samples=2))):
@@ -53,7 +56,7 @@ def cuts():
 
 
 def forwards(engine):
-    """Each rank's own rows, as they came back, gathered for the record."""
+    """Return the outputs of both ranks' rows in the order in which they came back."""
     batch = my_rows(synthetic.make_batch(), "uneven")
     out = engine.forward(batch, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["three"]).ragged(
         "log_probs"
@@ -64,7 +67,10 @@ def forwards(engine):
 
 
 def checkpoints(folder, saved, results):
-    """Steps of a saved and a resumed engine, and of one resumed from a single rank's checkpoint."""
+    """Return the weights after steps of a saved, a resumed and another resumed engine.
+
+    The last one resumes from the checkpoint of a single rank.
+    """
     batch = my_rows(synthetic.make_batch(), "uneven")
     loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
     engine = synthetic.make_engine(folder)
@@ -88,7 +94,7 @@ def checkpoints(folder, saved, results):
 
 
 def non_finite(engine):
-    """The error's name on each rank when one rank's rows alone are bad."""
+    """Return the error on each rank when only one rank has a bad loss."""
     batch = my_rows(synthetic.make_batch(), "uneven")
     loss = synthetic.SyntheticLoss(scale=float("nan") if dist.get_rank() == 1 else 1.0)
     try:
@@ -102,14 +108,16 @@ def non_finite(engine):
 
 
 def unsharded_sum(engine):
-    """The whole embedding as the rollout sees it, on this rank."""
+    """Return the whole embedding on this rank, as a rollout sees it."""
     with engine.unsharded() as module:
         return module.get_input_embeddings().weight.detach().clone()
 
 
 def collectives(folder):
-    """What was counted on each rank in a forward and in a training step of one micro-batch each, in
-    float64 and in bf16 over fp32, beside what the shapes say."""
+    """Return the counted collectives of a forward and of a training step, and the sizes to check them with.
+
+    Each has one micro-batch, in float64 and in bf16 over fp32.
+    """
     batch, micro = my_rows(synthetic.make_batch(), "uneven"), synthetic.CUTS["all"]
     record = {}
     for name, fsdp in {"fp64": {}, "mixed": {"model_dtype": "fp32", "dtype": "bf16"}}.items():
@@ -127,7 +135,7 @@ def collectives(folder):
             "weights": engine.take_collectives(),
             "left": engine.take_collectives(),
             "numbers": {unit: synthetic.shard_numbers(p) for unit, p in synthetic.units(engine).items()},
-            "metrics": len(metrics) - 2,  # without grad_norm and lr, which need no exchange
+            "metrics": len(metrics) - 2,  # grad_norm and lr need no exchange
             "whole": weights,
             "own": sum(p.to_local().nbytes for p in engine.module.parameters()),
         }
@@ -135,7 +143,7 @@ def collectives(folder):
 
 
 def synchronized(folder):
-    """The gradient of three micro-batches that are reduced once, or each, and the bytes exchanged."""
+    """Return the gradients of three micro-batches, reduced once or in each, and the bytes exchanged."""
     batch, micro = my_rows(synthetic.make_batch(), "uneven"), synthetic.CUTS["three"]
     record = {}
     for sync in ("once", "each"):
@@ -147,7 +155,7 @@ def synchronized(folder):
 
 
 def loaded_weights(folder):
-    """An engine of zeros that takes over another's weights: its weights then, and its version."""
+    """Load another engine's weights into an engine of zeros, and return its weights and version."""
     source = synthetic.make_engine(folder)
     batch, micro = my_rows(synthetic.make_batch(), "uneven"), synthetic.CUTS["all"]
     source.train_step(batch, synthetic.SyntheticLoss(), micro=micro)

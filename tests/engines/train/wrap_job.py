@@ -1,5 +1,7 @@
-"""Run on two ranks: FOLDER of the model, RESULTS to write, CASES: core or all. Training with each choice of
-units, with layers that run again in the backward pass and without."""
+"""A job for two ranks that trains with each wrap policy, with recomputation of layers and without.
+
+Arguments: FOLDER of the model, RESULTS file to write, CASES (core or all).
+"""
 
 import itertools
 import sys
@@ -17,7 +19,7 @@ LAYER = 32 * (32 + 1) + 2 * 16 * (32 + 1) + 32 * 32 + 3 * 32 * 48 + 2 * 32  # nu
 MLP = 3 * 32 * 48
 
 NAMES, LEAST = "transformer_layer_cls_to_wrap", "min_num_params"
-# The policy, and the units it makes beside the root's.
+# The policy, and the number of units it makes besides the root.
 POLICIES = {
     "layers": ({}, LAYERS),
     "exactly a layer": ({LEAST: LAYER}, LAYERS),
@@ -42,7 +44,7 @@ def engine_with(folder, policy, kept, **fsdp):
 
 
 def trained(engine, batch):
-    """Weights after some steps, and log-probs then."""
+    """Take some steps, and return the weights and log-probs after them."""
     loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
     for _ in range(STEPS):
         engine.train_step(batch, loss, micro=micro)
@@ -51,7 +53,7 @@ def trained(engine, batch):
 
 
 def lent(engine):
-    """What a rollout that borrows the module computes of it."""
+    """Return the logits of a rollout that borrows the module."""
     with engine.unsharded() as module, torch.no_grad():
         module.set_attn_implementation("sdpa")
         logits = module(torch.arange(9)[None], use_cache=False).logits

@@ -1,8 +1,10 @@
-"""Edits of raw logits before the temperature, in the rows that ask for them: tokens barred by min_tokens,
-biases, penalties on tokens that were there.
+"""Edits of raw logits before the temperature is applied, in the rows that need them.
 
-Shape suffixes: R rows, V vocabulary, E edited rows, P penalised rows, S slots, L tokens of the longest
-prompt and response, N entries of (row, token).
+There are three kinds of edits: tokens that min_tokens bars, biases, and penalties on tokens that have
+occurred.
+
+Shape suffixes: R rows, V vocabulary, E edited rows, P penalized rows, S slots, L tokens of the longest prompt
+and response, N entries of (row, token).
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ _FIRST_SLOTS = 8
 
 
 class History:
-    """The tokens in the prompts and responses of the penalised sequences, one slot each, held on the
-    logits' device.
+    """The prompt and response tokens of the penalized sequences, on the logits' device.
+
+    Each penalized sequence has one slot.
 
     Attributes:
-        counts_SV: int32, how often each token is in the response.
-        ids_SL: int64, prompt and response; entries beyond them are of no meaning.
+        counts_SV: int32, how often each token occurs in the response.
+        ids_SL: int64, prompt and response. Entries beyond the end of a sequence have no meaning.
     """
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
@@ -35,7 +38,7 @@ class History:
         self._free = list(range(_FIRST_SLOTS))
 
     def open(self) -> int:
-        """A slot of whatever content."""
+        """Return a free slot. Its content is arbitrary."""
         if not self._free:
             slots = len(self.counts_SV)
             self.counts_SV = torch.cat((self.counts_SV, torch.zeros_like(self.counts_SV)))
@@ -47,7 +50,7 @@ class History:
         self._free += [int(slot) for slot in slots]
 
     def set(self, slot: int, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
-        """Take over a prompt and what was written of its response."""
+        """Set the slot to a prompt and the part of its response that was generated so far."""
         ids_T = upload(np.concatenate((prompt_ids, token_ids)).astype(np.int64), self.ids_SL.device)
         self.widen(len(ids_T))
         self.ids_SL[slot, : len(ids_T)] = ids_T
@@ -56,21 +59,25 @@ class History:
         self.counts_SV[slot].index_add_(0, written_T, torch.ones_like(written_T, dtype=torch.int32))
 
     def widen(self, length: int) -> None:
-        """Make room for sequences of this length."""
+        """Grow the table so that sequences of this length fit."""
         if length > self.ids_SL.shape[1]:
             self.ids_SL = F.pad(self.ids_SL, (0, 2 * length - self.ids_SL.shape[1]))
 
 
 class Penalties(NamedTuple):
-    """The penalties of P rows; see `SamplingParams`. Only the logits of tokens in a row's history are
-    touched.
+    """The penalties of P rows (see `SamplingParams`).
+
+    They change only the logits of tokens in the row's history.
 
     Attributes:
+        history: The tokens of the penalized sequences.
         rows_P: int64, the rows.
         slots_P: int64, their slots in `history`.
-        repetition_P, frequency_P, presence_P: float64.
-        lengths_P: int64, tokens of prompt and response at this step.
-        longest: the largest of them.
+        repetition_P: float64.
+        frequency_P: float64.
+        presence_P: float64.
+        lengths_P: int64, the number of prompt and response tokens at this step.
+        longest: The largest number in `lengths_P`.
     """
 
     history: History
@@ -83,8 +90,10 @@ class Penalties(NamedTuple):
     longest: int
 
     def apply(self, logits_RV: Tensor) -> None:
-        """Change the logits in place. A token that is there twice is looked up twice and gets the same value
-        twice."""
+        """Change the logits in place.
+
+        A token that occurs twice in the history is looked up twice and gets the same value twice.
+        """
         ids_PL = self.history.ids_SL[self.slots_P, : self.longest]
         there_PL = torch.arange(self.longest, device=ids_PL.device) < self.lengths_P[:, None]
         ids_PL = torch.where(there_PL, ids_PL, ids_PL[:, :1])
@@ -98,14 +107,14 @@ class Penalties(NamedTuple):
         logits_RV[rows_P1, ids_PL] = after_PL - frequency * counts_PL - presence * (counts_PL > 0)
 
     def note(self, tokens_R: Tensor) -> None:
-        """Take the tokens drawn for all rows into account."""
+        """Add the tokens drawn for all rows to the history."""
         tokens_P = tokens_R[self.rows_P]
         self.history.counts_SV[self.slots_P, tokens_P] += 1
         self.history.ids_SL[self.slots_P, self.lengths_P] = tokens_P
 
 
 Biases = tuple[Tensor, Tensor, Tensor]
-"""Rows, tokens and what is added to their logits (N), each (row, token) at most once."""
+"""Rows, tokens, and the values added to their logits (N entries). Each (row, token) occurs at most once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +122,8 @@ class Edits:
     """All changes to the logits of one step.
 
     Attributes:
-        rows_E: int64, the rows that differ from the model's own logits, in rising order.
-        barred: rows and tokens (N) that cannot be drawn.
+        rows_E: int64, the rows whose logits differ from the model's own logits, in ascending order.
+        barred: Rows and tokens (N entries) that cannot be drawn.
     """
 
     rows_E: Tensor
@@ -123,7 +132,7 @@ class Edits:
     penalties: Penalties | None = None
 
     def applied(self, logits_RV: Tensor) -> Tensor:
-        """Changed logits; those given stay as they are."""
+        """Return changed logits. The input stays unchanged."""
         logits_RV = logits_RV.clone()
         if self.barred is not None:
             logits_RV[self.barred] = -torch.inf

@@ -1,10 +1,11 @@
-"""Random numbers keyed by (seed, uid, sample, position): a token's number does not depend on what
-else is scheduled, on the engine, or on the device.
+"""Random numbers keyed by (seed, uid, sample, position).
 
-A row's key is three rounds of SplitMix64's finaliser over seed, hash of the uid and sample index.
-The number at position p is the finaliser of key + p * golden, which is SplitMix64's own stream
-(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) started at the key. The
-engines compute it on the host, where the positions are, and upload one number per row and step.
+A token's number does not depend on the engine, on the device, or on what else is scheduled.
+
+A row's key is three rounds of SplitMix64's finalizer over the seed, the hash of the uid and the sample index.
+The number at position p is the finalizer of key + p * golden. This is SplitMix64's own stream (Steele, Lea,
+Flood: Fast Splittable Pseudorandom Number Generators, 2014), started at the key. The engines compute it on
+the host, where the positions are, and upload one number per row and step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def row_key(request: Request) -> int:
-    """The key of a request's random numbers, an unsigned 64-bit integer."""
+    """Return the key of a request's random numbers, an unsigned 64-bit integer."""
     key = np.zeros(1, dtype=np.uint64)
     for part in (request.params.seed, stable_hash(request.uid), request.sample):
         key = _finalised((key + np.uint64(_GOLDEN)) ^ np.uint64(part & _MASK))
@@ -29,24 +30,29 @@ def row_key(request: Request) -> int:
 
 
 def first_position(request: Request) -> int:
-    """The position that keys the request's first sampled token."""
+    """Return the position that keys the request's first sampled token."""
     return request.first_position if request.first_position >= 0 else len(request.prompt_ids)
 
 
 def uniforms(keys_R: Keys, positions_R: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(R) float64 in [0, 1), 53 random bits each, from (R) uint64 keys and (R) int64 positions."""
+    """Return (R) float64 numbers in [0, 1) from (R) uint64 keys and (R) int64 positions.
+
+    Each number has 53 random bits.
+    """
     state = keys_R + positions_R.astype(np.uint64) * np.uint64(_GOLDEN)
     return (_finalised(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def seed_of(request: Request) -> int:
-    """A 63-bit seed for a server whose random numbers are its own; as those of the engines in this
-    process, it depends on (seed, uid, sample, position) alone."""
+    """Return a 63-bit seed for a server that has its own random numbers.
+
+    As in the engines of this process, it depends only on (seed, uid, sample, position).
+    """
     return (row_key(request) + _GOLDEN * first_position(request)) % (1 << 63)
 
 
 def _finalised(x: Keys) -> Keys:
-    """SplitMix64's finaliser; unsigned products wrap around."""
+    """Apply SplitMix64's finalizer. Unsigned products wrap around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,6 +1,6 @@
-"""The running sequences as columns of numbers, one row each, packed into rows 0..n-1.
+"""The running sequences as a table of columns. Each sequence is one row, packed into rows 0..n-1.
 
-All per-token bookkeeping, from logits to finished samples, is a vectorised operation on these columns.
+All bookkeeping per token, from logits to finished samples, is a vectorized operation on these columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.engines.rollout.draws.stops import Decode, ends_with_stop
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
 
-# What grows with the requests, (capacity, widest): type, and what stands where nothing was written.
+# Tables that grow with the requests, shape (capacity, widest): dtype, and the value of unused entries.
 _TABLES: dict[str, tuple[type[np.generic], int]] = {
     "stop_ids": (np.int64, -1),
     "tokens": (np.int64, 0),
@@ -33,24 +33,27 @@ _TABLES: dict[str, tuple[type[np.generic], int]] = {
 
 
 class Rows:
-    """Columns of `capacity` rows, of which the first `count` are running.
+    """Columns of `capacity` rows. The first `count` rows are running.
 
     Args:
-        logprobs_mode: what samples carry as `log_probs`.
+        capacity: The most sequences that can run at the same time.
+        logprobs_mode: What samples carry as `log_probs`.
 
     Attributes:
-        request: the requests.
-        key, first_position: of the random numbers.
-        temperature, top_k, top_p, min_p, min_tokens, max_tokens: as in SamplingParams.
-        edited: whether logits are biased or penalised.
-        slot: where the history is that penalties look at; -1 before the first draw and without penalties.
-        counted: tokens of the response in that history.
-        last_token: sampled, not yet in the cache.
-        produced: tokens sampled.
+        request: The requests.
+        key: The key of the row's random numbers.
+        first_position: The position that keys the row's first sampled token.
+        temperature, top_k, top_p, min_p, min_tokens, max_tokens: As in SamplingParams.
+        edited: Whether logits are biased or penalized.
+        slot: The slot of the history that penalties read. It is -1 before the first draw and without
+            penalties.
+        counted: The number of response tokens in that history.
+        last_token: The last sampled token. It is not in the cache yet.
+        produced: The number of tokens sampled.
         stop_ids: (capacity, widest) stop tokens, filled with -1.
-        has_stop_text: whether there are stop strings.
+        has_stop_text: Whether there are stop strings.
         tokens, log_probs, untruncated, versions: (capacity, max_tokens) what was sampled.
-        precision: of the log-probs in samples: float32, or float64 where the logits are.
+        precision: The dtype of the log-probs in samples: float64 if the logits are float64, else float32.
     """
 
     stop_ids: np.ndarray
@@ -83,22 +86,23 @@ class Rows:
         self.precision: type[np.floating[Any]] = np.float32
         self._mode = logprobs_mode
         self._history: History | None = None
-        self._params: RowParams | None = None  # of the rows in `_params_of`
+        self._params: RowParams | None = None  # the parameters of the rows in `_params_of`
         self._params_of = np.zeros(0, dtype=np.int64)
 
     def column(self, kind: Any, fill: Any = 0, width: tuple[int, ...] = ()) -> np.ndarray:
-        """A new column of this table, (capacity, *width), whose entries move with their rows.
+        """Return a new column of this table, (capacity, *width), whose entries move with their rows.
 
         Args:
-            kind: numpy's type of its entries.
-            fill: what stands in it first.
+            kind: The NumPy dtype of the entries.
+            fill: The initial value of all entries.
+            width: The shape of one entry.
         """
         made = np.full((self.capacity, *width), fill, dtype=kind)
         self._columns.append(made)
         return made
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
-        """Put requests that have written nothing into the next rows; their row numbers."""
+        """Add requests that have generated nothing to the next free rows, and return their row numbers."""
         stops = max(len(request.params.stop_token_ids) for request in requests)
         longest = max(request.params.max_tokens for request in requests)
         for name, (_, fill) in _TABLES.items():
@@ -125,8 +129,10 @@ class Rows:
         return rows
 
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
-        """Return the parameters on the device by which the next token of each of `rows` is sampled; those of
-        the last call while the rows are the same."""
+        """Return the sampling parameters for the next token of each of `rows`, on the device.
+
+        While the rows are the same as in the last call, its result is returned again.
+        """
         if self._params is not None and np.array_equal(rows, self._params_of):
             return self._params
         edits = None
@@ -174,7 +180,11 @@ class Rows:
     def _step_edits(
         self, rows: np.ndarray, params: RowParams, ahead: int | np.ndarray, logits_RV: Tensor
     ) -> Edits | None:
-        """The edits of `params` as of this step, and the stop tokens of rows still short of `min_tokens`."""
+        """Return the edits of this step.
+
+        These are the edits of `params`, brought up to this step, and the barred stop tokens of rows that have
+        not reached `min_tokens` yet.
+        """
         edits = params.edits
         if edits is not None and edits.penalties is not None:
             edits = replace(edits, penalties=self._current(rows, edits.penalties, ahead))
@@ -189,8 +199,11 @@ class Rows:
         return replace(edits or Edits(edited_E), rows_E=edited_E, barred=(barred_2N[0], barred_2N[1]))
 
     def _current(self, rows: np.ndarray, penalties: Penalties, ahead: int | np.ndarray) -> Penalties:
-        """The penalties over the history as it is at this step: set anew for rows new to penalties, and for
-        those whose drawn tokens were never accepted."""
+        """Return the penalties with the history as it is at this step.
+
+        The history is set again for rows that are new to penalties, and for rows whose drawn tokens were
+        never accepted.
+        """
         history = penalties.history
         penalised = self.slot[rows] >= 0
         written = (self.produced[rows] + ahead)[penalised]
@@ -206,7 +219,7 @@ class Rows:
         return penalties._replace(lengths_P=lengths_P, longest=longest)
 
     def uniforms(self, rows: np.ndarray, ahead: int | np.ndarray = 0) -> np.ndarray:
-        """The numbers by which the next token of each of `rows` is drawn; see `draw`."""
+        """Return the random numbers that draw the next token of each of `rows` (see `draw`)."""
         return uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
 
     def draw(
@@ -217,13 +230,16 @@ class Rows:
         ahead: int | np.ndarray = 0,
         uniforms_R: Tensor | None = None,
     ) -> Drawn:
-        """Sample one token for each of `rows` on the device; nothing is appended. The host does not wait for
-        the device.
+        """Sample one token for each of `rows` on the device, without appending it.
+
+        The host does not wait for the device.
 
         Args:
-            params: of `rows`, in their order.
-            ahead: tokens drawn for these rows, or for each, and not yet accepted.
-            uniforms_R: the numbers of `uniforms` where they are on the device already.
+            rows: The rows.
+            logits_RV: The logits of `rows`, in their order.
+            params: The sampling parameters of `rows`, in their order.
+            ahead: How many tokens were drawn for these rows, or for each row, and are not accepted yet.
+            uniforms_R: The numbers of `uniforms`, if they are on the device already.
         """
         if uniforms_R is None:
             uniforms_R = upload(self.uniforms(rows, ahead), logits_RV.device)
@@ -233,13 +249,14 @@ class Rows:
     def accept(
         self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the tokens drawn for `rows`. It waits for those that are still on a device.
+        """Append the tokens drawn for `rows`. If they are still on a device, wait for them.
 
         Returns:
-            done, stopped: (R) bool, which have finished, and which of those by a stop token or string.
+            done, stopped: Two (R) bool arrays: which rows have finished, and which rows met a stop token or
+            stop string.
 
         Raises:
-            EngineError: logits that were not finite; nothing is appended then.
+            EngineError: The logits were not finite. Then nothing is appended.
         """
         fetched = torch.stack([part.double() for part in drawn]).cpu().numpy()  # one transfer
         self.precision = np.float64 if drawn.log_probs_R.dtype == torch.float64 else np.float32
@@ -263,7 +280,7 @@ class Rows:
         return stopped | (self.produced[rows] >= self.max_tokens[rows]), stopped
 
     def sample(self, row: int, finish_reason: str) -> Sample:
-        """The row's response so far, copied out."""
+        """Return a copy of the row's response so far."""
         request: Request = self.request[row]
         done = slice(0, int(self.produced[row]))
         return Sample(
@@ -277,10 +294,10 @@ class Rows:
         )
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
-        """Drop rows by a mask (count) and move the last rows into the holes.
+        """Drop rows by a mask (count) and move the last rows into the gaps.
 
         Returns:
-            where each row is now (count); -1 for those dropped.
+            The new number of each row (count), or -1 if it was dropped.
         """
         self._params = None
         slots = self.slot[: self.count][gone]
@@ -289,7 +306,7 @@ class Rows:
         left = self.count - int(gone.sum())
         target = np.flatnonzero(gone[:left])
         source = left + np.flatnonzero(~gone[left:])
-        if len(source):  # all is read before any is written
+        if len(source):  # NumPy reads the whole source before it writes
             for column in self._columns:
                 column[target] = column[source]
             used = max(self.stop_ids.shape[1], int(self.produced[: self.count].max(initial=0)))

@@ -1,7 +1,7 @@
-"""Draws tokens from logits by inverting the cumulative distribution at one given uniform number per row.
+"""Sampling from logits: inverts the cumulative distribution at one given uniform number per row.
 
-Shape suffixes: R rows, V vocabulary, N blocks of it, C rows that cut tokens off, K candidates (the likeliest
-tokens, in falling order), E rows with edited logits.
+Shape suffixes: R rows, V vocabulary, N blocks of the vocabulary, C rows that cut tokens off, K candidates
+(the most likely tokens, in descending order), E rows with edited logits.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens_R: int64.
-        log_probs_R: nats under the distribution drawn from; a greedy token's under the untempered,
-            untruncated one.
-        untruncated_R: nats under softmax(logits / temperature) of the logits given, temperature 1 for greedy.
-        asked_R: what `logprobs_mode` asks for.
+        log_probs_R: The log-prob, in nats, under the distribution that was sampled from. For a greedy row,
+            under the distribution without temperature and truncation.
+        untruncated_R: The log-prob, in nats, under softmax(logits / temperature) of the unedited logits. The
+            temperature is 1 for greedy rows.
+        requested_R: What `logprobs_mode` requests.
     """
 
     tokens_R: Tensor
     log_probs_R: Tensor
     untruncated_R: Tensor
-    asked_R: Tensor
+    requested_R: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The rows that cut tokens off, C of R, and where.
+    """The rows that cut tokens off (C of R), and where they cut.
 
     Attributes:
         rows_C: int64.
-        min_p_C: float64; None where no row has one.
-        top_k_C: int64, the vocabulary's size where there is none; None where no row has one.
-        top_p_C: float64; None where no row has one.
-        widest: the largest top-k of a row, 0 where no row has one.
-        unbounded: whether a row has top-p and no top-k.
+        min_p_C: float64. None if no row has min-p.
+        top_k_C: int64. The vocabulary's size in rows without top-k. None if no row has top-k.
+        top_p_C: float64. None if no row has top-p.
+        widest: The largest top-k of a row, or 0 if no row has top-k.
+        unbounded: Whether a row has top-p and no top-k.
     """
 
     rows_C: Tensor
@@ -68,15 +69,15 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters of R rows on the device, and which paths they need.
+    """Sampling parameters of R rows on the device, and which code paths they need.
 
     Attributes:
-        temperature_R: float64; 1 for greedy rows.
+        temperature_R: float64. 1 for greedy rows.
         greedy_R: bool.
-        greedy: (none, some, all) greedy rows as 0, 1, 2.
-        tempered: whether any temperature differs from 1.
-        cuts: the rows with min-p, top-k or top-p, or None.
-        edits: the rows with biases or penalties, or None; what those of each step are made from.
+        greedy: 0 if no row is greedy, 1 if some rows are, 2 if all rows are.
+        tempered: Whether any temperature differs from 1.
+        cuts: The rows with min-p, top-k or top-p, or None.
+        edits: The rows with biases or penalties, or None. The edits of each step are built from this value.
     """
 
     temperature_R: Tensor
@@ -97,8 +98,10 @@ class RowParams:
         device: torch.device,
         edits: Edits | None = None,
     ) -> RowParams:
-        """From columns as in `SamplingParams`, for logits over `vocabulary` tokens; a top-k that leaves
-        them all is none."""
+        """Return the parameters of rows, for logits over `vocabulary` tokens.
+
+        The columns are as in `SamplingParams`. A top-k that keeps all tokens counts as no top-k.
+        """
         greedy_R = temperature_R == 0
         top_k_R = np.where((top_k_R > 0) & (top_k_R < vocabulary), top_k_R, vocabulary)
         cut_R = ~greedy_R & ((top_k_R < vocabulary) | (top_p_R < 1) | (min_p_R > 0))
@@ -133,22 +136,25 @@ def sample(
     edits: Edits | None = None,
     mode: LogprobsMode = "processed_logprobs",
 ) -> Drawn:
-    """One token per row, by the parameters in the order that `SamplingParams` states (vLLM's). Half-precision
-    logits are widened to float32, float64 stays.
+    """Sample one token per row.
 
-    The host does not wait for the device. NaN in a row's logits, or nothing but -inf, gives that row a NaN
-    log-prob.
+    The parameters apply in the order that `SamplingParams` states, which is vLLM's order. Half-precision
+    logits are widened to float32. float64 stays.
+
+    The host does not wait for the device. If a row's logits have NaN, or only -inf, its log-prob is NaN.
 
     Args:
-        logits_RV: any floating dtype; not changed.
-        uniforms_R: float64 in [0, 1).
-        edits: of this step; those of `params` are not looked at.
-        mode: what to give in `asked_R`.
+        logits_RV: The logits, in any floating dtype. They are not changed.
+        uniforms_R: Random numbers, float64 in [0, 1).
+        params: The parameters of the rows.
+        edits: The edits of this step. The edits in `params` are ignored.
+        mode: What to return in `requested_R`.
     """
     assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
     plain = edits is None and params.cuts is None and mode == "processed_logprobs"
     if plain and logits_RV.is_cuda and logits_RV.dtype != torch.float64 and _TRITON:
-        # One pass over the logits instead of about ten; loaded by name, for it imports Triton.
+        # One pass over the logits instead of about ten. The module is loaded by name because it imports
+        # Triton.
         one_pass = import_module("tandem.engines.rollout.draws.sampler_triton").sample_uncut
         tokens_R, log_probs_R = one_pass(logits_RV, uniforms_R, params.temperature_R, params.greedy_R)
         return Drawn(tokens_R, log_probs_R, log_probs_R, log_probs_R)
@@ -166,7 +172,9 @@ def sample(
     if params.greedy == 2:
         tokens_R = scores_RV.argmax(-1)
     else:
-        tokens_R = _draw(weights_RV, ends_RN, uniforms_R).clamp_(max=scores_RV.shape[1] - 1)  # if NaN
+        tokens_R = _draw(weights_RV, ends_RN, uniforms_R).clamp_(
+            max=scores_RV.shape[1] - 1
+        )  # the index is too large if NaN
         if params.greedy == 1:
             tokens_R = torch.where(params.greedy_R, scores_RV.argmax(-1), tokens_R)
     picked_R = _picked(scores_RV, tokens_R)
@@ -177,10 +185,10 @@ def sample(
         untruncated_R = untruncated_R.index_copy(0, edits.rows_E, own_E)
         if edits.penalties is not None:
             edits.penalties.note(tokens_R)
-    asked_R = log_probs_R if mode == "processed_logprobs" else picked_R
+    requested_R = log_probs_R if mode == "processed_logprobs" else picked_R
     if mode.startswith("raw"):
-        asked_R = _picked(raw_RV if mode == "raw_logits" else raw_RV.log_softmax(-1), tokens_R)
-    return Drawn(tokens_R, log_probs_R, untruncated_R, asked_R)
+        requested_R = _picked(raw_RV if mode == "raw_logits" else raw_RV.log_softmax(-1), tokens_R)
+    return Drawn(tokens_R, log_probs_R, untruncated_R, requested_R)
 
 
 def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:
@@ -188,7 +196,7 @@ def _picked(values_RV: Tensor, index_R: Tensor) -> Tensor:
 
 
 def _own_log_probs(raw_RV: Tensor, tokens_R: Tensor, params: RowParams, rows_E: Tensor) -> Tensor:
-    """Nats under softmax(logits / temperature), for rows whose logits were edited."""
+    """Return the log-probs, in nats, under softmax(logits / temperature) for rows with edited logits."""
     tokens_E, own_EV = tokens_R[rows_E], raw_RV if len(rows_E) == len(raw_RV) else raw_RV[rows_E]
     if params.tempered:
         own_EV = own_EV / params.temperature_R[rows_E].to(raw_RV.dtype)[:, None]
@@ -196,7 +204,10 @@ def _own_log_probs(raw_RV: Tensor, tokens_R: Tensor, params: RowParams, rows_E: 
 
 
 def _weights(scores_RV: Tensor, peak_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights exp(score - peak), padded with zeros to whole blocks of `_BLOCK` tokens, and their `_ends`."""
+    """Return the weights exp(score - peak) and their `_ends`.
+
+    The weights are padded with zeros to whole blocks of `_BLOCK` tokens.
+    """
     weights_RV = (scores_RV - peak_R[:, None]).exp_()
     missing = -weights_RV.shape[1] % _BLOCK
     if missing:
@@ -205,13 +216,15 @@ def _weights(scores_RV: Tensor, peak_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(weights_RV: Tensor) -> Tensor:
-    """Cumulative sums at the blocks' ends (R, N), float64."""
+    """Return the cumulative sums of the weights at the ends of the blocks, (R, N) float64."""
     return weights_RV.view(len(weights_RV), -1, _BLOCK).sum(-1).cumsum(-1, dtype=torch.float64)
 
 
 def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds the uniform's share of the total: first the
-    block is found, then the token in it, so that one pass over the vocabulary is enough."""
+    """Return the first token whose cumulative weight exceeds the uniform number's share of the total.
+
+    The block is found first, then the token in it. So one pass over the vocabulary is enough.
+    """
     target_R = uniforms_R * ends_RN[:, -1]
     block_R = _first_above(ends_RN, target_R)
     end_R = _picked(ends_RN, block_R)
@@ -224,8 +237,11 @@ def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
 
 
 def _first_above(ends: Tensor, target_R: Tensor) -> Tensor:
-    """Index of the first of the rising `ends` (R, N) above the target. As the target lies in [0, last
-    end), an entry of weight zero is never chosen; a row of NaN gets the last index."""
+    """Return the index of the first of the ascending `ends` (R, N) above the target.
+
+    The target lies in [0, last end), so an entry of weight zero is never chosen. A row of NaN gets the last
+    index.
+    """
     found = torch.searchsorted(ends, target_R[:, None], right=True).squeeze(-1)
     return found.clamp_(max=ends.shape[1] - 1)
 
@@ -237,8 +253,11 @@ def _log_total(peak_R: Tensor, ends_RN: Tensor) -> Tensor:
 def _cut(
     cuts: Cuts, scores_RV: Tensor, peak_R: Tensor, weights_RV: Tensor, ends_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The result of `_weights` with weight zero for the tokens cut off, in place. A row keeps all tokens at
-    or above one score, so that neither the order of equal scores nor the other rows matter."""
+    """Return the result of `_weights` with weight zero for the tokens cut off. This works in place.
+
+    A row keeps all tokens with at least a certain score. So neither the order of equal scores nor the other
+    rows matter.
+    """
     whole = len(cuts.rows_C) == len(scores_RV)
     scores_CV, peak_C, weights_CV, ends_CN = (
         part if whole else part[cuts.rows_C] for part in (scores_RV, peak_R, weights_RV, ends_RN)
@@ -264,13 +283,16 @@ def _cut(
 
 
 def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
-    """Leave weights at or above the floor, in place; their `_ends`."""
+    """Set weights below the floor to zero, in place, and return their `_ends`."""
     weights_CV[:, : scores_CV.shape[1]].masked_fill_(scores_CV < floor_C[:, None], 0.0)
     return _ends(weights_CV)
 
 
 def _candidates(cuts: Cuts, scores_CV: Tensor) -> Tensor:
-    """The highest scores of each row: all that top-k asks for, and on a host those that top-p is tried on."""
+    """Return the highest scores of each row.
+
+    These are all scores that top-k needs. On a CPU they include the scores that top-p tries first.
+    """
     count = cuts.widest
     if cuts.top_p_C is not None and (not cuts.unbounded or scores_CV.device.type == "cpu"):
         count = max(count, _FIRST_CANDIDATES)
@@ -286,15 +308,20 @@ def _nucleus_floor(
     goal_C: Tensor,
     unbounded: bool,
 ) -> Tensor:
-    """The score of the token with which the likeliest ones' weight reaches the goal, or what else keeps the
-    same tokens.
+    """Return the score of the token at which the weight of the most likely tokens reaches the goal.
+
+    The result may be another number that keeps the same tokens.
 
     Args:
-        best_CK: the highest scores.
-        weights_CV: zero below `floor_C`.
-        floor_C: of what counts.
-        unbounded: whether a row's goal may lie beyond the highest scores. Only the device knows whether it
-            does, so on others than a host, which would have to wait, all rows are then searched.
+        best_CK: The highest scores.
+        scores_CV: All scores.
+        weights_CV: The weights, zero below `floor_C`.
+        peak_C: The highest score of each row.
+        floor_C: The lowest score that counts.
+        goal_C: The weight to reach.
+        unbounded: Whether a row's goal may lie beyond the highest scores. Only the device knows whether it
+            does, and the host would have to wait for the answer. So on devices other than the CPU, all rows
+            are searched.
     """
     if unbounded and scores_CV.device.type != "cpu":
         return _searched_floor(scores_CV, weights_CV, goal_C)
@@ -310,20 +337,22 @@ def _nucleus_floor(
 
 
 def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Tensor:
-    """The highest number such that the weights of the scores at or above it reach the goal; -inf if all do
-    not. Found bit by bit: the bits of floating-point numbers, read as integers, are in the numbers' order.
+    """Return the highest number such that the weights of the scores at or above it reach the goal.
+
+    The result is -inf if all weights together do not reach the goal. The number is found bit by bit: the bits
+    of floating-point numbers, read as integers, are in the order of the numbers.
     """
     kind = _BITS[scores_CV.dtype]
     weights_CV = weights_CV[:, : scores_CV.shape[1]]
 
     def number(key_C: Tensor) -> Tensor:
-        """The number of a key; negative numbers are stored as sign and magnitude."""
+        """Return the number of a key. Negative numbers are stored as sign and magnitude."""
         return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
 
     high_C = torch.full_like(goal_C, torch.inf, dtype=scores_CV.dtype).view(kind).long()
     low_C = ~high_C
     for _ in range(torch.iinfo(kind).bits):
-        middle_C = (low_C & high_C) + ((low_C ^ high_C) >> 1)  # of a sum that may be too large
+        middle_C = (low_C & high_C) + ((low_C ^ high_C) >> 1)  # the mean, without overflow
         kept_CV = torch.where(scores_CV >= number(middle_C)[:, None], weights_CV, 0.0)
         reached_C = kept_CV.sum(-1, dtype=torch.float64) >= goal_C
         low_C = torch.where(reached_C, middle_C, low_C)

@@ -1,9 +1,10 @@
-"""`sampler.sample` for rows that neither edit logits nor cut tokens off, in two Triton kernels.
+"""`sampler.sample` in two Triton kernels, for rows that neither edit logits nor cut tokens off.
 
-The plain path widens the logits to float32, divides, takes the maximum, subtracts, exponentiates and sums:
-about 19 times the bytes of bfloat16 logits. Here they are read once, plus one chunk per row: the first
-kernel finds each chunk's peak and the sum of its weights; the second finds the chunk in which the uniform
-number's share of a row's total lies, and the token in it. Both add up chunks and tokens in float64.
+The PyTorch path widens the logits to float32, divides, takes the maximum, subtracts, exponentiates and sums:
+about 19 times the bytes of bfloat16 logits. These kernels read the logits once, plus one chunk per row. The
+first kernel finds each chunk's peak and the sum of its weights. The second kernel finds the chunk that
+contains the uniform number's share of the row's total, and the token in it. Both add up chunks and tokens in
+float64.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ _CHUNK = 4096
 def sample_uncut(
     logits_RV: Tensor, uniforms_R: Tensor, temperature_R: Tensor, greedy_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens (R) int64 that `sampler.sample` draws, and their log-probs (R) float32, in nats after
-    temperature. A row's result does not depend on the other rows.
+    """Return the tokens that `sampler.sample` draws, and their log-probs.
+
+    A row's result does not depend on the other rows.
 
     Args:
-        logits_RV: bfloat16, float16 or float32; not changed.
+        logits_RV: bfloat16, float16 or float32. They are not changed.
         uniforms_R: float64 in [0, 1).
-        temperature_R: float64; 1 for greedy rows.
-        greedy_R: bool; these rows take the first of the likeliest tokens.
+        temperature_R: float64. 1 for greedy rows.
+        greedy_R: bool. Greedy rows take the first of the most likely tokens.
+
+    Returns:
+        Tokens (R) int64, and log-probs (R) float32 in nats, after the temperature.
     """
     assert logits_RV.dtype in (torch.bfloat16, torch.float16, torch.float32)
     rows, vocabulary = logits_RV.shape
@@ -66,8 +71,10 @@ def weigh_kernel(
     row_stride: int,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Program (row, chunk): the chunk's highest score, the first token that has it, and the sum of
-    exp(score - highest)."""
+    """Compute one chunk of one row. The grid is (row, chunk).
+
+    Stores the chunk's highest score, the first token that has it, and the sum of exp(score - highest).
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     scores = _scores(logits + row * row_stride, column, tl.load(temperatures + row), vocabulary)
@@ -82,8 +89,11 @@ def weigh_kernel(
 
 @triton.jit
 def _first_above(weights: tl.tensor, share: tl.tensor, SIZE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The first index whose cumulative weight exceeds the share of the total, and the share of its own
-    weight at which it does so. An index of weight zero is never chosen but where all are zero or NaN."""
+    """Find the first index whose cumulative weight exceeds the share of the total.
+
+    Returns the index, and the share of its own weight at which the total share is reached. An index of weight
+    zero is chosen only if all weights are zero or NaN.
+    """
     index = tl.arange(0, SIZE)
     ends = tl.cumsum(weights, 0)
     target = share * tl.sum(weights, 0)
@@ -111,7 +121,7 @@ def draw_kernel(
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """One program per row picks its token."""
+    """Pick the token of one row. There is one program per row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     logits += row * row_stride

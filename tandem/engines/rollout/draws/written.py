@@ -1,4 +1,4 @@
-"""A response as an engine tells it, some tokens at a time."""
+"""A response that arrives from an engine a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ class Written:
     """The tokens of one response so far.
 
     Attributes:
-        log_probs: nats, of each token.
-        untruncated: nats before truncation, of each token; empty where the engine does not give them.
-        versions: of the weights that wrote each token.
+        request: The request.
+        token_ids: The tokens.
+        log_probs: The log-prob of each token, in nats.
+        untruncated: The log-prob of each token before truncation, in nats. Empty if the engine does not
+            report it.
+        versions: The version of the weights that generated each token.
     """
 
     request: Request
@@ -27,14 +30,14 @@ class Written:
     versions: list[int] = field(default_factory=list, kw_only=True)
 
     def cut_at_stop(self, new: int, decode: Decode | None) -> bool:
-        """Look for the end of a stop string among the last tokens, and drop what was written after it.
+        """Search the last tokens for the end of a stop string, and drop the tokens after it.
 
         Args:
-            new: how many tokens have come since the last look.
-            decode: token ids to text; None finds no string.
+            new: How many tokens have arrived since the last search.
+            decode: Decodes token ids to text. With None no string is found.
 
         Returns:
-            Whether there is one.
+            Whether a stop string was found.
         """
         params, tokens = self.request.params, self.token_ids
         if not params.stop or decode is None:
@@ -47,11 +50,13 @@ class Written:
         return False
 
     def sample(self, finish_reason: str, *, processed: bool = True) -> Sample:
-        """The tokens so far as a sample.
+        """Return the tokens so far as a sample.
 
         Args:
-            processed: whether `log_probs` are those of the distribution sampled from. Where that is the
-                untruncated one too, they stand for both; else nothing is known of the latter.
+            finish_reason: The sample's finish_reason.
+            processed: Whether `log_probs` are those of the distribution that was sampled from. If this is
+                also the untruncated distribution, `log_probs` are used for both. Otherwise the untruncated
+                log-probs are unknown.
         """
         log_probs = np.array(self.log_probs, dtype=np.float32)
         untruncated = np.array(self.untruncated, dtype=np.float32)

@@ -1,1 +1,1 @@
-"""Engines whose requests run on a server that is reached over HTTP."""
+"""Rollout engines whose requests run on a server over HTTP."""

@@ -1,4 +1,4 @@
-"""A server's answer to one request, and the checks that it is what was asked for."""
+"""A server's answer to one request, and checks that the answer fits the request."""
 
 from __future__ import annotations
 
@@ -12,44 +12,52 @@ from tandem.engines.rollout.draws.written import Written
 from tandem.errors import EngineError
 from tandem.protocol import Sample, SamplingParams
 
-_ROUNDING = 1e-6  # of a log-prob that should be 0
+_ROUNDING = 1e-6  # the largest rounding error of a log-prob that should be 0
 
 
 @dataclass(slots=True, eq=False)
 class Answer(Written):
-    """A response that a server is writing.
+    """A response that a server is generating.
 
     Attributes:
-        url: where the request goes.
-        name: what the server is to call it.
+        url: Where the request is sent.
+        name: The request's name on the server.
     """
 
     url: str
     name: str = field(default_factory=lambda: f"tandem-{uuid4().hex}")
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float | None], version: int) -> None:
-        """Appends tokens.
+        """Append tokens.
+
+        Args:
+            token_ids: The tokens.
+            log_probs: One log-prob for each token, in nats.
+            version: The version of the weights that generated the tokens.
 
         Raises:
-            EngineError: not one log-prob for each.
+            EngineError: The numbers of tokens and log-probs differ, or a log-prob is not valid.
         """
         if len(token_ids) != len(log_probs):
             raise self.failure(
-                "not one log-prob for each token", f"{len(token_ids)} tokens, {len(log_probs)} log-probs"
+                "the server did not give one log-prob for each token",
+                f"{len(token_ids)} tokens, {len(log_probs)} log-probs",
             )
         for token_id, log_prob in zip(token_ids, log_probs, strict=True):
             if log_prob is None or not math.isfinite(log_prob) or log_prob > _ROUNDING:
-                raise self.failure("not a log-prob", f"{log_prob} for token {token_id}")
+                raise self.failure(
+                    "the server gave a log-prob that is not valid", f"{log_prob} for token {token_id}"
+                )
             self.token_ids.append(token_id)
             self.log_probs.append(log_prob)
             self.versions.append(version)
 
     def stamp(self, spans: Iterable[Mapping[str, Any]], other: int | None = None) -> None:
-        """Gives tokens the versions that wrote them, as the server counts them.
+        """Set the versions of tokens to those that the server reports.
 
         Args:
-            spans: each with start, end and version.
-            other: in place of a version that is no number; None: such tokens keep what they have.
+            spans: Each span has start, end and version.
+            other: Replaces a version that is not a number. With None, such tokens keep their version.
         """
         for span in spans:
             version = int(span["version"]) if span["version"].isdigit() else other
@@ -59,10 +67,13 @@ class Answer(Written):
                 self.versions[at] = version
 
     def check_prompt(self, read: Sequence[int]) -> None:
-        """Compares the prompt's tokens as the server read them with those of the request.
+        """Check that the server read the same prompt tokens as the request has.
+
+        Args:
+            read: The prompt tokens as the server read them.
 
         Raises:
-            EngineError: names the first that differs.
+            EngineError: Names the first token that differs.
         """
         sent = self.request.prompt_ids.tolist()
         if list(read) == sent:
@@ -74,25 +85,35 @@ class Answer(Written):
             f"the server read another prompt: token {at} differs",
             f"{theirs}, {len(read)} tokens in all",
             expected=f"{ours}, {len(sent)} tokens in all",
-            remedy="give the server the tokenizer that the prompts were made with",
+            remedy="start the server with the tokenizer that made the prompts",
         )
 
     def whole(self, reason: str) -> Sample:
-        """The finished sample.
+        """Return the finished sample.
+
+        Args:
+            reason: The server's finish reason.
 
         Raises:
-            EngineError: an end that was not asked for.
+            EngineError: The response does not end as the request asked.
         """
         params, count = self.request.params, len(self.token_ids)
         if reason not in ("stop", "length"):
-            raise self.failure("the server ended the request unasked", f"finish reason {reason!r}")
+            raise self.failure(
+                "the server ended the request for a reason that was not requested",
+                f"finish reason {reason!r}",
+            )
         least = max(1, params.min_tokens)
         if not least <= count <= params.max_tokens:
-            raise self.failure("another number of tokens", count, expected=f"{least} to {params.max_tokens}")
+            raise self.failure(
+                "the server returned a wrong number of tokens",
+                count,
+                expected=f"{least} to {params.max_tokens}",
+            )
         stop = next((at for at, token in enumerate(self.token_ids) if token in params.stop_token_ids), None)
         if stop not in (None, count - 1) or (reason == "stop" and stop is None and not params.stop):
             raise self.failure(
-                "the server stops at other tokens than asked for",
+                "the server does not stop at the requested stop tokens",
                 f"finish reason {reason!r}, last token {self.token_ids[-1]}, first stop token at {stop}",
                 expected=f"an end at the first of the tokens {list(params.stop_token_ids)}",
                 remedy="set stop_token_ids to the end tokens of the model that the server has loaded",
@@ -100,7 +121,7 @@ class Answer(Written):
         return self.sample("length" if stop is None and reason == "length" else "stop")
 
     def failure(self, message: str, got: object = None, **parts: Any) -> EngineError:
-        """An error that names the server and the request."""
+        """Return an error that names the server and the request."""
         return EngineError(
             message,
             field=f"request {self.request.id}",
@@ -109,28 +130,33 @@ class Answer(Written):
         )
 
 
-def asked(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that change something, by name, in JSON's types."""
+def non_default(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their default, by name, as JSON values."""
     values = {part.name: getattr(params, part.name) for part in fields(params)}
     wanted = {part.name: values[part.name] for part in fields(params) if values[part.name] != part.default}
     if params.top_k == 0:
-        del wanted["top_k"]  # keeps all, as the default does
+        del wanted["top_k"]  # keeps all tokens, as the default does
     if params.logit_bias:
         wanted["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     return wanted
 
 
-def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], whose: str) -> None:
-    """Refuses sampling parameters that are set and that the server does not know.
+def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], api: str) -> None:
+    """Check that the server knows all sampling parameters that are set.
+
+    Args:
+        wanted: The parameters that are set.
+        known: The names that the server knows.
+        api: The server's API, for the message.
 
     Raises:
-        EngineError: names one.
+        EngineError: Names a parameter that the server does not know.
     """
     for name in wanted.keys() - known:
         raise EngineError(
-            "the server does not know that sampling parameter",
+            "the server does not support this sampling parameter",
             field=name,
             got=wanted[name],
-            expected=f"parameters of {whose}",
+            expected=f"parameters of {api}",
             remedy="leave it at its default, or use another engine",
         )

@@ -1,7 +1,7 @@
-"""A rollout engine whose requests run on a server: what all of them have in common.
+"""The base of rollout engines whose requests run on a server.
 
-The caller's thread hands requests in and takes samples out; in the connection's thread each request is a
-task. A subclass says how a request is spelt and its answer read.
+The caller's thread submits requests and receives samples. In the connection's thread each request is a task.
+A subclass defines the format of requests and answers.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 
 STREAM_INTERVAL = 16
-"""Tokens of one event of a stream, where the client may choose: an event costs it about 0.1 ms."""
+"""Tokens per event of a stream, if the client may choose. An event costs the client about 0.1 ms."""
 
 
 class HTTPEngine(ABC):
-    """A `RolloutEngine` on a server. An engine that can give its server new weights overrides `takes`,
-    `update_weights`, `give_back` and `take_again`.
+    """A `RolloutEngine` on a server.
 
-    A failed request is reported by `poll`, once, after the samples that were finished before it; it is no
-    longer pending then, and the others go on.
+    A subclass that can send new weights to its server overrides `takes`, `update_weights`, `give_back` and
+    `take_again`.
+
+    `poll` reports a failed request once, after the samples that finished before it. The request is then no
+    longer pending, and the other requests continue.
 
     Args:
-        server: where the server is.
-        max_length: tokens of prompt and response together, at most.
-        max_num_seqs: requests sent at the same time.
-        vocabulary: tokens of the model, as far as prompts use them; None: not checked here.
-        log: receives a line about every two seconds of work; None for none.
+        server: The server's address and time limits.
+        max_length: The most tokens that prompt and response may have together.
+        max_num_seqs: The most requests sent at the same time.
+        vocabulary: The number of tokens that prompts may use. None means that it is not checked here.
+        log: Receives a line about every two seconds of work. None means no log.
 
     Attributes:
-        max_length, vocabulary: as given.
-        route, streams: where requests are posted, and whether the answer comes as a stream of events.
-        version: of the weights; stamped on each token as it arrives.
-        takes: as in the protocol.
-        finds_stops: whether stop strings are found, by the server or here.
-        has_weights: whether it can be asked for responses.
+        max_length, vocabulary: As given.
+        route: The path for POST requests.
+        streams: Whether the answer is a stream of events.
+        version: The version of the weights. Each token gets it when it arrives.
+        takes: As in the protocol.
+        finds_stops: Whether stop strings are found, by the server or here.
+        has_weights: Whether the server has weights and can generate responses.
     """
 
     takes: frozenset[type[SharedModule] | type[WeightStream]] = frozenset()
@@ -76,48 +79,52 @@ class HTTPEngine(ABC):
         self._failure: tuple[Answer, BaseException] | None = None
         self._counters = Counters(log)
         self._asleep: set[SleepTag] = set()
-        # The connection's thread alone writes these; but `_count` sets what was prefilled to 0.
+        # Only the connection's thread writes these. The one exception: `_count` resets `_prefilled` to 0.
         self._tasks: dict[Answer, asyncio.Task[Sample]] = {}
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._running = self._written = self._prefilled = 0
 
     @abstractmethod
     async def connect(self) -> None:
-        """Asks the server what it is, once, before the first request.
+        """Ask the server for its properties. This is called once, before the first request.
 
         Raises:
-            EngineError: a server that cannot be used.
+            EngineError: The server cannot be used.
         """
 
     @abstractmethod
     def check(self, request: Request) -> None:
-        """Refuses what the server, as `connect` found it, does not offer.
+        """Check that the server, as `connect` found it, supports the request.
 
         Raises:
-            EngineError: names the parameter.
+            EngineError: Names the parameter that is not supported.
         """
 
     @abstractmethod
     def body(self, answer: Answer) -> dict[str, Any]:
-        """The request of an answer that is still empty, as the server's JSON."""
+        """Return the request as the server's JSON. The answer is still empty."""
 
     @abstractmethod
     def read(self, event: dict[str, Any], answer: Answer) -> str | None:
-        """Adds to `answer` what a part of the server's answer brings.
+        """Add a part of the server's answer to `answer`.
+
+        Args:
+            event: The part.
+            answer: The answer so far.
 
         Returns:
-            "stop" or "length" with the last part, None before.
+            "stop" or "length" with the last part, and None before.
 
         Raises:
-            EngineError: not what was asked for.
+            EngineError: The answer does not fit the request.
         """
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self._connection.closed:
-            raise EngineError("the engine is closed", got=self.server.url, remedy="make a new one")
+            raise EngineError("the engine is closed", got=self.server.url, remedy="create a new engine")
         if not self.has_weights:
             raise EngineError(
-                "the server has no weights: none were sent, or sleep has dropped them",
+                "the server has no weights: none were sent, or sleep dropped them",
                 got=self.server.url,
                 remedy="call update_weights before submit",
             )
@@ -134,7 +141,7 @@ class HTTPEngine(ABC):
             self._connection.loop.call_soon_threadsafe(self._start, answer)
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Waits for the first sample, and takes what else is there."""
+        """Wait for the first sample, and return it with all others that are ready."""
         kept, self._failure = self._failure, None
         if kept is not None:
             raise kept[1]
@@ -146,7 +153,7 @@ class HTTPEngine(ABC):
             except queue.Empty:
                 break
             if self._answers.get(answer.request.id) is not answer:
-                continue  # aborted when it had just ended
+                continue  # it was aborted just after it had ended
             del self._answers[answer.request.id]
             if isinstance(result, Sample):
                 samples.append(result)
@@ -164,12 +171,14 @@ class HTTPEngine(ABC):
         return len(self._answers)
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        """Closes the requests' connections, upon which the server ends them too."""
+        """Close the connections of the requests. The server then ends the requests too."""
         dropped = [self._answers.pop(name) for name in dict.fromkeys(ids) if name in self._answers]
         if self._failure is not None and self._failure[0].request.id in ids:
             self._failure = None
         if dropped:
-            with suppress(ServerLost):  # what hangs is cut off here, and would hide why it was
+            with suppress(
+                ServerLost
+            ):  # a hanging request is cut off here; its error would hide the first one
                 self._connection.wait(self.cancel(dropped), CLOSING_S)
         return [answer.sample("abort") for answer in dropped] if keep_partial else []
 
@@ -182,10 +191,12 @@ class HTTPEngine(ABC):
 
     @staticmethod
     def stream_of(source: WeightSource) -> WeightStream:
-        """The source, which must be a stream."""
+        """Return the source, which must be a stream."""
         if not isinstance(source, WeightStream):
             raise EngineError(
-                "a server takes weights as a stream", got=type(source).__name__, expected="a WeightStream"
+                "a server takes weights only as a stream",
+                got=type(source).__name__,
+                expected="a WeightStream",
             )
         return source
 
@@ -202,15 +213,15 @@ class HTTPEngine(ABC):
             self._asleep.difference_update(asleep)
 
     def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
-        """Let the server give memory back.
+        """Let the server free memory.
 
         Returns:
-            what it has given back, which may be more than was asked for; nothing here.
+            The tags that the server has freed, which may be more than requested. Here it frees nothing.
         """
         return ()
 
     def take_again(self, tags: Sequence[SleepTag]) -> None:  # noqa: B027
-        """Let the server take memory again that it has given back."""
+        """Let the server allocate the memory that it freed."""
 
     def close(self) -> None:
         if not self._connection.closed:
@@ -222,20 +233,20 @@ class HTTPEngine(ABC):
         return self._counters.written
 
     def stats(self) -> dict[str, float]:
-        """`decode_steps`, `cache_bytes` and `preemptions` are the server's affair, and 0."""
+        """Return the counters. `decode_steps`, `cache_bytes` and `preemptions` are unknown here and 0."""
         self._count()
         return self._counters.take()
 
     def call(self, method: str, path: str, **options: Any) -> Any:
-        """See `Connection.ask`."""
+        """Send a request to the server and wait for the answer (see `Connection.ask`)."""
         return self._connection.wait(self.ask(method, path, **options))
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """See `Connection.ask`."""
+        """Send a request to the server (see `Connection.ask`)."""
         return await self._connection.ask(method, path, **options)
 
     def failure(self, message: str, path: str, got: object, **parts: Any) -> EngineError:
-        """An error that names the server."""
+        """Return an error that names the server."""
         return EngineError(message, got=f"{self.server.url}{path}: {got}", **parts)
 
     def _count(self) -> None:
@@ -243,7 +254,7 @@ class HTTPEngine(ABC):
         self._counters.prefill_tokens += self._prefilled
         self._prefilled = 0
 
-    # In the connection's thread:
+    # The methods below run in the connection's thread.
 
     def _start(self, answer: Answer) -> None:
         task = self._tasks[answer] = self._connection.loop.create_task(self._run(answer))
@@ -255,7 +266,7 @@ class HTTPEngine(ABC):
             self._ended.put((answer, task.exception() or task.result()))
 
     async def cancel(self, answers: Sequence[Answer]) -> None:
-        """Ends the tasks of these, and with them their connections."""
+        """Cancel the tasks of these answers, and with them their connections."""
         tasks = [self._tasks[answer] for answer in answers if answer in self._tasks]
         for task in tasks:
             task.cancel()
@@ -271,15 +282,17 @@ class HTTPEngine(ABC):
                     return await self._answered(answer)
             except TimeoutError:
                 raise ServerLost(
-                    f"no whole answer in {self.server.request_timeout_s:g} s",
+                    f"the server did not complete its answer in {self.server.request_timeout_s:g} s",
                     field=f"request {answer.request.id}",
                     got=f"{answer.url}: {len(answer.token_ids)} tokens",
-                    remedy="look at the server's log, or raise rollout.server.request_timeout",
+                    remedy="check the server's log, or raise rollout.server.request_timeout",
                 ) from None
             except EngineError as error:
                 if isinstance(error, Refused):
                     error.request = answer.request.id
-                error.field = error.field or f"request {answer.request.id}, {len(answer.token_ids)} tokens in"
+                error.field = (
+                    error.field or f"request {answer.request.id}, after {len(answer.token_ids)} tokens"
+                )
                 raise
             finally:
                 self._running -= 1
@@ -290,19 +303,19 @@ class HTTPEngine(ABC):
             async for event in parts:
                 before = len(answer.token_ids)
                 if "error" in event:
-                    raise answer.failure("the server gave up", event["error"])
+                    raise answer.failure("the server reported an error", event["error"])
                 try:
                     reason = self.read(event, answer)
                 except (KeyError, IndexError, TypeError, ValueError) as error:
                     raise answer.failure(
-                        "the answer has another form", f"{type(error).__name__} {error}"
+                        "the server's answer has an unexpected format", f"{type(error).__name__} {error}"
                     ) from error
                 self._prefilled += 0 if before else len(answer.request.prompt_ids)
                 self._written += len(answer.token_ids) - before
                 if reason is not None:
                     return answer.whole(reason)
         raise ServerLost(
-            "the answer ended before it was whole",
+            "the server's answer ended before it was complete",
             field=f"request {answer.request.id}",
             got=f"{answer.url}: {len(answer.token_ids)} tokens",
         )

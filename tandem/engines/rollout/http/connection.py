@@ -1,4 +1,4 @@
-"""The HTTP side of an engine on a server: one background thread with an event loop and a client."""
+"""The HTTP connection of an engine: a background thread with an event loop and a client."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from tandem.texts import parse_json
 
 T = TypeVar("T")
 
-_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each further try of a request that has not begun
+_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each retry of a request whose answer has not begun
 _BUSY = (429, 503)
 _CUT = (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError)
 _IDLE_S = 2.0
-"""How long a connection nobody uses is kept. Servers close theirs, most after 5 s, and a request that is just
-then on its way is lost."""
+"""How long an unused connection is kept open, in seconds.
+
+Servers close unused connections too, most of them after 5 s. A request that is sent just then is lost.
+"""
 CLOSING_S = 10.0
-"""For what ends something: a server that hangs is not waited for."""
+"""The time limit, in seconds, for calls that end something. A server that hangs is not waited for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,11 @@ class Server:
     """The address of a server and its time limits.
 
     Attributes:
-        url: scheme, host and port: `http://host:8000`.
-        connect_timeout_s: until a connection stands.
-        request_timeout_s: from the start of one request to the end of its answer.
-        model: the name it serves the model under; None: its only one.
-        api_key: sent as a bearer token.
+        url: Scheme, host and port: `http://host:8000`.
+        connect_timeout_s: The time limit to open a connection.
+        request_timeout_s: The time limit from the start of one request to the end of its answer.
+        model: The name under which the server serves the model. None means the server's only model.
+        api_key: Sent as a bearer token.
     """
 
     url: str
@@ -54,10 +56,10 @@ class ServerLost(EngineError):
 
 
 class Refused(EngineError):
-    """The server will not have a request, and no other of its kind would.
+    """The server refuses a request, and other servers of its kind would refuse it too.
 
     Attributes:
-        request: which, where it was one for a response.
+        request: The id of the request, if it was a request for a response.
     """
 
     request: tuple[str, int] | None = None
@@ -67,7 +69,8 @@ class Connection:
     """All requests to one server.
 
     Args:
-        kept: connections that stay open between requests, at most.
+        server: The server.
+        kept: The most connections that stay open between requests.
     """
 
     def __init__(self, server: Server, *, kept: int) -> None:
@@ -92,7 +95,7 @@ class Connection:
         return self.loop.is_closed()
 
     def close(self) -> None:
-        """Ends the thread; idempotent."""
+        """Stop the thread. Further calls do nothing."""
         if self.closed:
             return
         self.wait(self._client.aclose(), CLOSING_S)
@@ -101,15 +104,19 @@ class Connection:
         self.loop.close()
 
     def wait(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
-        """The result of `work`, done in the background thread.
+        """Run `work` in the background thread and return its result.
+
+        Args:
+            work: The work.
+            limit_s: The time limit. None means the server's `request_timeout_s`.
 
         Raises:
-            ServerLost: not done within `limit_s`; None: the server's `request_timeout_s`.
+            ServerLost: The work was not done within the time limit.
         """
         return self.begin(work, limit_s).result()
 
     def begin(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> Future[T]:
-        """Starts `work` in the background thread; the future has the result of `wait`."""
+        """Start `work` in the background thread. The future has the result that `wait` returns."""
         limit_s = self.server.request_timeout_s if limit_s is None else limit_s
         return asyncio.run_coroutine_threadsafe(self._limited(work, limit_s), self.loop)
 
@@ -117,25 +124,29 @@ class Connection:
         try:
             return await asyncio.wait_for(work, limit_s)
         except TimeoutError:
-            raise ServerLost(f"no answer in {limit_s:g} s", got=self.server.url) from None
+            raise ServerLost(f"the server did not answer in {limit_s:g} s", got=self.server.url) from None
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """The server's answer to one request: its JSON, or its text.
+        """Send one request and return the server's answer: its JSON, or its text.
 
         Args:
-            options: those of `httpx2.AsyncClient.request`, such as json and params.
+            method: The HTTP method.
+            path: The path on the server.
+            options: Options of `httpx2.AsyncClient.request`, such as json and params.
 
         Raises:
-            ServerLost: no connection, or the server cannot answer now.
-            Refused: a status of 4xx.
+            ServerLost: There is no connection, or the server cannot answer now.
+            Refused: The server answered with a status of 4xx.
         """
         try:
             try:
                 response = await self._client.request(method, path, **options)
-            except _CUT:  # a kept connection that the server has closed; all that is asked may be asked again
+            except _CUT:  # the server has closed a kept connection; every request here may be repeated
                 response = await self._client.request(method, path, **options)
         except httpx2.TransportError as error:
-            raise ServerLost("no connection", got=f"{self.server.url}{path}: {_said(error)}") from error
+            raise ServerLost(
+                "cannot connect to the server", got=f"{self.server.url}{path}: {_describe_error(error)}"
+            ) from error
         if not response.is_success:
             raise self._refused(path, response)
         is_json = response.headers.get("content-type", "").startswith("application/json")
@@ -144,18 +155,20 @@ class Connection:
     async def events(
         self, path: str, body: dict[str, Any], *, streams: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The parts of the answer to a POST.
+        """Send a POST request and yield the parts of the answer.
 
-        A request whose connection fails, or which the server is too busy for (429, 503), is tried again
-        with growing pauses as long as no answer has begun.
+        If the connection fails, or the server is too busy (429, 503), the request is retried with growing
+        pauses, as long as no answer has begun.
 
         Args:
-            streams: whether the answer is a stream of events; else it is one JSON object.
+            path: The path on the server.
+            body: The JSON of the request.
+            streams: Whether the answer is a stream of events. Otherwise it is one JSON object.
 
         Raises:
-            ServerLost: no connection, one that broke during the answer, or a server that cannot answer now.
-            Refused: a status of 4xx.
-            EngineError: something else than JSON.
+            ServerLost: There is no connection, it broke during the answer, or the server cannot answer now.
+            Refused: The server answered with a status of 4xx.
+            EngineError: The answer is not JSON.
         """
         for pause in (*_PAUSES_S, None):
             began = False
@@ -172,8 +185,12 @@ class Connection:
                     raise self._refused(path, response)
             except httpx2.TransportError as error:
                 if began or pause is None:
-                    what = "the connection broke during the answer" if began else "no connection"
-                    raise ServerLost(what, got=f"{self.server.url}{path}: {_said(error)}") from error
+                    what = (
+                        "the connection broke during the answer" if began else "cannot connect to the server"
+                    )
+                    raise ServerLost(
+                        what, got=f"{self.server.url}{path}: {_describe_error(error)}"
+                    ) from error
             await asyncio.sleep(pause)
 
     async def _parts(self, response: httpx2.Response, streams: bool) -> AsyncGenerator[dict[str, Any], None]:
@@ -185,18 +202,23 @@ class Connection:
                 if event.data != "[DONE]":
                     yield parse_json(event.data)
         except json.JSONDecodeError as error:
-            raise EngineError("the answer is no JSON", got=f"{response.url}: {error.doc[:300]}") from error
+            raise EngineError(
+                "the server's answer is not JSON", got=f"{response.url}: {error.doc[:300]}"
+            ) from error
 
     def _refused(self, path: str, response: httpx2.Response) -> EngineError:
         lines = response.text.strip().splitlines()
-        said = lines[0][:300] if lines else response.reason_phrase
+        first_line = lines[0][:300] if lines else response.reason_phrase
         lost = response.is_server_error or response.status_code in (408, *_BUSY)
         kind = ServerLost if lost else Refused
-        return kind("the server refused", got=f"{self.server.url}{path}: {response.status_code} {said}")
+        return kind(
+            "the server refused the request",
+            got=f"{self.server.url}{path}: {response.status_code} {first_line}",
+        )
 
 
 def is_local(url: str) -> bool:
-    """Whether the address is one of this machine's to itself, which no proxy can reach."""
+    """Return whether the address is this machine's loopback address, which no proxy can reach."""
     host = urlsplit(url).hostname or ""
     try:
         return ip_address(host).is_loopback
@@ -204,5 +226,5 @@ def is_local(url: str) -> bool:
         return host == "localhost"
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

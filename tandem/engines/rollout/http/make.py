@@ -1,4 +1,4 @@
-"""Makes an engine on one server, or a router over several, from the config."""
+"""A factory that creates an engine on one server, or a router over several, from the config."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HTTP_ENGINES: dict[str, Callable[..., HTTPEngine]] = {
     "sglang": SGLangEngine,
     "tgi": TGIEngine,
 }
-_AHEAD = 1.25  # requests at a server, in those it answers at once: the next wait there
+_AHEAD = 1.25  # the requests at a server, as a multiple of those it runs at once; the others wait there
 
 
 def http_options(
     name: str, server: ServerConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """Return what the engine of that name takes beside what all engines take."""
+    """Return the options that only the engine of this name takes."""
     options: dict[str, Any] = {"vocabulary": None if tokenizer is None else len(tokenizer)}
     if name == "tgi":
         options["tokenizer"] = tokenizer
@@ -47,22 +47,24 @@ def on_servers(
     log: Callable[[str], None] | None,
     share: tuple[int, int],
 ) -> RolloutEngine:
-    """Make one engine, or a router over several, on this worker's share of `rollout.server.urls`.
+    """Create one engine, or a router over several, on this worker's share of `rollout.server.urls`.
 
     Args:
-        log: is told when a server is lost.
-        share: (number, count) of the workers that divide the servers among themselves; this one has each
-            `count`-th, from its number on.
+        rollout: The config of the engine.
+        make: Creates the engine of one server.
+        log: Receives a message when a server is lost.
+        share: (number, count) of the workers that divide the servers among themselves. This worker gets every
+            `count`-th server, starting at its number.
 
     Raises:
-        ConfigError: fewer servers than workers, an API key that is not in the environment.
+        ConfigError: There are fewer servers than workers, or the API key is not in the environment.
     """
     number, count = share
     config = rollout.server
     urls = config.urls[number::count]
     if not urls:
         raise ConfigError(
-            "each worker that generates needs a server of its own",
+            "each worker that generates needs its own server",
             field="rollout.server.urls",
             got=f"{len(config.urls)} servers",
             expected=f"at least {count}",
@@ -71,7 +73,7 @@ def on_servers(
     api_key = None if config.api_key_env is None else os.environ.get(config.api_key_env)
     if config.api_key_env is not None and not api_key:
         raise ConfigError(
-            "the environment variable with the servers' key is not set",
+            "the environment variable with the servers' API key is not set",
             field="rollout.server.api_key_env",
             got=config.api_key_env,
             remedy=f"export {config.api_key_env}=…, or remove this key",

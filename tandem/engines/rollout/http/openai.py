@@ -1,8 +1,8 @@
-"""A server with OpenAI's completions API that takes and gives token ids: vLLM's, and those like it.
+"""An engine on OpenAI's completions API with token ids, as in vLLM's server and similar servers.
 
-Token ids are no part of OpenAI's own API. Here they are those of vLLM 0.32: `prompt` may be a list of ids;
-with `return_token_ids`, each part of the stream carries `token_ids` and the first `prompt_token_ids`; with
-`logprobs=0`, `logprobs.token_logprobs` are those of the sampled tokens.
+Token ids are not part of OpenAI's own API. This engine uses those of vLLM 0.32. `prompt` may be a list of
+ids. With `return_token_ids`, each part of the stream carries `token_ids`, and the first part carries
+`prompt_token_ids`. With `logprobs=0`, `logprobs.token_logprobs` are those of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
+from tandem.engines.rollout.http.answer import Answer, non_default, refuse_unknown
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import ServerLost
 from tandem.errors import EngineError
@@ -27,11 +27,13 @@ _STANDARD = frozenset(
 class OpenAIEngine(HTTPEngine):
     """A `RolloutEngine` on `/v1/completions`.
 
-    Servers drop fields they do not know, so the schema that the server publishes (`/openapi.json`) is read
-    first, and a parameter outside of it is refused; without one, parameters outside OpenAI's own are. The
-    log-probs must be those of the distribution sampled from (vLLM: `--logprobs-mode processed_logprobs`).
-    That is tried once: the only token of a distribution cut to one token has log-prob 0, and less in the
-    raw one.
+    Servers ignore fields that they do not know. So the engine first reads the schema that the server
+    publishes (`/openapi.json`) and refuses parameters outside it. If there is no schema, it refuses
+    parameters outside OpenAI's own API.
+
+    The log-probs must be those of the distribution that was sampled from (vLLM: `--logprobs-mode
+    processed_logprobs`). The engine tests this once: if a distribution is cut to one token, this token has
+    log-prob 0, but less in the raw distribution.
     """
 
     route = "/v1/completions"
@@ -45,20 +47,22 @@ class OpenAIEngine(HTTPEngine):
         if not names:
             names = [str(entry["id"]) for entry in (await self.ask("GET", "/v1/models"))["data"]]
         if len(names) != 1:
-            remedy = "say which with actor_rollout_ref.rollout.server.model"
-            raise self.failure("the server has not one model", "/v1/models", names, remedy=remedy)
+            remedy = "set actor_rollout_ref.rollout.server.model to one of the names"
+            raise self.failure(
+                "the server does not serve exactly one model", "/v1/models", names, remedy=remedy
+            )
         [self._model] = names
         self._fields = await self._published()
         if "top_k" in self._fields:
             body = {"model": self._model, "prompt": [0], "max_tokens": 1, "logprobs": 0}
-            said = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
-            log_probs = said["choices"][0].get("logprobs")
+            response = await self.ask("POST", self.route, json=body | {"top_k": 1, "temperature": 1.0})
+            log_probs = response["choices"][0].get("logprobs")
             if not log_probs:
                 raise self._without("log-probs")
             self._processed = log_probs["token_logprobs"][0] > -1e-6
 
     async def _published(self) -> frozenset[str]:
-        """The fields of a completion request."""
+        """Return the fields of a completion request."""
         try:
             schema = await self.ask("GET", "/openapi.json")
             content = schema["paths"][self.route]["post"]["requestBody"]["content"]
@@ -66,16 +70,16 @@ class OpenAIEngine(HTTPEngine):
             return frozenset(schema["components"]["schemas"][name]["properties"])
         except ServerLost:
             raise
-        except (EngineError, KeyError, TypeError):  # no schema, or one that says nothing
+        except (EngineError, KeyError, TypeError):  # no schema, or a schema without these fields
             return _STANDARD
 
     def check(self, request: Request) -> None:
-        wanted = asked(request.params)
+        wanted = non_default(request.params)
         refuse_unknown(wanted, self._fields, f"the schema of {self.server.url}{self.route}")
         plain = request.params.temperature in (0.0, 1.0) and not request.params.reshapes
         if not (self._processed or plain):
             raise EngineError(
-                "the server gives log-probs of another distribution than the one it samples from",
+                "the server returns log-probs of another distribution than it samples from",
                 field=f"request {request.id}",
                 got=f"{self.server.url}: raw log-probs, with {sorted(wanted)} set",
                 expected="log-probs after temperature, penalties, top-k and top-p",
@@ -85,7 +89,7 @@ class OpenAIEngine(HTTPEngine):
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
         always = {
-            "temperature": params.temperature,  # the model's folder may bring other defaults
+            "temperature": params.temperature,  # the model folder may set other defaults
             "top_p": params.top_p,
             "top_k": params.top_k,
             "min_p": params.min_p,
@@ -96,7 +100,7 @@ class OpenAIEngine(HTTPEngine):
         }
         return {
             **{name: value for name, value in always.items() if name in self._fields},
-            **asked(params),
+            **non_default(params),
             "model": self._model,
             "prompt": answer.request.prompt_ids.tolist(),
             "max_tokens": params.max_tokens,
@@ -121,7 +125,7 @@ class OpenAIEngine(HTTPEngine):
         return None
 
     def _without(self, what: str) -> EngineError:
-        remedy = "use vLLM's server, or one with its return_token_ids and logprobs"
+        remedy = "use vLLM's server, or a server that supports its return_token_ids and logprobs"
         return self.failure(
-            f"the server gives no {what}", self.route, f"an answer without {what}", remedy=remedy
+            f"the server does not return {what}", self.route, f"an answer without {what}", remedy=remedy
         )

@@ -1,4 +1,4 @@
-"""One stream of weights for several readers."""
+"""One weight stream for several readers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ _LIMIT_S = 1800.0
 
 
 def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Digest]]) -> list[Outcome]:
-    """Gives each reader the whole stream. They read in step, each in a thread of its own, and the stream is
-    advanced in this one: a tensor is only valid until the next is asked for.
+    """Give each reader the whole stream.
+
+    The readers read in step, each in its own thread. The stream advances in the caller's thread, because a
+    tensor is valid only until the next one is requested.
+
+    Args:
+        source: The stream.
+        readers: Functions that read a stream and return a digest.
 
     Returns:
-        what each reader gave back, or its EngineError; the others do not notice a reader that fails.
+        What each reader returned, or its EngineError. A reader that fails does not affect the others.
 
     Raises:
-        EngineError: the source or a reader took more than 30 minutes for one tensor, or a reader for what it
-            does after the last.
+        EngineError: The source or a reader took more than 30 minutes for one tensor, or a reader took more
+            than 30 minutes after the last tensor.
     """
     step = threading.Barrier(len(readers) + 1, timeout=_LIMIT_S)
-    shown: list[tuple[str, Tensor]] = []  # one at a time; none at the end
+    shown: list[tuple[str, Tensor]] = []  # one tensor at a time; empty at the end
     outcomes: list[Digest | Exception] = [{} for _ in readers]
 
     def run(index: int) -> None:
@@ -38,8 +44,8 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
             outcomes[index] = readers[index](WeightStream(stream))
         except Exception as error:  # returned, or raised, in the caller's thread
             outcomes[index] = error
-        with suppress(threading.BrokenBarrierError):  # the stream has ended, and `_feed` says why
-            for _ in stream:  # what a reader leaves, so that the others get on
+        with suppress(threading.BrokenBarrierError):  # the stream has failed, and `_feed` reports why
+            for _ in stream:  # read what this reader left, so that the others continue
                 pass
 
     threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(readers))]
@@ -49,7 +55,7 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
     for thread in threads:
         thread.join(_LIMIT_S)
         if thread.is_alive():
-            raise _too_slow("a reader", "what it does with the weights")
+            raise _too_slow("a reader", "its work after the last tensor")
     found: list[Outcome] = []
     for result in outcomes:
         if isinstance(result, Exception) and not isinstance(result, EngineError):
@@ -61,25 +67,25 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
 def _feed(
     tensors: Iterator[tuple[str, Tensor]], shown: list[tuple[str, Tensor]], step: threading.Barrier
 ) -> None:
-    """Show each tensor to all readers before the next is asked for."""
+    """Show each tensor to all readers before the next one is requested."""
     try:
         while True:
             shown[:] = islice(tensors, 1)
-            if step.broken:  # the readers wait for no longer than the limit
+            if step.broken:  # the readers waited longer than the limit
                 raise _too_slow("the source", "one tensor")
-            step.wait()  # it is there
+            step.wait()  # the tensor is ready
             if not shown:
                 return
-            step.wait()  # all are done with it
+            step.wait()  # all readers are done with the tensor
     except threading.BrokenBarrierError:
         raise _too_slow("a reader", "one tensor") from None
     except BaseException:
-        step.abort()  # the readers stop
+        step.abort()  # stops the readers
         raise
 
 
 def _items(shown: list[tuple[str, Tensor]], step: threading.Barrier) -> Iterator[tuple[str, Tensor]]:
-    """Give a reader what `_feed` shows."""
+    """Yield to a reader what `_feed` shows."""
     while True:
         step.wait()
         if not shown:

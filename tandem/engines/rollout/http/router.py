@@ -1,10 +1,10 @@
-"""Several replicas of an engine as one: servers, or engines in this process.
+"""Several replicas of an engine that act as one engine. Replicas are servers or engines in this process.
 
-Requests are handed out as replicas have room, the most expected tokens first (longest processing time
-first, Graham 1969) and each to the replica with the least expected work before it, so that no replica is
-left with a long response at the end. Requests of one uid share their prompt's prefill and, in later turns,
-what is cached of the conversation: they go to the replica that has the uid, unless that gives it far more
-than its share.
+Requests are assigned when replicas have free capacity, those with the most expected tokens first (longest
+processing time first, Graham 1969). Each goes to the replica with the least expected work, so that no replica
+has a long response left at the end. Requests of one uid share the prefill of their prompt and, in later
+turns, the cached conversation. So they go to the replica that has the uid, unless that replica would get far
+more than its share.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ Id = tuple[str, int]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WIDE = 1.25  # times its share of all work, beyond which a replica gets nothing for a uid's sake
-_REMEMBERED = 1 << 16  # uids
-_TURN_S = 0.02  # in which every replica is asked once
+# A replica with more than this multiple of its share of all work loses its preference for its uids.
+_MOST_SHARE = 1.25
+_MOST_UIDS = 1 << 16
+_ROUND_S = 0.02  # the time to poll every replica once
 
 
 class _Job(NamedTuple):
-    """A request and the tokens it is expected to take."""
+    """A request and the number of tokens it is expected to take."""
 
     request: Request
     work: float
@@ -51,7 +52,7 @@ class _Job(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """One engine, and what it has been handed."""
+    """One engine and the requests assigned to it."""
 
     name: str
     engine: RolloutEngine
@@ -70,8 +71,8 @@ class _Replica:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The replica that has a uid, and the length of its responses so far."""
+class _UidHistory:
+    """The replica that has a uid, and the lengths of the uid's responses so far."""
 
     home: _Replica | None = None
     responses: int = 0
@@ -81,17 +82,17 @@ class _Seen:
 class Router:
     """A `RolloutEngine` over replicas.
 
-    A replica that raises an EngineError is lost: what it had not finished is redone by the others, each
-    request once. With engines whose random numbers are keyed, that changes no sample. A request that a server
-    refuses is raised: the others would refuse it too.
+    If a replica raises an EngineError, it is lost. The other replicas redo its unfinished requests, each
+    request once. With engines whose random numbers are keyed, this changes no sample. If a server refuses a
+    request, the error is raised, because the other servers would refuse it too.
 
     Args:
-        engines: the replicas, with the same weights.
-        max_length: tokens of prompt and response together, at most.
-        window: requests that a replica has at a time; those it runs at once, or a few more.
-        vocabulary: tokens of the model, as far as prompts use them; None: left to the replicas to check.
-        names: of the replicas, for messages; None: their numbers.
-        log: is told when a replica is lost.
+        engines: The replicas, with the same weights.
+        max_length: The most tokens that prompt and response may have together.
+        window: The most requests that a replica has at a time: as many as it runs at once, or a few more.
+        vocabulary: The number of tokens that prompts may use. None means that the replicas check it.
+        names: The replicas' names, for messages. None means their numbers.
+        log: Receives a message when a replica is lost.
     """
 
     def __init__(
@@ -111,15 +112,18 @@ class Router:
         self._vocabulary = vocabulary
         self._log = log
         self._waiting: dict[Id, _Job] = {}
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._histories: OrderedDict[str, _UidHistory] = OrderedDict()
 
     @property
     def takes(self) -> frozenset[type[SharedModule] | type[WeightStream]]:
         return frozenset.intersection(*(replica.engine.takes for replica in self._replicas))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. What only a replica can refuse, such as a sampling parameter it does not know, is
-        raised by the `poll` that hands the request out."""
+        """Queue requests.
+
+        Some errors only a replica can find, such as a sampling parameter that it does not support. The `poll`
+        that assigns the request raises them.
+        """
         pending = {*self._waiting, *(name for replica in self._alive() for name in replica.given)}
         check_new(requests, pending, self._max_length, can_decode=True)
         check_vocabulary(requests, self._vocabulary)
@@ -131,7 +135,9 @@ class Router:
         while True:
             self._hand_out()
             busy = [replica for replica in self._alive() if replica.given]
-            samples = [sample for replica in busy for sample in self._polled(replica, _TURN_S / len(busy))]
+            samples = [
+                sample for replica in busy for sample in self._poll_replica(replica, _ROUND_S / len(busy))
+            ]
             if samples or not self.pending() or time.monotonic() >= until:
                 return samples
 
@@ -146,7 +152,7 @@ class Router:
             there = [replica.take(name).request for name in list(replica.given) if name in wanted]
             if there:
                 names = [request.id for request in there]
-                written = self._tried(replica, replica.engine.abort, names, keep_partial=keep_partial)
+                written = self._call(replica, replica.engine.abort, names, keep_partial=keep_partial)
                 samples += [Written(r).sample("abort") for r in there] if written is None else written
         return samples if keep_partial else []
 
@@ -156,7 +162,7 @@ class Router:
             updates = [partial(replica.engine.update_weights, version=version) for replica in alive]
             outcomes = relay(source, updates)
         else:
-            outcomes = [self._updated(replica, source, version) for replica in alive]
+            outcomes = [self._update_replica(replica, source, version) for replica in alive]
         digests: dict[str, Digest] = {}
         for replica, outcome in zip(alive, outcomes, strict=True):
             if isinstance(outcome, EngineError):
@@ -167,7 +173,7 @@ class Router:
         return next(iter(digests.values()))
 
     @staticmethod
-    def _updated(replica: _Replica, source: WeightSource, version: int) -> Outcome:
+    def _update_replica(replica: _Replica, source: WeightSource, version: int) -> Outcome:
         try:
             return replica.engine.update_weights(source, version)
         except EngineError as error:
@@ -176,22 +182,22 @@ class Router:
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(self.pending())
         for replica in self._alive():
-            self._tried(replica, replica.engine.sleep, tags)
+            self._call(replica, replica.engine.sleep, tags)
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         for replica in self._alive():
-            self._tried(replica, replica.engine.wake, tags)
+            self._call(replica, replica.engine.wake, tags)
 
     def close(self) -> None:
-        with ExitStack() as all_of_them:
+        with ExitStack() as stack:
             for replica in self._replicas:
-                all_of_them.callback(replica.engine.close)
+                stack.callback(replica.engine.close)
 
     def progress(self) -> int:
         return sum(replica.engine.progress() for replica in self._replicas)
 
     def stats(self) -> dict[str, float]:
-        """Sums over the replicas; of the share of the cache in use, the greatest."""
+        """Return the sums over the replicas. `cache_use` is the largest value instead."""
         total: dict[str, float] = {}
         for replica in self._replicas:
             for name, value in replica.engine.stats().items():
@@ -200,29 +206,31 @@ class Router:
         return total
 
     def _alive(self) -> list[_Replica]:
-        """The replicas that are not lost.
+        """Return the replicas that are not lost.
 
         Raises:
-            EngineError: all are.
+            EngineError: All replicas are lost.
         """
         alive = [replica for replica in self._replicas if replica.error is None]
         if not alive:
             raise EngineError(
                 "all replicas are lost",
                 got="\n".join(f"{replica.name}: {replica.error}" for replica in self._replicas),
-                expected="one that works",
-                remedy="look at the first error of each; start the servers again and resume",
+                expected="at least one working replica",
+                remedy="check the first error of each replica; restart the servers and resume the run",
             )
         return alive
 
     def _work(self, request: Request) -> float:
-        """Tokens to expect of a request."""
-        seen = self._seen.get(request.uid)
-        new = seen.tokens / seen.responses if seen and seen.responses else request.params.max_tokens
+        """Return the expected number of tokens of a request."""
+        history = self._histories.get(request.uid)
+        new = (
+            history.tokens / history.responses if history and history.responses else request.params.max_tokens
+        )
         return len(request.prompt_ids) + min(new, request.params.max_tokens)
 
     def _sort(self) -> None:
-        """The requests of one uid stand together, the uid with the most work first."""
+        """Sort the waiting requests: those of one uid together, and the uid with the most work first."""
         works: dict[str, float] = {}
         for request, work in self._waiting.values():
             works[request.uid] = works.get(request.uid, 0.0) + work
@@ -230,15 +238,15 @@ class Router:
         self._waiting = dict(ordered)
 
     def _hand_out(self) -> None:
-        """Gives waiting requests to replicas that have room.
+        """Assign waiting requests to replicas that have free capacity.
 
         Raises:
-            EngineError: a request that its replica refuses; it is waiting again, with those handed out with
-                it.
+            EngineError: A replica refuses a request. The request is then waiting again, with all requests
+                that were assigned together with it.
         """
         alive = self._alive()
         if not self._waiting or all(len(replica.given) >= self._window for replica in alive):
-            return  # most polls, and there may be many waiting
+            return  # the usual case; returning early avoids a loop over many waiting requests
         work = sum(job.work for job in self._waiting.values()) + sum(replica.load for replica in alive)
         batches: dict[_Replica, list[Request]] = {}
         for leftovers in (False, True):
@@ -254,26 +262,30 @@ class Router:
                     batches.setdefault(chosen, []).append(job.request)
             for name in given:
                 del self._waiting[name]
-        refused = [self._handed(replica, batch) for replica, batch in batches.items()]
+        refused = [self._submit_to(replica, batch) for replica, batch in batches.items()]
         for error in refused:
             if error is not None:
                 raise error
 
     def _choice(self, job: _Job, free: Sequence[_Replica], share: float, leftover: bool) -> _Replica:
-        """The replica that should get a request: its uid's home, which may be full, or the least loaded that
-        is free.
+        """Return the replica that should get a request.
+
+        This is the uid's home, which may be full, or the least loaded replica with free capacity.
 
         Args:
-            share: tokens of all work there is, for each replica.
-            leftover: whether all that have room were offered the requests at home there, or nowhere, before.
+            job: The request.
+            free: The replicas with free capacity.
+            share: Each replica's equal share of all work, in tokens.
+            leftover: Whether this is the second pass, after every replica was offered the requests that have
+                their home there or have none.
         """
-        seen, least = self._known(job.request.uid), min(free, key=lambda replica: replica.load)
-        if seen.home is None or seen.home.error is not None:
-            seen.home = least
-        behind = bool(seen.home.given) and seen.home.load + job.work > _WIDE * share
-        return least if behind or (leftover and least.load < seen.home.load / 2) else seen.home
+        history, least = self._history_of(job.request.uid), min(free, key=lambda replica: replica.load)
+        if history.home is None or history.home.error is not None:
+            history.home = least
+        behind = bool(history.home.given) and history.home.load + job.work > _MOST_SHARE * share
+        return least if behind or (leftover and least.load < history.home.load / 2) else history.home
 
-    def _handed(self, replica: _Replica, batch: list[Request]) -> EngineError | None:
+    def _submit_to(self, replica: _Replica, batch: list[Request]) -> EngineError | None:
         try:
             replica.engine.submit(batch)
         except ServerLost as error:
@@ -283,26 +295,27 @@ class Router:
             return error
         return None
 
-    def _known(self, uid: str) -> _Seen:
-        seen = self._seen.setdefault(uid, _Seen())
-        self._seen.move_to_end(uid)
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
-        return seen
+    def _history_of(self, uid: str) -> _UidHistory:
+        history = self._histories.setdefault(uid, _UidHistory())
+        self._histories.move_to_end(uid)
+        if len(self._histories) > _MOST_UIDS:
+            self._histories.popitem(last=False)
+        return history
 
-    def _polled(self, replica: _Replica, timeout_s: float) -> Iterator[Sample]:
-        for sample in self._tried(replica, replica.engine.poll, timeout_s) or ():
+    def _poll_replica(self, replica: _Replica, timeout_s: float) -> Iterator[Sample]:
+        for sample in self._call(replica, replica.engine.poll, timeout_s) or ():
             replica.take(sample.id)
-            seen = self._known(sample.uid)
-            seen.responses += 1
-            seen.tokens += len(sample.token_ids)
+            history = self._history_of(sample.uid)
+            history.responses += 1
+            history.tokens += len(sample.token_ids)
             yield sample
 
-    def _tried(self, replica: _Replica, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
-        """Calls a replica. Gives what the call returns; None if it has lost the replica.
+    def _call(self, replica: _Replica, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+        """Call a replica and return its result, or None if the replica is lost.
 
         Raises:
-            Refused: the server does not have what was asked for; the request, if it was one, is not pending.
+            Refused: The server refuses the call. If it was a request for a response, the request is no longer
+                pending.
         """
         try:
             return call(*args, **options)
@@ -315,24 +328,29 @@ class Router:
             return None
 
     def _lose(self, replica: _Replica, error: EngineError) -> None:
-        """Takes a replica out of service; its requests go back to the head of the queue."""
+        """Take a replica out of service and put its requests back at the head of the queue."""
         replica.error = error
         unfinished = {name: replica.take(name) for name in list(replica.given)}
         self._waiting = unfinished | self._waiting
-        with suppress(EngineError):  # it has failed already, and that is what is reported
+        with suppress(EngineError):  # the first error is the one to report
             replica.engine.abort(list(unfinished))
         with suppress(EngineError):
             replica.engine.close()
         if self._log is not None:
-            self._log(f"rollout: {replica.name} is lost, {len(unfinished)} requests are redone: {error}")
+            self._log(
+                f"rollout: lost {replica.name}; other replicas redo {len(unfinished)} requests: {error}"
+            )
         self._alive()
 
 
 def _check_equal(digests: dict[str, Digest]) -> None:
-    """Compares the digests of the replicas, by name.
+    """Check that all replicas hold the same weights.
+
+    Args:
+        digests: The digest of each replica, by the replica's name.
 
     Raises:
-        EngineError: names the first tensor that two replicas hold differently.
+        EngineError: Names the first tensor that differs between two replicas.
     """
     (first, expected), *others = digests.items()
     for name, digest in others:
@@ -341,7 +359,7 @@ def _check_equal(digests: dict[str, Digest]) -> None:
                 raise EngineError(
                     "replicas hold different weights",
                     field=tensor,
-                    got=f"{name}: {digest.get(tensor, 'no such tensor')}",
-                    expected=f"as {first}: {expected.get(tensor, 'no such tensor')}",
-                    remedy="give all replicas the same model in the same precision",
+                    got=f"{name}: {digest.get(tensor, 'missing')}",
+                    expected=f"as {first}: {expected.get(tensor, 'missing')}",
+                    remedy="start all replicas with the same model in the same precision",
                 )

@@ -1,18 +1,21 @@
-"""SGLang's server over its own HTTP API, as it is in 0.5.23.
+"""An engine on SGLang's server over its own HTTP API, as of version 0.5.23.
 
-SGLang runs on CUDA, in an environment of its own. Start it with `--incremental-streaming-output` (else each
-part of a stream repeats what came before) and, if it shall give memory back, `--enable-memory-saver`. Its
-SGLANG_RETURN_ORIGINAL_LOGPROB must not be set, for its log-probs would then be those before the temperature.
+SGLang runs on CUDA, in its own environment. Start it with `--incremental-streaming-output`. Otherwise each
+part of a stream repeats the parts before it. If the server should free memory while it sleeps, add
+`--enable-memory-saver`. SGLANG_RETURN_ORIGINAL_LOGPROB must not be set, because the log-probs would then be
+those before the temperature.
 
-New weights go through a folder that this process writes and the server reads (`update_weights_from_disk`);
-several servers of one process read the same files. SGLang tells no digest of what it holds. It shows single
-weights (`get_weights_by_name`, of Llama and its like), but turns each into a list of Python numbers whole, so
-that only those of one dimension, norms and biases, are read back and compared. Of other models nothing is,
-and the log says so: what proves the arrival there is the written files' digest and the version that SGLang
-says it has loaded.
+New weights go through a folder that this process writes and the server reads (`update_weights_from_disk`).
+Several servers of one process read the same files.
 
-SGLang's faster ways, `update_weights_from_tensor` (CUDA memory of processes on one node) and
-`update_weights_from_distributed` (an NCCL group with the trainer), are not supported here.
+SGLang does not report a digest of its weights. It returns single weights (`get_weights_by_name`, for Llama
+and similar models), but converts each of them into a list of Python numbers. So only weights of one
+dimension, norms and biases, are read back and compared. For other models nothing is compared, and the log
+says so. For all weights that are not compared, the proof of arrival is the digest of the written files and
+the version that SGLang reports as loaded.
+
+SGLang's faster transfers are not supported here: `update_weights_from_tensor` (CUDA memory of processes on
+one node) and `update_weights_from_distributed` (an NCCL group with the trainer).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked
+from tandem.engines.rollout.http.answer import Answer, non_default
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
 from tandem.engines.rollout.http.connection import Refused, Server, ServerLost
 from tandem.engines.rollout.http.shards import WeightsFolder, vectors
@@ -39,11 +42,13 @@ _OTHER_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", 
 class SGLangEngine(HTTPEngine):
     """A `RolloutEngine` on SGLang's `/generate`.
 
-    The seeds of requests count only where the server runs with `--enable-deterministic-inference`.
+    The seeds of requests are used only if the server runs with `--enable-deterministic-inference`.
 
     Args:
-        weights_folder: the server sees it under the same path; None: the server keeps its weights. Engines
-            of one process that share one share its files.
+        server: The server.
+        log: Receives messages. None means no log.
+        weights_folder: The folder for new weights. The server must see it under the same path. Engines of one
+            process that have the same folder share its files. None means that the server keeps its weights.
     """
 
     route = "/generate"
@@ -67,7 +72,7 @@ class SGLangEngine(HTTPEngine):
     async def connect(self) -> None:
         about = await self.ask("GET", "/model_info")
         if not isinstance(about, dict) or not about.get("is_generation"):
-            raise self.failure("no SGLang server with a language model", "/model_info", about)
+            raise self.failure("this is not an SGLang server with a language model", "/model_info", about)
 
     def check(self, request: Request) -> None:
         if request.params.stop and request.params.min_tokens:
@@ -80,7 +85,7 @@ class SGLangEngine(HTTPEngine):
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
-        sampling = {_OTHER_NAMES.get(name, name): value for name, value in asked(params).items()} | {
+        sampling = {_OTHER_NAMES.get(name, name): value for name, value in non_default(params).items()} | {
             "temperature": params.temperature,
             "max_new_tokens": params.max_tokens,
             "sampling_seed": seed_of(answer.request),
@@ -103,7 +108,9 @@ class SGLangEngine(HTTPEngine):
             raise answer.failure(
                 "the server read another prompt", about["prompt_tokens"], expected=f"{known} tokens"
             )
-        new = about["completion_tokens"] - len(answer.token_ids)  # of a stream of parts or of whole answers
+        new = about["completion_tokens"] - len(
+            answer.token_ids
+        )  # works for streams of parts and of whole answers
         if new:
             untruncated, tokens, _ = zip(*about["output_token_logprobs"][-new:], strict=True)
             drawn = about["output_token_sampling_logprobs"][-new:] if params.truncated else untruncated
@@ -113,27 +120,34 @@ class SGLangEngine(HTTPEngine):
         reason = about["finish_reason"]
         if reason is None:
             return None
-        answer.stamp(about.get("weight_versions", []))  # the server's first is no number
+        answer.stamp(about.get("weight_versions", []))  # the server's first version is not a number
         return str(reason["type"])
 
     async def cancel(self, answers: Sequence[Answer]) -> None:
-        """SGLang notices a closed connection after two seconds; told so, it ends the request at once."""
+        """Cancel requests and tell the server.
+
+        SGLang notices a closed connection only after two seconds. With `/abort_request` it ends the request
+        at once.
+        """
         await super().cancel(answers)
-        with suppress(ServerLost):  # a server that is gone has nothing to end
+        with suppress(ServerLost):  # a lost server has no requests to end
             await asyncio.gather(
                 *(self.ask("POST", "/abort_request", json={"rid": answer.name}) for answer in answers)
             )
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Writes the weights into the shared folder and lets the server load them. Requests under way are
-        put back, lose their cache and go on with the new weights.
+        """Write the weights into the shared folder and let the server load them.
+
+        The server puts running requests back into its queue and drops their cache. They continue with the new
+        weights.
 
         Returns:
-            the digest of what was written; see the module for what of it is compared with what SGLang holds.
+            The digest of the written files. The module's docstring says which weights are compared with those
+            that SGLang holds.
 
         Raises:
-            EngineError: the server refused.
-            WeightSyncError: the server holds other norms or biases than were written.
+            EngineError: The server refused.
+            WeightSyncError: The server holds other norms or biases than those written.
         """
         if self._folder is None:
             return super().update_weights(source, version)
@@ -148,15 +162,15 @@ class SGLangEngine(HTTPEngine):
             if not self._shows_weights:
                 return
             for held in self._shown(name, len(tensor)):
-                expected = tensor.float()[: len(held)].tolist()  # the first rank's share of it
+                expected = tensor.float()[: len(held)].tolist()  # the first rank's share of the tensor
                 at = next((at for at, value in enumerate(held) if value != expected[at]), None)
                 if at is not None:
                     raise WeightSyncError(
-                        f"a weight of version {version} that the server holds is not what it was sent",
+                        f"a weight of version {version} on the server differs from the weight that was sent",
                         field=f"{name}[{at}]",
                         got=f"{self.server.url}: {held[at]}",
                         expected=expected[at],
-                        remedy="start the server with --dtype of the type that the actor computes in",
+                        remedy="start the server with --dtype set to the actor's compute dtype",
                     )
 
     def _load(self, folder: Path, version: int) -> None:
@@ -164,21 +178,24 @@ class SGLangEngine(HTTPEngine):
         self.call("POST", "/pause_generation", json={"mode": "retract"})
         try:
             asked_for = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version)}
-            said = self.call("POST", "/update_weights_from_disk", json=asked_for | {"flush_cache": True})
+            result = self.call("POST", "/update_weights_from_disk", json=asked_for | {"flush_cache": True})
         finally:
             self.call("POST", "/continue_generation", json={})
         holds = self.call("GET", "/model_info")["weight_version"]
-        if not said["success"] or holds != str(version):
+        if not result["success"] or holds != str(version):
             raise self.failure(
-                "the server did not take the weights",
+                "the server did not load the weights",
                 "/update_weights_from_disk",
-                f"{said['message']}, version {holds}",
+                f"{result['message']}, version {holds}",
                 expected=f"version {version}",
             )
         self.has_weights = True
 
     def _shown(self, name: str, count: int) -> list[list[float]]:
-        """The numbers of a weight, from each data-parallel copy; none where the server shows none."""
+        """Return the numbers of a weight from each data-parallel copy.
+
+        The list is empty if the server does not return weights.
+        """
         try:
             shown = self.call("POST", "/get_weights_by_name", json={"name": name, "truncate_size": count})
         except Refused:
@@ -186,16 +203,16 @@ class SGLangEngine(HTTPEngine):
         if None in shown:
             self._shows_weights = False
             if self._log is not None:
-                self._log(f"{self.server.url} shows no weights of its model: what it holds is not compared")
+                self._log(f"{self.server.url} does not return its weights, so they are not compared")
             return []
         return shown if isinstance(shown[0], list) else [shown]
 
     def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
-        """Release memory by SGLang's memory saver."""
+        """Free memory with SGLang's memory saver."""
         self.call("POST", "/release_memory_occupation", json={"tags": tags})
         self.has_weights = self.has_weights and "weights" not in tags
         return tags
 
     def take_again(self, tags: Sequence[SleepTag]) -> None:
-        """Take it again, of whatever content."""
+        """Allocate the memory again. Its content is arbitrary."""
         self.call("POST", "/resume_memory_occupation", json={"tags": tags})

@@ -1,4 +1,4 @@
-"""Weights as files that servers can load: safetensors shards with Hugging Face names."""
+"""Weight files that servers can load: safetensors shards with Hugging Face names."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class _Version:
 
 
 class WeightsFolder:
-    """A folder through which the servers of this process get the same weights, written once for all of them.
+    """A folder that passes the same weights to all servers of this process. They are written once.
 
     Args:
-        path: it is made when it is needed; what processes that are no more have left in it is removed.
+        path: The folder. It is created when it is needed. Files that processes which no longer exist left
+            there are removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,18 +54,23 @@ class WeightsFolder:
         self._versions: dict[int, _Version] = {}
         for folder in path.glob(f"version_*_{socket.gethostname()}_*"):
             number = folder.name.split("_")[-2]
-            if number.isdigit() and not _lives(int(number)):
-                shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
+            if number.isdigit() and not _is_running(int(number)):
+                shutil.rmtree(folder, ignore_errors=True)  # another process may remove it too
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[Path, Digest]]:
-        """The files of a version and the digest of what is in them. Of several threads that ask for the same
-        version at the same time the first writes it; the others read their own tensors to the end. The files
-        are removed after the last of them.
+        """Yield the folder of a version and the digest of its files.
+
+        If several threads request the same version at the same time, the first thread writes the files, and
+        the others read their own tensors to the end. The files are removed when the last thread is done.
+
+        Args:
+            tensors: The weights of the version.
+            version: The version.
 
         Raises:
-            OSError: no room.
-            EngineError: the thread that writes took more than half an hour after the last tensor.
+            OSError: The disk is full.
+            EngineError: The writing thread took more than half an hour after the last tensor.
         """
         with self._lock:
             first = version not in self._versions
@@ -76,12 +82,12 @@ class WeightsFolder:
             if first:
                 shared.write(tensors)
             else:
-                for _ in tensors:  # those that step through them together wait for each other
+                for _ in tensors:  # threads that read one stream in step wait for each other
                     pass
             try:
                 written = shared.written.result(_WRITING_S)
             except TimeoutError:
-                message = f"the weights were not written in {_WRITING_S:.0f} s"
+                message = f"the weights were not completely written in {_WRITING_S:.0f} s"
                 raise EngineError(message, got=shared.path) from None
             yield shared.path, written
         finally:
@@ -92,21 +98,21 @@ class WeightsFolder:
                     shutil.rmtree(shared.path, ignore_errors=True)
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process belongs to another user
         return True
     return True
 
 
 def vectors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one dimension in the shards of a folder."""
+    """Yield the tensors of one dimension in a folder's shards."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 if len(file.get_slice(name).get_shape()) == 1:
                     yield name, file.get_tensor(name)
 
@@ -114,14 +120,15 @@ def vectors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def write_shards(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> Digest:
-    """Writes tensors into an empty folder. One shard at a time is held in host memory.
+    """Write tensors into an empty folder. Only one shard at a time is in host memory.
 
     Args:
-        tensors: each only valid until the next is asked for.
-        shard_bytes: of a shard, at most; a larger tensor is alone in one.
+        tensors: The tensors. Each is valid only until the next one is requested.
+        folder: The folder.
+        shard_bytes: The largest size of a shard. A larger tensor gets its own shard.
 
     Returns:
-        the digest of the tensors.
+        The digest of the tensors.
     """
     writer = ShardWriter(folder, shard_bytes)
 

@@ -1,8 +1,8 @@
-"""Text Generation Inference over its own API, as it is in 3.3.
+"""An engine on Text Generation Inference (TGI) over its own API, as of version 3.3.
 
-Its prompts are texts. The prompt's tokens are turned to text here and back by the server, which tells what
-it made of them (`decoder_input_details`); a prompt that does not come back token by token is refused. It
-cannot be given new weights.
+TGI's prompts are texts. The prompt's tokens are decoded to text here, and the server tokenizes the text. The
+server reports the tokens that it read (`decoder_input_details`). A prompt that does not come back token by
+token is refused. TGI cannot receive new weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.http.answer import Answer, asked, refuse_unknown
+from tandem.engines.rollout.http.answer import Answer, non_default, refuse_unknown
 from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.protocol import Request
@@ -23,13 +23,14 @@ _REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
 class TGIEngine(HTTPEngine):
-    """A `RolloutEngine` on TGI's `/generate`, whose answer comes in one piece.
+    """A `RolloutEngine` on TGI's `/generate`, which returns the answer in one piece.
 
-    TGI ends a response at the end tokens of its model and at no others: `stop_token_ids` must be these. Its
-    frequency penalty is not that of the other engines, and refused.
+    TGI ends a response only at the end tokens of its model, so `stop_token_ids` must be these tokens. TGI's
+    frequency penalty differs from that of the other engines and is refused.
 
     Args:
-        tokenizer: the server's.
+        server: The server.
+        tokenizer: The server's tokenizer.
     """
 
     route = "/generate"
@@ -38,15 +39,15 @@ class TGIEngine(HTTPEngine):
     def __init__(self, server: Server, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
         super().__init__(server, **options)
         self._tokenizer = tokenizer
-        self._prefix: list[int] = list(tokenizer("")["input_ids"])  # what every text begins with
+        self._prefix: list[int] = list(tokenizer("")["input_ids"])  # the tokens that start every text
 
     async def connect(self) -> None:
         about = await self.ask("GET", "/info")
         if not isinstance(about, dict) or "max_total_tokens" not in about:
-            raise self.failure("no TGI server", "/info", about)
+            raise self.failure("this is not a TGI server", "/info", about)
 
     def check(self, request: Request) -> None:
-        refuse_unknown(asked(request.params), _KNOWN, "TGI")
+        refuse_unknown(non_default(request.params), _KNOWN, "TGI")
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params, prompt = answer.request.params, answer.request.prompt_ids.tolist()

@@ -1,8 +1,9 @@
-"""The holders of the paged cache's blocks, and the blocks that hold a known prefix.
+"""Reference counts of the paged cache's blocks, and the lookup of blocks that hold a known prefix.
 
-A full block is known by a digest of its tokens, chained over the block before it, so that equal digests
-mean equal prefixes. A block that nobody holds stays known until it is needed: those released longest ago
-are given out first, and of one sequence the last ones, so that what remains is a prefix.
+A full block is identified by a digest of its tokens, chained over the block before it, so that equal digests
+mean equal prefixes. A block without holders stays known until its memory is needed. Blocks that were released
+first are reused first. Of one sequence, the last blocks are reused first, so that the blocks that remain form
+a prefix.
 """
 
 from __future__ import annotations
@@ -19,34 +20,40 @@ Blocks = NDArray[np.int32]
 
 
 class BlockManager:
-    """Reference counts and digests of `blocks` blocks.
+    """Reference counts and digests of the cache's blocks.
+
+    Args:
+        blocks: The number of blocks.
 
     Attributes:
-        blocks: how many there are.
+        blocks: The number of blocks.
     """
 
     def __init__(self, blocks: int) -> None:
         self.blocks = 0
         self._holders = np.zeros(0, dtype=np.int32)
-        self._unknown: list[int] = []  # held by nobody, without a digest
-        self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, known; oldest release first
+        self._unknown: list[int] = []  # without holders and without a digest
+        self._idle: OrderedDict[int, None] = OrderedDict()  # without holders but known; oldest release first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self.grow(blocks)
 
     def grow(self, blocks: int) -> None:
-        """Add blocks, up to that many in all."""
+        """Add blocks until there are `blocks` of them."""
         self._holders = np.pad(self._holders, (0, blocks - self.blocks))
         self._unknown[:0] = range(blocks - 1, self.blocks - 1, -1)
         self.blocks = blocks
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Return the number of blocks without holders."""
         return len(self._unknown) + len(self._idle)
 
     def allocate(self, count: int) -> Blocks:
-        """Blocks with one holder, their content of no meaning; `count` is at most `free`."""
+        """Return `count` blocks with one holder each. Their content has no meaning.
+
+        `count` must be at most `free`.
+        """
         fresh = min(count, len(self._unknown))
         out = [self._unknown.pop() for _ in range(fresh)]
         for _ in range(count - fresh):
@@ -57,13 +64,13 @@ class BlockManager:
         return np.array(out, dtype=np.int32)
 
     def share(self, blocks: Blocks) -> None:
-        """One more holder of each."""
+        """Add one holder to each block."""
         for block in blocks[self._holders[blocks] == 0].tolist():
             del self._idle[block]
         self._holders[blocks] += 1
 
     def release(self, blocks: Blocks) -> None:
-        """One holder fewer of each of a sequence's blocks."""
+        """Remove one holder from each of a sequence's blocks."""
         self._holders[blocks] -= 1
         for block in blocks[self._holders[blocks] == 0][::-1].tolist():
             if block in self._digest_of:
@@ -72,31 +79,36 @@ class BlockManager:
                 self._unknown.append(block)
 
     def remember(self, blocks: Blocks, digests: Sequence[bytes]) -> None:
-        """Make full blocks, held by their sequence, known. Of two with the same content the first stays."""
+        """Record full blocks, held by their sequence, under their digests.
+
+        Of two blocks with the same content, only the first is recorded.
+        """
         for block, digest in zip(blocks.tolist(), digests, strict=True):
             if digest not in self._block_of:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
-        """The blocks of the longest known prefix. They may be held by nobody: `share` before `allocate`."""
+        """Return the blocks of the longest known prefix.
+
+        They may have no holder, so call `share` before `allocate`.
+        """
         found = takewhile(lambda block: block is not None, map(self._block_of.get, digests))
         return np.array(list(found), dtype=np.int32)
 
     def idle(self, blocks: Blocks) -> int:
-        """The number of these blocks that nobody holds."""
+        """Return how many of these blocks have no holder."""
         return int((self._holders[blocks] == 0).sum())
 
     def forget(self) -> None:
-        """No block is known any more."""
+        """Forget the content of all blocks."""
         self._unknown += reversed(self._idle)
         self._idle.clear()
         self._block_of.clear()
         self._digest_of.clear()
 
     def check(self, tables: Sequence[Blocks]) -> None:
-        """Assert that these sequences' blocks are all that is held, and that no block is lost or in two
-        places."""
+        """Assert that exactly the blocks of these sequences are held, and that no block is lost."""
         holders = np.zeros(self.blocks, dtype=np.int32)
         for table in tables:
             holders[table] += 1
@@ -109,10 +121,13 @@ class BlockManager:
 
 
 def chain(root: bytes, known: list[bytes], ids: NDArray[np.int64], block_size: int) -> None:
-    """Extend `known`, the digests of the first full blocks of `ids` (T), to all its full blocks.
+    """Extend `known`, the digests of the first full blocks of `ids` (T), to all full blocks.
 
     Args:
-        root: stands for the block before the first.
+        root: Stands for the block before the first block.
+        known: The digests so far. New digests are appended.
+        ids: The tokens.
+        block_size: Tokens per block.
     """
     for block in range(len(known), len(ids) // block_size):
         parent = known[-1] if known else root

@@ -1,4 +1,4 @@
-"""What a cache is meant for, what it can have, and what to change where that is small: arithmetic alone."""
+"""Messages about the size of the cache: the size it needs, the size it can have, and what to change."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _OFFLOADS = "fsdp_config.optimizer_offload=true and .param_offload=true of actor
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The sequences that a cache is meant for.
+class CacheDemand:
+    """The sequences that a cache must hold.
 
     Attributes:
-        sequences: that run at the same time.
-        tokens: of the longest.
-        blocks: that it fills.
-        block_bytes: bytes of a block.
-        block_size: tokens of a block.
+        sequences: How many sequences run at the same time.
+        tokens: The tokens of the longest sequence.
+        blocks: The blocks that the longest sequence fills.
+        block_bytes: The bytes of a block.
+        block_size: The tokens of a block.
     """
 
     sequences: int
@@ -29,32 +29,33 @@ class Wanted:
 
     @property
     def bytes(self) -> int:
-        """Of all sequences at their longest."""
+        """Return the bytes of all sequences at their full length."""
         return self.sequences * self.blocks * self.block_bytes
 
 
-def statement(wanted: Wanted, blocks: int, memory: DeviceMemory | None, utilization: float) -> str:
-    """A sentence about the cache that an engine can have.
+def cache_message(wanted: CacheDemand, blocks: int, memory: DeviceMemory | None, utilization: float) -> str:
+    """Return a sentence about the cache that an engine can have.
 
     Args:
-        blocks: that it can have at most.
-        memory: of the device; None where the number of blocks is fixed by hand.
-        utilization: the share in force.
+        wanted: The sequences that the cache must hold.
+        blocks: The most blocks that the cache can have.
+        memory: The device's memory. None if the number of blocks is set by the user.
+        utilization: The value of gpu_memory_utilization in use.
     """
     most = min(blocks, wanted.sequences * wanted.blocks)
     at_once = most // wanted.blocks
-    told = (
+    text = (
         f"cache: {most * wanted.block_size:,} tokens ({gib(most * wanted.block_bytes)}), "
-        f"{at_once:,} sequences of {wanted.tokens:,} at a time"
+        f"enough for {at_once:,} sequences of {wanted.tokens:,} tokens at a time"
     )
     if at_once >= wanted.sequences:
-        return f"{told}, as many as max_num_seqs"
-    told += f", {wanted.sequences:,} wanted"
+        return f"{text}, which is max_num_seqs"
+    text += f"; max_num_seqs is {wanted.sequences:,}"
     remedy = "raise num_gpu_blocks_override" if memory is None else _remedy(wanted, memory, utilization)
-    return f"{told}; {remedy}"
+    return f"{text}; {remedy}"
 
 
-def _remedy(wanted: Wanted, memory: DeviceMemory, utilization: float) -> str:
+def _remedy(wanted: CacheDemand, memory: DeviceMemory, utilization: float) -> str:
     needed = memory.utilization_for(wanted.bytes)
     lacking = wanted.bytes - memory.beside
     if lacking <= 0:
@@ -63,22 +64,27 @@ def _remedy(wanted: Wanted, memory: DeviceMemory, utilization: float) -> str:
     if lacking > others or needed > 1:
         most = max(0, memory.total - memory.weights - memory.reserved) // (wanted.blocks * wanted.block_bytes)
         return (
-            f"this device can hold {most:,} at most: lower max_num_seqs or the lengths, or spread the model "
+            f"this device can hold at most {most:,}: lower max_num_seqs or the lengths, or spread the model "
             "over more devices"
         )
-    told = f"free {gib(lacking)} of the {gib(others)} that this process holds besides ({_OFFLOADS})"
-    return f"{told}, and raise gpu_memory_utilization to {needed}" if needed > utilization else told
+    text = f"free {gib(lacking)} of the {gib(others)} that this process also holds (set {_OFFLOADS})"
+    return f"{text} and raise gpu_memory_utilization to {needed}" if needed > utilization else text
 
 
 def gib(count: int) -> str:
     return f"{count / 2**30:,.1f} GiB"
 
 
-def weights_statement(size: int, *, copies: bool) -> str:
-    """A sentence about the weights that an engine samples from, `size` bytes."""
+def weights_message(size: int, *, copies: bool) -> str:
+    """Return a sentence about the weights that an engine samples from.
+
+    Args:
+        size: The bytes of the weights.
+        copies: Whether the engine has its own packed copies.
+    """
     if copies:
-        return f"rollout weights: packed copies, {gib(size)}, filled anew in place at each update"
+        return f"rollout weights: packed copies, {gib(size)}, overwritten in place at each update"
     return (
-        f"rollout weights: as they lie in the model, unpacked; copies, {gib(size)}, would not leave the "
-        "cache what max_num_seqs sequences need"
+        f"rollout weights: read from the model itself. Packed copies ({gib(size)}) would leave the cache "
+        "too little memory for max_num_seqs sequences"
     )

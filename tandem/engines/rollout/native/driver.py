@@ -1,5 +1,8 @@
-"""The CUDA driver's virtual memory management: addresses are reserved once, and physical memory is mapped
-behind them while it is held (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html)."""
+"""The CUDA driver's virtual memory management.
+
+Addresses are reserved once, and physical memory is mapped behind them while it is held
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 2**30  # bytes of physical memory that are mapped at a time, about
+CHUNK = 2**30  # about so many bytes of physical memory are mapped at a time
 _DEVICE_MEMORY, _READ_WRITE, _PINNED = 1, 3, 1  # CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_, ..._TYPE_
 
 
@@ -22,7 +25,7 @@ class _Access(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp; what is not named here stays zero."""
+    """CUmemAllocationProp. Fields that are not named here stay zero."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -47,17 +50,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed."""
+    """A call of the CUDA driver failed."""
 
 
 class Driver:
-    """The driver's virtual memory management.
+    """The functions of the CUDA driver's virtual memory management.
 
     Args:
         library: libcuda.
 
     Raises:
-        AttributeError: a library without these functions.
+        AttributeError: The library does not have these functions.
     """
 
     def __init__(self, library: Any) -> None:
@@ -66,9 +69,14 @@ class Driver:
             self._functions[name].argtypes, self._functions[name].restype = types, ctypes.c_int
 
     def call(self, name: str, *args: Any) -> None:
-        """
+        """Call a driver function.
+
+        Args:
+            name: The function's name.
+            args: Its arguments.
+
         Raises:
-            RuntimeError: the call failed.
+            DriverError: The call failed.
         """
         status = self._functions[name](*args)
         if status:
@@ -76,11 +84,18 @@ class Driver:
 
 
 class Mapping:
-    """Reserved addresses and the memory behind them. PyTorch's tensors keep it alive.
+    """Reserved addresses and the memory behind them. PyTorch's tensors keep this object alive.
+
+    Args:
+        driver: The driver.
+        size: Bytes. Rounded up to the driver's granularity.
+        device: The device's number.
 
     Attributes:
-        device: its number.
-        mapped: bytes of memory behind the addresses now.
+        device: The device's number.
+        size: The reserved bytes.
+        address: The first reserved address.
+        mapped: The bytes of memory that are behind the addresses now.
     """
 
     def __init__(self, driver: Driver, size: int, device: int) -> None:
@@ -94,7 +109,8 @@ class Mapping:
         self.size = -(-size // grain.value) * grain.value
         driver.call("cuMemAddressReserve", ctypes.byref(address), self.size, 0, 0, 0)
         self.address = address.value
-        # Not at the process's end, when the driver may be gone and returns everything itself.
+        # This does not run at the end of the process: the driver may be gone then, and it frees everything
+        # itself.
         weakref.finalize(
             self, _freed, driver, self.address, self.size, chunks := list[tuple[int, int]]()
         ).atexit = False
@@ -103,13 +119,14 @@ class Mapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        place = (self.address, False)  # to be written to
+        place = (self.address, False)  # not read-only
         return {"shape": (self.size,), "typestr": "|u1", "data": place, "strides": None, "version": 3}
 
     def map(self) -> None:
-        """
+        """Map memory behind all reserved addresses.
+
         Raises:
-            RuntimeError: there is not enough memory; nothing is mapped then.
+            DriverError: There is not enough memory. Then nothing is mapped.
         """
         try:
             while self.mapped < self.size:
@@ -122,13 +139,13 @@ class Mapping:
             raise
 
     def _map(self, address: int, size: int) -> None:
-        """Put memory behind reserved addresses; unmapping returns it. If it fails nothing is mapped."""
+        """Map memory behind reserved addresses. Unmapping frees it. If this fails, nothing is mapped."""
         call, handle, access = self._driver.call, _POINTER(), _Access(self._location, _READ_WRITE)
         call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), 0)
         try:
             call("cuMemMap", address, size, 0, handle, 0)
         finally:
-            call("cuMemRelease", handle)  # the mapping alone holds it now
+            call("cuMemRelease", handle)  # now only the mapping holds the memory
         try:
             call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
         except DriverError:
@@ -149,6 +166,6 @@ def _unmap(driver: Driver, chunks: list[tuple[int, int]]) -> None:
 
 
 def _freed(driver: Driver, address: int, size: int, chunks: list[tuple[int, int]]) -> None:
-    torch.cuda.synchronize()  # what was launched may still read there
+    torch.cuda.synchronize()  # launched kernels may still read the memory
     _unmap(driver, chunks)
     driver.call("cuMemAddressFree", address, size)

@@ -1,9 +1,9 @@
-"""The native rollout engine: continuous batching over the very module that is trained.
+"""The native rollout engine: continuous batching over the module that is trained.
 
-A step is planned by the scheduler, run by the runner over the paged cache, and sampled; what finishes
-leaves at once. Where the device computes beside the host, a step is launched before the tokens of the
-one before it have been fetched: it reads them where they are, and what it draws for a sequence that
-turns out to have ended is dropped.
+The scheduler plans a step, the runner computes it over the paged cache, and the sampler draws its tokens. A
+sequence leaves as soon as it has finished. If the device computes in parallel to the host, a step is launched
+before the tokens of the previous step have been fetched. The step reads these tokens on the device. If a
+sequence turns out to have ended, the token that was drawn for it is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.engines.rollout.draws.sampler import Drawn
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.native.attention import AttentionName
-from tandem.engines.rollout.native.budget import weights_statement
+from tandem.engines.rollout.native.budget import weights_message
 from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
@@ -42,22 +42,27 @@ from tandem.protocol.rollout import LogprobsMode
 
 
 class NativeEngine(ModuleEngine):
-    """A `RolloutEngine` in this process.
+    """A `RolloutEngine` in this process with continuous batching.
 
     Args:
-        max_num_seqs: sequences that run at the same time, at most; fewer if the cache's memory binds.
-        max_num_batched_tokens: tokens of one step; sequences that decode come first.
-        gpu_memory_utilization: share of the device's memory; None: see `CacheRoom`.
-        block_size: tokens per block of the cache; num_gpu_blocks_override: its blocks, else as many as asked.
-        enable_prefix_caching: let a prompt that begins like an earlier sequence reuse its blocks.
-        enable_chunked_prefill: let a prompt be computed in several steps.
-        runner, attention: "fused" or "module", and the kernels; "auto" for the fastest there are.
-        enforce_eager: on CUDA, launch the kernels of every step one by one instead of replaying graphs.
-        run_ahead: whether a step is launched before the last one's tokens are fetched; None: on CUDA.
-        logprobs_mode: what samples carry as `log_probs`.
-        split: this rank's share of each layer; all ranks of its group get the same requests and polls.
-        max_length, own, decode, log: see `ModuleEngine`.
-        say: receives, on CUDA, a sentence about the weights and one about the cache when they are first made.
+        device: The device of the model.
+        max_num_seqs: The most sequences that run at the same time. Fewer run if the cache has too little
+            memory.
+        max_num_batched_tokens: The most tokens of one step. Sequences that decode come first.
+        gpu_memory_utilization: The share of the device's memory for the rollout. None: see `CacheRoom`.
+        block_size: Tokens per block of the cache.
+        num_gpu_blocks_override: The number of blocks. None means as many as the memory allows.
+        enable_prefix_caching: Whether a prompt reuses the blocks of an earlier sequence with the same
+            beginning.
+        enable_chunked_prefill: Whether a prompt may be computed in several steps.
+        runner: "fused", "module", or "auto" for the fastest that can run.
+        attention: The attention kernels, or "auto" for the fastest that can run.
+        enforce_eager: On CUDA, launch the kernels of every step one by one instead of replaying graphs.
+        run_ahead: Whether a step is launched before the last step's tokens are fetched. None: on CUDA.
+        logprobs_mode: What samples carry as `log_probs`.
+        split: This rank's share of each layer. All ranks of its group get the same requests and polls.
+        max_length, own, decode, log: See `ModuleEngine`.
+        say: On CUDA, receives a sentence about the weights and one about the cache when they are first made.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class NativeEngine(ModuleEngine):
         graphs = cuda and not enforce_eager
         room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
         self._store = Store(room, attention, graphs, max_num_seqs, max_length)
-        self._apart = cuda  # whether rows that decode run apart from prompts
+        self._split_steps = cuda  # whether decoding rows and prompts run as separate forwards
         self._run_ahead = cuda if run_ahead is None else run_ahead
         self._rows = Rows(max_num_seqs, logprobs_mode)
         self._scheduler = Scheduler(
@@ -105,13 +110,13 @@ class NativeEngine(ModuleEngine):
         self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.tables.shape[1])
         self._say = say
         self._finished: list[Sample] = []
-        self._known: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
+        self._pending_blocks: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
         self._demand_changed = False
         self._demand = 1  # blocks that the pending requests can fill together
         self._flight: Flight | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._check(requests, self._known)
+        self._check(requests, self._pending_blocks)
         lengths = {request.id: len(request.prompt_ids) + request.params.max_tokens for request in requests}
         blocks = {id: self._scheduler.blocks_for(length) for id, length in lengths.items()}
         store, runner = self._store, self._steps.runner
@@ -119,25 +124,27 @@ class NativeEngine(ModuleEngine):
             per_block = 0 if runner is None else store.per_block(runner)
             store.room.check_longest(max(blocks.values()), per_block)
         self._scheduler.waiting.extend(requests)
-        self._known |= blocks
+        self._pending_blocks |= blocks
         self._demand_changed = True
 
     def pending(self) -> int:
-        return len(self._known)
+        return len(self._pending_blocks)
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Sequences that are running go on under the new weights, over the keys and values they have. After a
-        stream that fails the engine has no weights."""
-        self._settle()
+        """Set new weights. Running sequences continue with them and keep their keys and values.
+
+        If a weight stream fails, the engine has no weights afterwards.
+        """
+        self._accept_in_flight()
         if self._own is not None and isinstance(source, WeightStream):
-            self._steps.rest()  # what it refers to is overwritten
-        source = self._taken(source)
+            self._steps.release_weights()  # the stream overwrites the weights that the runner refers to
+        source = self._take_source(source)
         running = list(self._rows.request[: self._rows.count])
         check_fits_model([*running, *self._scheduler.waiting], source.module.config)
         runner = self._steps.runner_of(source.module, partial(self._copies, source))
         if not self._store.is_of(runner):
             if self._rows.count:
-                raise EngineError("the new weights are of another model while sequences are running")
+                raise EngineError("the new weights belong to another model, but sequences are still running")
             self._drop_cache()
         self._steps.use(runner)
         self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
@@ -149,42 +156,42 @@ class NativeEngine(ModuleEngine):
         return found
 
     def _copies(self, source: SharedModule, runner: Runner) -> bool:
-        """Whether the runner should have copies of its weights."""
+        """Return whether the runner should have copies of its weights."""
         room = self._store.room
-        wanted = None if room.fixed else self._store.meant_for(runner)
+        wanted = None if room.fixed else self._store.demand(runner)
         copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
         if self._say is not None and self._device.type == "cuda":
-            self._say(weights_statement(runner.weight_bytes, copies=copies))
+            self._say(weights_message(runner.weight_bytes, copies=copies))
         return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Give back the cache, and every reference to the weights."""
-        check_idle(len(self._known))
+        """Free the cache and all references to the weights."""
+        check_idle(len(self._pending_blocks))
         self._flight = None
         if "kv_cache" in tags:
             if not self._store.sleep():
                 self._steps.drop_graphs()
             self._scheduler.use_cache(0)
         if "weights" in tags:
-            self._steps.rest()
-            self._let_go()
+            self._steps.release_weights()
+            self._drop_weights()
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        self._settle()
+        self._accept_in_flight()
         wanted = set(ids)
         running = self._rows.request[: self._rows.count]
         gone = np.array([request.id in wanted for request in running], dtype=bool)
-        partial = [sample for sample in self._finished if sample.id in wanted]  # whole, in fact
+        partial = [sample for sample in self._finished if sample.id in wanted]  # these are complete
         partial += [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
         partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
         self._remove(gone)
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
-        for id in wanted & self._known.keys():
-            del self._known[id]
+        for id in wanted & self._pending_blocks.keys():
+            del self._pending_blocks[id]
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Return as soon as at least one sequence has finished."""
+        """Work until at least one sequence has finished or the timeout is over."""
         deadline = time.monotonic() + timeout_s
         while not self._finished and (self._rows.count or self._scheduler.waiting):
             self._step()
@@ -192,30 +199,30 @@ class NativeEngine(ModuleEngine):
                 break
         finished, self._finished = self._finished, []
         for sample in finished:
-            del self._known[sample.id]
+            del self._pending_blocks[sample.id]
         return finished
 
     @torch.inference_mode()
     def _step(self) -> None:
         runner = self._steps.runner
         if runner is None:
-            raise EngineError("the engine has no weights", remedy="call update_weights before poll")
+            raise EngineError("the engine has no weights yet", remedy="call update_weights before poll")
         if self._demand_changed or not self._store.blocks:
             self._fit_cache(runner)
-        with self._taken_back_if_it_fails():
+        with self._restart_on_failure():
             plan = self._scheduler.schedule()
             assert plan is not None or self._flight is not None, "nothing can run"
             earlier = self._flight
             self._flight = None if plan is None else self._launch(plan, earlier)
             self._accept(earlier)
         if not self._run_ahead:
-            self._settle()
+            self._accept_in_flight()
         running, use = self._scheduler.running, self._scheduler.use
         self._counters.line(running, self._rows.count - running + len(self._scheduler.waiting), use)
 
     @contextmanager
-    def _taken_back_if_it_fails(self) -> Iterator[None]:
-        """Take a failed step back: nothing that it has scheduled, computed or drawn can be relied on."""
+    def _restart_on_failure(self) -> Iterator[None]:
+        """Undo a step that fails: nothing that it scheduled, computed or drew is used."""
         try:
             yield
         except BaseException:
@@ -224,13 +231,16 @@ class NativeEngine(ModuleEngine):
             raise
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Make the cache, or a larger one with its content. Where it cannot grow beside itself and does not
-        hold the longest sequence, it goes first, and its sequences are computed again."""
-        store, pending = self._store, self._known.values()
+        """Create the cache, or grow it and keep its content.
+
+        If there is no memory for the old and the new cache together, and the old cache cannot hold the
+        longest sequence, the old cache is dropped first, and its sequences are computed again.
+        """
+        store, pending = self._store, self._pending_blocks.values()
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
         blocks, possible = store.wanted(runner, pending)
         if not possible:
-            self._settle()
+            self._accept_in_flight()
             self._scheduler.restart()
             self._drop_cache()
         if blocks > store.blocks:
@@ -244,8 +254,8 @@ class NativeEngine(ModuleEngine):
                 self._scheduler.blocks.grow(store.blocks)
             else:
                 self._scheduler.use_cache(store.blocks)
-            if self._say is not None and self._device.type == "cuda":  # once
-                self._say(store.statement(runner))
+            if self._say is not None and self._device.type == "cuda":  # only once
+                self._say(store.cache_message(runner))
                 self._say = None
         self._demand_changed = False
 
@@ -254,10 +264,10 @@ class NativeEngine(ModuleEngine):
         self._steps.drop_graphs()
         self._scheduler.use_cache(0)
 
-    # One step.
+    # The methods below run one step.
 
     def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
-        """Run the step and draw its tokens; on CUDA, only ask for it."""
+        """Run the step and draw its tokens. On CUDA, this only launches the work."""
         cache, counters = self._store.cache, self._counters
         assert cache is not None
         counters.decode_steps += plan.decoding > 0
@@ -265,7 +275,7 @@ class NativeEngine(ModuleEngine):
         counters.running(self._scheduler.running)
         counters.cache(cache.bytes // cache.blocks * self._demand, self._scheduler.held / self._demand)
         place = in_flight(earlier, self._rows.capacity)
-        runs = plan.apart() if self._apart else (plan,)
+        runs = plan.apart() if self._split_steps else (plan,)
         parts = [self._forward(run, place, earlier) for run in runs]
         if plan.copies[0]:
             source, target = (upload(np.array(part), self._device) for part in plan.copies)
@@ -281,10 +291,12 @@ class NativeEngine(ModuleEngine):
         return Flight.of(plan.sampled, drawn, self._version)
 
     def _forward(self, plan: Plan, place: Index, earlier: Flight | None) -> tuple[Tensor, Tensor]:
-        """Return the logits of `plan.sampled`, and the uniform numbers for their draws.
+        """Return the logits of `plan.sampled` and the random numbers for their draws.
 
         Args:
-            place: of each row among the tokens in flight; -1 where none is its own.
+            plan: The step, or a part of it.
+            place: For each row, the index of its token in flight, or -1 if it has none.
+            earlier: The tokens in flight.
         """
         scheduler, store = self._scheduler, self._store
         assert store.attention is not None
@@ -301,7 +313,7 @@ class NativeEngine(ModuleEngine):
         return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
     def _accept(self, flight: Flight | None) -> None:
-        """Fetch drawn tokens and let the sequences leave that they finish."""
+        """Fetch drawn tokens, append them, and remove the sequences that have finished."""
         if flight is None:
             return
         rows, drawn = flight.rows, flight.arrived()
@@ -319,10 +331,10 @@ class NativeEngine(ModuleEngine):
             self._remove(gone)
 
     @torch.inference_mode()
-    def _settle(self) -> None:
-        """Accept what is in flight."""
+    def _accept_in_flight(self) -> None:
+        """Accept the tokens in flight."""
         flight, self._flight = self._flight, None
-        with self._taken_back_if_it_fails():
+        with self._restart_on_failure():
             self._accept(flight)
 
     def _remove(self, gone: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Tokens that were drawn and not yet accepted; the next step reads them on the device meanwhile."""
+"""Tokens that were drawn but are not accepted yet. The next step reads them on the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.engines.rollout.native.plan import Index
 
 @dataclass(slots=True)
 class Flight:
-    """Tokens drawn in one step.
+    """The tokens that were drawn in one step.
 
     Attributes:
-        rows: whose; -1 for a sequence that has ended meanwhile.
-        tokens_R: on the device.
-        version: of the weights that gave the logits.
+        rows: The row of each token. -1 if its sequence has ended since.
+        tokens_R: The tokens, on the device.
+        version: The version of the weights that gave the logits.
     """
 
     rows: Index
@@ -31,27 +31,31 @@ class Flight:
 
     @classmethod
     def of(cls, rows: Index, drawn: Drawn, version: int) -> Flight:
-        """Ask for the tokens now, in one copy, so that they do not wait for what is launched after them."""
+        """Start to copy the tokens to the host.
+
+        This is one copy, and it starts now, so that the tokens do not wait for work that is launched later.
+        """
         device = drawn.tokens_R.device
         if device.type != "cuda":
             return cls(rows, drawn.tokens_R, version, drawn, None)
         distinct = list({id(part): part for part in drawn}.values())
-        joined = _together(distinct).to("cpu", non_blocking=True)
+        joined = _join_bytes(distinct).to("cpu", non_blocking=True)
         arrival = torch.cuda.current_stream(device).record_event()
-        fetched = dict(zip(map(id, distinct), _apart(joined, distinct), strict=True))
+        fetched = dict(zip(map(id, distinct), _split_bytes(joined, distinct), strict=True))
         return cls(rows, drawn.tokens_R, version, Drawn(*(fetched[id(part)] for part in drawn)), arrival)
 
     def arrived(self) -> Drawn:
-        """All that was drawn, on the host, once it is there."""
+        """Wait until everything that was drawn is on the host, and return it."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._fetched
 
     def wanted(self, place: Index) -> tuple[Index, ...]:
-        """What `insert` needs on the device.
+        """Return the indices that `insert` needs on the device.
 
         Args:
-            place: of each token of a step among these; -1 where it is known.
+            place: For each token of a step, the index of the token in flight that it is. -1 if the token is
+                known.
         """
         if len(place) == len(self.tokens_R) and (place == np.arange(len(place))).all():
             return ()
@@ -59,7 +63,12 @@ class Flight:
         return at, place[at]
 
     def insert(self, ids_T: Tensor, wanted: Sequence[Tensor]) -> None:
-        """Put the tokens where they are a step's input; see `wanted`."""
+        """Insert the tokens into a step's input.
+
+        Args:
+            ids_T: The input tokens.
+            wanted: The indices that `wanted` returned, on the device.
+        """
         if not wanted:
             ids_T[: len(self.tokens_R)] = self.tokens_R
             return
@@ -68,7 +77,7 @@ class Flight:
 
 
 def in_flight(flight: Flight | None, capacity: int) -> Index:
-    """For each of so many rows, which of the tokens in flight is its own; -1 where none is."""
+    """Return for each row the index of its token in flight, or -1 if it has none."""
     place = np.full(capacity, -1)
     if flight is not None:
         alive = np.flatnonzero(flight.rows >= 0)
@@ -76,12 +85,15 @@ def in_flight(flight: Flight | None, capacity: int) -> Index:
     return place
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
-    """uint8: the bytes of tensors with as many numbers each, those of the widest type first."""
+def _join_bytes(parts: Sequence[Tensor]) -> Tensor:
+    """Return the bytes (uint8) of tensors with the same number of elements.
+
+    The tensor with the widest dtype comes first.
+    """
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 
-def _apart(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what `_together` made, with the types of its parts."""
+def _split_bytes(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the bytes of `_join_bytes`, with the dtypes of its parts."""
     pieces = torch.split(joined, [part.nbytes for part in parts])
     return [piece.view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]

@@ -1,5 +1,7 @@
-"""A lean decoder over the parameters of a transformers model of the Llama family (Llama, Mistral,
-Qwen2, Qwen3): the same arithmetic as the module, without its Python per layer.
+"""A fast decoder over the parameters of a transformers model of the Llama family.
+
+It supports Llama, Mistral, Qwen2 and Qwen3. The arithmetic is the module's, without its Python overhead per
+layer.
 
 Shape suffixes as in `paged` and `ops`.
 """
@@ -24,22 +26,27 @@ from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.weights import MAPS, Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
+_ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # the angles of these types depend only on the position
 _PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 
 def why_not_fused(module: nn.Module) -> str | None:
-    """Why `FusedRunner` cannot run the model, or None if it can."""
+    """Return why `FusedRunner` cannot run the model, or None if it can."""
     config: Any = module.config
     if config.model_type not in PLAIN_DECODERS:
-        return f"model type {config.model_type} is none of {', '.join(PLAIN_DECODERS)}"
+        return f"model type {config.model_type} is not one of {', '.join(PLAIN_DECODERS)}"
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"rope parameters {rope}"
+        return f"rope parameters {rope} are not supported"
     if config.hidden_act != "silu":
-        return f"activation {config.hidden_act}"
+        return f"activation {config.hidden_act} is not supported"
     for name, child in module.named_modules():
-        # A class of its own, where FSDP has made it a unit.
+        # FSDP gives each unit its own class.
         plain = type(child) is nn.Linear or type(child).__bases__ == (FSDPModule, nn.Linear)
         if name.endswith(_PRODUCTS) and not plain:
             return f"{name} is a {type(child).__name__}, not a Linear"
@@ -48,22 +55,22 @@ def why_not_fused(module: nn.Module) -> str | None:
 
 _COPY_UP_TO_BYTES = 2**31
 
-_Held = Mapping[str, Sequence[Tensor]]  # by the names of `parts_of`
+_Held = Mapping[str, Sequence[Tensor]]  # keyed by the names of `parts_of`
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """The outputs of linear maps side by side."""
+    """Linear maps whose outputs are joined side by side."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = [
-            self.product(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if len(self.weights) == 1:  # without a list: this runs for every map of every layer and step
+            return self.product(x, self.weights[0], self.biases[0])
+        maps = zip(self.weights, self.biases, strict=True)
+        return torch.cat([self.product(x, weight, bias) for weight, bias in maps], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +86,21 @@ class _Layer:
 
 
 class FusedRunner:
-    """See `Runner`. Query, key and value weights can be joined into one matrix, gate and up into another. On
-    a CPU they are, and all is copied into the layout of the product's kernels, anew for each weight version;
-    where these copies would be large the module's own weights are used. On other devices `copies` decides.
+    """A runner for models of the Llama family (see `Runner`).
+
+    Query, key and value weights can be joined into one matrix, and gate and up weights into another. On a CPU
+    they are joined, and all weights are copied into the layout of the kernels again for each weight version.
+    If these copies would be large, the module's own weights are used. On other devices `copies` decides.
 
     Args:
-        copies: whether it has copies of all weights, which stay where they are when others are copied there,
-            and of which nothing is the module's; not for a CPU, but in tests.
+        module: The model.
+        max_length: The most tokens of a sequence.
+        split: This rank's share of each layer.
+        copies: Whether the runner has its own copies of all weights. New weights are then copied to the same
+            addresses, and nothing belongs to the module. On a CPU only tests use this.
 
     Raises:
-        ConfigError: a model that cannot be split as `split` says.
+        ConfigError: The model cannot be split as `split` says.
     """
 
     def __init__(
@@ -118,7 +130,7 @@ class FusedRunner:
         names = [f"model.layers.{index}" for index in range(len(layers))]
         norms = [*(f"{name}.input_layernorm" for name in names), "norm"]
         [self._first_norm_E] = held[norms[0]]
-        self._norms: dict[str, Tensor] = {}  # per head, side by side
+        self._norms: dict[str, Tensor] = {}  # norm weights of all heads, side by side
         self._layers = [
             self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window) or 0)
             for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
@@ -128,7 +140,7 @@ class FusedRunner:
         self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
-        """The heads, with cos and sin per position from the model's own rotary module."""
+        """Return the heads, with cos and sin per position from the model's own rotary module."""
         heads, kv_heads = self._split.heads(config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions = torch.arange(max_length, device=self.device)[None]
@@ -149,7 +161,10 @@ class FusedRunner:
         )
 
     def _linear(self, held: _Held, name: str) -> _Linear:
-        """Return one linear map whose outputs are those of all side by side; they have all a bias or none."""
+        """Return one linear map whose outputs are the outputs of all maps, side by side.
+
+        Either all maps have a bias or none has.
+        """
         weights, biases = held[name], held.get(f"{name}.bias", [])
         if self._joins:
             weights, biases = [_joined(weights)], [_joined(biases)] if biases else []
@@ -159,7 +174,7 @@ class FusedRunner:
         return _Linear(weights, biases or [None] * len(weights), packed_linear if packed else linear)
 
     def renew(self, module: nn.Module) -> bool:
-        """See `Runner`."""
+        """Switch to the module's current weights (see `Runner`)."""
         config: Any = module.config
         if self._joins or config.to_dict() != self._config:
             return False
@@ -172,16 +187,16 @@ class FusedRunner:
             torch.cat([part.tensor for part in parts[name]], out=joined)
         return True
 
-    def rest(self) -> bool:
-        """See `Runner`."""
+    def release_weights(self) -> bool:
+        """Free the memory of the copies (see `Runner`)."""
         return self._copies is not None and self._copies.memory.give_back()
 
     def reads(self) -> Sequence[Tensor]:
-        """See `Runner`."""
+        """Return the tensors that a forward reads (see `Runner`)."""
         return self._reads
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        """See `Runner`."""
+        """Yield the copies by name (see `Runner`)."""
         return None if self._copies is None else self._copies.named(parts_of(module, self._split))
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
@@ -203,15 +218,18 @@ class FusedRunner:
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
 
     def _rounded(self, indices: Tensor) -> Tensor:
-        """The indices with zeros at the end, so that the step's products have one of few shapes: oneDNN takes
-        longer to prepare a kernel for a new number of rows than to run it."""
+        """Return the indices, padded with zeros at the end.
+
+        The products of a step then have few different shapes. oneDNN takes longer to prepare a kernel for a
+        new number of rows than to run it.
+        """
         count = indices.shape[0]
         rows = rounded_rows(count) if self._rounds else count
         return indices if rows == count else F.pad(indices, (0, rows - count))
 
 
 def rounded_rows(rows: int) -> int:
-    """The next power of two up to 8; beyond, the next of about eight even steps per doubling."""
+    """Return the next power of two for up to 8 rows, else the next of about eight even steps per doubling."""
     if rows <= 8:
         return 1 << max(rows - 1, 0).bit_length()
     step = max(8, 1 << rows.bit_length() - 4)

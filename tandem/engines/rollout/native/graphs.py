@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs.
 
-A decode step of a small batch is hundreds of short kernels, and launching them takes the host longer than
-running them takes the device. A graph launches all of them at once, but always at the same addresses
-and shapes. So a step's input is copied into fixed buffers and padded with rows that write nowhere
-(slot -1) and whose logits are dropped, up to the next of a few sizes; one graph per size is replayed.
+A decode step of a small batch is hundreds of short kernels. The host takes longer to launch them than the
+device takes to run them. A graph launches all of them at once, but always with the same addresses and shapes.
+So a step's input is copied into fixed buffers and padded to the next of a few sizes, and the graph of this
+size is replayed. The padding rows write nowhere (slot -1), and their logits are dropped.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from tandem.engines.rollout.native.weights import Place, places
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Takes work on fixed buffers, which it may run, and returns what does it again."""
+"""Records work on fixed buffers and returns a function that repeats it. It may run the work."""
 
-_MOST_ROWS = 512  # beyond, the device is busy for longer than the launches take
+_MOST_ROWS = 512  # with more rows, the device is busy for longer than the launches take
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs of one memory pool: they may run only one at a time, and each overwrites
-    what another left there."""
+    """Captures work as CUDA graphs that share one memory pool.
+
+    Only one of them may run at a time, and each overwrites the results of the others in the pool.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -38,7 +40,7 @@ class CudaCapture:
     def __call__(self, work: Work) -> Work:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            work()  # compiles kernels and makes workspaces, which a capture must not
+            work()  # compiles kernels and makes workspaces, which is not allowed in a capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -50,7 +52,7 @@ _BY_ROW = ("ids_T", "positions_T", "slots_T", "lengths_S", "tables_SB", "logits_
 
 
 def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) -> StepInput:
-    """Make the input of a step of so many sequences of length 1, in block 0, that write nowhere."""
+    """Create the input of a step of `rows` sequences of length 1, in block 0, that write nowhere."""
     index = torch.arange(rows + 1, device=device)
     return StepInput(
         ids_T=torch.zeros_like(index[1:]),
@@ -67,23 +69,23 @@ def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) 
 
 @dataclass(eq=False)
 class GraphedRunner:
-    """The forward of a runner, which replays decode steps and runs all others as they come.
+    """The forward of a runner, with graphs for decode steps. Other steps run without graphs.
 
-    A graph is captured when its size is first needed, after one of the largest size, whose memory the
-    others then share. Where a capture fails, everything is run as it comes from then on, after a warning.
+    A graph is captured when its size is first needed, after a graph of the largest size, whose memory the
+    other graphs share. If a capture fails, a warning is given, and all further steps run without graphs.
 
-    A graph holds addresses: it is good as long as the weights and the cache stay where they are, whatever is
-    written there.
+    A graph holds addresses. It is valid as long as the weights and the cache stay at their addresses. Their
+    content may change.
 
     Args:
-        runner: does not wait for the device in a decode step, nor does the attention.
-        attention: the one it is called with.
-        max_num_seqs: sequences of a step, at most; steps of more than 512 are not captured.
-        max_blocks: of the longest sequence.
-        capture: how work is captured; by default as CUDA graphs.
+        runner: A runner that does not wait for the device in a decode step. The same holds for the attention.
+        attention: The attention of the steps.
+        max_num_seqs: The most sequences of a step. Steps of more than 512 are not captured.
+        max_blocks: The blocks of the longest sequence.
+        capture: Captures work. By default as CUDA graphs.
 
     Attributes:
-        replays: by the sizes there are graphs of.
+        replays: The graphs, by size.
     """
 
     runner: Runner
@@ -101,8 +103,10 @@ class GraphedRunner:
         self._logits_LV: Tensor | None = None
 
     def is_over(self, runner: Runner, attention: Attention) -> bool:
-        """Whether its graphs compute what this runner and this attention would: whether all that they read
-        and write is where it was."""
+        """Return whether the graphs compute what this runner and this attention would compute.
+
+        This is so if all tensors that they read and write are still at their addresses.
+        """
         if runner is not self.runner or attention is not self.attention:
             return False
         return not self.replays or self._captured_over == self._places()
@@ -113,15 +117,18 @@ class GraphedRunner:
 
     @torch.inference_mode()
     def prepare(self, sizes: Collection[int]) -> None:
-        """Capture graphs of those of the sizes that it can have, before they are needed."""
+        """Capture graphs of the given sizes in advance. Sizes that have no graph are skipped."""
         for size in sorted(sizes, reverse=True):
             if size in self.sizes:
                 self._replay(size)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
-        """See `Runner`. The logits of a decode step are good until the next. If its `logits_L` are as many as
-        its tokens, they are all of them in order."""
+        """Compute the logits of a step (see `Runner`).
+
+        The logits of a decode step are valid until the next step. If `logits_L` has as many entries as the
+        step has tokens, it must be all tokens in order.
+        """
         assert attention is self.attention
         rows = len(step.ids_T)
         size = next((size for size in self.sizes if size >= rows), 0) if step.max_query == 1 else 0
@@ -135,8 +142,11 @@ class GraphedRunner:
         return logits_LV if len(step.logits_L) == rows else logits_LV[step.logits_L]
 
     def _fill(self, step: StepInput, size: int) -> None:
-        """Put the step into the first rows, and what writes nowhere into the others up to the size. Their
-        ids, positions and tables stay those of an earlier step, which are as good as any."""
+        """Copy the step into the first rows of the buffers, and fill the padding rows.
+
+        The ids, positions and tables of the padding rows stay those of an earlier step, because they do not
+        matter.
+        """
         held, (rows, blocks) = self._buffers, step.tables_SB.shape
         for name in ("ids_T", "positions_T", "slots_T", "lengths_S"):
             getattr(held, name)[:rows].copy_(getattr(step, name))
@@ -146,20 +156,20 @@ class GraphedRunner:
             held.lengths_S[rows:size].fill_(1)
 
     def _replay(self, size: int) -> Work | None:
-        """A replay of the step of that size on the buffers; None where it cannot be captured."""
+        """Return a replay of the step of this size on the buffers, or None if it cannot be captured."""
         for needed in (self.sizes[-1], size):
             if needed in self.replays:
                 continue
             if not self.replays:
                 self._captured_over = self._places()
-            # Nothing of a step stands in the buffers yet that running it twice could spoil.
+            # The buffers hold no data of a step yet, so it is safe that the work runs twice.
             self._buffers.slots_T.fill_(-1)
             try:
                 self.replays[needed] = self.capture(self._work(needed))
             except RuntimeError as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(
-                    f"decoding is slower than it could be, because its steps cannot be captured: {reason}",
+                    f"decoding runs without CUDA graphs and is slower, because a capture failed: {reason}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -175,15 +185,18 @@ class GraphedRunner:
 
         def work() -> None:
             logits_LV = self.runner.forward(step, self.attention)
-            if self._logits_LV is None:  # in the first run, which is no capture
+            if self._logits_LV is None:  # in the first run, which is not captured
                 self._logits_LV = logits_LV.new_empty(len(held.ids_T), logits_LV.shape[1])
-            # Copied, for the graphs' outputs would otherwise be held side by side: gigabytes.
+            # Copied, because otherwise the outputs of all graphs would be held: gigabytes.
             self._logits_LV[:size].copy_(logits_LV)
 
         return work
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes of the graphs, rising: 1, 2, 4, 8 and every 16 up to the most, itself included, or 512."""
+    """Return the sizes of the graphs in ascending order.
+
+    The sizes are 1, 2, 4, 8 and every 16 up to `max_num_seqs`, which is included, or up to 512.
+    """
     most = min(max_num_seqs, _MOST_ROWS)
     return (*(size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most), most)

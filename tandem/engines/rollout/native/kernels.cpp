@@ -1,9 +1,9 @@
-// What a decoder does between its matrix products, on a CPU: attention over the paged cache, RMS norm,
-// rotary embedding, gated activation. Compiled by kernels.py at first use, once per element type (-DBF16, or
-// float). Arithmetic is float32; results are rounded to the element type exactly where transformers'
-// modules round, so that the rollout's log-probs stay next to the training forward's.
+// What a decoder computes between its matrix products, on a CPU: attention over the paged cache, RMS norm,
+// rotary embedding, gated activation. kernels.py compiles this file at first use, once per element type
+// (-DBF16, or float). The arithmetic is float32. Results are rounded to the element type exactly where
+// transformers' modules round, so that the rollout's log-probs stay close to those of the training forward.
 //
-// NaN and infinity pass through to the results: the engine finds them in the logits.
+// NaN and infinity pass through to the results. The engine finds them in the logits.
 
 #include <cfloat>
 #include <cmath>
@@ -27,7 +27,7 @@ typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
-// Elementwise work below this many elements stays on one thread.
+// Elementwise work on fewer elements than this stays on one thread.
 constexpr int64_t kSerial = 8192;
 
 inline int32_t bits(float x) {
@@ -45,7 +45,7 @@ inline Vector number(Integers x) { return (Vector)x; }
 
 #ifdef BF16
 typedef uint16_t Element;
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to the nearest number, ties to even. NaN stays NaN.
 inline float rounded(float x) {
     const int32_t b = bits(x), nearest = (b + 0x7fff + ((b >> 16) & 1)) & (int32_t)0xffff0000;
     return number(x == x ? nearest : 0x7fc00000);
@@ -85,10 +85,10 @@ inline T exponential(T x) {
     const T low = T{} - 87.0f, high = T{} + 88.0f;
     x = x < low ? low : x;
     x = x > high ? high : x;
-    const float magic = 12582912.0f;  // adding it leaves the nearest integer in the low bits
+    const float magic = 12582912.0f;  // after adding it, the low bits are the nearest integer
     const T shifted = x * 1.44269504f + magic;
     const T n = shifted - magic;
-    const T r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    const T r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 as the sum of two parts
     T p = T{} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -125,20 +125,22 @@ struct Cache {
 };
 
 constexpr int64_t kTileRows = 8;
-constexpr int64_t kChunk = 256;  // columns whose scores are held at a time
+constexpr int64_t kChunk = 256;  // scores of this many columns are held at a time
 constexpr int64_t kMaxValueDim = 512;
 
-// Columns start..start+count-1 of one key head of one sequence.
+// The columns start..start+count-1 of one key head of one sequence.
 struct Columns {
     const int32_t *table;
     int64_t head, start, count;
 
     int64_t vectors() const { return (count + kLanes - 1) / kLanes; }
 
-    // The first column, relative to `start`, of a vector; of the last vector for those beyond.
+    // The first column of a vector, relative to `start`. Beyond the last vector it is that of the last
+    // vector.
     int64_t column(int64_t vector) const { return (vector < vectors() ? vector : vectors() - 1) * kLanes; }
 
-    // The first coordinate of the key of column start + c; the next one is block_size elements on.
+    // The first coordinate of the key of column start + c. The next coordinate is block_size elements
+    // further.
     const Element *key(const Cache &cache, int64_t c) const {
         const int64_t column = start + c, block = table[column / cache.block_size];
         return cache.keys + (block * cache.kv_heads + head) * cache.key_dim * cache.block_size +
@@ -153,12 +155,12 @@ struct Columns {
     }
 };
 
-// Query rows that share one key head of one sequence: a token's heads side by side, then the next token's.
+// Query rows that share one key head of one sequence: a token's heads, then those of the next token.
 struct Tile {
     int64_t rows;
     const float *query[kTileRows];
     Element *out[kTileRows];
-    int64_t first[kTileRows], last[kTileRows];  // the columns each row sees
+    int64_t first[kTileRows], last[kTileRows];  // the columns that each row sees
     const int32_t *table;
     int64_t head;
 
@@ -170,8 +172,8 @@ struct Tile {
     Columns first_chunk() const { return chunk(first[0] / kLanes * kLanes); }
 };
 
-// scores[r][c] = query r . key c of the columns, for whole vectors. Meanwhile what comes after, `next`, is
-// fetched into the cache: blocks lie scattered, and the processor cannot foresee where.
+// scores[r][c] = query r . key c of the columns, for whole vectors. At the same time `next`, the data needed
+// next, is prefetched: blocks are scattered in memory, and the processor cannot predict their addresses.
 template <int ROWS>
 void score(const Tile &tile, const Cache &cache, const Columns &now, const Columns &next, float (*scores)[kChunk]) {
     constexpr int kWide = kAccumulators / ROWS < 1 ? 1 : kAccumulators / ROWS > 8 ? 8 : kAccumulators / ROWS;
@@ -204,7 +206,7 @@ void score(const Tile &tile, const Cache &cache, const Columns &now, const Colum
     }
 }
 
-// Scores to weights relative to the row's running maximum; returns what earlier sums are to be scaled by.
+// Converts scores to weights relative to the row's running maximum. Returns the factor for earlier sums.
 inline float weigh(float *scores, int64_t start, int64_t count, int64_t first, int64_t last, float softcap,
                    float &peak, float &total) {
     if (softcap > 0)
@@ -321,7 +323,8 @@ int lanes() { return kLanes; }
 
 int64_t max_value_dim() { return kMaxValueDim; }
 
-// Keys and values of a step's tokens into their slots. Strides count elements; the last one is 1.
+// Writes the keys and values of a step's tokens into their slots. Strides count elements. The last stride is
+// 1.
 void write(const Element *keys, int64_t key_token, int64_t key_head, const Element *values, int64_t value_token,
            int64_t value_head, const int64_t *slots, Element *cache_keys, Element *cache_values, int64_t tokens,
            int64_t kv_heads, int64_t key_dim, int64_t value_dim, int64_t block_size, int threads) {
@@ -339,8 +342,8 @@ void write(const Element *keys, int64_t key_token, int64_t key_head, const Eleme
     }
 }
 
-// Attention of a step's tokens, query (tokens, heads, key_dim) float32, out (tokens, heads, value_dim).
-// A window or softcap of 0 is none.
+// Attention of a step's tokens, query (tokens, heads, key_dim) float32, out (tokens, heads, value_dim). A
+// window or softcap of 0 means none.
 void attend(Element *out, const float *query, const Element *keys, const Element *values, const int32_t *starts,
             const int32_t *tables, int64_t table_width, const int64_t *positions, int64_t sequences, int64_t heads,
             int64_t kv_heads, int64_t key_dim, int64_t value_dim, int64_t block_size, int64_t window, float softcap,
@@ -350,7 +353,7 @@ void attend(Element *out, const float *query, const Element *keys, const Element
 #pragma omp parallel num_threads(threads)
     {
         const int64_t team_size = omp_get_num_threads();
-        int64_t turn = omp_get_thread_num();  // tiles until this thread's next one
+        int64_t turn = omp_get_thread_num();  // number of tiles until this thread's next tile
         Tile tile = {};
         auto run = [&](const Tile &next) {
             if (tile.rows) kTiles[tile.rows - 1](tile, next, cache, softcap);
@@ -378,7 +381,7 @@ void attend(Element *out, const float *query, const Element *keys, const Element
     }
 }
 
-// out = weight * rounded(x / rms(x)), over rows of `width`. Where `added` is given, x += added first.
+// out = weight * rounded(x / rms(x)), over rows of `width`. If `added` is given, x += added is done first.
 void norm(Element *out, Element *x, const Element *added, const Element *weight, int64_t rows, int64_t width,
           float eps, int threads) {
 #pragma omp parallel for num_threads(team(rows *width, threads))
@@ -393,9 +396,9 @@ void norm(Element *out, Element *x, const Element *added, const Element *weight,
     }
 }
 
-// Rotates the queries and keys of qkv (tokens, heads + 2 kv_heads, dim): keys in place, queries to `query`
-// (tokens, heads, dim) float32, multiplied by `scale` after their rounding. cos and sin are (positions, dim). Where
-// norm weights are given, (heads + kv_heads, dim), each head is normalised first.
+// Rotates the queries and keys of qkv (tokens, heads + 2 kv_heads, dim). Keys are rotated in place. Queries
+// go to `query` (tokens, heads, dim) float32, multiplied by `scale` after they are rounded. cos and sin are
+// (positions, dim). If norm weights (heads + kv_heads, dim) are given, each head is normalized first.
 void rotate(float *query, Element *qkv, const Element *cos, const Element *sin, const int64_t *positions,
             const Element *norm, float eps, float scale, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
             int threads) {
@@ -430,7 +433,7 @@ void rotate(float *query, Element *qkv, const Element *cos, const Element *sin, 
     }
 }
 
-// out = silu(gate) * up, for gate_up (rows, 2 width): gate, then up.
+// out = silu(gate) * up, for gate_up (rows, 2 width): gate first, then up.
 void gate(Element *out, const Element *gate_up, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for num_threads(team(rows *width, threads))
     for (int64_t row = 0; row < rows; row++) {

@@ -1,8 +1,8 @@
 """Compiles `kernels.cpp` at first use and loads it.
 
-The libraries lie in a cache folder of the user, one per element type, processor and compiler; processes
-that start at the same time each build their own and the last rename wins. They run on PyTorch's own
-OpenMP threads: linked against another OpenMP library, they would bring a second pool.
+The libraries are in a cache folder of the user, one per element type, processor and compiler. If several
+processes start at the same time, each builds its own library, and the last rename wins. The libraries use
+PyTorch's own OpenMP threads. With another OpenMP library there would be a second thread pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _COMPILE = (
@@ -42,8 +41,11 @@ _SIGNATURES = {
 
 @cache
 def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The functions of `kernels.cpp` for that element type. None for a type they are not written for, and,
-    after a warning that says why, where they cannot be built."""
+    """Return the functions of `kernels.cpp` for this element type, or None.
+
+    None is returned for a dtype without kernels. It is also returned, after a warning with the reason, if the
+    kernels cannot be built.
+    """
     if dtype not in _DTYPES:
         return None
     try:
@@ -51,7 +53,7 @@ def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         warnings.warn(
-            "generation on this CPU is slower than it could be, because its kernels could not be compiled: "
+            "generation on this CPU is slower, because the kernels could not be compiled: "
             f"{detail.strip()[-500:]}",
             RuntimeWarning,
             stacklevel=2,
@@ -64,21 +66,16 @@ def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library
 
 
-def addresses(*tensors: Tensor | None) -> list[int | None]:
-    """Where the tensors begin, as arguments of the kernels; None stays."""
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
 def _build(defines: tuple[str, ...]) -> Path:
-    """The library's file, made if it is not there.
+    """Return the path of the library, and build the library if it does not exist.
 
     Raises:
-        OSError: no compiler, no OpenMP library, a folder that cannot be written.
-        subprocess.SubprocessError: a compiler that fails or takes too long.
+        OSError: There is no compiler or no OpenMP library, or the folder cannot be written.
+        subprocess.SubprocessError: The compiler fails or takes too long.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise FileNotFoundError("no C++ compiler (g++) is on the PATH")
+        raise FileNotFoundError("there is no C++ compiler (g++) on the PATH")
     openmp, source, flags = _loaded_openmp(), _SOURCE.read_text(encoding="utf-8"), (*_COMPILE, *defines)
     version = _run((compiler, "--version"), 10.0)
     identity = repr((source, flags, _LINK, openmp.name, compiler, version, _processor()))
@@ -101,17 +98,19 @@ def _run(command: tuple[str, ...], timeout_s: float) -> str:
 
 
 def _loaded_openmp() -> Path:
-    """The GNU OpenMP library that PyTorch has loaded into this process."""
+    """Return the path of the GNU OpenMP library that PyTorch has loaded into this process."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     loaded = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
     if not loaded:
-        raise FileNotFoundError("this PyTorch does not run on GNU OpenMP")
+        raise FileNotFoundError("this PyTorch does not use GNU OpenMP")
     return Path(max(loaded, key=lambda path: "torch" in path))
 
 
 def _processor() -> str:
-    """The features of the processor that -march=native looks at: a cache folder may be shared by unlike
-    machines."""
+    """Return the processor features that -march=native uses.
+
+    They are part of the library's name, because different machines may share a cache folder.
+    """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     keys = ("model name", "flags", "Features", "CPU part")
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(keys)}))

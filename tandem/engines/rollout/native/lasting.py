@@ -1,6 +1,8 @@
-"""Device memory that is given back and taken again at the same addresses, so that the CUDA graphs which read
-and write there stay good. PyTorch's allocator hands out other addresses each time, and does not count this
-memory; see `lasting_bytes`."""
+"""Device memory that is freed and allocated again at the same addresses.
+
+CUDA graphs that read and write this memory stay valid. PyTorch's allocator returns other addresses each time.
+It does not count this memory (see `lasting_bytes`).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,22 @@ import torch
 from tandem.engines.rollout.native.driver import CHUNK, MAPPINGS, Driver, DriverError, Mapping
 from tandem.errors import EngineError
 
-_ALIGNMENT = 256  # bytes, of each tensor
+_ALIGNMENT = 256  # bytes; each tensor starts at a multiple
 
 Spec = tuple[Sequence[int], torch.dtype]
-"""Shape and type of a tensor."""
+"""The shape and dtype of a tensor."""
 
 
 class Region:
-    """Bytes at fixed addresses of a CUDA device. Make one by `reserve`.
+    """Memory at fixed addresses of a CUDA device. Create it with `reserve`.
+
+    Args:
+        size: Bytes.
+        driver: The driver.
+        device: The device's number.
 
     Attributes:
-        buffer: uint8, all of them; it must not be touched between `give_back` and `take`.
+        buffer: All bytes as uint8. You must not use it between `give_back` and `take`.
     """
 
     def __init__(self, size: int, driver: Driver, device: int) -> None:
@@ -33,15 +40,17 @@ class Region:
         self.buffer = torch.as_tensor(self._mapping, device=torch.device("cuda", device))[:size]
 
     def give_back(self) -> None:
-        """Return the memory, and what stood there with it, once the device has done all it was asked."""
+        """Wait for the device's work, then free the memory. Its content is lost."""
         torch.cuda.synchronize(self._mapping.device)
         self._mapping.unmap()
 
     def take(self) -> None:
-        """Take memory again, of whatever content. PyTorch's allocator first returns what it keeps for later.
+        """Allocate the memory again. Its content is arbitrary.
+
+        If needed, PyTorch's allocator first frees its cached memory.
 
         Raises:
-            EngineError: there is not enough.
+            EngineError: There is not enough memory.
         """
         if torch.cuda.mem_get_info(self._mapping.device)[0] < self._mapping.size + CHUNK // 4:
             torch.cuda.empty_cache()
@@ -50,24 +59,25 @@ class Region:
         except DriverError as error:
             free = torch.cuda.mem_get_info(self._mapping.device)[0]
             raise EngineError(
-                "the memory that the rollout engine may take is not free",
+                "there is not enough free memory for the rollout engine",
                 field="actor_rollout_ref.rollout.gpu_memory_utilization",
                 got=f"{free / 2**20:,.1f} MiB free; {error}",
                 expected=f"{self._mapping.size / 2**20:,.1f} MiB",
-                remedy="lower it, or end what else uses the memory",
+                remedy="lower this key, or stop other programs that use the device",
             ) from error
 
 
 class Lasting:
-    """Tensors in one piece of memory, which stays where it is if the device offers a `Region`.
+    """Tensors in one piece of memory, which keeps its addresses if the device offers a `Region`.
 
     Args:
-        specs: of the tensors.
+        specs: The shapes and dtypes of the tensors.
+        device: The device.
 
     Attributes:
-        tensors: of whatever content at first.
-        stays: whether the memory can be given back and taken again in the same place.
-        bytes: of all of them.
+        tensors: The tensors. Their initial content is arbitrary.
+        stays: Whether the memory can be freed and allocated again at the same addresses.
+        bytes: The bytes of all tensors.
     """
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
@@ -84,10 +94,10 @@ class Lasting:
         ]
 
     def give_back(self) -> bool:
-        """Return the memory if it is such as stays.
+        """Free the memory if it can be allocated again at the same addresses.
 
         Returns:
-            Whether it is, and can be taken again.
+            Whether it can.
         """
         if self._region is not None and self._held:
             self._region.give_back()
@@ -95,10 +105,10 @@ class Lasting:
         return self.stays
 
     def take(self) -> None:
-        """Take the memory again if it was given back.
+        """Allocate the memory again if it was freed.
 
         Raises:
-            EngineError: there is not enough.
+            EngineError: There is not enough memory.
         """
         if not self._held:
             assert self._region is not None
@@ -107,10 +117,10 @@ class Lasting:
 
 
 def reserve(size: int, device: torch.device) -> Region | None:
-    """Return a region with its memory taken; None where the device offers none.
+    """Return a region with its memory allocated, or None if the device offers no region.
 
     Raises:
-        EngineError: there is not enough memory.
+        EngineError: There is not enough memory.
     """
     if device.type != "cuda" or not size:
         return None
@@ -119,21 +129,21 @@ def reserve(size: int, device: torch.device) -> Region | None:
 
 
 def lasting_bytes(device: torch.device) -> int:
-    """Return how many bytes of the device regions of this process hold now."""
+    """Return how many bytes of the device the regions of this process hold now."""
     return sum(mapping.mapped for mapping in MAPPINGS if mapping.device == _index(device))
 
 
 @cache
 def _driver(device: int) -> Driver | None:
-    """The driver of that device, tried out; None, after a warning, where it cannot do what is needed."""
+    """Return the driver of this device after a test, or None, after a warning, if the test fails."""
     try:
         driver = Driver(ctypes.CDLL("libcuda.so.1"))
-        torch.zeros(1, device=torch.device("cuda", device))  # makes the context
+        torch.zeros(1, device=torch.device("cuda", device))  # creates the CUDA context
         _try(driver, device)
     except (OSError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         warnings.warn(
-            "CUDA graphs are captured anew after each sleep, because this device's memory cannot be given "
-            f"back and keep its addresses: {error}",
+            "CUDA graphs are captured again after each sleep, because this device cannot free memory and "
+            f"keep its addresses: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -142,10 +152,10 @@ def _driver(device: int) -> Driver | None:
 
 
 def _try(driver: Driver, device: int) -> None:
-    """Write to memory, give it back, take it again, and write and read there.
+    """Test the driver: write to memory, free it, allocate it again, then write and read.
 
     Raises:
-        RuntimeError: that does not work.
+        RuntimeError: The test failed.
     """
     mapping = Mapping(driver, 1, device)
     mapping.map()
@@ -158,7 +168,7 @@ def _try(driver: Driver, device: int) -> None:
         buffer.fill_(value)
         total = int(buffer.sum(dtype=torch.int64))
         if buffer.data_ptr() != mapping.address or total != value * mapping.size:
-            raise DriverError(f"{total} was read where {value * mapping.size} was written")
+            raise DriverError(f"read {total} after writing {value * mapping.size}")
 
 
 def _index(device: torch.device) -> int:

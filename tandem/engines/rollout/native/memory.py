@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandem.engines.rollout.native.budget import Wanted
+from tandem.engines.rollout.native.budget import CacheDemand
 from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
@@ -19,17 +19,18 @@ _SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5
 
 @dataclass(slots=True)
 class CacheRoom:
-    """The number of blocks that the cache of an engine may have.
+    """How many blocks the cache of an engine may have.
 
     Attributes:
-        given: the share of the device's memory that the rollout may take, see `cache_budget`; None: 0.9 on
-            CUDA, where the cache gets what training leaves, takes no more than its sequences need and gives
-            it back when they are done; else 0.5.
-        block_size: tokens per block.
-        fixed: blocks, whatever the memory.
-        split: whose ranks have caches of one size: each of their decisions is that of all.
-        weights: bytes of the rollout's own weights.
-        memory: of a CUDA device, when the budget was measured.
+        device: The device.
+        given: The share of the device's memory that the rollout may take (see `cache_budget`). With None it
+            is 0.9 on CUDA and 0.5 elsewhere. On CUDA the cache then gets what training leaves, takes only
+            what its sequences need, and frees it afterwards.
+        block_size: Tokens per block.
+        fixed: The number of blocks, whatever the memory. None means that the memory decides.
+        split: The split of the layers. Its ranks have caches of the same size, so they decide together.
+        weights: The bytes of the rollout's own weights.
+        memory: The CUDA device's memory when the budget was measured.
     """
 
     device: torch.device
@@ -43,12 +44,12 @@ class CacheRoom:
 
     @property
     def utilization(self) -> float:
-        """The share that is given, or the device's default."""
+        """Return the given share, or the device's default."""
         default = _SHARE_OF_CUDA if self.device.type == "cuda" else _SHARE_OF_HOST
         return default if self.given is None else self.given
 
     def most(self, per_block: int) -> int:
-        """Blocks of `per_block` bytes, at most. The budget is measured once; see `forget`."""
+        """Return the most blocks of `per_block` bytes. The budget is measured once (see `forget`)."""
         if self.fixed is not None:
             return self.fixed
         if self._budget is None:
@@ -58,21 +59,26 @@ class CacheRoom:
         return self._budget // per_block
 
     def may_be_taken_again(self, blocks: int, per_block: int) -> bool:
-        """Whether a cache of so many blocks, which was there before, may be so large still. What this process
-        holds besides may have grown by half of what is left alone: the graphs over that cache have come."""
+        """Return whether a cache that existed before may still have `blocks` blocks.
+
+        The memory that this process holds for other purposes may have grown since, by up to half of the
+        reserve: the graphs over this cache were captured in the meantime.
+        """
         size, most = blocks * per_block, self.most(per_block) * per_block
         slack = 0 if self.memory is None or self.fixed is not None else self.memory.reserved // 2
         return size <= most + slack and self.is_free(size)
 
-    def copies_pay(self, size: int, wanted: Wanted | None, *, returned: bool) -> bool:
-        """Whether the rollout should have copies of a module's weights: on CUDA, if there is memory for both
-        now, and the copies leave the cache what its sequences need. Where the module's own memory is
-        returned once they are made, they take none.
+    def copies_pay(self, size: int, wanted: CacheDemand | None, *, returned: bool) -> bool:
+        """Return whether the rollout should have copies of a module's weights.
+
+        This is only so on CUDA, if there is memory for both now, and if the copies leave enough memory for
+        the cache's sequences. If the module's own memory is freed after copying, the copies need no extra
+        memory.
 
         Args:
-            size: of the weights, bytes.
-            wanted: the cache's sequences; None for a cache of whatever size.
-            returned: whether the module's memory is returned.
+            size: The bytes of the weights.
+            wanted: The cache's sequences. None for a cache of any size.
+            returned: Whether the module's memory is freed after copying.
         """
         if self.device.type != "cuda" or not self.is_free(size):
             return False
@@ -81,15 +87,16 @@ class CacheRoom:
         return returned or wanted is None or left >= wanted.bytes
 
     def wanted(self, pending: Collection[int], capacity: int, held: int, per_block: int) -> int:
-        """As many blocks as the pending requests can fill at the same time, if there may be so many.
+        """Return how many blocks the pending requests can fill at the same time, limited by the memory.
 
         Args:
-            pending: blocks that each request can fill.
-            capacity: sequences that run at the same time, at most.
-            held: blocks there are; a cache that grows at least doubles.
+            pending: The blocks that each request can fill.
+            capacity: The most sequences that run at the same time.
+            held: The current number of blocks. A cache that grows at least doubles.
+            per_block: The bytes of a block.
 
         Raises:
-            EngineError: see `check_longest`.
+            EngineError: See `check_longest`.
         """
         longest, most = max(pending), self.most(per_block)
         self.check_longest(longest, per_block)
@@ -99,31 +106,32 @@ class CacheRoom:
         return blocks if blocks <= held else min(most, max(blocks, 2 * held))
 
     def forget(self) -> None:
-        """The budget is measured anew when it is next asked for."""
+        """Forget the budget, so that it is measured again when it is next needed."""
         self._budget = None
 
     def check_longest(self, longest: int, per_block: int) -> None:
-        """
+        """Check that the longest sequence fits into the cache.
+
         Args:
-            longest: blocks of one sequence.
-            per_block: bytes of a block; of no meaning where their number is fixed.
+            longest: The blocks of the longest sequence.
+            per_block: The bytes of a block. It has no meaning if the number of blocks is fixed.
 
         Raises:
-            EngineError: they are more than the cache can have.
+            EngineError: The sequence needs more blocks than the cache can have.
         """
         most = self.most(per_block)
         if longest <= most:
             return
         needed, got = f"{longest} blocks", f"{most} blocks"
-        remedy = f"a sequence of {most * self.block_size} tokens would fit; or raise it"
+        remedy = f"shorten sequences to {most * self.block_size} tokens, or raise this key"
         if self.fixed is None:
             held = held_bytes(self.device)
-            beside = f" beside {_mib(held)} that this process holds already" if held else ""
+            beside = f" in addition to the {_mib(held)} that this process already holds" if held else ""
             needed += f", {_mib(longest * per_block)}"
             got = f"{self.utilization}: {_mib(most * per_block)}{beside}"
             if not most:
                 offloads = "fsdp_config.param_offload, optimizer_offload"
-                remedy = f"raise it, or offload what this process holds: {offloads}"
+                remedy = f"raise this key, or offload other memory of this process: {offloads}"
         raise EngineError(
             "the cache is too small for one sequence",
             field=self._field,
@@ -133,24 +141,25 @@ class CacheRoom:
         )
 
     def is_free(self, needed: int) -> bool:
-        """Whether that many bytes are free at this moment, on all ranks."""
+        """Return whether this number of bytes is free now on all ranks."""
         return needed <= self.split.smallest(free_bytes(self.device))
 
     def check_free(self, needed: int) -> None:
-        """
+        """Check that this number of bytes is free now on all ranks.
+
         Raises:
-            EngineError: that many bytes are not free at this moment on one of the ranks.
+            EngineError: On one of the ranks they are not free.
         """
         free = self.split.smallest(free_bytes(self.device))
         if needed <= free:
             return
         also = "" if self.fixed is not None else " or actor_rollout_ref.rollout.max_num_seqs"
         raise EngineError(
-            "the memory that the KV cache may take is not free",
+            "there is not enough free memory for the KV cache",
             field=self._field,
             got=f"{_mib(free)} free",
             expected=_mib(needed),
-            remedy=f"lower it{also}, or end what else uses the memory",
+            remedy=f"lower this key{also}, or stop other programs that use the device",
         )
 
     @property
@@ -160,12 +169,16 @@ class CacheRoom:
 
 
 def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
-    """Bytes the cache may take: on a host the share `utilization` of its memory, on CUDA see `DeviceMemory`.
-    What other processes do must not decide how many sequences run side by side, for that decides the bits
+    """Return how many bytes the cache may take.
+
+    On a CPU this is the share `utilization` of the machine's memory. On CUDA see `DeviceMemory`. The result
+    must not depend on other processes: it decides how many sequences run together, and this decides the bits
     of their log-probs.
 
     Args:
-        weights: bytes of the rollout's own weights.
+        device: The device.
+        utilization: The share of the device's memory.
+        weights: The bytes of the rollout's own weights.
     """
     if device.type == "cuda":
         return device_memory(device, weights).cache(utilization)
@@ -173,19 +186,19 @@ def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
 
 
 def device_memory(device: torch.device, weights: int) -> DeviceMemory:
-    """The memory of a CUDA device now."""
+    """Return the current memory of a CUDA device."""
     return DeviceMemory(torch.cuda.mem_get_info(device)[1], held_bytes(device), weights)
 
 
 def held_bytes(device: torch.device) -> int:
-    """The bytes of the device that this process holds in tensors; 0 on a host, where it does not count."""
+    """Return how many bytes of the device this process holds in tensors. On a CPU this is 0."""
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_allocated(device) + lasting_bytes(device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """The bytes of the device that this process could take now."""
+    """Return how many bytes of the device this process could allocate now."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,11 +1,12 @@
-"""The runner for any causal LM whose attention goes through transformers' attention interface: the
-model's own forward on the step's tokens as one row, with an attention function that reads and writes
+"""The runner for any causal LM whose attention uses transformers' attention interface.
+
+It runs the model's own forward on the step's tokens as one row. A special attention function reads and writes
 the paged cache.
 
-transformers builds no mask for an attention it has no mask function for, and looks for packed sequences
-only where it builds one, so nothing but that function decides what a token sees.
+transformers builds no mask for an attention without a mask function, and it looks for packed sequences only
+where it builds a mask. So only this function decides what a token sees.
 
-Shape suffixes as in `paged`; a leading 1 is the row.
+Shape suffixes as in `paged`. A leading 1 is the row.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ _ATTENTION = "tandem_rollout"
 _UNSUPPORTED = ("s_aux", "position_bias")
 _REMEDY = "use rollout.name=hf for this model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_ROPE_BY_LENGTH = ("dynamic", "longrope")  # angles that depend on the longest sequence of the batch
+_ROPE_BY_LENGTH = ("dynamic", "longrope")  # the angles depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
-"""(layer, query (T, N, D), keys (T, H, D), values, window=, softcap=) to the attention's result."""
+"""Computes attention from (layer, query (T, N, D), keys (T, H, D), values, window=, softcap=)."""
 
 
 class ModuleRunner:
-    """See `Runner`.
+    """A runner that calls the module's own forward (see `Runner`).
+
+    Args:
+        module: The model.
+        max_length: The most tokens of a sequence.
 
     Raises:
-        EngineError: attention that does not pass through the interface in every layer, or of a kind
-            that plain keys and values cannot express; rotations that depend on other sequences' lengths.
+        EngineError: Some layer's attention does not use the interface, or plain keys and values cannot
+            express it; or rotary angles depend on the lengths of other sequences.
     """
 
     copies = False
@@ -51,37 +56,39 @@ class ModuleRunner:
         self.weight_bytes = weight_bytes(module.parameters())
         found: dict[int, LayerShape] = {}
 
-        def noted(layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any) -> Tensor:
-            """Attention of one token, which is its value."""
+        def record_shape(
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any
+        ) -> Tensor:
+            """Record the layer's shape and return the attention of one token, which is its value."""
             found[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
             return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
 
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            self._forward(zero, zero, zero, noted)
+            self._forward(zero, zero, zero, record_shape)
         layers = range(config.num_hidden_layers)
         if set(found) != set(layers):
             raise _refusal(
-                "not every layer's attention goes through transformers' attention interface",
+                "not every layer's attention uses transformers' attention interface",
                 got=f"{type(module).__name__}: {len(found)} of {len(layers)} layers",
             )
         self.layers = tuple(found[i] for i in layers)
 
     def renew(self, module: nn.Module) -> bool:
-        """See `Runner`."""
+        """Return whether the module is the same (see `Runner`)."""
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         return module is self._module and embedding.dtype == self.dtype
 
-    def rest(self) -> bool:
-        """See `Runner`."""
+    def release_weights(self) -> bool:
+        """Do nothing: this runner has no copies (see `Runner`)."""
         return False
 
     def reads(self) -> Sequence[Tensor]:
-        """See `Runner`."""
+        """Return the tensors that a forward reads (see `Runner`)."""
         return [*self._module.parameters(), *self._module.buffers()]
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        """See `Runner`."""
+        """Return None: this runner has no copies (see `Runner`)."""
         return None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
@@ -119,7 +126,10 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention; (1, T, N, value_dim) and no weights."""
+    """Compute attention in transformers' calling convention.
+
+    Returns (1, T, N, value_dim) and None in place of weights.
+    """
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if unsupported:
         raise _refusal(f"this model's attention uses {', '.join(unsupported)}", got=type(layer).__name__)
@@ -144,7 +154,7 @@ def _check(config: Any, max_length: int) -> None:
             "the model's rotary angles change with the longest sequence of a batch",
             got=f"rope type {rope['rope_type']} and sequences of up to {max_length} tokens",
             expected=f"at most {limit} tokens",
-            remedy=f"{_REMEDY}, or shorter sequences",
+            remedy=f"{_REMEDY}, or use shorter sequences",
         )
 
 

@@ -1,16 +1,15 @@
-"""The paged KV cache, and what one step of the native engine runs on.
+"""The paged KV cache, and the input of one step of the native engine.
 
-The cache is cut into blocks of `block_size` tokens that any sequence may hold; a sequence's block table
+The cache is divided into blocks of `block_size` tokens that any sequence may hold. A sequence's block table
 lists its blocks in order, so that token t is in slot `table[t // block_size] * block_size + t % block_size`.
-Blocks with the same content are shared. A step mixes sequences that decode one token with chunks of
-prompts; the tokens of all stand one after the other.
+Blocks with the same content are shared. A step mixes sequences that decode one token with chunks of prompts.
+Their tokens are concatenated.
 
 Keys are stored transposed within a block, (blocks, kv_heads, key_dim, block_size), so that one vector
-register holds one key coordinate of neighbouring tokens; values are (blocks, kv_heads, block_size,
-value_dim).
+register holds one key coordinate of neighboring tokens. Values are (blocks, kv_heads, block_size, value_dim).
 
-Shape suffixes: T tokens of a step, S sequences of a step, B blocks of the widest table, L tokens whose
-logits are wanted, N query heads, H key heads, D head size, V vocabulary.
+Shape suffixes: T tokens of a step, S sequences of a step, B blocks of the widest table, L tokens whose logits
+are requested, N query heads, H key heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tandem.engines.rollout.native.lasting import Lasting
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps per token."""
+    """The shape of what one layer stores per token."""
 
     kv_heads: int
     key_dim: int
@@ -38,15 +37,16 @@ class StepInput:
     """The tokens of one step, sequence by sequence, on the engine's device.
 
     Attributes:
-        ids_T: int64.
+        ids_T: int64, the tokens.
         positions_T: int64, each token's position in its sequence.
-        slots_T: int64, where its key and value go; -1 for a token that only fills up a fixed shape.
-        starts_S1: int32 (S+1), where each sequence's tokens start among the T.
-        lengths_S: int32, tokens of the sequence that are in the cache once this step's are written.
-        tables_SB: int32, block tables; entries beyond a sequence's length are any valid block.
-        logits_L: int64, the tokens (indices into T) whose next-token logits are wanted.
-        max_query: tokens of the longest share of a sequence; 1 for a step that only decodes.
-        max_length: the largest of `lengths_S`.
+        slots_T: int64, the slot for the token's key and value. -1 for a padding token.
+        starts_S1: int32 (S+1), where each sequence's tokens start among the T tokens.
+        lengths_S: int32, the number of the sequence's tokens in the cache once this step's tokens are
+            written.
+        tables_SB: int32, block tables. Entries beyond a sequence's length are any valid block.
+        logits_L: int64, the tokens (indices into T) whose next-token logits are requested.
+        max_query: The most tokens that a sequence has in this step. 1 for a decode step.
+        max_length: The largest number in `lengths_S`.
     """
 
     ids_T: Tensor
@@ -65,14 +65,16 @@ class PagedCache:
     """Keys and values of all running sequences, by block.
 
     Args:
-        layers: one shape per attention layer.
-        blocks: how many; block numbers are 0..blocks-1.
-        block_size: tokens per block.
-        lasting: whether the memory is to be such as can be given back and taken again in the same place, if
-            the device has any.
+        layers: One shape per attention layer.
+        blocks: The number of blocks. Blocks are numbered 0..blocks-1.
+        block_size: Tokens per block.
+        dtype: The dtype of keys and values.
+        device: The device.
+        lasting: Whether to use memory that can be freed and allocated again at the same addresses, if the
+            device supports it.
 
     Attributes:
-        memory: what can be given back, if it was asked for.
+        memory: The memory that can be freed, if `lasting` is set.
     """
 
     layers: Sequence[LayerShape]
@@ -100,7 +102,10 @@ class PagedCache:
         return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype)
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole blocks, int64 numbers, in every layer; the targets are distinct and no sources."""
+        """Copy whole blocks in every layer. The numbers are int64.
+
+        The targets are distinct, and no target is a source.
+        """
         for part in (*self.keys, *self.values):
             part[target] = part[source]
 
@@ -110,5 +115,5 @@ def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with neighbouring elements of its last dimension side by side, as the kernels read it."""
+    """Return the tensor with a contiguous last dimension, as the kernels need it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -21,13 +21,14 @@ class Plan:
     """One step, by rows of the table of sequences.
 
     Attributes:
-        rows: those with tokens in this step; the first `decoding` of them have one each, the last that
-            they wrote.
-        first: how many of each one's tokens are in the cache already.
-        counts: how many tokens of each are computed.
-        sampled: rows that get a token.
-        source: for each of `sampled`, which of `rows` gives its logits, those after its last token.
-        copies: (source, target) blocks to copy once the step is computed.
+        rows: The rows with tokens in this step. The first `decoding` rows have one token each, the last one
+            that they generated.
+        first: How many tokens of each row are already in the cache.
+        counts: How many tokens of each row are computed.
+        decoding: The number of rows that decode.
+        sampled: The rows that get a new token.
+        source: For each row of `sampled`, the index in `rows` whose last token gives its logits.
+        copies: (source, target) blocks to copy after the step is computed.
     """
 
     rows: Index
@@ -39,9 +40,12 @@ class Plan:
     copies: tuple[list[int], list[int]]
 
     def apart(self) -> tuple[Plan, ...]:
-        """The rows that decode and the prompts as steps of their own, in this order, which is that of
-        `sampled`: decoding has graphs and kernels that a step with prompts has not. No row that decodes needs
-        what a prompt computes in the same step. Where each prompt has one token too, all is one such step."""
+        """Return the decoding rows and the prompts as separate steps.
+
+        The decoding rows come first, which is also their order in `sampled`. Decode steps have graphs and
+        kernels that cannot run prompts. No decoding row needs what a prompt computes in the same step. If
+        each prompt has one token too, the result is a single step.
+        """
         first = self.decoding
         if not 0 < first < len(self.rows) or self.counts.max() == 1:
             return (self,)
@@ -62,17 +66,20 @@ def step_input(
     device: torch.device,
     beside: Sequence[NDArray[np.generic]] = (),
 ) -> tuple[StepInput, Tensor | None, list[Tensor]]:
-    """The input of a planned step, which goes to the device in one copy.
+    """Build the input of a planned step and send it to the device in one copy.
 
     Args:
-        tables: of every row, the blocks that it holds.
-        last_token: of every row, the last that was accepted for it: what a row that decodes computes.
-        content: gives a row's prompt and what was accepted for it.
-        beside: arrays that go along.
+        plan: The step.
+        tables: For every row, the blocks that it holds.
+        last_token: For every row, the last accepted token. A decoding row computes this token.
+        content: Returns a row's prompt and accepted tokens.
+        block_size: Tokens per block.
+        device: The device.
+        beside: Further arrays to send.
 
     Returns:
-        The input, which of its logits each of `plan.sampled` gets, None for all in their order, and `beside`
-        on the device.
+        The input; for each of `plan.sampled` the index of its logits, or None for all logits in their order;
+        and the arrays of `beside` on the device.
     """
     lengths_S = plan.first + plan.counts
     max_length = int(lengths_S.max())

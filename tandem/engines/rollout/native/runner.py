@@ -1,4 +1,4 @@
-"""Runners, which compute logits: their protocol, and the choice between the two."""
+"""Runners, which compute logits: the protocol, and the choice between the two runners."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ RunnerName = Literal["auto", "fused", "module"]
 
 
 class Runner(Protocol):
-    """The forward of one model over a paged cache. Holds its weights, or references to them; drop it to free
-    them.
+    """The forward of one model over a paged cache.
+
+    A runner holds its weights, or references to them. Drop it to free them.
 
     Attributes:
-        layers: what each attention layer keeps per token.
-        dtype, device: of the weights, and of the cache it can run over.
-        weight_bytes: of this rank's share of them.
-        copies: whether the weights are copies of its own, so that the module's can go.
+        layers: The shape of what each attention layer stores per token.
+        dtype, device: Those of the weights, and of the cache it can run over.
+        weight_bytes: The bytes of this rank's share of the weights.
+        copies: Whether the weights are the runner's own copies, so that the module's weights can be freed.
     """
 
     layers: tuple[LayerShape, ...]
@@ -35,31 +36,36 @@ class Runner(Protocol):
     copies: bool
 
     def renew(self, module: nn.Module) -> bool:
-        """Go over to the module's weights as they are now, if they are of the same model. Whether graphs of
-        its forward stay good then is for `reads` to say.
+        """Switch to the module's current weights if they belong to the same model.
+
+        Whether graphs of the forward stay valid can be seen from `reads`.
 
         Returns:
-            Whether it has; else another runner must be made.
+            Whether the runner has switched. If not, a new runner must be created.
         """
 
-    def rest(self) -> bool:
-        """Give the memory of its own copies back, if it can take it again in the same place.
+    def release_weights(self) -> bool:
+        """Free the memory of the runner's copies if it can be allocated again at the same addresses.
 
         Returns:
-            Whether it has, and waits for `renew`; else it must be dropped.
+            Whether the memory was freed. Then the runner waits for `renew`. If not, the runner must be
+            dropped.
         """
 
     def reads(self) -> Sequence[Tensor]:
-        """What a forward reads and does not itself make, the cache apart."""
+        """Return the tensors that a forward reads and does not create itself, without the cache."""
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        """Its own copies by the names of the module's parameters; None where it reads the module's own."""
+        """Yield the runner's copies by the names of the module's parameters.
+
+        The result is None if the runner reads the module's own weights.
+        """
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
-        """Run the step's tokens, leaving their keys and values in the attention's cache.
+        """Compute the step's tokens and write their keys and values into the attention's cache.
 
         Returns:
-            The next token's logits after each of `step.logits_L`, (L, V).
+            The logits of the next token after each of `step.logits_L`, (L, V).
         """
 
 
@@ -71,17 +77,19 @@ def make_runner(
     *,
     copies: bool | None = None,
 ) -> Runner:
-    """The runner of that name; "auto" is fused where the model allows it.
+    """Return the runner of this name. "auto" means fused if the model allows it.
 
     Args:
-        module: a transformers causal LM.
-        max_length: tokens a sequence can grow to.
-        split: this rank's share of each layer; only the fused runner can be split.
-        copies: whether the fused runner has copies of the weights, see there; None: on CUDA.
+        name: The runner's name.
+        module: A transformers causal LM.
+        max_length: The most tokens of a sequence.
+        split: This rank's share of each layer. Only the fused runner can be split.
+        copies: Whether the fused runner has copies of the weights (see there). None: on CUDA.
 
     Raises:
-        EngineError: "fused" for a model it does not know; a model neither can run; a split of another runner.
-        ConfigError: a model that cannot be split evenly.
+        EngineError: "fused" for a model that it does not support, a model that neither runner can run, or a
+            split with a runner that cannot be split.
+        ConfigError: The model cannot be split evenly.
     """
     reason = "runner=module" if name == "module" else why_not_fused(module)
     if reason is None:
@@ -90,7 +98,7 @@ def make_runner(
         return FusedRunner(module, max_length, split, copies=copies)
     if split.size > 1:
         raise EngineError(
-            f"only the fused runner can split layers over devices, and it is not in use: {reason}",
+            f"only the fused runner can split layers over devices, and it is not used: {reason}",
             field="actor_rollout_ref.rollout.tensor_model_parallel_size",
             got=split.size,
             expected="1",

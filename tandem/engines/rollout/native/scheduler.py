@@ -1,13 +1,13 @@
-"""Continuous batching: which tokens the next step computes, and in which blocks they go.
+"""Continuous batching: which tokens the next step computes, and which blocks they use.
 
-A sequence needs a token computed as long as its cache holds fewer tokens than it has. Every step gives
-one token to each sequence that has just that one missing, and what is left of the token budget to
-prompts, oldest first. When no block is left for a new token the youngest sequence gives up its blocks; it
-keeps what it has written and is computed again, as a longer prompt, before any younger one starts. The
-order of everything follows from the order of submission; no clock decides it.
+A sequence needs computation as long as its cache holds fewer tokens than the sequence has. Every step
+computes one token for each sequence that lacks exactly one. The rest of the token budget goes to prompts,
+oldest first. If no block is free for a new token, the youngest sequence loses its blocks. It keeps its tokens
+and is computed again, as a longer prompt, before any younger sequence starts. The order of all work follows
+from the order of submission, never from a clock.
 
-Samples of one prompt share its blocks: the first computes it, the others fork when it is complete, each
-with a copy of its last block if that is not full.
+Samples of one prompt share its blocks. The first sample computes the prompt. The others fork when it is
+complete, each with a copy of the last block if that block is not full.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from tandem.protocol import Request
 
 _Count = TypeVar("_Count", int, Index)
 
-# While others run, waiting requests are admitted when this share of the rows is free: steps that only
-# decode are cheaper than those between which prompts come in one by one.
+# While other sequences run, waiting requests are admitted only when 1/16 of the rows is free. Steps that only
+# decode are cheaper than steps in which prompts arrive one by one.
 _ADMIT_SHARE = 16
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A step as it is put together; see `Plan`. It begins with the rows that decode.
+    """A step while it is built (see `Plan`). It begins with the rows that decode.
 
     Attributes:
-        budget: tokens of prompts that may still be added.
-        leaders: for each prompt in computation, which of `rows` completes it in this step, None if none does.
+        budget: How many prompt tokens may still be added.
+        leaders: For each prompt that is being computed, the index in `rows` that completes it in this step,
+            or None if no row does.
     """
 
     budget: int
@@ -54,23 +55,25 @@ class _Draft:
 
 @dataclass(eq=False)
 class Scheduler:
-    """The order in which sequences run. It adds its columns to those of `rows`, the table of all sequences
-    that were admitted.
+    """The order in which sequences run.
+
+    It adds its own columns to `rows`, the table of all admitted sequences.
 
     Args:
-        rows: as many sequences as may run at the same time.
-        counters: receives preemptions and tokens found in known blocks.
-        max_length: tokens of a sequence, at most.
-        max_num_batched_tokens: tokens of a step; sequences that decode are never held back by it.
-        chunked: whether a prompt may be computed in several steps; if not, one that exceeds the budget is
-            computed in a step without other draft.
-        caching: whether blocks are found again by their content.
+        rows: The table, with as many rows as sequences may run at the same time.
+        counters: Counts preemptions and tokens found in known blocks.
+        max_length: The most tokens of a sequence.
+        block_size: Tokens per block.
+        max_num_batched_tokens: The most tokens of a step. It never holds back sequences that decode.
+        chunked: Whether a prompt may be computed in several steps. If not, a prompt that exceeds the budget
+            is computed in a step without other prompts.
+        caching: Whether blocks are found again by their content.
 
     Attributes:
-        blocks: who holds which; made by the owner of the cache.
-        waiting: requests that have no row yet.
-        computed: tokens of each row in the cache, or on their way there.
-        length: tokens of each row, those drawn and not yet accepted included.
+        blocks: The holders of the blocks. The owner of the cache sets it.
+        waiting: Requests that have no row yet.
+        computed: For each row, the tokens that are in the cache or on their way there.
+        length: For each row, its tokens, including those that are drawn but not accepted yet.
         tables: (capacity, blocks of the longest sequence) int32.
     """
 
@@ -91,32 +94,32 @@ class Scheduler:
         self._held = column(np.int64)
         self._prompt_length = column(np.int64)
         self._arrival = column(np.int64)
-        self._prompt = column(object, None)  # bytes, equal for equal prompts
-        self._digests = column(object, None)  # of full blocks; None: never to be found
+        self._prompt = column(object, None)  # the prompt as bytes, to compare prompts
+        self._digests = column(object, None)  # of full blocks; None if they must never be found
         self.tables = column(np.int32, width=(self.blocks_for(self.max_length),))
         self._arrivals = 0
-        self._root = 0  # of all digests
+        self._root = 0  # the start of all digests
 
     def blocks_for(self, tokens: _Count) -> _Count:
         return -(-tokens // self.block_size)
 
     @property
     def running(self) -> int:
-        """Sequences that hold blocks."""
+        """Return how many sequences hold blocks."""
         return int(np.count_nonzero(self._held[: self.rows.count]))
 
     @property
     def held(self) -> int:
-        """Blocks that sequences hold."""
+        """Return how many blocks sequences hold."""
         return self.blocks.blocks - self.blocks.free
 
     @property
     def use(self) -> float:
-        """The share of all blocks that sequences hold."""
+        """Return the share of all blocks that sequences hold."""
         return self.held / self.blocks.blocks if self.blocks.blocks else 0.0
 
     def check(self) -> None:
-        """Assert that the sequences' tables and the block manager agree and that no block is lost."""
+        """Assert that the sequences' tables and the block manager agree, and that no block is lost."""
         self.blocks.check([self._table(row) for row in range(self.rows.count)])
 
     def _table(self, row: int) -> Blocks:
@@ -124,14 +127,14 @@ class Scheduler:
         return table
 
     def use_cache(self, blocks: int) -> None:
-        """Go over to another cache of so many blocks; no sequence holds any."""
+        """Switch to another cache of `blocks` blocks. No sequence may hold blocks."""
         self.blocks = BlockManager(blocks)
-        self.tables[:] = 0  # what stands beyond a sequence's length must be a block of this cache
+        self.tables[:] = 0  # entries beyond a sequence's length must be valid blocks of this cache
 
-    # Sequences come and go.
+    # The methods below add and remove sequences.
 
     def drop_waiting(self, ids: Collection[tuple[str, int]]) -> list[Request]:
-        """Remove and return the requests of those ids that have no row yet."""
+        """Remove and return the requests with these ids that have no row yet."""
         dropped = [request for request in self.waiting if request.id in ids]
         self.waiting = deque(request for request in self.waiting if request.id not in ids)
         return dropped
@@ -140,15 +143,17 @@ class Scheduler:
         """Drop rows by a mask (count), here and in the table of sequences.
 
         Returns:
-            where each row is now; -1 for those dropped.
+            The new number of each row, or -1 if it was dropped.
         """
         for row in np.flatnonzero(gone).tolist():
             self._release(row)
         return self.rows.remove(gone)
 
     def forget(self) -> None:
-        """Find no block again that was computed before. Sequences that have written something go on over
-        the blocks they hold; prompts are computed anew."""
+        """Forget the content of all blocks that were computed before.
+
+        Sequences that have generated tokens continue with the blocks they hold. Prompts are computed again.
+        """
         self._root += 1
         self.blocks.forget()
         for row in range(self.rows.count):
@@ -157,8 +162,10 @@ class Scheduler:
                 self._release(row)
 
     def restart(self) -> None:
-        """Take nothing for granted of what was scheduled: every sequence is computed again from what was
-        accepted for it."""
+        """Discard everything that was scheduled.
+
+        Every sequence is computed again from its accepted tokens.
+        """
         self.blocks = BlockManager(self.blocks.blocks)
         rows = slice(0, self.rows.count)
         self._held[rows] = self.computed[rows] = 0
@@ -184,15 +191,17 @@ class Scheduler:
         chain(self._root.to_bytes(8), known, ids, self.block_size)
 
     def content(self, row: int) -> Index:
-        """The row's prompt and what was accepted for it."""
+        """Return the row's prompt and accepted tokens."""
         written = self.rows.tokens[row, : self.rows.produced[row]]
         return np.concatenate((self.rows.request[row].prompt_ids, written))
 
-    # One step.
+    # The methods below plan one step.
 
     def schedule(self) -> Plan | None:
-        """The next step; None if no sequence can go on before drawn tokens are accepted. Tokens drawn by
-        the last step may still be on their way, those of steps before it have been accepted."""
+        """Return the next step, or None if all sequences wait for drawn tokens to be accepted.
+
+        Tokens that the last step drew may still be in flight. Tokens of earlier steps have been accepted.
+        """
         preempted = self.counters.preemptions
         decode = self._decode()
         count, first = len(decode), decode.tolist()
@@ -217,7 +226,7 @@ class Scheduler:
         return plan
 
     def _decode(self) -> Index:
-        """The rows whose one missing token is one they wrote, each with a block to put it in."""
+        """Return the rows that lack one token, a generated one, after giving each a block for it."""
         while True:
             rows = slice(0, self.rows.count)
             length, computed = self.length[rows], self.computed[rows]
@@ -241,7 +250,7 @@ class Scheduler:
         return ordered
 
     def _add(self, row: int, draft: _Draft) -> None:
-        """Add the row's next tokens: all that are missing, or as many as the budget allows."""
+        """Add the row's next tokens: all missing tokens, or as many as the budget allows."""
         missing = int(self.length[row] - self.computed[row])
         count = min(missing, draft.budget) if self.chunked else missing
         fresh = not self.rows.produced[row]
@@ -275,7 +284,7 @@ class Scheduler:
             self._digests[row] = []
 
     def _start(self, draft: _Draft) -> None:
-        """Give blocks to rows that have none, oldest first, until one finds no room."""
+        """Give blocks to rows that have none, oldest first, until a row finds no free blocks."""
         for row in self._by_arrival(self._held[: self.rows.count] == 0):
             if self.rows.produced[row] or self._prompt[row] not in draft.leaders:
                 started = self._begin(row, draft)
@@ -286,8 +295,10 @@ class Scheduler:
                 return
 
     def _begin(self, row: int, draft: _Draft) -> bool:
-        """Start to compute the row after whatever is known of it; its last token must be computed for
-        the logits."""
+        """Start to compute the row after its known prefix.
+
+        Its last token must always be computed, because its logits are needed.
+        """
         length, known = int(self.length[row]), self._digests[row]
         if self.caching:
             self._extend(known, self.content(row))
@@ -327,11 +338,13 @@ class Scheduler:
         return True
 
     def _spare(self, row: int, blocks: int) -> bool:
-        """Whether the row can take that many blocks and still leave one to each sequence that will want
-        another: it would soon be preempted else."""
+        """Return whether the row can take `blocks` blocks and leave one for each sequence that will grow.
+
+        Otherwise a sequence would soon be preempted.
+        """
         rows = slice(0, self.rows.count)
         if not self._held[rows].any():
-            return True  # a cache holds the longest sequence
+            return True  # the cache can always hold the longest sequence
         most = self.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
         growing = np.count_nonzero((self._held[rows] > 0) & (self._held[rows] < most))
         growing += self.blocks_for(int(self.length[row])) < most[row]

@@ -1,6 +1,9 @@
-"""Layers of the rollout engine split over several ranks, after Megatron-LM (Shoeybi et al. 2019, arXiv
-1909.08053, section 3): each rank has some heads and some columns of the MLP, and what the ranks' output and
-down projections give is summed. All ranks of a group run the same steps on the same requests."""
+"""Layers of the rollout engine that are split over several ranks.
+
+The split follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some heads and
+some columns of the MLP. The results of the ranks' output and down projections are summed. All ranks of a
+group run the same steps on the same requests.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ from tandem.config.model import SHARED_OUT
 from tandem.errors import ConfigError
 
 Weights = tuple[Tensor, Tensor | None]
-"""Weight and bias of a linear map."""
+"""The weight and bias of a linear map."""
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """A rank's place among those that split the layers.
+    """A rank's place among the ranks that split the layers.
 
     Attributes:
-        rank, size: in the group.
-        group: None where one rank has all.
+        rank: The rank in the group.
+        size: The number of ranks in the group.
+        group: The process group. None if one rank has all layers whole.
     """
 
     rank: int = 0
@@ -35,10 +39,10 @@ class LayerSplit:
         """Check that a model's layers can be split evenly.
 
         Args:
-            config: a transformers config of a language model.
+            config: A transformers config of a language model.
 
         Raises:
-            ConfigError: heads or MLP columns that cannot be shared out evenly.
+            ConfigError: Heads or MLP columns cannot be divided evenly.
         """
         for name in SHARED_OUT:
             count = getattr(config, name, None)
@@ -48,32 +52,35 @@ class LayerSplit:
                     field="actor_rollout_ref.rollout.tensor_model_parallel_size",
                     got=f"{self.size}, {name}={count}",
                     expected=f"a divisor of {count}",
-                    remedy="take fewer devices per layer; further devices take further samples",
+                    remedy="use fewer devices per layer; the other devices then generate other samples",
                 )
 
     def heads(self, config: Any) -> tuple[int, int]:
-        """Return how many query heads and how many key heads of each layer are this rank's."""
+        """Return how many query heads and how many key heads of each layer this rank has."""
         heads = config.num_attention_heads
         return heads // self.size, (config.num_key_value_heads or heads) // self.size
 
     def outputs(self, part: nn.Linear) -> Weights:
-        """The rows of the weight, the map's outputs, that are this rank's."""
+        """Return this rank's rows of the weight, which are outputs of the map."""
         bias = None if part.bias is None else self._share(part.bias.detach(), 0)
         return self._share(part.weight.detach(), 0), bias
 
     def inputs(self, part: nn.Linear) -> Weights:
-        """The columns of the weight, the map's inputs, that are this rank's; one rank adds the bias."""
+        """Return this rank's columns of the weight, which are inputs of the map.
+
+        Only one rank adds the bias.
+        """
         bias = part.bias.detach() if part.bias is not None and self.rank == 0 else None
         return self._share(part.weight.detach(), 1), bias
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place; the same bits on all of them."""
+        """Sum over all ranks, in place. All ranks get the same bits."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def side_by_side(self, x_LV: Tensor) -> Tensor:
-        """The columns of all ranks, side by side."""
+        """Return the columns of all ranks, side by side."""
         if self.group is None:
             return x_LV
         parts = [torch.empty_like(x_LV) for _ in range(self.size)]
@@ -81,7 +88,7 @@ class LayerSplit:
         return torch.cat(parts, -1)
 
     def smallest(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+        """Return the smallest value of all ranks."""
         if self.group is None:
             return value
         given = torch.tensor(value, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")

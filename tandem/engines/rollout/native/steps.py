@@ -1,5 +1,4 @@
-"""What computes an engine's steps: the runner over its weights, and the graphs of its decode steps, from one
-version of the weights to the next."""
+"""The forward of an engine's steps across weight updates: the runner and the graphs of its decode steps."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ from tandem.engines.rollout.native.runner import Runner
 class Steps:
     """The forward of an engine's steps.
 
-    Graphs outlive an update and a sleep where the weights and the cache are then where they were. Where they
-    are not, those of the sizes that were captured before are captured anew before the first step, not in
-    the middle of generation.
+    Graphs stay valid after an update and a sleep if the weights and the cache keep their addresses. If they
+    do not, graphs of the same sizes are captured again before the first step, not in the middle of
+    generation.
 
     Attributes:
-        make: makes a runner over a module's weights, see `make_runner`, with `copies` of them or without.
-        graphs: whether decode steps are captured and replayed.
-        max_num_seqs: sequences of a step, at most.
-        max_blocks: of the longest sequence.
-        runner: over the weights there are now; None without weights.
-        moved: whether weights or cache may lie elsewhere than when the graphs were last used.
+        make: Creates a runner over a module's weights, with `copies` of them or without (see `make_runner`).
+        graphs: Whether decode steps are captured and replayed.
+        max_num_seqs: The most sequences of a step.
+        max_blocks: The blocks of the longest sequence.
+        runner: The runner over the current weights. None without weights.
+        moved: Whether weights or cache may have other addresses than when the graphs were last used.
     """
 
     make: Callable[..., Runner]
@@ -38,48 +37,55 @@ class Steps:
     max_blocks: int
     runner: Runner | None = None
     moved: bool = False
-    _resting: Runner | None = None  # waits for weights
+    _released: Runner | None = None  # its weights are freed, and it waits for new ones
     _graphed: GraphedRunner | None = None
     _captured: set[int] = field(default_factory=set)
 
     def runner_of(self, module: nn.Module, copies: Callable[[Runner], bool]) -> Runner:
-        """A runner over the module's weights as they are now: the one there is if they are of its model, else
-        another.
+        """Return a runner over the module's current weights.
+
+        This is the existing runner if the weights belong to its model, otherwise a new one.
 
         Args:
-            copies: whether a runner should rather have copies of its weights; asked of those that can.
+            module: The model.
+            copies: Returns whether a runner should have copies of its weights. It is called for runners that
+                can have them.
 
         Raises:
-            EngineError, ConfigError: see `make_runner`.
+            EngineError: See `make_runner`.
+            ConfigError: See `make_runner`.
         """
-        for runner in (self.runner, self._resting):
+        for runner in (self.runner, self._released):
             if runner is not None and runner.renew(module):
                 return runner
         made = self.make(module, copies=False)
         return self.make(module, copies=True) if isinstance(made, FusedRunner) and copies(made) else made
 
     def use(self, runner: Runner) -> None:
-        """Compute from now on by a runner of `runner_of`."""
-        if runner not in (self.runner, self._resting):
+        """Compute with this runner, which `runner_of` returned, from now on."""
+        if runner not in (self.runner, self._released):
             self.drop_graphs()
-        self.runner, self._resting, self.moved = runner, None, True
+        self.runner, self._released, self.moved = runner, None, True
 
-    def rest(self) -> None:
-        """Give up the weights. Graphs stay if the memory of the weights will be where it was."""
-        if self.runner is not None and self.runner.rest():
-            self._resting = self.runner
+    def release_weights(self) -> None:
+        """Drop the weights. Graphs stay if the memory of the weights will keep its addresses."""
+        if self.runner is not None and self.runner.release_weights():
+            self._released = self.runner
         elif self.runner is not None:
             self.drop_graphs()
         self.runner = None
 
     def drop_graphs(self) -> None:
-        """Free the graphs, of which those that are needed again are captured before the next step."""
+        """Free the graphs. Those that are needed again are captured before the next step."""
         if self._graphed is not None:
             self._captured.update(self._graphed.replays)
         self._graphed = None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
-        """See `Runner`; the logits of a decode step are good until the next."""
+        """Compute the logits of a step (see `Runner`).
+
+        The logits of a decode step are valid until the next step.
+        """
         assert self.runner is not None
         if not self.graphs:
             return self.runner.forward(step, attention)

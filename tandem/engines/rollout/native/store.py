@@ -1,4 +1,4 @@
-"""The cache of an engine, from one phase of generation to the next."""
+"""The cache of an engine across phases of generation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
-from tandem.engines.rollout.native.budget import Wanted, statement
+from tandem.engines.rollout.native.budget import CacheDemand, cache_message
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
 from tandem.engines.rollout.native.runner import Runner
@@ -14,16 +14,16 @@ from tandem.engines.rollout.native.runner import Runner
 
 @dataclass(eq=False)
 class Store:
-    """The cache and its attention: as large as the requests can fill and memory allows.
+    """The cache and its attention. The cache is as large as the requests need and the memory allows.
 
     Attributes:
-        room: the memory it may take.
-        name: of the attention.
-        lasting: whether its memory should lie where it lay when it is taken again.
-        sequences: that run at the same time, at most.
-        longest: tokens of a sequence, at most.
-        cache, attention: None before the first use, and once they are dropped.
-        blocks: that can be used now; 0 while there is no cache, or its memory is given back.
+        room: The memory that the cache may take.
+        name: The name of the attention.
+        lasting: Whether the memory should keep its addresses when it is freed and allocated again.
+        sequences: The most sequences that run at the same time.
+        longest: The most tokens of a sequence.
+        cache, attention: None before the first use, and after they are dropped.
+        blocks: The blocks that can be used now. 0 if there is no cache or its memory is freed.
     """
 
     room: CacheRoom
@@ -36,23 +36,25 @@ class Store:
     blocks: int = 0
 
     def per_block(self, runner: Runner) -> int:
-        """Bytes of a block."""
+        """Return the bytes of a block."""
         return self.room.block_size * bytes_per_token(runner.layers, runner.dtype)
 
     def is_of(self, runner: Runner) -> bool:
-        """Whether there is no cache, or one of the runner's layers."""
+        """Return whether there is no cache, or the cache fits the runner's layers."""
         return self.cache is None or (self.cache.layers, self.cache.dtype) == (runner.layers, runner.dtype)
 
     def wanted(self, runner: Runner, pending: Collection[int]) -> tuple[int, bool]:
-        """Return the blocks there should be, at least those there are, and whether memory allows it as things
-        are. While a cache grows memory holds both; where there is no room for that, one that holds the
-        longest sequence stays as it is.
+        """Return how many blocks there should be, at least as many as now, and whether they fit.
+
+        While a cache grows, memory holds the old and the new cache. If there is no memory for both, a cache
+        that can hold the longest sequence stays as it is.
 
         Args:
-            pending: see `CacheRoom.wanted`.
+            runner: The runner.
+            pending: See `CacheRoom.wanted`.
 
         Raises:
-            EngineError: not even one sequence fits.
+            EngineError: Not even one sequence fits.
         """
         per_block = self.per_block(runner)
         blocks = self.room.wanted(pending, self.sequences, self.blocks, per_block)
@@ -61,11 +63,12 @@ class Store:
         return max(blocks, self.blocks), True
 
     def make(self, runner: Runner, blocks: int) -> None:
-        """Make a cache of so many blocks; one that is in use grows with its content. Nothing else may refer
-        to the cache that was there, or its memory will not be free.
+        """Create a cache of `blocks` blocks. A cache in use grows and keeps its content.
+
+        No other object may refer to the old cache. Otherwise its memory would not be freed.
 
         Raises:
-            EngineError: the memory is not free.
+            EngineError: The memory is not free.
         """
         old = self.cache if self.blocks else None
         if old is None:
@@ -79,13 +82,13 @@ class Store:
         self.cache, self.attention, self.blocks = cache, make_attention(cache, self.name), blocks
 
     def take(self, runner: Runner, blocks: int) -> bool:
-        """Take the memory again that was given back.
+        """Allocate the freed memory again.
 
         Returns:
-            Whether there is a cache of at least so many blocks then.
+            Whether there is now a cache of at least `blocks` blocks.
 
         Raises:
-            EngineError: the memory is not free.
+            EngineError: The memory is not free.
         """
         cache = self.cache
         if cache is None or self.blocks or not self.is_of(runner) or cache.blocks < blocks:
@@ -98,10 +101,10 @@ class Store:
         return True
 
     def sleep(self) -> bool:
-        """Give the memory back.
+        """Free the memory.
 
         Returns:
-            Whether it will be where it was; else the cache is dropped.
+            Whether the memory will keep its addresses. If not, the cache is dropped.
         """
         memory = None if self.cache is None else self.cache.memory
         if memory is None or not memory.give_back():
@@ -117,14 +120,16 @@ class Store:
         self.blocks = 0
         self.room.forget()
 
-    def meant_for(self, runner: Runner) -> Wanted:
-        """Return what the cache is meant for: as many sequences as may run, at their longest."""
+    def demand(self, runner: Runner) -> CacheDemand:
+        """Return what the cache must hold: as many sequences as may run, at their full length."""
         size = self.room.block_size
-        return Wanted(self.sequences, self.longest, -(-self.longest // size), self.per_block(runner), size)
+        return CacheDemand(
+            self.sequences, self.longest, -(-self.longest // size), self.per_block(runner), size
+        )
 
-    def statement(self, runner: Runner) -> str:
-        """See `budget.statement`."""
-        wanted = self.meant_for(runner)
-        most = self.room.most(wanted.block_bytes)  # which measures the memory
+    def cache_message(self, runner: Runner) -> str:
+        """Return a sentence about the cache (see `budget.cache_message`)."""
+        wanted = self.demand(runner)
+        most = self.room.most(wanted.block_bytes)  # this call measures the memory
         memory = None if self.room.fixed else self.room.memory
-        return statement(wanted, most, memory, self.room.utilization)
+        return cache_message(wanted, most, memory, self.room.utilization)

@@ -1,5 +1,8 @@
-"""The weights that a step of the fused runner reads: where they are in a model, and copies of them, in which
-those that are multiplied by the same inputs lie side by side."""
+"""The weights that a step of the fused runner reads.
+
+They are the model's own tensors, or copies of them. In the copies, weights that are multiplied by the same
+inputs are side by side.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from tandem.engines.rollout.native.lasting import Lasting
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
 
 Place = tuple[int, torch.Size, torch.dtype]
-"""Where a tensor lies, and as what: what a CUDA graph depends on."""
+"""A tensor's address, shape and dtype. A CUDA graph depends on them."""
 
 
 class Part(NamedTuple):
     """A rank's share of a parameter.
 
     Attributes:
-        name: the parameter's, by Hugging Face.
-        tensor: an alias of the model's; of a norm per head, with one row for each head.
+        name: The parameter's Hugging Face name.
+        tensor: A view of the model's tensor. For a norm per head, it has one row for each head.
     """
 
     name: str
@@ -29,7 +32,7 @@ class Part(NamedTuple):
 
 
 Parts = dict[str, list[Part]]
-"""By the name of what a step reads, its parts, joined by rows; `NAME.bias` is the bias of NAME."""
+"""For each name that a step reads, its parts, which are joined by rows. `NAME.bias` is the bias of NAME."""
 
 
 MAPS = {
@@ -38,13 +41,16 @@ MAPS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The linear maps of a layer; those of the same inputs have one name."""
+"""The linear maps of a layer. Maps with the same inputs share one name."""
 
 _SPLIT_BY_INPUTS = ("output", "down")
 
 
 def parts_of(module: Any, split: LayerSplit) -> Parts:
-    """Return the weights of a model of the Llama family. "head" is missing where it is the embedding."""
+    """Return the weights of a model of the Llama family.
+
+    "head" is missing if the head is the embedding.
+    """
     config, model, head = module.config, module.model, module.lm_head
     out = Parts(embedding=[_weight("model.embed_tokens", model.embed_tokens)])
     for index, layer in enumerate(model.layers[: config.num_hidden_layers]):
@@ -69,18 +75,21 @@ def parts_of(module: Any, split: LayerSplit) -> Parts:
 
 
 def head_is_split(config: Any, split: LayerSplit) -> bool:
-    """Whether each rank has a share of the vocabulary."""
+    """Return whether each rank has a share of the vocabulary."""
     return bool(config.vocab_size % split.size == 0)
 
 
 def _weight(path: str, owner: Any, rows: int | None = None) -> Part:
-    """Return a module's whole weight; with `rows`, as that many equal rows."""
+    """Return a module's whole weight. With `rows`, the weight is repeated as that many equal rows."""
     weight = owner.weight.detach()
     return Part(f"{path}.weight", weight if rows is None else weight.expand(rows, -1))
 
 
 def _add(out: Parts, key: str, maps: Mapping[str, Weights]) -> None:
-    """Add what maps of the same inputs give side by side; they have all a bias or none."""
+    """Add maps with the same inputs, whose outputs are side by side.
+
+    Either all maps have a bias or none has.
+    """
     out[key] = [Part(f"{name}.weight", weight) for name, (weight, _) in maps.items()]
     biases = [Part(f"{name}.bias", bias) for name, (_, bias) in maps.items() if bias is not None]
     if biases:
@@ -88,20 +97,21 @@ def _add(out: Parts, key: str, maps: Mapping[str, Weights]) -> None:
 
 
 def places(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
-    """Where these tensors lie now."""
+    """Return the current addresses, shapes and dtypes of the tensors."""
     return tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 class Copies:
-    """Copies of a model's weights, each of several side by side. They stay where they are when they are
-    filled anew.
+    """Copies of a model's weights, with related weights joined side by side.
+
+    The copies keep their addresses when they are filled again.
 
     Args:
-        parts: the first to be copied.
+        parts: The first weights to copy.
 
     Attributes:
-        joined: by the names of `parts`.
-        memory: where they lie.
+        joined: The copies, by the names of `parts`.
+        memory: The memory of the copies.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -115,10 +125,10 @@ class Copies:
         self._copy(parts)
 
     def fill(self, parts: Parts) -> bool:
-        """Copy other weights of the same shapes and types over those that are there.
+        """Overwrite the copies with other weights of the same shapes and dtypes.
 
         Returns:
-            Whether they have these shapes and types; else nothing changes.
+            Whether the shapes and dtypes are the same. If not, nothing changes.
         """
         if _shapes(parts) != self._shapes:
             return False
@@ -132,13 +142,13 @@ class Copies:
             rows.copy_(part.tensor)
 
     def _pieces(self, parts: Parts) -> Iterator[tuple[Part, Tensor]]:
-        """Give each part with the rows that it has here."""
+        """Yield each part and its rows in the copies."""
         for key, each in parts.items():
             rows = torch.split(self.joined[key], [len(part.tensor) for part in each])
             yield from zip(each, rows, strict=True)
 
     def named(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Give the copies by the names of the parameters, of a model that is not split."""
+        """Yield the copies by the names of the parameters. The model must not be split."""
         for (name, _), rows in self._pieces(parts):
             yield name, rows[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else rows
 

@@ -1,7 +1,6 @@
-"""Weights on their way to vLLM's workers in buckets: through memory that both see, or over the network.
+"""Transport of weights to vLLM's workers in buckets: through shared memory, or over the network.
 
-Over the network the trainer and the server's workers are a process group, apart from all others of their
-processes.
+Over the network, the trainer and the server's workers form a separate process group.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from tandem.engines.weight_sync import Packing
 from tandem.errors import EngineError
 
 Layout = list[tuple[str, str, list[int], int]]
-"""(name, dtype, shape, offset in bytes) of the tensors in a bucket."""
+"""(name, dtype, shape, offset in bytes) of each tensor in a bucket."""
 
 Backend = Literal["gloo", "nccl"]
-_DIST: Any = distributed  # its stubs leave out what groups are made of
+_DIST: Any = distributed  # its stubs lack the classes of process groups
 _ALIGNMENT = 64
-_LIMIT_S = 120.0  # for two to meet, and for a bucket to arrive
+_LIMIT_S = 120.0  # to form the group, and for a bucket to arrive
 _PAUSE_S = 0.002
 _NAME = "tandem-weights"
 
 
 def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: int) -> Iterator[str]:
-    """Packs and sends; the names of what was sent.
+    """Pack and send tensors, and yield their names.
 
     Args:
-        tensors: each only valid until the next is asked for.
-        bucket: opened.
-        bucket_bytes: sent at a time; a larger tensor goes alone.
+        tensors: The tensors. Each is valid only until the next one is requested.
+        bucket: The opened channel.
+        bucket_bytes: Bytes sent at a time. A larger tensor is sent alone.
     """
     packing = Packing(bucket_bytes, alignment=_ALIGNMENT)
     layout: Layout = []
@@ -65,7 +64,7 @@ def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: i
 
 
 def unpacked(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Views of the tensors that `send` has packed, by name."""
+    """Yield views of the tensors that `send` has packed, by name."""
     for name, kind, shape, offset in layout:
         dtype: torch.dtype = getattr(torch, kind)
         size = math.prod(shape) * dtype.itemsize
@@ -73,10 +72,10 @@ def unpacked(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 
 class MemoryChannel:
-    """To a server on this machine.
+    """A channel to a server on this machine, through shared memory.
 
     Args:
-        call: a method of its workers, with arguments.
+        call: Calls a method of the server's workers with arguments.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -84,8 +83,8 @@ class MemoryChannel:
 
     @contextmanager
     def opened(self) -> Iterator[MemoryChannel]:
-        """For the weights of one version."""
-        self._file = os.memfd_create(_NAME)  # nameless, so that no end of this process leaves it behind
+        """Open the channel for the weights of one version."""
+        self._file = os.memfd_create(_NAME)  # it has no path, so it disappears with this process
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         try:
             yield self
@@ -93,27 +92,29 @@ class MemoryChannel:
             os.close(self._file)
 
     def room(self, size: int) -> Tensor:
-        """Memory that weights are packed into, again and again: (size) uint8."""
+        """Return memory for packed weights, (size) uint8. It is used again for each bucket."""
         os.truncate(self._file, size)
         self._size = size
         return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
 
     def send(self, used: int, layout: Layout) -> None:
-        """Gives its first `used` bytes to the server, which has loaded them when this returns."""
+        """Send the first `used` bytes. The server has loaded them when this returns."""
         self._call("tandem_load", self._path, self._size, layout)
 
 
 class Group:
-    """A process group of the trainer (0) and a server's workers (from 1).
+    """A process group of the trainer (rank 0) and a server's workers (ranks from 1).
 
     Args:
-        store: a TCPStore that all are connected to.
-        rank, size: of this process, and of all.
-        address: of this machine, for the other side to connect to.
+        store: A TCPStore to which all are connected.
+        rank: The rank of this process.
+        size: The number of processes.
+        backend: The backend.
+        address: The address of this machine, to which the other side connects.
     """
 
     def __init__(self, store: Any, rank: int, size: int, backend: Backend, address: str) -> None:
-        self._store = store  # it lives as long as the group
+        self._store = store  # keeps the store alive as long as the group
         named, limit = _DIST.PrefixStore(_NAME, store), timedelta(seconds=_LIMIT_S)
         if backend == "nccl":
             options = _DIST.ProcessGroupNCCL.Options()
@@ -127,41 +128,46 @@ class Group:
 
     @classmethod
     def joined(cls, address: str, port: int, backend: Backend, worker: int = 0, workers: int = 1) -> Group:
-        """A worker's side.
+        """Join the group as a worker.
 
         Args:
-            worker, workers: which one of how many.
+            address: The address of the trainer's store.
+            port: The port of the trainer's store.
+            backend: The backend.
+            worker: The number of this worker, from 0.
+            workers: The number of workers.
         """
         limit = timedelta(seconds=_LIMIT_S)
         store = _DIST.TCPStore(address, port, 1 + workers, is_master=False, timeout=limit)
         return cls(store, 1 + worker, 1 + workers, backend, own_address(address, port))
 
     def broadcast(self, bucket: Tensor) -> Work:
-        """From the trainer to the workers; not done yet when this returns."""
+        """Start a broadcast from the trainer to the workers. It is not done yet when this returns."""
         work: Work = self._group.broadcast(bucket, 0)
         return work
 
 
 def own_address(host: str, port: int) -> str:
-    """The address by which that host sees this machine.
+    """Return the address by which the host sees this machine.
 
     Raises:
-        OSError: no such host, or no way to it.
+        OSError: There is no such host, or no route to it.
     """
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # which sends nothing
+        probe.connect(place)  # this sends nothing
         return str(probe.getsockname()[0])
 
 
 class NetworkChannel:
-    """To a server anywhere.
+    """A channel to a server anywhere, over the network.
 
     Args:
-        url: the server's.
-        begin: begins a call of a method of its workers, with arguments, which gives the answer of each.
-        device: where the weights are.
-        backend: None: nccl between GPUs, else gloo.
+        url: The server's URL.
+        begin: Starts a call of a method of the server's workers with arguments. The future has each worker's
+            answer.
+        device: The device of the weights.
+        backend: None means nccl between GPUs, else gloo.
     """
 
     def __init__(
@@ -178,16 +184,16 @@ class NetworkChannel:
 
     @contextmanager
     def opened(self) -> Iterator[NetworkChannel]:
-        """Joins the server's workers, if that is still to be done, for the weights of one version.
+        """Open the channel for the weights of one version. At first use, join the server's workers.
 
         Raises:
-            ServerLost: the server cannot be reached, or is gone.
+            ServerLost: The server cannot be reached, or is lost.
         """
         try:
             if self._group is None:
                 self._group = self._join()
             yield self
-        except BaseException:  # they may not be at the same bucket
+        except BaseException:  # the two sides may be at different buckets
             self._group = None
             raise
 
@@ -212,20 +218,20 @@ class NetworkChannel:
         return group
 
     def room(self, size: int) -> Tensor:
-        """As of `MemoryChannel`."""
+        """Return memory for packed weights (see `MemoryChannel`)."""
         self._bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._bucket
 
     def send(self, used: int, layout: Layout) -> None:
-        """As of `MemoryChannel`."""
-        assert self._group is not None  # it is open
+        """Send the first `used` bytes (see `MemoryChannel`)."""
+        assert self._group is not None  # the channel is open
         answer = self._begin("tandem_receive", used, layout)
         work = self._group.broadcast(self._bucket[:used])
         try:
             until = time.monotonic() + _LIMIT_S
             while not work.is_completed() and time.monotonic() < until:
                 if wait([answer], _PAUSE_S).done:
-                    answer.result()  # a refusal ends it; else the last bytes are on their way
+                    answer.result()  # raises if the server refused; otherwise the last bytes are on their way
                     time.sleep(_PAUSE_S)
             work.wait()
             answer.result()
@@ -234,7 +240,9 @@ class NetworkChannel:
         except RuntimeError as error:
             raise _lost(self._url, error) from error
         finally:
-            if not work.is_completed():  # the group's end would wait for what nobody fetches
+            if (
+                not work.is_completed()
+            ):  # destroying the group would wait for a broadcast that nobody receives
                 self._abandoned.append((self._group, work))
 
 
@@ -242,9 +250,9 @@ Channel = MemoryChannel | NetworkChannel
 
 
 def _lost(url: str, error: BaseException) -> ServerLost:
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     return ServerLost(
         "the weights did not reach the server",
-        got=f"{url}: {said[0] if said else type(error).__name__}",
-        remedy="look at the server's log; each of the two machines must be able to connect to the other",
+        got=f"{url}: {lines[0] if lines else type(error).__name__}",
+        remedy="check the server's log; each of the two machines must be able to connect to the other",
     )

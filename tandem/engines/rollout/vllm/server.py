@@ -1,19 +1,19 @@
-"""vLLM's server as a rollout engine: started here or elsewhere, reached over HTTP.
+"""vLLM's server as a rollout engine over HTTP. The server is started here or elsewhere.
 
-Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer; stop strings
-are looked for here. New weights go through shared memory to a server that was started here, and over the
-network to one elsewhere. A server elsewhere, on one device or with its layers split over several
-(`--tensor-parallel-size`), can import `tandem`, has the environment variable VLLM_SERVER_DEV_MODE=1 and these
-options, as `process.serve` gives them to its own:
+Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer. Stop strings
+are searched here. New weights go through shared memory to a server that was started here, and over the
+network to a server elsewhere. A server elsewhere may run on one device or split its layers over several
+(`--tensor-parallel-size`). It must be able to import `tandem`. It needs the environment variable
+VLLM_SERVER_DEV_MODE=1 and these options, which `process.serve` also passes:
 
     --skip-tokenizer-init --enable-scale-out --logprobs-mode processed_logprobs
     --worker-extension-cls tandem.engines.rollout.vllm.worker.WorkerExtension
-    --generation-config FOLDER    one whose generation_config.json is {}
-    --load-format dummy           where weights will be sent before anything is asked for
+    --generation-config FOLDER    a folder whose generation_config.json is {}
+    --load-format dummy           if weights are sent before the first request
     --enforce-eager --no-enable-chunked-prefill      on a CPU
 
-vLLM's own ways to transfer weights (`nccl` between machines, `ipc` between processes on one GPU) are not
-used: their sending side is part of vLLM, which this process need not have.
+vLLM's own weight transfers (`nccl` between machines, `ipc` between processes on one GPU) are not used: their
+sending side is part of vLLM, and this process may run without vLLM.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ from tandem.errors import EngineError
 from tandem.protocol import Request, Sample, SamplingParams
 
 BUCKET_BYTES = 256 << 20
-_DYING_S = 5.0  # a server that loses one of its processes ends itself
+_DYING_S = 5.0  # a server that has lost one of its processes ends within this time
 
 _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The way of weights over the network: from this device, with this backend; None: nccl between GPUs,
-    else gloo."""
+    """The device and the backend for weights that go over the network.
+
+    If `backend` is None, nccl is used between GPUs, else gloo.
+    """
 
     device: torch.device
     backend: Backend | None = None
@@ -57,19 +59,21 @@ class Network:
 class VLLMServerEngine(HTTPEngine):
     """A `RolloutEngine` on a vLLM server.
 
-    Sequences that run when weights are updated go on under the new ones, with keys and values computed anew.
-    The version of each token is as vLLM tells it at the end of a response. Where a response is aborted or
-    ends with a stop string, it is the version at the token's arrival, which is up to STREAM_INTERVAL tokens
-    after it was written.
+    When weights are updated, running sequences continue with the new weights, and their keys and values are
+    computed again. The version of each token is the one that vLLM reports at the end of a response. If a
+    response is aborted or ends with a stop string, it is the version when the token arrived, which is up to
+    STREAM_INTERVAL tokens after it was generated.
 
     Args:
-        config: of the model that the server has.
-        process: the server, if it was started for this engine and is to end with it.
-        decode: token ids to text, for stop strings.
-        network: whether new weights go over the network, from this device and with this backend; None: the
-            server is on this machine, and they go through its memory.
-        sleeps: whether it was started with vLLM's sleep mode, which needs CUDA.
-        bucket_bytes: weights sent at a time; a larger tensor goes alone.
+        server: The server.
+        config: The config of the server's model.
+        max_length, max_num_seqs, log: See `HTTPEngine`.
+        process: The server's process, if it was started for this engine and must end with it.
+        decode: Decodes token ids to text, for stop strings.
+        network: The device and backend for weights that go over the network. None means that the server is on
+            this machine, and the weights go through shared memory.
+        sleeps: Whether the server was started with vLLM's sleep mode, which needs CUDA.
+        bucket_bytes: Bytes of weights sent at a time. A larger tensor is sent alone.
     """
 
     takes = frozenset({WeightStream})
@@ -106,17 +110,20 @@ class VLLMServerEngine(HTTPEngine):
         self._before: dict[str, float] = {}
 
     async def connect(self) -> None:
-        """Tries one token: the only one of a distribution cut to one has log-prob 0, and less in another. A
-        bias singles it out, for a server without weights yet may give all tokens the same logit."""
+        """Request one token to test the log-probs.
+
+        If a distribution is cut to one token, this token has log-prob 0, but less in any other distribution.
+        A bias selects the token, because a server without weights may give all tokens the same logit.
+        """
         params = SamplingParams(max_tokens=1, top_k=1, logit_bias=((0, 100.0),))
         trial = sampling(Request("trial", 0, np.zeros(1, dtype=np.int64), params))
-        said = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": trial})
-        log_prob = said["choices"][0]["logprobs"]["content"][0]["logprob"]
+        response = await self.ask("POST", self.route, json={"token_ids": [0], "sampling_params": trial})
+        log_prob = response["choices"][0]["logprobs"]["content"][0]["logprob"]
         if log_prob < -1e-6:
             raise self.failure(
-                "the server gives log-probs of another distribution than the one it samples from",
+                "the server returns log-probs of another distribution than it samples from",
                 self.route,
-                f"{log_prob} for a token that had no rival",
+                f"log-prob {log_prob} for the only possible token",
                 remedy="start vLLM with --logprobs-mode processed_logprobs",
             )
 
@@ -142,16 +149,18 @@ class VLLMServerEngine(HTTPEngine):
             if answer.cut_at_stop(len(choice["token_ids"]), self._decode):
                 return "stop"
             if choice["finish_reason"]:
-                answer.stamp(choice["weight_versions"] or (), other=0)  # "default" before the first
+                answer.stamp(
+                    choice["weight_versions"] or (), other=0
+                )  # it is "default" before the first update
                 return str(choice["finish_reason"])
         return None
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Waits for the first sample, and takes what else is there.
+        """Wait for the first sample, and return it with all others that are ready.
 
         Raises:
-            EngineError: a request failed; if it did because the server died, all of them did, and the message
-                names them.
+            EngineError: A request failed. If the server has died, all requests failed, and the message says
+                so.
         """
         try:
             return super().poll(timeout_s)
@@ -166,11 +175,11 @@ class VLLMServerEngine(HTTPEngine):
             raise
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Sends the weights in buckets, while the server stands still.
+        """Send the weights in buckets while the server is paused.
 
         Raises:
-            EngineError: the server refused. It has no weights then, and its requests stand still until others
-                are sent.
+            EngineError: The server refused. It has no weights then, and its requests stay paused until new
+                weights are sent.
         """
         stream = self.stream_of(source)
         self.wake()
@@ -178,7 +187,7 @@ class VLLMServerEngine(HTTPEngine):
         self.call("POST", "/pause", params={"mode": "keep"})
         with self._channel.opened() as bucket:
             sent = set(send(stream.tensors, bucket, self._bucket_bytes))
-        digest = self._rpc("tandem_digest")[0]  # each of its workers tells that of all
+        digest = self._rpc("tandem_digest")[0]  # each worker returns the digest of all workers
         held = {name: int(value) for name, value in digest.items()}
         check_whole(held.keys() - sent)
         self.call("POST", "/reset_prefix_cache", params={"reset_running_requests": True})
@@ -188,37 +197,42 @@ class VLLMServerEngine(HTTPEngine):
         return held
 
     def stats(self) -> dict[str, float]:
-        """`decode_steps` (here those of prompts too) and `preemptions` are the server's, whoever caused them;
-        `cache_bytes` and `cache_use` are 0."""
+        """Return the counters.
+
+        `decode_steps` (which here include steps with prompts) and `preemptions` count the whole server, for
+        all its clients. `cache_bytes` and `cache_use` are 0.
+        """
         lines = [line for line in self.call("GET", "/metrics").splitlines() if not line.startswith("#")]
-        said = {  # since the server was started
+        totals = {  # totals since the server was started
             ours: sum(float(line.split()[-1]) for line in lines if line.startswith(theirs + "{"))
             for ours, theirs in _METRICS.items()
         }
-        for name, total in said.items():
+        for name, total in totals.items():
             setattr(self._counters, name, int(total - self._before.get(name, 0.0)))
-        self._before = said
+        self._before = totals
         return super().stats()
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the server's workers and gives the answer of each."""
+        """Call a method of the server's workers and return each worker's answer."""
         return self._begin_rpc(method, *arguments).result()
 
     def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:
         async def asked_of_workers() -> Any:
-            said = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
-            return said["results"]
+            response = await self.ask("POST", "/collective_rpc", json={"method": method, "args": arguments})
+            return response["results"]
 
         return self._connection.begin(asked_of_workers())
 
     def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
-        """Use vLLM's sleep mode, which gives back weights and cache together; a server without it keeps its
-        memory."""
+        """Free memory with vLLM's sleep mode, which frees weights and cache together.
+
+        A server without sleep mode keeps its memory.
+        """
         if "weights" in tags:
             self.has_weights = False
         if not self._sleeps:
             return ()
-        self.wake()  # in part asleep, it would not fall asleep again
+        self.wake()  # a partly sleeping server would not sleep again
         self.call("POST", "/sleep", params={"level": 2 if "weights" in tags else 1})
         return SLEEP_TAGS
 

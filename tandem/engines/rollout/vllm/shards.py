@@ -1,5 +1,7 @@
-"""The weights that a process of vLLM holds, under the names of the checkpoint, and their digest: of all ranks
-together, where several split the layers."""
+"""The weights that vLLM's ranks hold, under the checkpoint's names, and their digest.
+
+If several ranks split the layers, the digest is that of all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,23 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from tandem.engines.rollout.vllm.ranks import gathered
+from tandem.engines.rollout.vllm.ranks import gather
 from tandem.engines.weight_sync import Digest, checksum
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor of the checkpoint as far as this rank holds it.
+class HeldWeight:
+    """A tensor of the checkpoint, or the part of it that this rank holds.
 
     Attributes:
-        name: the Hugging Face name.
-        tensor: the whole of it, or consecutive rows, or consecutive columns.
-        shard: which part this is; ranks with the same part hold the same.
-        first_row, first_column: where the part begins in the whole.
-        columns: of the whole; None: as many as the part.
+        name: The Hugging Face name.
+        tensor: The whole tensor, or consecutive rows or columns of it.
+        shard: The number of the part. Ranks with the same number hold the same part.
+        first_row: The first row of the part in the whole tensor.
+        first_column: The first column of the part in the whole tensor.
+        columns: The number of columns of the whole tensor. None means as many as the part.
     """
 
     name: str
@@ -38,10 +41,12 @@ class Held:
     columns: int | None = None
 
 
-def held_weights(model: Any) -> Iterator[Held]:
-    """This rank's weights of a model of vLLM, in the same order on all ranks: layers that vLLM has joined
-    (`qkv_proj`, `gate_up_proj`) cut into their parts, rows that pad the vocabulary left out, tied weights
-    once."""
+def held_weights(model: Any) -> Iterator[HeldWeight]:
+    """Yield this rank's weights of a vLLM model, in the same order on all ranks.
+
+    Layers that vLLM has joined (`qkv_proj`, `gate_up_proj`) are cut into their parts. Rows that pad the
+    vocabulary are left out. Tied weights come once.
+    """
     joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     layers: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
@@ -50,43 +55,50 @@ def held_weights(model: Any) -> Iterator[Held]:
         if last in joined:
             yield from _parts(f"{parent}.{{}}.{leaf}", joined[last], layers[path], parameter)
         else:
-            yield _held(name, layers[path], parameter)
+            yield _held_weight(name, layers[path], parameter)
 
 
-def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[Held]:
-    """
+def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[HeldWeight]:
+    """Yield the parts of a joined layer.
+
     Args:
-        name: of a part, with {} in the place of the part's own.
+        name: The name of a part, with {} in place of the part's own name.
+        names: The own names of the parts.
+        layer: The layer.
+        parameter: The layer's parameter.
     """
     rank, size = _place(layer)
     sizes = [rows // size for rows in layer.output_sizes]
     for number, (part, rows) in enumerate(zip(names, torch.split(parameter, sizes), strict=True)):
-        # Of keys and values there may be fewer heads than ranks.
+        # There may be fewer key and value heads than ranks.
         shard = rank // (getattr(layer, "num_kv_head_replicas", 1) if number else 1)
-        yield Held(name.format(part), rows, shard, first_row=shard * len(rows))
+        yield HeldWeight(name.format(part), rows, shard, first_row=shard * len(rows))
 
 
-def _held(name: str, layer: Any, parameter: Tensor) -> Held:
+def _held_weight(name: str, layer: Any, parameter: Tensor) -> HeldWeight:
     rank, size = _place(layer)
     if isinstance(layer, VocabParallelEmbedding):
         first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        return Held(name, parameter[: end - first], rank, first_row=first)
+        return HeldWeight(name, parameter[: end - first], rank, first_row=first)
     if isinstance(layer, ColumnParallelLinear):
-        return Held(name, parameter, rank, first_row=rank * len(parameter))
-    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # its bias is whole on each rank
+        return HeldWeight(name, parameter, rank, first_row=rank * len(parameter))
+    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # each rank has the whole bias
         width = parameter.shape[-1]
-        return Held(name, parameter, rank, first_column=rank * width, columns=size * width)
-    return Held(name, parameter)
+        return HeldWeight(name, parameter, rank, first_column=rank * width, columns=size * width)
+    return HeldWeight(name, parameter)
 
 
 def _place(layer: Any) -> tuple[int, int]:
-    """The rank among those that split the layer, and their number."""
+    """Return the rank among the ranks that split the layer, and their number."""
     return (layer.tp_rank, layer.tp_size) if isinstance(layer, _SPLIT) else (0, 1)
 
 
 def weights_digest(model: Any) -> Digest:
-    """Digests of the weights as vLLM's ranks hold them, by Hugging Face name; the same on all ranks, which
-    call this together. A part of which one rank holds something else than another changes the digest."""
+    """Return the digests of the weights that vLLM's ranks hold, by Hugging Face name.
+
+    All ranks call this together and get the same result. If two ranks hold the same part with different
+    content, the digest changes.
+    """
     held = list(held_weights(model))
     sums_T = torch.stack(
         [
@@ -95,12 +107,12 @@ def weights_digest(model: Any) -> Digest:
         ]
     )
     shards_T = torch.tensor([part.shard for part in held])
-    total_T = _of_all_ranks(*gathered(torch.stack((sums_T.cpu(), shards_T))).unbind(1))
+    total_T = _combine_ranks(*gather(torch.stack((sums_T.cpu(), shards_T))).unbind(1))
     return {part.name: total for part, total in zip(held, total_T.tolist(), strict=True)}
 
 
-def _of_all_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
-    """The sum over all shards, each once, plus all by which another rank's copy of one differs."""
+def _combine_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
+    """Return the sum over all shards, each once, plus the differences between copies of one shard."""
     total_T = torch.zeros_like(sums_RT[0])
     for rank, (sums_T, shards_T) in enumerate(zip(sums_RT, shards_RT, strict=True)):
         first_T = (shards_RT == shards_T).int().argmax(0)

@@ -1,8 +1,8 @@
-"""Methods that run inside vLLM's workers: new weights in, the digest of the weights held out.
+"""Methods that run inside vLLM's workers: they load new weights and return the digest of the weights.
 
-Importing this module makes vLLM keep the weights of linear layers as they were loaded, on CPUs too. Else it
-packs them there into the formats of its kernels and drops the originals, and the packed copy of a tied
-output layer goes stale when the embedding is loaded again.
+Importing this module makes vLLM keep the weights of linear layers as they were loaded, on CPUs too. Otherwise
+vLLM packs them on CPUs into the formats of its kernels and drops the originals. The packed copy of a tied
+output layer would then be out of date when the embedding is loaded again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _pack = vllm_layers.dispatch_cpu_unquantized_gemm
 def _keep(layer: Any, remove_weight: bool) -> None:
     if layer.weight.dim() == 2:
         layer.cpu_linear = torch.nn.functional.linear
-    else:  # of convolutions
+    else:  # a convolution
         _pack(layer, remove_weight)
 
 
@@ -33,17 +33,19 @@ vllm_layers.dispatch_cpu_unquantized_gemm = _keep
 
 
 class WorkerExtension:
-    """Methods that vLLM mixes into its worker (`--worker-extension-cls`), called by `collective_rpc`."""
+    """Methods that vLLM adds to its worker (`--worker-extension-cls`). `collective_rpc` calls them."""
 
     model_runner: Any
     device: torch.device
     tandem_group: Group
 
     def tandem_load(self, path: str, size: int, layout: Layout) -> None:
-        """Takes over the weights in a file in shared memory.
+        """Load the weights in a shared-memory file.
 
         Args:
-            size: of the file, bytes.
+            path: The file.
+            size: The file's size in bytes.
+            layout: The layout of the tensors.
         """
         shared = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         load_weights(self.model_runner.model, unpacked(shared, layout))
@@ -52,34 +54,39 @@ class WorkerExtension:
         return self.device.type
 
     def tandem_join(self, address: str, port: int, backend: Backend) -> None:
-        """Makes a process group with the trainer and the other workers, in the place of an earlier one.
+        """Create a process group with the trainer and the other workers. It replaces an earlier group.
 
         Args:
-            address, port: of the trainer's store.
+            address: The address of the trainer's store.
+            port: The port of the trainer's store.
+            backend: The backend.
         """
         ranks = get_tp_group()
         self.tandem_group = Group.joined(address, port, backend, ranks.rank_in_group, ranks.world_size)
 
     def tandem_receive(self, size: int, layout: Layout) -> None:
-        """Takes over the weights in a bucket that the trainer sends, of that many bytes."""
+        """Receive a bucket of `size` bytes from the trainer and load its weights."""
         bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.tandem_group.broadcast(bucket).wait()
         load_weights(self.model_runner.model, unpacked(bucket, layout))
 
     def tandem_digest(self) -> dict[str, str]:
-        """The digest of the weights that all workers hold together, as text: few readers of JSON take 64
-        bits."""
+        """Return the digest of the weights that all workers hold together.
+
+        The values are text, because few JSON readers support 64-bit integers.
+        """
         return {name: str(value) for name, value in weights_digest(self.model_runner.model).items()}
 
 
 def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into those of a model of vLLM.
+    """Copy weights into the weights of a vLLM model.
 
     Args:
-        tensors: whole tensors by Hugging Face name, each used before the next is asked for.
+        model: The model.
+        tensors: Whole tensors by Hugging Face name. Each is used before the next one is requested.
 
     Raises:
-        EngineError: weights of another model, or of another type than the model's.
+        EngineError: The weights belong to another model, or have another dtype than the model's weights.
     """
     dtype = next(model.parameters()).dtype
 
@@ -87,11 +94,11 @@ def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if tensor.dtype != dtype:
                 raise EngineError(
-                    "the weights come in another type than vLLM holds them",
+                    "the weights have another dtype than vLLM's weights",
                     field=name,
                     got=tensor.dtype,
                     expected=dtype,
-                    remedy="set actor_rollout_ref.rollout.dtype to the type that the actor computes in",
+                    remedy="set actor_rollout_ref.rollout.dtype to the actor's compute dtype",
                 )
             yield name, tensor
 
@@ -102,7 +109,7 @@ def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise
     except (ValueError, KeyError, AssertionError, AttributeError) as error:
         raise EngineError(
-            "the weights are of another model than vLLM has loaded",
+            "the weights belong to another model than vLLM has loaded",
             got=f"{type(error).__name__}: {error}",
             expected=type(model).__name__,
             remedy="give actor and rollout the same actor_rollout_ref.model.path",

@@ -10,7 +10,7 @@ def request(uid="a", sample=0, seed=0, prompt=3, first=-1):
 
 
 def splitmix64(state, count):
-    """The published generator, with Python's integers."""
+    """Run the published generator with Python's integers."""
     mask = (1 << 64) - 1
     out = []
     for _ in range(count):
@@ -23,7 +23,7 @@ def splitmix64(state, count):
 
 
 def test_uniforms_are_splitmix64s_stream():
-    # First outputs of splitmix64 for seed 1234567, as published with its reference implementation.
+    # The first outputs of splitmix64 for seed 1234567, as published with its reference implementation.
     assert splitmix64(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     keys = np.full(3, 1234567, dtype=np.uint64)
     expected = [(z >> 11) / 2**53 for z in splitmix64(1234567, 3)]

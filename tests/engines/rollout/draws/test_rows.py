@@ -1,6 +1,4 @@
-"""Rows on logits made up for the purpose, without an engine."""
-
-from __future__ import annotations
+"""Tests of rows on artificial logits, without an engine."""
 
 from dataclasses import replace
 
@@ -11,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
+from tandem.engines.rollout.draws.keyed import row_key
 from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.sampler import sample
 from tandem.errors import EngineError
 from tandem.protocol import Request, SamplingParams
-from tests.contract.reference import distribution
+from tests.contract.world import check_tokens
 
 CPU = torch.device("cpu")
 VOCABULARY = 37
 
 
 def logits_at(request, step):
-    """The made-up model: logits that depend on the request and the step, and like low tokens."""
+    """Return logits that depend on the request and the step and prefer low tokens."""
     rng = np.random.default_rng([row_key(request) % 2**32, step])
     return rng.normal(size=VOCABULARY) * 2 - 0.1 * np.arange(VOCABULARY)
 
@@ -32,15 +30,22 @@ def request(index, params, prompt=(1, 2, 3)):
     return Request(f"r{index}", index % 3, np.array(prompt), params)
 
 
+def finished(rows, at, stopped):
+    """Return the samples of rows that are done, by id."""
+    reasons = ["stop" if why else "length" for why in stopped]
+    samples = [rows.sample(int(row), reason) for row, reason in zip(at, reasons, strict=True)]
+    return {sample.id: sample for sample in samples}
+
+
 def step(rows, at, ahead=0):
-    """Draws for rows `at`."""
+    """Draw for the rows `at`."""
     logits = [logits_at(rows.request[row], int(rows.produced[row]) + ahead) for row in at]
     params = rows.params(at, VOCABULARY, CPU)
     return rows.draw(at, torch.tensor(np.array(logits)), params, ahead)
 
 
 def run(requests, capacity=None):
-    """Everything to its end, finished rows leaving at once; request id → sample."""
+    """Run all requests to their end and return their samples by id. Finished rows leave at once."""
     rows, waiting, out = Rows(capacity or len(requests)), list(requests), {}
     while waiting or rows.count:
         free = rows.capacity - rows.count
@@ -49,32 +54,14 @@ def run(requests, capacity=None):
             waiting = waiting[free:]
         at = np.arange(rows.count)
         done, stopped = rows.accept(at, step(rows, at), 0, None)
-        for row in np.flatnonzero(done):
-            sample = rows.sample(int(row), "stop" if stopped[row] else "length")
-            out[sample.id] = sample
+        out |= finished(rows, at[done], stopped[done])
         rows.remove(done)
     return out
 
 
 def check(asked, sample):
-    """Each token and both its log-probs follow from the definition."""
-    params, tokens = asked.params, sample.token_ids.tolist()
-    numbers = uniforms(
-        np.full(len(tokens), row_key(asked), dtype=np.uint64), first_position(asked) + np.arange(len(tokens))
-    )
-    for t, token in enumerate(tokens):
-        at = distribution(logits_at(asked, t), params, asked.prompt_ids.tolist(), tokens[:t])
-        if params.greedy:
-            assert token == int(np.argmax(at.probabilities))
-        else:
-            low = at.probabilities[:token].sum()
-            assert low - 1e-9 <= numbers[t] <= low + at.probabilities[token] + 1e-9
-        assert sample.log_probs[t] == pytest.approx(np.log(at.probabilities[token]), abs=1e-9)
-        assert sample.untruncated_log_probs[t] == pytest.approx(np.log(at.whole[token]), abs=1e-9)
-    stops = [t for t, token in enumerate(tokens) if token in params.stop_token_ids and t >= params.min_tokens]
-    assert stops in ([], [len(tokens) - 1])
-    assert sample.finish_reason == ("stop" if stops else "length")
-    assert stops or len(tokens) == params.max_tokens
+    logits = [logits_at(asked, t) for t in range(len(sample.token_ids))]
+    check_tokens(asked, sample, logits, 1e-9)
 
 
 PARAMS = st.builds(
@@ -103,7 +90,7 @@ PARAMS = st.builds(
     ),
 )
 def test_mixed_rows_that_come_and_go_follow_the_reference(params, capacity, prompts):
-    """In whatever company, at whatever row: rows are moved as others leave."""
+    """Rows move when others leave."""
     requests = [request(i, p, prompts[i]) for i, p in enumerate(params)]
     samples = run(requests, capacity)
     for asked in requests:
@@ -114,8 +101,7 @@ PENALISED = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.8, max_to
 
 
 def test_tokens_drawn_ahead_are_those_drawn_one_by_one():
-    """A step is launched before the tokens of the last are fetched: penalties, min_tokens and random
-    numbers count the token on its way."""
+    """Penalties, min_tokens and random numbers count the token in flight."""
     late = SamplingParams(min_tokens=4, stop_token_ids=(0, 1, 2, 3), max_tokens=12)
     requests = [request(0, PENALISED), request(1, late), request(2, SamplingParams(max_tokens=12))]
     expected = run(requests)
@@ -128,14 +114,11 @@ def test_tokens_drawn_ahead_are_those_drawn_one_by_one():
             at, drawn = flight
             kept = torch.from_numpy(np.flatnonzero(np.isin(at, alive)))
             done, stopped = rows.accept(at[kept], type(drawn)(*(part[kept] for part in drawn)), 0, None)
-            for row, why in zip(at[kept][done], stopped[done], strict=True):
-                sample = rows.sample(int(row), "stop" if why else "length")
-                out[sample.id] = sample
+            out |= finished(rows, at[kept][done], stopped[done])
         flight = (alive, later)
         alive = np.array([row for row in alive if rows.request[row].id not in out], dtype=np.int64)
-    assert {id: s.token_ids.tolist() for id, s in out.items()} == {
-        id: s.token_ids.tolist() for id, s in expected.items()
-    }
+    assert out.keys() == expected.keys()
+    assert all(sample.token_ids.tolist() == expected[id].token_ids.tolist() for id, sample in out.items())
 
 
 def test_draws_that_are_never_accepted_leave_no_trace_in_the_penalties():
@@ -178,7 +161,7 @@ def test_histories_are_given_back_with_the_last_penalised_row():
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy from the host to the device goes on without waiting."""
+    """A mode that records whether each copy from the host to the device is non-blocking."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +175,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_no_copy_to_the_device_is_waited_for():
-    """Of parameters, of a step with all that edits logits, and of one ahead of its tokens."""
+    """This covers the copies of parameters, of a step with all edits, and of a step that runs ahead."""
     meta = torch.device("meta")
     with Copies() as copies:
         torch.ones(2).to(meta)
@@ -211,7 +194,7 @@ def test_no_copy_to_the_device_is_waited_for():
 
 
 def test_only_the_edits_of_a_step_change_its_logits():
-    """Those of the parameters are what a step's are made from, and not whole without it."""
+    """The edits in the parameters are only the base of a step's edits. Without a step they are incomplete."""
     rows = Rows(2)
     at = rows.add([request(0, PENALISED), request(1, SamplingParams(logit_bias=((3, 50.0),)))])
     params = rows.params(at, VOCABULARY, CPU)

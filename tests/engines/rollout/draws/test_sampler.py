@@ -13,39 +13,38 @@ from tandem.engines.rollout.draws.sampler import RowParams, sample
 from tandem.protocol import SamplingParams
 from tests.contract.reference import distribution
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 ALMOST_ONE = 1 - 2.0**-53
 
 
-def reference(logits, params):
-    """Probabilities of one row, float64, sampled from and before anything is cut."""
-    expected = distribution(np.asarray(logits, dtype=np.float64), params)
-    return expected.probabilities, expected.whole
-
-
-def row_params(params, vocabulary):
+def row_params(params, vocabulary, device=CPU):
     columns = zip(*((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), strict=True)
-    return RowParams.of(*(np.array(column) for column in columns), vocabulary, CPU)
+    return RowParams.of(*(np.array(column) for column in columns), vocabulary, device)
 
 
 def draw(logits, params, numbers):
-    """One draw per number, all from the same logits."""
+    """Draw once per number, always from the same logits."""
     rows = torch.as_tensor(logits).expand(len(numbers), -1)
-    return sample(
-        rows,
-        torch.as_tensor(numbers, dtype=torch.float64),
-        row_params([params] * len(numbers), rows.shape[1]),
-    )
+    numbers = torch.as_tensor(numbers, dtype=torch.float64)
+    return sample(rows, numbers, row_params([params] * len(numbers), rows.shape[1]))
 
 
-def count_draws(logits, params, draws, rows=20_000):
-    """How often each token is drawn."""
-    counts = np.zeros(len(logits), dtype=np.int64)
-    keys = np.arange(rows, dtype=np.uint64) * np.uint64(0x5851F42D4C957F2D)
-    for position in range(draws // rows):
-        tokens = draw(logits, params, uniforms(keys, np.full(rows, position))).tokens_R
-        counts += np.bincount(tokens, minlength=len(logits))
-    return counts
+def check_draws(logits, params, numbers, tolerance=1e-9):
+    """Check each token, and both of its log-probs, against the reference. Return the tokens."""
+    logits = torch.as_tensor(logits)
+    _, expected, whole = distribution(logits.double().numpy(), params)
+    drawn = draw(logits, params, numbers)
+    tokens = drawn.tokens_R.numpy()
+    if params.greedy:
+        assert set(tokens) == {int(np.argmax(logits.numpy()))}
+    else:
+        assert (expected[tokens] > 0).all()
+        low, border = expected.cumsum()[tokens] - expected[tokens], min(tolerance, 1e-6)
+        assert (low - border <= numbers).all()
+        assert (numbers <= low + expected[tokens] + border).all()
+    np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[tokens]), atol=tolerance)
+    np.testing.assert_allclose(drawn.untruncated_R, np.log(whole[tokens]), atol=tolerance)
+    return tokens
 
 
 CASES = {
@@ -58,12 +57,21 @@ CASES = {
 }
 
 
+def count_draws(logits, params, draws, rows=20_000):
+    """Count how often each token is drawn."""
+    counts = np.zeros(len(logits), dtype=np.int64)
+    keys = np.arange(rows, dtype=np.uint64) * np.uint64(0x5851F42D4C957F2D)
+    for position in range(draws // rows):
+        tokens = draw(logits, params, uniforms(keys, np.full(rows, position))).tokens_R
+        counts += np.bincount(tokens, minlength=len(logits))
+    return counts
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_distribution_and_four_percent_bias_is_seen(case):
-    rng = np.random.default_rng(17)
-    logits = rng.normal(size=24).astype(np.float32)
+    logits = np.random.default_rng(17).normal(size=24).astype(np.float32)
     params = replace(CASES[case], top_k=min(CASES[case].top_k, 14))
-    expected, _ = reference(logits, params)
+    expected = distribution(logits, params).probabilities
     kept = expected > 0
     assert kept.all() != params.truncated
 
@@ -77,51 +85,55 @@ def test_draws_follow_the_distribution_and_four_percent_bias_is_seen(case):
     assert p_value(count_draws(biased, SamplingParams(temperature=params.temperature), 100_000)) < 1e-3
 
 
-LOGITS = st.one_of(
-    st.floats(-12, 12, width=32),
-    st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5, 2.0]),  # ties, and tokens that cannot be drawn
-)
+NUMBERS = np.append(np.linspace(0, ALMOST_ONE, 40), 0.37)
+# With ties, and with tokens that cannot be drawn.
+SOME = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5, 2.0])
+LOGITS = st.lists(st.one_of(st.floats(-12, 12, width=32), SOME), min_size=1, max_size=140)
+POSSIBLE = LOGITS.filter(lambda row: max(row) > -torch.inf)
+MIN_P = st.sampled_from([0.0, 0.0, 0.003, 0.21, 1.0])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    logits=st.lists(LOGITS, min_size=1, max_size=140).filter(lambda row: max(row) > -torch.inf),
+    logits=POSSIBLE,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    min_p=st.sampled_from([0.0, 0.0, 0.003, 0.21, 1.0]),
+    min_p=MIN_P,
     top_k=st.sampled_from([-1, 0, 1, 2, 7, 100, 1000]),
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.63, 0.1, 1e-6]),
 )
-def test_whatever_the_cuts_tokens_and_log_probs_are_the_references(logits, temperature, min_p, top_k, top_p):
-    check_draws(logits, temperature, min_p, top_k, top_p)
+def test_whatever_the_cuts_tokens_and_log_probs_are_the_references(logits, **params):
+    check_draws(torch.tensor(logits, dtype=torch.float64), SamplingParams(**params), NUMBERS)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
-    logits=st.lists(LOGITS, min_size=1, max_size=140).filter(lambda row: max(row) > -torch.inf),
+    logits=POSSIBLE,
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
-    min_p=st.sampled_from([0.0, 0.0, 0.003, 0.21]),
+    min_p=MIN_P,
     top_p=st.sampled_from([0.999, 0.9, 0.63, 0.1, 1e-6]),
 )
-def test_a_nucleus_beyond_the_first_candidates_is_the_references(logits, temperature, min_p, top_p):
+def test_a_nucleus_beyond_the_first_candidates_is_the_references(logits, **params):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_FIRST_CANDIDATES", 1)
-        check_draws(logits, temperature, min_p, 0, top_p)
+        check_draws(torch.tensor(logits, dtype=torch.float64), SamplingParams(**params), NUMBERS)
 
 
-def check_draws(logits, temperature, min_p, top_k, top_p):
-    params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
-    expected, whole = reference(logits, params)
-    numbers = np.append(np.linspace(0, ALMOST_ONE, 40), 0.37)
-    drawn = draw(torch.tensor(logits, dtype=torch.float64), params, numbers)
-    tokens = drawn.tokens_R.numpy()
-    if temperature == 0:
-        assert set(tokens) == {int(np.argmax(logits))}
-    else:
-        low = expected.cumsum()[tokens] - expected[tokens]
-        assert (low - 1e-9 <= numbers).all()
-        assert (numbers <= low + expected[tokens] + 1e-9).all()
-    np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[tokens]), atol=1e-9)
-    np.testing.assert_allclose(drawn.untruncated_R, np.log(whole[tokens]), atol=1e-9)
+@pytest.mark.parametrize(
+    ("size", "scale", "params", "tolerance", "dtype"),
+    [
+        *((700, 2.0, params, 2e-5, torch.float32) for params in CASES.values()),
+        *((1000, 1.0, SamplingParams(top_k=top_k), 2e-5, torch.float32) for top_k in (7, 400, 1000, 5000)),
+        *((size, 3.0, SamplingParams(), 1e-5, torch.float32) for size in (1, 5, 128, 129, 1000)),
+        *((size, 3.0, SamplingParams(), 1e-9, torch.float64) for size in (1, 5, 128, 129, 1000)),
+        # Flat over 5,000 tokens: top-p keeps about 4,500, more than are sorted at first.
+        (5000, 0.05, SamplingParams(top_p=0.9), 1e-3, torch.float32),
+    ],
+    ids=str,
+)
+def test_vocabularies_of_any_size(size, scale, params, tolerance, dtype):
+    logits = torch.from_numpy(np.random.default_rng(size).normal(size=size) * scale).to(dtype)
+    tokens = check_draws(logits, params, np.linspace(0, ALMOST_ONE, 1000), tolerance)
+    assert size < 5000 or len(set(tokens.tolist())) > 700
 
 
 @pytest.mark.parametrize(
@@ -149,65 +161,17 @@ def test_other_modes_only_change_what_is_given(mode):
     params = row_params([SamplingParams(temperature=0.5, top_k=9)] * 30, 200)
     plain, drawn = sample(logits, numbers, params), sample(logits, numbers, params, mode=mode)
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], drawn[:3], strict=True))
-    tokens = drawn.tokens_R[:, None]
-    expected = {
-        "processed_logprobs": plain.log_probs_R,
-        "raw_logprobs": logits.log_softmax(-1).gather(1, tokens)[:, 0],
-        "processed_logits": logits.gather(1, tokens)[:, 0] / 0.5,
-        "raw_logits": logits.gather(1, tokens)[:, 0],
-    }
-    torch.testing.assert_close(drawn.asked_R, expected[mode])
-
-
-@pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_inverts_the_cumulative_distribution(vocabulary, dtype):
-    rng = np.random.default_rng(vocabulary)
-    logits = torch.from_numpy(rng.normal(size=vocabulary) * 3).to(dtype)
-    numbers = rng.random(500)
-    drawn = draw(logits, SamplingParams(), numbers)
-    probabilities, _ = reference(logits.numpy(), SamplingParams())
-    ends = probabilities.cumsum()
-    near_an_end = np.abs(ends[:, None] - numbers).min(0) < 1e-6
-    expected = np.searchsorted(ends, numbers, side="right").clip(max=vocabulary - 1)
-    assert (drawn.tokens_R.numpy() == expected)[~near_an_end].all()
-    assert near_an_end.mean() < 0.05
-    np.testing.assert_allclose(drawn.log_probs_R, np.log(probabilities[drawn.tokens_R]), atol=1e-5)
-
-
-@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_log_probs_of_both_distributions(params):
-    rng = np.random.default_rng(23)
-    logits = (rng.normal(size=700) * 2).astype(np.float32)
-    drawn = draw(logits, params, rng.random(200))
-    expected, untruncated = reference(logits, params)
-    tokens = drawn.tokens_R.numpy()
-    np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[tokens]), atol=2e-5)
-    np.testing.assert_allclose(drawn.untruncated_R, np.log(untruncated[tokens]), atol=2e-5)
-
-
-def test_top_p_keeps_the_token_that_reaches_it():
-    logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    numbers = np.linspace(0, ALMOST_ONE, 50)
-    for top_p, kept in ((0.4, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2})):
-        assert set(draw(logits, SamplingParams(top_p=top_p), numbers).tokens_R.tolist()) == kept
-
-
-def test_top_p_beyond_the_first_candidates():
-    """A flat distribution over 5,000 tokens: top-p keeps about 4,500, more than are sorted at first."""
-    rng = np.random.default_rng(4)
-    logits = (rng.normal(size=5000) * 0.05).astype(np.float32)
-    params = SamplingParams(top_p=0.9)
-    expected, _ = reference(logits, params)
-    drawn = draw(logits, params, np.linspace(0, ALMOST_ONE, 1000))
-    assert (expected[drawn.tokens_R] > 0).all()
-    assert drawn.tokens_R.unique().numel() > 700
-    np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[drawn.tokens_R]), atol=1e-3)
+    raw, raw_log_probs = (
+        each.gather(1, drawn.tokens_R[:, None])[:, 0] for each in (logits, logits.log_softmax(-1))
+    )
+    expected = {"processed_logprobs": plain.log_probs_R, "raw_logprobs": raw_log_probs}
+    expected |= {"processed_logits": raw / 0.5, "raw_logits": raw}
+    torch.testing.assert_close(drawn.requested_R, expected[mode])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
-    """With ties, with tokens that cannot be drawn, and with both zeros, which are equal."""
+    """The scores have ties, tokens that cannot be drawn, and both zeros, which are equal."""
     scores = (torch.randn(60, 700, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4).round() / 2
     scores[:, ::7] = -torch.inf
     scores[3] = 0.0
@@ -221,29 +185,15 @@ def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
     assert (last.isfinite()).all() and last.unique().numel() > 10
     floor = sampler._searched_floor(scores, weights, goal)
     assert torch.equal(scores >= floor[:, None], scores >= last)
-    assert torch.equal(
-        sampler._searched_floor(scores, weights, 2 * ends[:, -1]), torch.full_like(peak, -torch.inf)
-    )
+    assert (sampler._searched_floor(scores, weights, 2 * ends[:, -1]) == -torch.inf).all()
 
 
 @pytest.mark.parametrize("params", [*CASES.values(), SamplingParams(top_p=0.9, min_p=0.1)], ids=str)
 def test_no_step_waits_for_the_device(params):
-    """Tensors of the meta device have no content: what asks for some, as one that waits does, fails."""
-    meta = torch.device("meta")
-    columns = ((params.temperature, params.top_k, params.top_p, params.min_p),) * 3
-    rows = RowParams.of(*(np.array(column) for column in zip(*columns, strict=True)), 5000, meta)
-    drawn = sample(torch.empty(3, 5000, device=meta), torch.empty(3, dtype=torch.float64, device=meta), rows)
+    """Tensors on the meta device have no content. A step that waits for content fails on them."""
+    logits, numbers = torch.empty(3, 5000, device=META), torch.empty(3, dtype=torch.float64, device=META)
+    drawn = sample(logits, numbers, row_params([params] * 3, 5000, META))
     assert all(part.shape == (3,) for part in drawn)
-
-
-@pytest.mark.parametrize("top_k", [7, 400, 1000, 5000])
-def test_top_k_of_any_size(top_k):
-    logits = (np.random.default_rng(8).normal(size=1000)).astype(np.float32)
-    params = SamplingParams(top_k=top_k)
-    expected, _ = reference(logits, params)
-    drawn = draw(logits, params, np.linspace(0, ALMOST_ONE, 1000))
-    assert (expected[drawn.tokens_R] > 0).all()
-    np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[drawn.tokens_R]), atol=2e-5)
 
 
 @pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, ALMOST_ONE])
@@ -253,35 +203,21 @@ def test_impossible_tokens_are_never_drawn(number, params):
         logits = torch.full((300,), -torch.inf)
         logits[possible] = -5.0
         drawn = draw(logits, params, [number])
-        assert drawn.tokens_R.item() == possible
-        assert drawn.log_probs_R.item() == 0.0
+        assert (drawn.tokens_R.item(), drawn.log_probs_R.item()) == (possible, 0.0)
 
 
 def test_rows_do_not_influence_each_other():
     rng = np.random.default_rng(9)
-    logits = torch.from_numpy(rng.normal(size=(40, 900)) * 2)
-    kinds = [
-        SamplingParams(),
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.5, top_k=3),
-        SamplingParams(top_p=0.99),
-        SamplingParams(min_p=0.05, temperature=1.4),
-    ]
-    params = [kinds[row % 5] for row in range(40)]
-    numbers = torch.from_numpy(rng.random(40))
+    logits, numbers = torch.from_numpy(rng.normal(size=(40, 900)) * 2), torch.from_numpy(rng.random(40))
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.5, "top_k": 3}, {"top_p": 0.99}]
+    kinds.append({"min_p": 0.05, "temperature": 1.4})
+    params = [SamplingParams(**kinds[row % 5]) for row in range(40)]
     together = sample(logits, numbers, row_params(params, 900))
     for row in range(40):
         alone = sample(logits[row : row + 1], numbers[row : row + 1], row_params([params[row]], 900))
         assert alone.tokens_R.item() == together.tokens_R[row].item()
         assert alone.log_probs_R.item() == pytest.approx(together.log_probs_R[row].item(), abs=1e-12)
         assert alone.untruncated_R.item() == pytest.approx(together.untruncated_R[row].item(), abs=1e-12)
-
-
-def test_greedy_takes_the_peak_with_untempered_log_prob():
-    logits = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 0.0]])
-    drawn = sample(logits, torch.tensor([0.99, 0.0]), row_params([SamplingParams(temperature=0.0)] * 2, 3))
-    assert drawn.tokens_R.tolist() == [1, 0]
-    torch.testing.assert_close(drawn.log_probs_R, logits.log_softmax(-1).amax(-1))
 
 
 def test_half_precision_logits_are_widened():
@@ -292,13 +228,11 @@ def test_half_precision_logits_are_widened():
     torch.testing.assert_close(drawn.log_probs_R.double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(temperature=0.0)]
-)
+@pytest.mark.parametrize("params", [{}, {"top_k": 2}, {"temperature": 0.0}])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_give_nan(params, bad):
     logits = torch.zeros(2, 200)
     logits[1, 150] = bad
-    drawn = sample(logits, torch.tensor([0.5, 0.5]), row_params([params, params], 200))
+    drawn = sample(logits, torch.tensor([0.5, 0.5]), row_params([SamplingParams(**params)] * 2, 200))
     assert drawn.log_probs_R.isnan().tolist() == [False, True]
     assert drawn.tokens_R.max() < 200

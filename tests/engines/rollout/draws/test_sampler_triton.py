@@ -1,4 +1,7 @@
-"""The Triton sampler against `sampler.sample`; see `test_attention_triton` for where this runs."""
+"""Tests of the Triton sampler against `sampler.sample`.
+
+`test_paged_attention` says where they run.
+"""
 
 import numpy as np
 import pytest
@@ -14,16 +17,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def both(logits, uniforms, temperature):
-    """(tokens, log-probs) of the kernels and of the plain sampler in float64."""
-    rows = len(logits)
-    plain = RowParams.of(
-        np.asarray(temperature, np.float64),
-        np.zeros(rows, np.int64),
-        np.ones(rows),
-        np.zeros(rows),
-        logits.shape[1],
-        DEVICE,
-    )
+    """Return (tokens, log-probs) of the kernels, and of the PyTorch sampler in float64."""
+    rows, vocabulary = logits.shape
+    uncut = np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows)
+    plain = RowParams.of(np.asarray(temperature, np.float64), *uncut, vocabulary, DEVICE)
     uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=DEVICE)
     fused = sample_uncut(logits, uniforms, plain.temperature_R, plain.greedy_R)
     expected = sample(logits.double(), uniforms, plain)
@@ -36,20 +33,17 @@ def test_draws_what_the_plain_sampler_draws(vocabulary, dtype):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (3 * torch.randn(24, vocabulary, generator=generator)).to(DEVICE, dtype)
     rng = np.random.default_rng(vocabulary)
-    (tokens, log_probs), (expected, expected_log_probs) = both(
-        logits, rng.random(24), rng.choice([0.0, 0.3, 0.7, 1.0, 2.0], 24)
-    )
+    drawn = both(logits, rng.random(24), rng.choice([0.0, 0.3, 0.7, 1.0, 2.0], 24))
+    (tokens, log_probs), (expected, expected_log_probs) = drawn
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(log_probs.double(), expected_log_probs, rtol=1e-6, atol=2e-6)
 
 
 def test_a_token_is_drawn_as_often_as_its_probability_says():
-    """Uniform numbers at equal distances: each token comes up within one of its share."""
-    logits = torch.linspace(-1, 1, 7)
-    count = 60
-    (tokens, _), _ = both(
-        logits.to(DEVICE).expand(count, -1), (np.arange(count) + 0.5) / count, np.ones(count)
-    )
+    """With evenly spaced uniform numbers, each token's count is within one of its share."""
+    logits, count = torch.linspace(-1, 1, 7), 60
+    numbers = (np.arange(count) + 0.5) / count
+    (tokens, _), _ = both(logits.to(DEVICE).expand(count, -1), numbers, np.ones(count))
     expected = count * logits.double().softmax(0)
     counts = torch.bincount(tokens.cpu(), minlength=7)
     assert (counts - expected).abs().max() < 1

@@ -1,4 +1,4 @@
-"""A response as it comes in, cut at its first stop string."""
+"""Tests of a response that arrives in parts and is cut at its first stop string."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ def written(text, params):
 @pytest.mark.parametrize(
     ("text", "new", "min_tokens", "left"),
     [
-        ("abcdef", 6, 0, "abcd"),  # "cd" and "e": the first that ends
-        ("abcdef", 2, 0, "abcde"),  # of the earlier ones it was known that none ends a string
+        ("abcdef", 6, 0, "abcd"),  # of "cd" and "e", "cd" ends first
+        ("abcdef", 2, 0, "abcde"),  # the earlier tokens were searched before
         ("abcdef", 6, 4, "abcde"),
         ("abxyzf", 6, 0, None),
     ],

@@ -1,6 +1,4 @@
-"""SGLang 0.5.23's server with a real, tiny model: `/generate`, and new weights from a folder."""
-
-from __future__ import annotations
+"""A fake of SGLang 0.5.23's server with a real, small model: `/generate`, and new weights from a folder."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,37 +15,20 @@ from tests.contract.reference import distribution
 from tests.engines.rollout.http.fakes import FakeServer, Reply, Written
 
 _OURS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-_SAMPLING = frozenset(
-    (
-        "max_new_tokens",
-        "stop",
-        "stop_token_ids",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "min_new_tokens",
-        "ignore_eos",
-        "stream_interval",
-        "logit_bias",
-        "sampling_seed",
-    )
-)
-_FIELDS = frozenset(
-    ("rid", "input_ids", "sampling_params", "return_logprob", "return_sampling_mask", "stream")
-)
+_SAMPLING = """max_new_tokens stop stop_token_ids temperature top_p top_k min_p frequency_penalty
+    presence_penalty repetition_penalty min_new_tokens ignore_eos stream_interval logit_bias sampling_seed"""
+_FIELDS = "rid input_ids sampling_params return_logprob return_sampling_mask stream"
 
 
 class FakeSGLang(FakeServer):
-    """Attributes:
-    cumulative: whether each event repeats what came before (the server's default).
-    memory: the tags that are occupied.
-    shows: whether it has `get_weights_by_name` for its model.
-    held: changes what it then shows.
-    refusal: why new weights are refused; None: they are not.
+    """A fake SGLang server.
+
+    Attributes:
+        cumulative: Whether each event repeats the earlier ones (the server's default).
+        memory: The tags whose memory is allocated.
+        shows: Whether the model supports `get_weights_by_name`.
+        held: A change to the weights that it then returns.
+        refusal: The reason to refuse new weights. None means that they are accepted.
     """
 
     generates = "/generate"
@@ -69,45 +50,39 @@ class FakeSGLang(FakeServer):
         asked = {_OURS.get(name, name): value for name, value in params.items()}
         asked["logit_bias"] = tuple((int(t), b) for t, b in asked.get("logit_bias", {}).items())
         sampling = SamplingParams(**{name: value for name, value in asked.items() if name in names})
-        rng = np.random.default_rng(sampling.seed)
-        written: list[int] = []
+        rng, written = np.random.default_rng(sampling.seed), list[int]()
         while True:
             while self._paused.is_set():
                 self._closing.wait(0.005)
             with self._forward, torch.no_grad():
                 logits = self.module(torch.tensor([[*prompt, *written]])).logits[0, -1].double().numpy()
-            given = distribution(logits, sampling, prompt, written)
-            p = given.probabilities
+            edited, p, _ = distribution(logits, sampling, prompt, written)
             token = int(p.argmax()) if sampling.greedy else int(rng.choice(len(p), p=p / p.sum()))
-            edited = given.logits - given.logits.max()
+            edited = edited - edited.max()
             yield token, float(np.log(p[token])), float(edited[token] - np.log(np.exp(edited).sum()))
             written.append(token)
 
     def answer(self, path: str, body: Any, fault: str) -> Reply:
-        name = "control" if path == "/generate" else path.strip("/")
         if path == "/generate":
-            params = body["sampling_params"]
-            assert body.keys() <= _FIELDS and params.keys() <= _SAMPLING, (body.keys(), params.keys())
+            known = body.keys() <= set(_FIELDS.split())
+            assert known and body["sampling_params"].keys() <= set(_SAMPLING.split()), body
             assert self.memory == {"weights", "kv_cache"}
             return Reply(events=self._events(body))
-        control = getattr(self, f"_{name}", None)
+        control = getattr(self, f"_{path.strip('/')}", None)
         return control(body) if control else Reply({"detail": "Not Found"}, 404)
 
     def _events(self, body: Any) -> Iterator[Any]:
         params = {"stop_token_ids": [], **body["sampling_params"]}
-        params["max_tokens"] = params["max_new_tokens"]
-        entries: list[Written] = []
-        spans: list[dict[str, Any]] = []
+        params["max_tokens"], interval = params["max_new_tokens"], params["stream_interval"]
+        entries, spans = list[Written](), list[dict[str, Any]]()
         for written, reason in self.tokens(body["input_ids"], params):
             if not spans or spans[-1]["version"] != self.version:
                 spans.append({"version": self.version, "start": len(entries)})
             entries.append(written)
             spans[-1]["end"] = len(entries)
-            if reason is None and len(entries) % params["stream_interval"]:
+            if reason is None and len(entries) % interval:
                 continue
-            shown = (
-                entries if self.cumulative else entries[-(len(entries) % params["stream_interval"] or 16) :]
-            )
+            shown = entries if self.cumulative else entries[-(len(entries) % interval or 16) :]
             about: dict[str, Any] = {
                 "id": body["rid"],
                 "finish_reason": reason and {"type": reason},
@@ -132,9 +107,7 @@ class FakeSGLang(FakeServer):
         state = {name: value for file in files for name, value in load_file(file).items()}
         self.module.load_state_dict(state, strict=False)
         self.version = body["weight_version"]
-        return Reply(
-            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-        )
+        return Reply({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
 
     def _get_weights_by_name(self, body: Any) -> Reply:
         if not self.shows:

@@ -1,6 +1,4 @@
-"""What of vLLM's server new weights and memory go through, with the worker's part on plain tensors."""
-
-from __future__ import annotations
+"""A fake of the parts of vLLM's server for new weights and memory. Its workers hold plain tensors."""
 
 import math
 import os
@@ -18,13 +16,15 @@ from tests.engines.rollout.http.fakes import FakeServer, Reply
 
 
 class FakeVLLM(FakeServer):
-    """Attributes:
-    held: its weights by name, as the checkpoint has them.
-    files: what the paths that weights came through really are.
-    calls: methods called on its workers.
-    workers: how many it has; all hold the same.
-    received: of each bucket from the network, how many of them have got the same bytes.
-    asleep: what gave its memory back; a server that sleeps does not fall asleep again.
+    """A fake vLLM server.
+
+    Attributes:
+        held: Its weights by name, as in the checkpoint.
+        files: The real files behind the paths through which weights came.
+        calls: The methods called on its workers.
+        workers: The number of workers. All hold the same weights.
+        received: For each bucket from the network, how many workers got the same bytes.
+        asleep: The tags whose memory is freed. A sleeping server does not sleep again.
     """
 
     workers = 1
@@ -40,14 +40,13 @@ class FakeVLLM(FakeServer):
 
     def answer(self, path: str, body: Any, fault: str) -> Reply:
         parts = urlsplit(path)
-        asked = parse_qs(parts.query)
         if parts.path == "/collective_rpc":
             self.calls.append(body["method"])
             return Reply({"results": [getattr(self, f"_{body['method']}")(*body["args"])] * self.workers})
         if parts.path == "/sleep" and not self.asleep:
             self.asleep = {"weights", "kv_cache"}
         if parts.path == "/wake_up":
-            self.asleep -= set(asked["tags"])
+            self.asleep -= set(parse_qs(parts.query)["tags"])
         return Reply({})
 
     def _tandem_load(self, path: str, size: int, layout: Any) -> None:
@@ -73,7 +72,7 @@ class FakeVLLM(FakeServer):
         self._take(buckets[-1], layout)
 
     def _of_each(self, call: Callable[[int], Any]) -> list[Any]:
-        """What a call gives to each worker, at the same time."""
+        """Return the result of the call for each worker. The calls run at the same time."""
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(call, range(self.workers)))
 

@@ -1,5 +1,8 @@
-"""Servers on this machine that speak the documented wire formats, strictly: they break off at a field that
-the real server does not know. Run as a program, this is an OpenAI-compatible server that can be killed."""
+"""Fake servers on this machine that implement the documented wire formats strictly.
+
+They break off when a request has a field that the real server does not know. Run as a program, this file is
+an OpenAI-compatible server that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,18 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Decode = Callable[[Sequence[int]], str]
-Written = tuple[int, float, float]
-"""A token, its log-prob under the distribution sampled from, and under softmax(logits / temperature)."""
-Writer = Callable[[Sequence[int], dict[str, Any]], Iterator[Written]]
-"""(prompt, sampling parameters by OpenAI's names) to what follows, without stopping."""
-
 VOCABULARY = 97
+Written = tuple[int, float, float]
+"""A token and its log-probs under the distribution sampled from, and under softmax(logits / temperature)."""
+Writer = Callable[[Sequence[int], dict[str, Any]], Iterator[Written]]
+"""Takes (prompt, sampling parameters by OpenAI's names) and yields the next tokens without end."""
 
 
 def scripted(prompt: Sequence[int], params: dict[str, Any]) -> Iterator[Written]:
-    """Tokens that follow from prompt and seed, with log-probs that say which position they have."""
+    """Yield tokens that follow from prompt and seed, with log-probs that encode their position."""
+    first = sum(prompt) + 31 * (params["seed"] % 1009)
     for at in range(10_000):
-        yield (
-            (sum(prompt) + 31 * (params["seed"] % 1009) + 7 * at) % VOCABULARY,
-            -0.5 - at / 64,
-            -1.5 - at / 64,
-        )
+        yield (first + 7 * at) % VOCABULARY, -0.5 - at / 64, -1.5 - at / 64
 
 
 @dataclass(frozen=True)
@@ -44,31 +42,28 @@ class Reply:
 
 
 class FakeServer(ABC):
-    """A server in a thread of this process. A subclass answers requests.
+    """A server in a thread of this process. A subclass answers the requests.
 
     Args:
-        pause_s: before each token.
-        decode: token ids to text, for stop strings.
+        pause_s: The pause before each token.
+        decode: Decodes token ids to text, for stop strings.
 
     Attributes:
         seen: (path, body) of the requests, in the order of their arrival.
-        faults: what goes wrong with the next requests for a response, one each; "" for nothing.
-        cut_off: paths of the answers whose reader went away.
-        most: requests that were answered at the same time, at most.
+        faults: What goes wrong with the next requests for a response, one entry each. "" means nothing.
+        cut_off: The paths of answers whose reader disconnected.
+        most: The most requests that were answered at the same time.
     """
 
     generates: str
 
-    def __init__(
-        self, writer: Writer = scripted, *, pause_s: float = 0.0, decode: Decode | None = None
-    ) -> None:
+    def __init__(self, writer: Writer = scripted, *, pause_s: float = 0.0, decode: Any = None) -> None:
         self.writer, self.pause_s, self.decode = writer, pause_s, decode
         self.seen: list[tuple[str, Any]] = []
         self.faults: deque[str] = deque()
         self.cut_off: list[str] = []
         self.most = self._now = 0
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._http = _Quiet(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -85,8 +80,9 @@ class FakeServer(ABC):
         self._http.shutdown()
         self._http.server_close()
 
-    def bodies(self, path: str) -> list[Any]:
-        return [body for at, body in self.seen if at == path]
+    def bodies(self, path: str = "") -> list[Any]:
+        """Return the bodies of requests for this path, by default those for a response."""
+        return [body for at, body in self.seen if at == (path or self.generates)]
 
     @abstractmethod
     def answer(self, path: str, body: Any, fault: str) -> Reply: ...
@@ -128,20 +124,18 @@ class FakeServer(ABC):
         handler.send_chunk(None)
 
     def tokens(self, prompt: Sequence[int], params: dict[str, Any]) -> Iterator[tuple[Written, str | None]]:
-        """What is written, with the finish reason beside the last token."""
+        """Yield what is generated. The last token comes with its finish reason."""
         so_far: list[int] = []
         for at, written in enumerate(self.writer(prompt, params)):
             if self.pause_s and self._closing.wait(self.pause_s):
                 return
             so_far.append(written[0])
             text = self.decode(so_far) if self.decode and params.get("stop") else ""
-            if written[0] in params["stop_token_ids"] or any(stop in text for stop in params.get("stop", ())):
-                yield written, "stop"
+            stopped = written[0] in params["stop_token_ids"] or any(s in text for s in params.get("stop", ()))
+            reason = "stop" if stopped else "length" if at + 1 == params["max_tokens"] else None
+            yield written, reason
+            if reason:
                 return
-            if at + 1 == params["max_tokens"]:
-                yield written, "length"
-                return
-            yield written, None
 
 
 class _Quiet(ThreadingHTTPServer):
@@ -164,19 +158,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def _begin(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
     def send_json(self, body: Any, status: int) -> None:
         raw = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
+        self._begin(status, Content_Type="application/json", Content_Length=str(len(raw)))
         self.wfile.write(raw)
 
     def start_stream(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self._begin(200, Content_Type="text/event-stream", Transfer_Encoding="chunked")
 
     def send_chunk(self, text: str | None) -> None:
         raw = b"" if text is None else f"{text}\n\n".encode()
@@ -188,38 +182,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
 
+_FIELDS = """model prompt max_tokens temperature top_p top_k min_p seed stop stream logprobs presence_penalty
+    frequency_penalty repetition_penalty logit_bias stop_token_ids ignore_eos min_tokens stream_interval
+    request_id return_token_ids"""
+_TGI_FIELDS = """temperature top_k top_p repetition_penalty do_sample max_new_tokens stop seed details
+    decoder_input_details return_full_text"""
+
+
 class FakeOpenAI(FakeServer):
-    """vLLM's /v1/completions. `mode` is its --logprobs-mode; `published` whether it shows its schema."""
+    """A fake of vLLM's /v1/completions.
+
+    `mode` is its --logprobs-mode. `published` says whether it publishes its schema.
+    """
 
     generates = "/v1/completions"
     mode = "processed_logprobs"
     published = True
     models: tuple[str, ...] = ("tiny",)
-    FIELDS = frozenset(
-        (
-            "model",
-            "prompt",
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "stream",
-            "logprobs",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "stop_token_ids",
-            "ignore_eos",
-            "min_tokens",
-            "stream_interval",
-            "request_id",
-            "return_token_ids",
-        )
-    )
 
     def answer(self, path: str, body: Any, fault: str) -> Reply:
         if path == "/v1/models":
@@ -227,76 +206,54 @@ class FakeOpenAI(FakeServer):
         if path == "/openapi.json" and self.published:
             ref = {"schema": {"$ref": "#/components/schemas/CompletionRequest"}}
             post = {"requestBody": {"content": {"application/json": ref}}}
-            schemas = {"CompletionRequest": {"properties": {name: {} for name in self.FIELDS}}}
+            schemas = {"CompletionRequest": {"properties": {name: {} for name in _FIELDS.split()}}}
             return Reply({"paths": {self.generates: {"post": post}}, "components": {"schemas": schemas}})
-        if path != self.generates:
+        if path != self.generates or body["model"] not in self.models:
             return Reply({"error": "Not Found"}, 404)
-        if body["model"] not in self.models:
-            return Reply({"error": f"no model {body['model']}"}, 404)
-        assert body.keys() <= self.FIELDS or not self.published
+        assert body.keys() <= set(_FIELDS.split()) or not self.published
         if body.get("top_k") == 1:
             value = 0.0 if self.mode == "processed_logprobs" else -2.5
             return Reply({"choices": [{"logprobs": {"token_logprobs": [value]}}]})
         return Reply(events=self._events(body, fault))
 
     def _events(self, body: Any, fault: str) -> Iterator[Any]:
-        params = {"stop_token_ids": [], **body}
         prompt = list(body["prompt"])
-        if fault == "echo":
-            prompt[2] += 1
+        prompt[2:3] = [prompt[2] + 1] if fault == "echo" else prompt[2:3]
         first = {"prompt_token_ids": prompt}
-        for (token, log_prob, _), reason in self.tokens(body["prompt"], params):
+        for (token, log_prob, _), reason in self.tokens(body["prompt"], {"stop_token_ids": [], **body}):
             choice: dict[str, Any] = {"index": 0, "text": "x", "finish_reason": reason, **first}
             choice |= {"token_ids": [token], "logprobs": {"token_logprobs": [log_prob], "tokens": ["x"]}}
-            if fault in ("token_ids", "logprobs"):
-                del choice[fault]
+            choice.pop(fault, None)  # "token_ids" or "logprobs"
             if fault == "error":
                 yield {"error": {"message": "out of memory", "code": 500}}
                 return
             if fault == "other stop":
-                choice["finish_reason"] = "stop"
+                yield {"choices": [choice | {"finish_reason": "stop"}]}
+                return
             yield {"choices": [choice]}
             first = {}
-            if fault == "other stop":
-                return
         yield {"choices": [], "usage": {"completion_tokens": 1}}
 
 
 class FakeTGI(FakeServer):
-    """TGI's /generate. Its tokenizer knows the texts "t0" to "t96", apart by spaces; `prefix` comes before
-    each prompt."""
+    """A fake of TGI's /generate.
+
+    Its tokenizer knows the texts "t0" to "t96", separated by spaces. `prefix` comes before each prompt.
+    """
 
     generates = "/generate"
     prefix: tuple[int, ...] = ()
     end_token = 1
-    FIELDS = frozenset(
-        (
-            "temperature",
-            "top_k",
-            "top_p",
-            "repetition_penalty",
-            "do_sample",
-            "max_new_tokens",
-            "stop",
-            "seed",
-            "details",
-            "decoder_input_details",
-            "return_full_text",
-        )
-    )
 
     def answer(self, path: str, body: Any, fault: str) -> Reply:
         if path == "/info":
             return Reply({"model_id": "tiny", "max_total_tokens": 4096, "version": "3.3.6"})
         params = body["parameters"]
-        assert body.keys() == {"inputs", "parameters"} and params.keys() <= self.FIELDS
+        assert body.keys() == {"inputs", "parameters"} and params.keys() <= set(_TGI_FIELDS.split())
         if params.get("temperature", 1.0) <= 0 or not 0 < params.get("top_p", 0.5) < 1:
-            return Reply(
-                {"error": "`temperature` must be strictly positive", "error_type": "validation"}, 422
-            )
+            return Reply({"error": "`temperature` must be strictly positive"}, 422)
         prompt = [*self.prefix, *(int(word[1:]) for word in body["inputs"].split())]
-        if fault == "echo":
-            prompt[2] += 1
+        prompt[2:3] = [prompt[2] + 1] if fault == "echo" else prompt[2:3]
         sampling = {**params, "max_tokens": params["max_new_tokens"], "stop_token_ids": [self.end_token]}
         pairs = list(self.tokens(prompt, sampling))
         tokens = [{"id": token, "text": "x", "logprob": lp, "special": False} for (token, lp, _), _ in pairs]

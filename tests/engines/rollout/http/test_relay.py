@@ -1,6 +1,4 @@
-"""One stream of weights, read by several engines at once."""
-
-from __future__ import annotations
+"""Tests of one weight stream that several engines read at once."""
 
 import threading
 import time
@@ -16,81 +14,69 @@ from tandem.errors import EngineError
 TENSORS = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
 
 
-def reused():
-    """Each tensor is overwritten when the next is asked for."""
-    room = torch.empty(4)
-    for name, tensor in TENSORS.items():
-        yield name, room.copy_(tensor)
+def stream(names=TENSORS, end=None):
+    """Return a stream in which each tensor is overwritten when the next one is requested. Then call `end`."""
+
+    def tensors():
+        room = torch.empty(4)
+        for name in names:
+            yield name, room.copy_(TENSORS[name])
+        if end is not None:
+            end()
+
+    return WeightStream(tensors())
 
 
 def reads(source):
     return digest((name, tensor.clone()) for name, tensor in source.tensors)
 
 
-def fails(source):
-    next(source.tensors)
-    raise EngineError("no room")
-
-
 def stops_early(source):
     return digest([next(source.tensors)])
 
 
-def test_all_see_every_tensor_while_it_is_valid():
-    assert relay(WeightStream(reused()), [reads] * 3) == [digest(TENSORS.items())] * 3
+def fails(error):
+    def read(source):
+        next(source.tensors)
+        raise error
+
+    return read
 
 
-def test_a_reader_that_fails_or_stops_does_not_disturb_the_others():
-    whole = digest(TENSORS.items())
-    first, failed, part, last = relay(WeightStream(reused()), [reads, fails, stops_early, reads])
-    assert first == last == whole
+def test_all_see_every_tensor_while_it_is_valid_though_others_fail_or_stop():
+    readers = [reads, fails(EngineError("no room")), stops_early, reads]
+    first, failed, part, last = relay(stream(), readers)
+    assert first == last == digest(TENSORS.items())
     assert isinstance(failed, EngineError) and failed.message == "no room"
     assert part == digest([("t0", TENSORS["t0"])])
 
 
-def test_an_error_of_the_stream_is_raised_and_ends_the_readers():
-    def broken():
-        yield "t0", TENSORS["t0"]
+@pytest.mark.parametrize("of", ["the stream", "a reader"])
+def test_another_error_is_raised_and_ends_the_readers(of):
+    def lost():
         raise OSError("lost")
 
+    source = stream(["t0"], lost) if of == "the stream" else stream()
     with pytest.raises(OSError, match="lost"):
-        relay(WeightStream(broken()), [reads, reads])
-
-
-def test_another_error_of_a_reader_is_raised():
-    def wrong(source):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        relay(WeightStream(reused()), [reads, wrong])
+        relay(source, [reads, reads if of == "the stream" else fails(OSError("lost"))])
 
 
 def test_a_reader_that_hangs(monkeypatch):
     monkeypatch.setattr("tandem.engines.rollout.http.relay._LIMIT_S", 0.1)
     held = threading.Event()
-
-    def hangs(source):
-        next(source.tensors)
-        held.wait(10)
-        return {}
-
-    with pytest.raises(EngineError, match="a reader of the weights took more than 0 s for one tensor"):
-        relay(WeightStream(reused()), [reads, hangs])
+    with pytest.raises(EngineError, match=r"a reader .* 0 s for one tensor"):
+        relay(stream(), [reads, lambda source: (next(source.tensors), held.wait(10), {})[-1]])
     held.set()
 
 
-def test_a_source_that_hangs_is_not_its_readers_fault(monkeypatch):
+@pytest.mark.parametrize("names", [["t0"], ["t0", "t1"]])
+def test_a_source_that_hangs_is_not_its_readers_fault(monkeypatch, names):
     monkeypatch.setattr("tandem.engines.rollout.http.relay._LIMIT_S", 0.1)
 
-    def slow():
-        yield "t0", TENSORS["t0"]
-        time.sleep(0.5)
-        yield "t1", TENSORS["t1"]
+    def tensors():
+        for name in names:
+            yield name, TENSORS[name]
+            time.sleep(0.5)
 
-    def late_end():
-        yield "t0", TENSORS["t0"]
-        time.sleep(0.5)
-
-    for tensors in (slow(), late_end()):
-        with pytest.raises(EngineError, match="the source of the weights took more than 0 s for one tensor"):
-            relay(WeightStream(tensors), [reads, reads])
+    with pytest.raises(EngineError, match=r"the source .* 0 s for one tensor"):
+        relay(WeightStream(tensors()), [reads, reads])

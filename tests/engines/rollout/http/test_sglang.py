@@ -1,7 +1,8 @@
-"""The engine on SGLang's server: the contract of all engines, on a fake with a real model; the wire; new
-weights through a folder."""
+"""Tests of the engine on SGLang's server.
 
-from __future__ import annotations
+They run the contract of all engines on a fake with a real model, and cover the wire format and new weights
+through a folder.
+"""
 
 import copy
 import os
@@ -25,17 +26,16 @@ from tandem.engines.rollout.http.sglang import SGLangEngine
 from tandem.engines.rollout.http.shards import WeightsFolder, write_shards
 from tandem.engines.weight_sync import WeightSyncError, digest
 from tandem.errors import EngineError
-from tandem.protocol import Request, SamplingParams
+from tests.contract.rollout import GREEDY, RolloutContract
+from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of
+from tests.engines.rollout.case import changed, drain, request, stream, write
 from tests.engines.rollout.http.fake_sglang import FakeSGLang
 from tests.engines.rollout.http.fakes import Reply
 
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import VOCABULARY, EngineKind, requests_of  # noqa: E402
 
-
-def stream_of(module):
-    return WeightStream((name, parameter.detach()) for name, parameter in module.named_parameters())
+def make(server, folder=None, **options):
+    folder = None if folder is None else WeightsFolder(folder)
+    return SGLangEngine(Server(server.url), **{"max_length": 96, "weights_folder": folder, **options})
 
 
 @pytest.mark.slow
@@ -45,33 +45,26 @@ class TestSGLang(RolloutContract):
     def kind(cls, tmp_path_factory):
         servers = []
 
-        def make(world, *, max_length, max_num_seqs=64, max_num_batched_tokens=0, logprobs_mode=""):
-            server = FakeSGLang(copy.deepcopy(world.module), decode=world.decode)
-            servers.append(server)
-            return SGLangEngine(
-                Server(server.url),
-                max_length=max_length,
-                max_num_seqs=max_num_seqs,
-                vocabulary=VOCABULARY,
-                weights_folder=WeightsFolder(tmp_path_factory.mktemp("weights")),
-            )
+        def make_one(world, **options):
+            servers.append(FakeSGLang(copy.deepcopy(world.module), decode=world.decode))
+            return make(servers[-1], tmp_path_factory.mktemp("weights"), vocabulary=VOCABULARY, **options)
 
-        yield EngineKind("sglang", make, stream_of, keyed=False, untruncated=False, modes=())
+        options = {"keyed": False, "recomputes": None, "untruncated": False, "modes": ()}
+        yield EngineKind("sglang", make_one, stream, **options)
         for server in servers:
             server.close()
 
-    test_stats_count_and_start_anew_and_progress_goes_on = None  # its decode steps are the server's affair
+    test_stats_count_and_start_anew_and_progress_goes_on = None  # the server does not report its decode steps
 
     def test_a_stop_string_ends_and_is_kept(self, world, engine):
-        params = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20)
-        (long,) = generate(engine, requests_of(params, 1))
+        (long,) = generate(engine, requests_of(GREEDY, 1))
         text = world.decode(long.token_ids[5:8].tolist())
-        (short,) = generate(engine, requests_of(replace(params, stop=(text,)), 1))
+        (short,) = generate(engine, requests_of(replace(GREEDY, stop=(text,)), 1))
         assert short.finish_reason == "stop"
         assert short.token_ids.tolist() == long.token_ids[: len(short.token_ids)].tolist()
         assert world.decode(short.token_ids.tolist()).endswith(text)
         with pytest.raises(EngineError, match="before min_tokens"):
-            engine.submit(requests_of(replace(params, stop=(text,), min_tokens=2), 1))
+            engine.submit(requests_of(replace(GREEDY, stop=(text,), min_tokens=2), 1))
 
 
 @pytest.fixture
@@ -82,60 +75,43 @@ def server(tiny):
 
 @pytest.fixture
 def engine(server, tmp_path):
-    made = SGLangEngine(Server(server.url), max_length=96, weights_folder=WeightsFolder(tmp_path / "weights"))
+    made = make(server, tmp_path / "weights")
     yield made
     made.close()
 
 
 def test_the_whole_request_on_the_wire(server, engine):
-    params = SamplingParams(
-        temperature=0.0,
-        top_k=0,
-        max_tokens=4,
-        stop_token_ids=(3, 4),
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=-0.4,
-        min_tokens=2,
-        logit_bias=((7, 1.5),),
-        seed=5,
-    )
-    request = Request("u", 1, np.array([5, 6, 7]), params)
-    generate(engine, [request])
-    (body,) = server.bodies("/generate")
-    assert len(body.pop("rid")) > 20
-    assert body == {
-        "input_ids": [5, 6, 7],
-        "return_logprob": True,
-        "return_sampling_mask": False,
-        "stream": True,
-        "sampling_params": {
-            "temperature": 0.0,
-            "max_new_tokens": 4,
-            "stop_token_ids": [3, 4],
-            "min_p": 0.01,
-            "repetition_penalty": 1.2,
-            "presence_penalty": 0.3,
-            "frequency_penalty": -0.4,
-            "min_new_tokens": 2,
-            "logit_bias": {"7": 1.5},
-            "sampling_seed": seed_of(request),
-            "ignore_eos": True,
-            "stream_interval": 16,
-        },
+    params = {"temperature": 0.0, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.3}
+    params["frequency_penalty"] = -0.4
+    others = {
+        "top_k": 0,
+        "max_tokens": 4,
+        "min_tokens": 2,
+        "stop_token_ids": (3, 4),
+        "logit_bias": ((7, 1.5),),
     }
+    wanted = request("u", 1, [5, 6, 7], **params, **others, seed=5)
+    generate(engine, [wanted])
+    (body,) = server.bodies()
+    assert len(body.pop("rid")) > 20
+    assert body.pop("sampling_params") == params | {
+        "max_new_tokens": 4,
+        "min_new_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "logit_bias": {"7": 1.5},
+        "sampling_seed": seed_of(wanted),
+        "ignore_eos": True,
+        "stream_interval": 16,
+    }
+    flags = {"return_logprob": True, "return_sampling_mask": False, "stream": True}
+    assert body == {"input_ids": [5, 6, 7], **flags}
 
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_log_probs_before_and_after_truncation(server, engine, tiny, make_requests, cumulative):
-    server.cumulative = cumulative
-    for request, sample in zip(
-        requests := make_requests(4, 2, top_k=3, temperature=0.8), generate(engine, requests), strict=True
-    ):
-        ids = torch.from_numpy(np.concatenate((request.prompt_ids, sample.token_ids)))[None]
-        with torch.no_grad():
-            logits = tiny()(ids).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.8
+    server.cumulative, requests = cumulative, make_requests(4, 2, top_k=3, temperature=0.8)
+    for asked, sample in zip(requests, generate(engine, requests), strict=True):
+        logits = torch.from_numpy(logits_of(tiny(), asked, sample.token_ids)) / 0.8
         chosen = torch.from_numpy(sample.token_ids)[:, None]
         whole = logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
         cut = (logits.gather(1, chosen)[:, 0] - logits.topk(3).values.logsumexp(-1)).numpy()
@@ -144,26 +120,17 @@ def test_log_probs_before_and_after_truncation(server, engine, tiny, make_reques
 
 
 def test_new_weights_arrive_and_leave_no_files(server, engine, tiny, tmp_path):
-    other = tiny("qwen2")
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.5)
+    other = changed(tiny())
     assert engine.takes == {WeightStream}
-    assert engine.update_weights(stream_of(other), 3) == digest(other.named_parameters())
+    assert engine.update_weights(stream(other), 3) == digest(other.named_parameters())
     assert server.version == "3"
-    for ours, theirs in zip(other.parameters(), server.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert digest(server.module.named_parameters()) == digest(other.named_parameters())
     assert list((tmp_path / "weights").iterdir()) == []
-    calls = [path for path, _ in server.seen]
-    assert calls == [
-        "/pause_generation",
-        "/update_weights_from_disk",
-        "/continue_generation",
-        "/model_info",
-        *["/get_weights_by_name"] * sum(value.ndim == 1 for value in other.parameters()),
-    ]
+    calls = ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info"]
+    calls += ["get_weights_by_name"] * sum(value.ndim == 1 for value in other.parameters())
+    assert [path for path, _ in server.seen] == [f"/{name}" for name in calls]
     assert server.seen[1][1]["flush_cache"] is True
-    (sample,) = generate(engine, [Request("u", 0, np.arange(5), SamplingParams(max_tokens=3))])
+    (sample,) = generate(engine, [request(max_tokens=3)])
     assert sample.versions.tolist() == [3, 3, 3]
 
 
@@ -178,7 +145,7 @@ def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, c
 
     server.held = held
     with pytest.raises(WeightSyncError, match="of version 4") as caught:
-        engine.update_weights(stream_of(tiny()), 4)
+        engine.update_weights(stream(tiny()), 4)
     value = float(dict(tiny().named_parameters())[NORM].detach()[3])
     assert caught.value.field == f"{NORM}[3]"
     assert caught.value.expected == value and caught.value.got == f"{server.url}: {value + 0.5}"
@@ -186,44 +153,35 @@ def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, c
 
 def test_a_share_of_a_weight_is_compared_with_its_part(server, engine, tiny):
     server.held = lambda name, tensor: tensor[: len(tensor) // 2]
-    engine.update_weights(stream_of(tiny()), 1)
+    engine.update_weights(stream(tiny()), 1)
 
 
 def test_a_server_that_shows_no_weights_is_asked_once_and_said(server, tiny, tmp_path):
-    server.shows = False
-    lines = []
-    engine = SGLangEngine(
-        Server(server.url), max_length=96, weights_folder=WeightsFolder(tmp_path), log=lines.append
-    )
+    server.shows, lines = False, []
+    engine = make(server, tmp_path, log=lines.append)
     for version in (1, 2):
-        engine.update_weights(stream_of(tiny()), version)
-    assert lines == [f"{server.url} shows no weights of its model: what it holds is not compared"]
+        engine.update_weights(stream(tiny()), version)
+    [line] = lines
+    assert server.url in line and "not compared" in line
     assert len(server.bodies("/get_weights_by_name")) == 1
     engine.close()
 
 
 def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
-    written = []
-    original = shards.write_shards
-    monkeypatch.setattr(
-        shards, "write_shards", lambda tensors, path: (written.append(path), original(tensors, path))[1]
-    )
+    written, original = [], shards.write_shards
+    monkeypatch.setattr(shards, "write_shards", lambda *args: (written.append(args[1]), original(*args))[1])
     folder = WeightsFolder(tmp_path)
     with FakeSGLang(tiny()) as one, FakeSGLang(tiny()) as two, FakeSGLang(tiny()) as three:
         fakes = (one, two, three)
-        engines = [SGLangEngine(Server(f.url), max_length=96, weights_folder=folder) for f in fakes]
-        router = Router(engines, max_length=96, window=8)
+        router = Router([make(f, weights_folder=folder) for f in fakes], max_length=96, window=8)
         for version in (1, 2):
-            new = tiny("qwen2")
-            with torch.no_grad():
-                for parameter in new.parameters():
-                    parameter.mul_(1 + version)
-            assert router.update_weights(stream_of(new), version) == digest(new.named_parameters())
+            new = changed(tiny(), version)
+            expected = digest(new.named_parameters())
+            assert router.update_weights(stream(new), version) == expected
             assert len(written) == version
             for fake in fakes:
-                (path,) = {body["model_path"] for body in fake.bodies("/update_weights_from_disk")[-1:]}
-                assert path == str(written[-1])
-                assert digest(fake.module.named_parameters()) == digest(new.named_parameters())
+                assert fake.bodies("/update_weights_from_disk")[-1]["model_path"] == str(written[-1])
+                assert digest(fake.module.named_parameters()) == expected
         assert list(tmp_path.iterdir()) == []
         router.close()
 
@@ -245,33 +203,32 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert {name: (tmp_path / name).exists() for name in names} == names
 
 
-def test_an_abort_does_not_wait_for_a_server_that_hangs(server, engine, monkeypatch):
+@pytest.mark.parametrize("hangs", [False, True])
+def test_abort_is_said_to_the_server_and_does_not_wait_for_one_that_hangs(server, engine, monkeypatch, hangs):
     monkeypatch.setattr("tandem.engines.rollout.http.client.CLOSING_S", 0.3)
     server.pause_s = 0.02
-    requests = [Request("u", i, np.arange(5), SamplingParams(max_tokens=80)) for i in range(2)]
+    requests = [request("u", i, max_tokens=80) for i in range(3)]
     engine.submit(requests)
-    while engine.progress() < 17:
-        engine.poll(0.02)
-    server._abort_request = lambda _: (server._closing.wait(60), Reply())[1]
+    write(engine, 17)
+    if hangs:
+        monkeypatch.setattr(server, "_abort_request", lambda _: (server._closing.wait(60), Reply())[1])
     began = time.monotonic()
-    partial = engine.abort([request.id for request in requests], keep_partial=True)
+    partial = engine.abort([each.id for each in requests[:2]], keep_partial=True)
     assert time.monotonic() - began < 5
     assert max(len(sample.token_ids) for sample in partial) >= 16
-    assert engine.pending() == 0
+    assert engine.pending() == 1
+    said = [body["rid"] for body in server.bodies("/abort_request")]
+    assert len(said) == 2 and set(said) < {body["rid"] for body in server.bodies()}
 
 
 def test_weights_in_the_middle_of_a_response(server, engine, tiny):
-    """Each token carries the version that the server says wrote it."""
+    """Each token has the version that the server reports for it."""
     server.pause_s = 0.01
-    engine.update_weights(stream_of(tiny()), 1)
-    engine.submit([Request("u", 0, np.arange(5), SamplingParams(max_tokens=60))])
-    while engine.progress() < 16:
-        engine.poll(0.01)
-    engine.update_weights(stream_of(tiny()), 2)
-    samples = []
-    while engine.pending():
-        samples += engine.poll(1.0)
-    versions = samples[0].versions.tolist()
+    engine.update_weights(stream(tiny()), 1)
+    engine.submit([request(max_tokens=60)])
+    write(engine, 16)
+    engine.update_weights(stream(tiny()), 2)
+    versions = drain(engine)["a", 0].versions.tolist()
     assert versions == sorted(versions)
     assert versions[:16] == [1] * 16 and versions[-8:] == [2] * 8
 
@@ -279,7 +236,7 @@ def test_weights_in_the_middle_of_a_response(server, engine, tiny):
 def test_a_refused_update(server, engine, tiny, tmp_path):
     server.refusal = "Failed to update weights: size mismatch."
     with pytest.raises(EngineError, match="refused") as caught:
-        engine.update_weights(stream_of(tiny()), 1)
+        engine.update_weights(stream(tiny()), 1)
     assert "size mismatch" in caught.value.got
     assert server.seen[-1][0] == "/continue_generation"
     assert list((tmp_path / "weights").iterdir()) == []
@@ -287,10 +244,10 @@ def test_a_refused_update(server, engine, tiny, tmp_path):
 
 
 def test_without_a_folder_there_are_no_new_weights(server, tiny):
-    engine = SGLangEngine(Server(server.url), max_length=96)
+    engine = make(server)
     assert engine.takes == frozenset()
     with pytest.raises(EngineError, match="cannot give its server new weights"):
-        engine.update_weights(stream_of(tiny()), 1)
+        engine.update_weights(stream(tiny()), 1)
     engine.close()
 
 
@@ -298,48 +255,29 @@ def test_memory_is_given_back_and_taken_again(server, engine, tiny):
     engine.sleep(("kv_cache",))
     engine.sleep()
     assert server.memory == set()
-    assert [body["tags"] for body in server.bodies("/release_memory_occupation")] == [
-        ["kv_cache"],
-        ["weights"],
-    ]
-    request = Request("u", 0, np.arange(5), SamplingParams(max_tokens=3))
+    given = [body["tags"] for body in server.bodies("/release_memory_occupation")]
+    assert given == [["kv_cache"], ["weights"]]
     engine.wake()
     assert server.memory == {"weights", "kv_cache"}
     with pytest.raises(EngineError, match="dropped"):
-        engine.submit([request])
+        engine.submit([request()])
     engine.sleep()
-    engine.update_weights(stream_of(tiny()), 1)
+    engine.update_weights(stream(tiny()), 1)
     assert server.memory == {"weights"}
-    assert len(generate(engine, [request])[0].token_ids) == 3
-
-
-def test_abort_is_said_to_the_server(server, engine):
-    server.pause_s = 0.02
-    requests = [Request("u", i, np.arange(5), SamplingParams(max_tokens=80)) for i in range(3)]
-    engine.submit(requests)
-    while engine.progress() < 20:
-        engine.poll(0.02)
-    engine.abort([request.id for request in requests[:2]])
-    names = [body["rid"] for body in server.bodies("/generate")]
-    said = [body["rid"] for body in server.bodies("/abort_request")]
-    assert len(said) == 2 and set(said) < set(names)
+    assert len(generate(engine, [request(max_tokens=3)])[0].token_ids) == 3
 
 
 def test_another_server_is_refused(server, engine):
     server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
     with pytest.raises(EngineError, match="refused"):
-        engine.submit([Request("u", 0, np.arange(5), SamplingParams())])
+        engine.submit([request()])
 
 
 def test_shards(tmp_path):
     tensors = [(f"t{i}", torch.randn(16, 16, dtype=torch.bfloat16)) for i in range(5)]
     reused = torch.empty(16, 16, dtype=torch.bfloat16)
-
-    def stream():
-        for name, tensor in tensors:
-            yield name, reused.copy_(tensor)  # valid until the next
-
-    assert write_shards(stream(), tmp_path, shard_bytes=1024) == digest(tensors)
+    valid_until_the_next = ((name, reused.copy_(tensor)) for name, tensor in tensors)
+    assert write_shards(valid_until_the_next, tmp_path, shard_bytes=1024) == digest(tensors)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 3
     read = {name: value for file in files for name, value in load_file(file).items()}

@@ -1,6 +1,4 @@
-"""The engine on TGI's server, whose prompts are texts."""
-
-from __future__ import annotations
+"""Tests of the engine on TGI's server, whose prompts are texts."""
 
 import numpy as np
 import pytest
@@ -12,8 +10,9 @@ from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.http.tgi import TGIEngine
 from tandem.errors import EngineError
-from tandem.protocol import Request, SamplingParams
-from tests.engines.rollout.http.fakes import FakeTGI, scripted
+from tests.engines.rollout import case
+from tests.engines.rollout.http.fakes import FakeTGI
+from tests.engines.rollout.http.test_openai import script
 
 
 def tokenizer(*, begins=False):
@@ -31,11 +30,11 @@ def server():
 
 
 @pytest.fixture
-def make():
+def make(server):
     made = []
 
-    def build(fake, words=None, **limits):
-        made.append(TGIEngine(Server(fake.url, **limits), tokenizer=words or tokenizer(), max_length=64))
+    def build(words=None, **limits):
+        made.append(TGIEngine(Server(server.url, **limits), tokenizer=words or tokenizer(), max_length=64))
         return made[-1]
 
     yield build
@@ -43,81 +42,51 @@ def make():
         engine.close()
 
 
-def request(length=5, **params):
-    given = {"max_tokens": 6, "stop_token_ids": (1,), **params}
-    return Request("u", 0, np.arange(3, 3 + length), SamplingParams(**given))
-
-
-def script(request, count):
-    written = scripted(request.prompt_ids.tolist(), {"seed": seed_of(request)})
-    return [next(written) for _ in range(count)]
+def request(prompt=(3, 4, 5, 6, 7), **params):
+    return case.request("u", 0, prompt, **{"max_tokens": 6, "stop_token_ids": (1,), **params})
 
 
 def test_a_sample(server, make):
-    engine = make(server)
+    engine, wanted = make(), request()
     assert isinstance(engine, RolloutEngine)
-    wanted = request()
     (sample,) = generate(engine, [wanted])
-    expected = script(wanted, 6)
-    assert sample.token_ids.tolist() == [token for token, _, _ in expected]
-    np.testing.assert_array_equal(sample.log_probs, np.float32([value for _, value, _ in expected]))
+    tokens, log_probs = script(wanted)
+    assert sample.token_ids.tolist() == tokens
+    np.testing.assert_array_equal(sample.log_probs, log_probs)
     assert (sample.finish_reason, engine.progress()) == ("length", 6)
-    (body,) = server.bodies("/generate")
-    assert body == {
-        "inputs": "t3 t4 t5 t6 t7",
-        "parameters": {
-            "temperature": 1.0,
-            "do_sample": True,
-            "repetition_penalty": 1.0,
-            "max_new_tokens": 6,
-            "stop": [],
-            "seed": seed_of(wanted),
-            "details": True,
-            "decoder_input_details": True,
-            "return_full_text": False,
-        },
-    }
+    (body,) = server.bodies()
+    asked = {"temperature": 1.0, "do_sample": True, "repetition_penalty": 1.0, "max_new_tokens": 6}
+    asked |= {"stop": [], "seed": seed_of(wanted), "return_full_text": False}
+    asked |= {"details": True, "decoder_input_details": True}
+    assert body == {"inputs": "t3 t4 t5 t6 t7", "parameters": asked}
 
 
 def test_sampling_parameters(server, make):
-    wanted = request(temperature=0.5, top_k=4, top_p=0.8, repetition_penalty=1.3, stop=("end",))
-    (sample,) = generate(make(server), [wanted])
+    params = {"temperature": 0.5, "top_k": 4, "top_p": 0.8, "repetition_penalty": 1.3}
+    engine = make()
+    (sample,) = generate(engine, [request(**params, stop=("end",))])
     assert sample.untruncated_log_probs is None
-    params = server.bodies("/generate")[0]["parameters"]
-    assert (params["temperature"], params["top_k"], params["top_p"]) == (0.5, 4, 0.8)
-    assert (params["repetition_penalty"], params["stop"]) == (1.3, ["end"])
+    generate(engine, [request(temperature=0.0, top_k=3)])
+    drawn, greedy = (body["parameters"] for body in server.bodies())
+    assert params.items() <= drawn.items() and drawn["stop"] == ["end"]
+    assert greedy["do_sample"] is False and not {"temperature", "top_k", "top_p"} & greedy.keys()
 
 
-def test_greedy(server, make):
-    generate(make(server), [request(temperature=0.0, top_k=3)])
-    params = server.bodies("/generate")[0]["parameters"]
-    assert params["do_sample"] is False
-    assert not {"temperature", "top_k", "top_p"} & params.keys()
-
-
-def test_the_models_end_token_stops(server, make):
-    wanted = request(max_tokens=30)
-    server.end_token = script(wanted, 9)[8][0]
-    right = request(max_tokens=30, stop_token_ids=(server.end_token,))
-    (sample,) = generate(make(server), [right])
+def test_the_models_end_token_stops_and_no_other_can(server, make):
+    tokens, _ = script(request(), 9)
+    with pytest.raises(EngineError, match="stop tokens"):  # the server does not know this one
+        generate(make(), [request(max_tokens=30, stop_token_ids=(1, tokens[8]))])
+    server.end_token = tokens[8]
+    (sample,) = generate(make(), [request(max_tokens=30, stop_token_ids=(tokens[8],))])
     assert (len(sample.token_ids), sample.finish_reason) == (9, "stop")
-    with pytest.raises(EngineError, match="stops at other tokens than asked for"):
-        generate(make(server), [wanted])
-
-
-def test_a_stop_token_that_the_server_does_not_know(server, make):
-    wanted = request(max_tokens=30)
-    other = script(wanted, 9)[8][0]
-    with pytest.raises(EngineError, match="stops at other tokens"):
-        generate(make(server), [request(max_tokens=30, stop_token_ids=(1, other))])
+    with pytest.raises(EngineError, match="stop tokens"):
+        generate(make(), [request(max_tokens=30)])
 
 
 def test_a_tokenizer_that_begins_every_text_does_so_once(server, make):
-    server.prefix = (2,)
-    begun = Request("u", 0, np.array([2, 5, 6]), SamplingParams(max_tokens=3, stop_token_ids=(1,)))
-    engine = make(server, tokenizer(begins=True))
-    assert len(generate(engine, [begun])[0].token_ids) == 3
-    assert server.bodies("/generate")[0]["inputs"] == "t5 t6"
+    server.prefix, engine = (2,), make(tokenizer(begins=True))
+    assert len(generate(engine, [request((2, 5, 6), max_tokens=3)])[0].token_ids) == 3
+    assert server.bodies()[0]["inputs"] == "t5 t6"
     with pytest.raises(EngineError, match="token 0 differs") as caught:
         generate(engine, [request()])
     assert "3, 5 tokens in all" in caught.value.expected
@@ -126,36 +95,31 @@ def test_a_tokenizer_that_begins_every_text_does_so_once(server, make):
 def test_another_tokenizer_on_the_server(server, make):
     server.faults.append("echo")
     with pytest.raises(EngineError, match="token 2 differs") as caught:
-        generate(make(server), [request()])
+        generate(make(), [request()])
     assert "6, 5 tokens in all" in caught.value.got
     assert caught.value.expected == "5, 5 tokens in all"
 
 
-@pytest.mark.parametrize(
-    "params", [{"min_p": 0.1}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"min_tokens": 2}]
-)
-def test_parameters_it_does_not_have(server, make, params):
-    engine = make(server)
-    with pytest.raises(EngineError, match="does not know that sampling parameter") as caught:
-        engine.submit([request(**params)])
-    assert caught.value.field == next(iter(params))
-    assert server.bodies("/generate") == []
+@pytest.mark.parametrize("name", ["min_p", "presence_penalty", "frequency_penalty", "min_tokens"])
+def test_parameters_it_does_not_have(server, make, name):
+    with pytest.raises(EngineError, match="does not support") as caught:
+        make().submit([request(**{name: 2 if name == "min_tokens" else 0.1})])
+    assert caught.value.field == name
+    assert server.bodies() == []
 
 
 def test_failures(server, make):
-    engine = make(server, request_timeout_s=0.3)
+    engine = make(request_timeout_s=0.3)
     engine.submit([])
-    for fault, kind, message in (
-        ("422", EngineError, "refused"),
-        ("500", ServerLost, "refused"),
-        ("hang", ServerLost, "no whole answer"),
-    ):
+    faults = {
+        "422": (EngineError, "refused"),
+        "500": (ServerLost, "refused"),
+        "hang": (ServerLost, "complete"),
+    }
+    for fault, (kind, message) in faults.items():
         server.faults.append(fault)
         with pytest.raises(kind, match=message):
             generate(engine, [request()])
     assert engine.pending() == 0
-
-
-def test_no_new_weights(server, make):
     with pytest.raises(EngineError, match="cannot give its server new weights"):
-        make(server).update_weights(None, 1)
+        engine.update_weights(None, 1)

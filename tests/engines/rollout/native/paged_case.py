@@ -1,26 +1,33 @@
-"""A step over a paged cache, and its attention computed one query head of one token at a time."""
+"""A step over a paged cache, and a reference that computes one query head of one token at a time."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.engines.rollout.native.attention import make_attention
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache
+from tests.engines.rollout.case import CPU, step_of
 
-CPU = torch.device("cpu")
 # Lengths after the step, and how many of these tokens it brings: decode, chunks and whole prompts mixed.
 MIXED = [(130, 1), (33, 17), (1, 1), (9, 9), (517, 3), (300, 1)]
 DECODE = [(1, 1), (16, 1), (17, 1), (255, 1), (256, 1), (257, 1), (600, 1)]
 
 
-OPTIONS = [(0, 0.0), (20, 0.0), (0, 3.0), (5, 2.0)]
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let PyTorch use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 class Case:
-    """A step over a cache of random keys and values at scattered block numbers."""
+    """A step of sequences at scattered blocks. All that no sequence has in the cache is NaN."""
 
     def __init__(
         self,
@@ -32,55 +39,37 @@ class Case:
         key_dim: int = 16,
         value_dim: int | None = None,
         block_size: int = 16,
+        device: torch.device = CPU,
     ) -> None:
-        generator = torch.Generator().manual_seed(sum(length for length, _ in sequences) + group + key_dim)
+        lengths, counts = zip(*sequences, strict=True)
+        generator = torch.Generator().manual_seed(sum(lengths) + group + key_dim)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-        value_dim = value_dim or key_dim
-        longest = max(length for length, _ in sequences)
-        width = -(-longest // block_size)
-        numbers = torch.randperm(len(sequences) * width + 5, generator=generator)
-        tables = numbers[: len(sequences) * width].view(len(sequences), width)
-        self.cache = PagedCache(
-            [LayerShape(kv_heads, key_dim, value_dim)], len(numbers), block_size, dtype, CPU
-        )
-        self.keys = [normal(length, kv_heads, key_dim) for length, _ in sequences]
-        self.values = [normal(length, kv_heads, value_dim) for length, _ in sequences]
-        self.counts = [count for _, count in sequences]
-        positions = [torch.arange(length - count, length) for length, count in sequences]
-        for keys, values, table, count in zip(self.keys, self.values, tables, self.counts, strict=True):
-            for place in range(len(keys) - count):  # what earlier steps wrote
-                block, offset = table[place // block_size], place % block_size
-                self.cache.keys[0][block, :, :, offset] = keys[place]
-                self.cache.values[0][block, :, offset] = values[place]
-        tokens = sum(self.counts)
-        self.step = StepInput(
-            ids_T=torch.zeros(tokens, dtype=torch.int64),
-            positions_T=torch.cat(positions),
-            slots_T=torch.cat(
-                [
-                    t[p // block_size] * block_size + p % block_size
-                    for t, p in zip(tables, positions, strict=True)
-                ]
-            ),
-            starts_S1=torch.tensor([0, *self.counts]).cumsum(0).int(),
-            lengths_S=torch.tensor([length for length, _ in sequences]).int(),
-            tables_SB=tables.int(),
-            logits_L=torch.arange(tokens),
-            max_query=max(self.counts),
-            max_length=longest,
-        )
-        self.query = normal(tokens, kv_heads * group, key_dim) / key_dim**0.5
-        self.new_keys = torch.cat([k[-c:] for k, c in zip(self.keys, self.counts, strict=True)])
-        self.new_values = torch.cat([v[-c:] for v, c in zip(self.values, self.counts, strict=True)])
+        shape = LayerShape(kv_heads, key_dim, value_dim or key_dim)
+        width = -(-max(lengths) // block_size) + 2  # entries beyond a sequence's length are any block
+        numbers = torch.randperm(len(lengths) * width + 5, generator=generator).int().to(device)
+        tables = numbers[: len(lengths) * width].view(len(lengths), width)
+        self.step = step_of(tables, lengths, counts, block_size)
+        self.cache = PagedCache([shape], len(numbers), block_size, dtype, device)
+        for part in (self.cache.keys[0], self.cache.values[0]):
+            part.fill_(torch.nan)
+        self.keys = [normal(length, kv_heads, shape.key_dim) for length in lengths]
+        self.values = [normal(length, kv_heads, shape.value_dim) for length in lengths]
+        for keys, values, table, count in zip(self.keys, self.values, tables, counts, strict=True):
+            places = torch.arange(len(keys) - count, device=device)  # tokens of earlier steps
+            blocks, offsets = table[places // block_size].long(), places % block_size
+            self.cache.keys[0][blocks, :, :, offsets] = keys[places]
+            self.cache.values[0][blocks, :, offsets] = values[places]
+        self.query = normal(sum(counts), kv_heads * group, key_dim) / key_dim**0.5
+        self.new_keys = torch.cat([k[-c:] for k, c in zip(self.keys, counts, strict=True)])
+        self.new_values = torch.cat([v[-c:] for v, c in zip(self.values, counts, strict=True)])
 
     def expected(self, window: int, softcap: float) -> Tensor:
-        """One query head of one token at a time, in float64."""
+        """Compute the attention of one query head of one token at a time, in float64."""
         out = []
-        starts = self.step.starts_S1.tolist()
-        for number, (start, stop) in enumerate(pairwise(starts)):
+        for number, (start, stop) in enumerate(pairwise(self.step.starts_S1.tolist())):
             keys, values = self.keys[number].double(), self.values[number].double()
             group = self.query.shape[1] // keys.shape[1]
             for token in range(start, stop):
@@ -95,11 +84,12 @@ class Case:
                 out.append(torch.stack(heads))
         return torch.stack(out)
 
-    def check(self, name: str, tolerance: float, window: int = 0, softcap: float = 0.0) -> None:
-        attention = make_attention(self.cache, name)
+    def check(self, attention: Any, tolerance: float, window: int = 0, softcap: float = 0.0) -> None:
+        """Compare an attention, or the attention of a name, with the reference."""
+        if isinstance(attention, str):
+            attention = make_attention(self.cache, attention)
         attention.write(0, self.step, self.new_keys, self.new_values)
         out = attention.attend(0, self.step, self.query, window=window, softcap=softcap)
         assert out.dtype == self.cache.dtype and out.is_contiguous()
         expected = self.expected(window, softcap)
-        error = (out.double() - expected).abs().max() / expected.abs().max()
-        assert error < tolerance
+        assert (out.double() - expected).abs().max() < tolerance * expected.abs().max()

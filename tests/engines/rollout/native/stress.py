@@ -1,14 +1,12 @@
-"""Random requests that arrive and are aborted at random, on an engine whose cache is far too small for them.
+"""A stress test: random requests arrive and are aborted, on an engine with a far too small cache.
 
     python -m tests.engines.rollout.native.stress --requests 10000 --dtype float64      (make stress)
 
 Every request is answered once, no block of the cache is lost, and every response is the one that the request
-gets alone. In float64 that is exact. In float32 the rows beside it change a logit's last bits, so that a
-response may differ from the first token on whose random number lies within rounding of the border between two
-tokens; that it does is shown for each.
+gets when it runs alone. In float64 this is exact. In float32 the other rows change the last bits of a logit.
+So a response may differ, starting at a token whose random number is within rounding of the border between two
+tokens. For each such response the test shows that this is the reason.
 """
-
-from __future__ import annotations
 
 import argparse
 import time
@@ -24,38 +22,26 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.draws.rows import Rows
-from tandem.engines.rollout.native import steps as native
+from tandem.engines.rollout.native import steps
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.protocol import Request, Sample, SamplingParams
+from tests.contract.world import SHAPE, VOCABULARY
+from tests.engines.rollout.case import native
 
-VOCABULARY = 97
 LONGEST_PROMPT, LONGEST_RESPONSE = 40, 56
+MOST = LONGEST_PROMPT + LONGEST_RESPONSE
+# Small blocks run out in the middle of responses. The CPU kernels, which have no float64, need large ones.
 BLOCK_SIZES = {torch.float64: 4, torch.float32: 16}
-"""Small ones run short in the middle of responses; the CPU kernels, not made for float64, want large ones."""
-ROOM = 2 * (LONGEST_PROMPT + LONGEST_RESPONSE)
-"""Tokens of the cache: two of the longest sequences."""
-
-ROUNDING = 1e-5
-"""More than what float32 logits of this model differ by, from batch to batch."""
-
+ROUNDING = 1e-5  # more than the difference of this model's float32 logits between batches
 Id = tuple[str, int]
 
 
 def build_model(dtype: torch.dtype) -> PreTrainedModel:
-    """Two layers, peaked distributions."""
+    """Build a model with two layers and peaked distributions."""
     torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    return Qwen2ForCausalLM(config).to(dtype).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes)).to(dtype).eval()
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -63,8 +49,11 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def random_requests(count: int, seed: int) -> list[Request]:
-    """One to four samples of each prompt; half of the prompts begin like an earlier one. Most responses are
-    short; the few long ones need blocks that are not there."""
+    """Return one to four samples of each prompt.
+
+    Half of the prompts begin like an earlier one. Most responses are short. The few long responses need more
+    blocks than there are.
+    """
     rng = np.random.default_rng(seed)
     requests: list[Request] = []
     prompts: list[np.ndarray] = []
@@ -74,17 +63,15 @@ def random_requests(count: int, seed: int) -> list[Request]:
             head = prompts[rng.integers(len(prompts))]
             prompt = np.concatenate([head[: rng.integers(1, len(head) + 1)], prompt])[:LONGEST_PROMPT]
         first = int(rng.integers(0, len(prompt))) if rng.random() < 0.1 else -1
-        samples = range(min(int(rng.integers(1, 5)), count - len(requests)))
-        requests += [
-            Request(f"p{len(prompts)}", sample, prompt, _random_params(rng), first) for sample in samples
-        ]
+        uid, samples = f"p{len(prompts)}", min(int(rng.integers(1, 5)), count - len(requests))
+        requests += [Request(uid, sample, prompt, _random_params(rng), first) for sample in range(samples)]
         prompts.append(prompt)
     return requests
 
 
 def _random_params(rng: np.random.Generator) -> SamplingParams:
     longest = min(LONGEST_RESPONSE, int(rng.geometric(0.08)))
-    some: dict[str, Any] = {
+    some = {
         "top_k": int(rng.integers(1, 30)),
         "top_p": float(rng.uniform(0.3, 1.0)),
         "min_p": float(rng.uniform(0.0, 0.3)),
@@ -96,37 +83,20 @@ def _random_params(rng: np.random.Generator) -> SamplingParams:
         "stop_token_ids": tuple(rng.integers(0, VOCABULARY, size=rng.integers(1, 6)).tolist()),
         "stop": tuple(decode(rng.integers(0, 26, size=2)) for _ in range(3)),
     }
-    return SamplingParams(
-        temperature=float(rng.choice([0.0, 0.7, 1.0, 1.3])),
-        max_tokens=longest,
-        seed=int(rng.integers(3)),
-        **{name: value for name, value in some.items() if rng.random() < 0.25},
-    )
+    temperature, seed = float(rng.choice([0.0, 0.7, 1.0, 1.3])), int(rng.integers(3))
+    some = {name: value for name, value in some.items() if rng.random() < 0.25}
+    return SamplingParams(temperature=temperature, max_tokens=longest, seed=seed, **some)
 
 
 def one_by_one(module: PreTrainedModel, requests: Sequence[Request]) -> dict[Id, Sample]:
-    """Each request alone, with nothing in the cache but its own."""
-    engine = NativeEngine(
-        device=torch.device("cpu"),
-        max_length=LONGEST_PROMPT + LONGEST_RESPONSE,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        decode=decode,
-    )
-    engine.update_weights(SharedModule(module), 0)
+    """Run each request alone, with a cache that holds only this request."""
+    engine = native(module, max_length=MOST, max_num_seqs=1, enable_prefix_caching=False, decode=decode)
     return {sample.id: sample for sample in generate(engine, requests)}
 
 
 @dataclass
 class Outcome:
-    """What became of the requests.
-
-    Attributes:
-        finished: by id.
-        partial: aborted ones whose beginning was asked for.
-        dropped: aborted ones whose beginning was not.
-        stats: the engine's counters.
-    """
+    """The samples by id, those of aborted requests apart, or only their ids if nothing was kept."""
 
     finished: dict[Id, Sample] = field(default_factory=dict)
     partial: dict[Id, Sample] = field(default_factory=dict)
@@ -135,50 +105,31 @@ class Outcome:
 
 
 def _again(work: Callable[[], None]) -> Callable[[], None]:
-    """In place of a CUDA graph: the work, done again on the same buffers."""
+    """Return the work itself. It replaces a CUDA graph and runs again on the same buffers."""
     work()
     return work
 
 
-def make_engine(dtype: torch.dtype, *, run_ahead: bool, graphs: bool) -> NativeEngine:
-    """With room for two of the longest sequences."""
-    engine = NativeEngine(
-        device=torch.device("cpu"),
-        max_length=LONGEST_PROMPT + LONGEST_RESPONSE,
-        max_num_seqs=24,
-        max_num_batched_tokens=64,
-        block_size=BLOCK_SIZES[dtype],
-        num_gpu_blocks_override=ROOM // BLOCK_SIZES[dtype],
-        run_ahead=run_ahead,
-        decode=decode,
-    )
-    engine._steps.graphs = engine._apart = graphs
-    return engine
-
-
 def stressed(
-    module: PreTrainedModel,
-    requests: Sequence[Request],
-    seed: int,
-    *,
-    run_ahead: bool = False,
-    graphs: bool = False,
+    module: PreTrainedModel, requests: Sequence[Request], seed: int, *, graphs: bool = False, **options: Any
 ) -> Outcome:
-    """All requests, arriving in bursts, one in twenty aborted, the weights handed over anew now and then.
+    """Run all requests with a cache for two of the longest sequences.
 
-    Args:
-        run_ahead: whether steps are launched before the last one's tokens are fetched, as on CUDA.
-        graphs: whether decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
-
-    Raises:
-        AssertionError: a request is answered twice or never, or a block is lost.
+    They arrive in bursts, one in twenty is aborted, and the weights are set again at times. With `graphs`
+    decode steps run in the fixed buffers of CUDA graphs, apart from prompts.
     """
-    with mock.patch.object(native, "GraphedRunner", partial(GraphedRunner, capture=_again)):
-        return _run(make_engine(module.dtype, run_ahead=run_ahead, graphs=graphs), module, requests, seed)
+    block = BLOCK_SIZES[module.dtype]
+    defaults = {"block_size": block, "num_gpu_blocks_override": 2 * MOST // block, "decode": decode}
+    defaults |= {"max_length": MOST, "max_num_seqs": 24, "max_num_batched_tokens": 64}
+    engine = native(**defaults | options)
+    engine._steps.graphs = engine._split_steps = graphs
+    with mock.patch.object(steps, "GraphedRunner", partial(GraphedRunner, capture=_again)):
+        return _run(engine, module, requests, np.random.default_rng(seed))
 
 
-def _run(engine: NativeEngine, module: PreTrainedModel, requests: Sequence[Request], seed: int) -> Outcome:
-    rng = np.random.default_rng(seed)
+def _run(
+    engine: NativeEngine, module: PreTrainedModel, requests: Sequence[Request], rng: np.random.Generator
+) -> Outcome:
     engine.update_weights(SharedModule(module), 0)
     out, open_ids, submitted, idle_polls = Outcome(), dict[Id, None](), 0, 0
     while submitted < len(requests) or engine.pending():
@@ -204,7 +155,7 @@ def _run(engine: NativeEngine, module: PreTrainedModel, requests: Sequence[Reque
             engine._scheduler.check()
     engine._scheduler.check()
     blocks = engine._scheduler.blocks
-    assert blocks.free == blocks.blocks > 0, "blocks are held and no sequence runs"
+    assert blocks.free == blocks.blocks > 0, "blocks are held although no sequence runs"
     out.stats = engine.stats()
     return out
 
@@ -214,9 +165,8 @@ def _abort(
 ) -> None:
     partial = engine.abort(ids, keep_partial=keep)
     assert sorted(sample.id for sample in partial) == (list(ids) if keep else [])
-    for sample in partial:
-        found = out.partial if sample.finish_reason == "abort" else out.finished  # by the step that ran ahead
-        found[sample.id] = sample
+    for sample in partial:  # some were finished by the step that ran ahead
+        (out.partial if sample.finish_reason == "abort" else out.finished)[sample.id] = sample
     out.dropped |= set() if keep else set(ids)
     for id in ids:
         del open_ids[id]
@@ -225,59 +175,39 @@ def _abort(
 def check_outcome(
     requests: Sequence[Request], out: Outcome, alone: dict[Id, Sample], dtype: torch.dtype
 ) -> int:
-    """Compares with the same requests run one by one.
+    """Compare the outcome with the same requests run one by one.
 
-    Returns:
-        responses that differ from a token on whose draw was a tie within rounding.
-
-    Raises:
-        AssertionError: a request without an answer, or a difference that has no such excuse.
+    Return the number of responses that differ, starting at a token whose draw was a tie within rounding.
     """
-    ids = [request.id for request in requests]
-    assert sorted([*out.finished, *out.partial, *out.dropped]) == sorted(ids)
+    assert sorted([*out.finished, *out.partial, *out.dropped]) == sorted(request.id for request in requests)
     exact = build_model(torch.float64) if dtype != torch.float64 else None
-    ties = 0
+    atol, ties, samples = 1e-10 if exact is None else 1e-3, 0, out.finished | out.partial
     for request in requests:
-        sample = out.finished.get(request.id) or out.partial.get(request.id)
-        if sample is None:
+        if request.id in out.dropped:
             continue
-        expected = alone[request.id]
-        same = _common(sample.token_ids, expected.token_ids)
-        np.testing.assert_allclose(
-            sample.log_probs[:same], expected.log_probs[:same], atol=1e-10 if exact is None else 1e-3
-        )
-        if same == len(sample.token_ids) and sample.finish_reason == "abort":
+        sample, expected = samples[request.id], alone[request.id]
+        ours, theirs = sample.token_ids.tolist(), expected.token_ids.tolist()
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        np.testing.assert_allclose(sample.log_probs[:same], expected.log_probs[:same], atol=atol)
+        if same == len(ours) and sample.finish_reason == "abort":
             continue
-        if same == len(sample.token_ids) == len(expected.token_ids):
+        if ours == theirs:
             assert sample.finish_reason == expected.finish_reason, request
             continue
-        both = (int(sample.token_ids[same]), int(expected.token_ids[same]))
+        both = ours[same], theirs[same]
         assert exact is not None, f"{request} differs at token {same}: {both}"
         assert is_tie(exact, request, expected.token_ids[:same], both), (request, same, both)
         ties += 1
     return ties
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning."""
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
-
-
 def is_tie(exact: PreTrainedModel, request: Request, written: np.ndarray, tokens: tuple[int, int]) -> bool:
-    """Whether logits that are the float64 model's up to rounding give either token.
-
-    Args:
-        exact: the model in float64.
-        written: (R) the response so far.
-        tokens: the two that were drawn next.
-    """
+    """Return whether the float64 model's logits, up to rounding, give either token after `written` (R)."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, written]))
     with torch.no_grad():
         logits_V = exact(ids[None]).logits[0, -1]
-    noise = torch.Generator().manual_seed(0)
-    count = 1024
+    noise, count = torch.Generator().manual_seed(0), 1024
     logits_CV = logits_V + ROUNDING * torch.randn(count, VOCABULARY, dtype=torch.float64, generator=noise)
     rows = Rows(count)
     places = rows.add([request] * count)
@@ -288,9 +218,8 @@ def is_tie(exact: PreTrainedModel, request: Request, written: np.ndarray, tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--dtype", nargs="+", choices=["float64", "float32"], default=["float64", "float32"])
     parser.add_argument("--seed", type=int, default=0)
@@ -301,8 +230,7 @@ def main() -> None:
     requests = random_requests(options.requests, options.seed)
     for name in options.dtype:
         dtype = getattr(torch, name)
-        module = build_model(dtype)
-        began = time.monotonic()
+        module, began = build_model(dtype), time.monotonic()
         out = stressed(module, requests, options.seed, run_ahead=options.run_ahead, graphs=options.graphs)
         stressed_s = time.monotonic() - began
         ties = check_outcome(requests, out, one_by_one(module, requests), dtype)

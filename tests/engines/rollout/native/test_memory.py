@@ -4,25 +4,38 @@ import pytest
 import torch
 
 from tandem.engines.rollout.native import memory
-from tandem.engines.rollout.native.budget import Wanted
+from tandem.engines.rollout.native.budget import CacheDemand
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.split import LayerSplit
 from tandem.errors import EngineError
 from tandem.memory import host as host_memory
+from tests.engines.rollout.case import CPU
 
-CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 GIB = 2**30
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+KEYS = "actor_rollout_ref.rollout."
 
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Writes the kernel's files as a host with 8 GiB available and no limit would have them."""
+    """Write the kernel's files as on a host with 8 GiB available and no limit."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Return the memory of a device in GiB, which the test may change."""
+    at = {"total": 80, "held": 20, "others": 0}
+    free = lambda _: ((at["total"] - at["held"] - at["others"]) * GIB, at["total"] * GIB)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    for name in ("memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: at["held"] * GIB)
+    return at
 
 
 def limit(host, total, used, reclaimable):
@@ -31,13 +44,10 @@ def limit(host, total, used, reclaimable):
     (host / "memory.stat").write_text(f"anon 1\ninactive_file {reclaimable}\n")
 
 
-def test_the_budget_is_a_share_of_all_memory_whatever_is_free(host):
+def test_the_budget_is_a_share_of_all_memory_whatever_is_free_up_to_a_containers_limit(host):
     assert memory.cache_budget(CPU, 0.25, 0) == int(0.25 * TOTAL)
     (host / "meminfo").write_text("MemAvailable: 1 kB\n")
     assert memory.cache_budget(CPU, 0.25, 0) == int(0.25 * TOTAL)
-
-
-def test_a_containers_limit_binds(host):
     limit(host, GIB, GIB // 2, 0)
     assert memory.cache_budget(CPU, 0.5, 0) == GIB // 2
     (host / "memory.max").write_text("max\n")
@@ -50,7 +60,7 @@ def test_more_than_is_free_is_refused(host):
     assert room.is_free(8 * GIB) and not room.is_free(8 * GIB + 1)
     with pytest.raises(EngineError, match=r"8,192.0 MiB free") as caught:
         room.check_free(8 * GIB + 1)
-    assert caught.value.field == "actor_rollout_ref.rollout.gpu_memory_utilization"
+    assert caught.value.field == KEYS + "gpu_memory_utilization"
     assert "max_num_seqs" in caught.value.remedy
     limit(host, 6 * GIB, 5 * GIB, GIB)
     room.check_free(2 * GIB)
@@ -61,35 +71,36 @@ def test_more_than_is_free_is_refused(host):
 def test_an_override_that_is_not_free_is_what_is_named(host):
     with pytest.raises(EngineError) as caught:
         CacheRoom(CPU, 0.5, 16, fixed=10**9).check_free(10**9 * GIB)
-    assert caught.value.field == "actor_rollout_ref.rollout.num_gpu_blocks_override"
-    assert caught.value.remedy == "lower it, or end what else uses the memory"
+    assert caught.value.field == KEYS + "num_gpu_blocks_override"
+    assert "stop other programs" in caught.value.remedy and "max_num_seqs" not in caught.value.remedy
 
 
-def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "rows", "held", "wanted"),
+    [
+        ([3, 4, 5], 10, 0, 12),
+        ([3, 4, 5], 2, 0, 10),
+        ([60, 70], 10, 0, 100),
+        ([3, 4, 5], 10, 11, 22),
+        ([3, 4, 5], 10, 12, 12),
+        ([60, 70], 10, 90, 100),
+    ],
+)
+def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch, asked, rows, held, wanted):
     monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * 7)
-    room = CacheRoom(CPU, 0.5, 16)
-    assert room.wanted([3, 4, 5], 10, 0, per_block=7) == 12
-    assert room.wanted([3, 4, 5], 2, 0, per_block=7) == 10
-    assert room.wanted([60, 70], 10, 0, per_block=7) == 100
-    assert room.wanted([3, 4, 5], 10, 11, per_block=7) == 22
-    assert room.wanted([3, 4, 5], 10, 12, per_block=7) == 12
-    assert room.wanted([60, 70], 10, 90, per_block=7) == 100
+    assert CacheRoom(CPU, 0.5, 16).wanted(asked, rows, held, per_block=7) == wanted
     assert CacheRoom(CPU, 0.5, 16, fixed=33).wanted([3, 4], 10, 0, per_block=7) == 33
-    with pytest.raises(EngineError, match="1600 tokens would fit"):
-        room.wanted([3, 101], 10, 0, per_block=7)
+    with pytest.raises(EngineError, match="1600 tokens"):
+        CacheRoom(CPU, 0.5, 16).wanted([3, 101], 10, 0, per_block=7)
 
 
-def test_a_device_full_of_the_process_itself_says_so(monkeypatch):
+def test_a_device_full_of_the_process_itself_says_so(cuda):
     """The trainer already holds more than the cache's share."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 40 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 39 * GIB)
-    room = CacheRoom(torch.device("cuda"), 0.5, 16)
-    with pytest.raises(
-        EngineError, match=r"0.5: 0.0 MiB beside 39,936.0 MiB that this process holds"
-    ) as caught:
-        room.check_longest(4, 2**20)
-    assert caught.value.field == "actor_rollout_ref.rollout.gpu_memory_utilization"
-    assert "would fit" not in caught.value.remedy and "offload what this process holds" in caught.value.remedy
+    cuda |= {"total": 40, "held": 39}
+    with pytest.raises(EngineError, match=r"0.5: 0.0 MiB .*39,936.0 MiB that this process") as caught:
+        CacheRoom(CUDA, 0.5, 16).check_longest(4, 2**20)
+    assert caught.value.field == KEYS + "gpu_memory_utilization"
+    assert "shorten" not in caught.value.remedy and "param_offload" in caught.value.remedy
 
 
 def test_all_ranks_decide_by_the_one_with_least(host):
@@ -104,48 +115,33 @@ def test_all_ranks_decide_by_the_one_with_least(host):
     assert room.most(2**20) == 1024
 
 
-def test_on_cuda_the_cache_gets_what_training_leaves(monkeypatch):
-    held = [20 * GIB]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
-    room = CacheRoom(torch.device("cuda", 0), None, 16, weights=3 * GIB)
+def test_on_cuda_the_cache_gets_what_training_leaves(cuda):
+    room = CacheRoom(CUDA, None, 16, weights=3 * GIB)
     assert room.most(GIB) == 80 - 20 - 4
-    held[0] = 5 * GIB
+    cuda["held"] = 5
     assert room.most(GIB) == 56  # measured once
     room.forget()
-    assert (
-        room.most(GIB) == 72 - 3 - 4 == CacheRoom(torch.device("cuda", 0), 0.9, 16, weights=3 * GIB).most(GIB)
-    )
-    assert CacheRoom(torch.device("cuda", 0), 0.5, 16, weights=3 * GIB).most(GIB) == 40 - 3 - 4
+    assert room.most(GIB) == CacheRoom(CUDA, 0.9, 16, weights=3 * GIB).most(GIB) == 72 - 3 - 4
+    assert CacheRoom(CUDA, 0.5, 16, weights=3 * GIB).most(GIB) == 40 - 3 - 4
 
 
-def test_copies_of_weights_are_made_where_they_leave_the_cache_its_need(monkeypatch):
-    free, held = [60 * GIB], [20 * GIB]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held[0])
-    room, wanted = CacheRoom(torch.device("cuda", 0), None, 16), Wanted(52, 160, 10, GIB // 10, 16)
+def test_copies_of_weights_are_made_where_they_leave_the_cache_its_need(cuda):
+    room, wanted = CacheRoom(CUDA, None, 16), CacheDemand(52, 160, 10, GIB // 10, 16)
     assert wanted.bytes <= 52 * GIB < wanted.bytes + GIB
     assert room.copies_pay(4 * GIB, wanted, returned=False)  # 80 - 20 - 4 - 4 = 52
     assert not room.copies_pay(5 * GIB, wanted, returned=False)
     assert room.copies_pay(5 * GIB, wanted, returned=True)
     assert room.copies_pay(5 * GIB, None, returned=False)
-    free[0] = 4 * GIB  # other processes take it
+    cuda["others"] = 56
     assert not room.copies_pay(5 * GIB, wanted, returned=True)
     assert not CacheRoom(CPU, None, 16).copies_pay(1, None, returned=True)
 
 
-def test_a_cache_is_taken_again_although_graphs_have_come(monkeypatch):
-    held = [20 * GIB]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - held[0], 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held[0])
-    room = CacheRoom(torch.device("cuda", 0), None, 16)
+def test_a_cache_is_taken_again_although_graphs_have_come(cuda):
+    room = CacheRoom(CUDA, None, 16)
     assert room.most(GIB) == 56
-    for now, may in ((21, True), (22, True), (23, False)):
-        held[0] = now * GIB
+    for cuda["held"], may in ((21, True), (22, True), (23, False)):
         room.forget()
         assert room.may_be_taken_again(56, GIB) == may
-    held[0] = 20 * GIB
-    assert CacheRoom(CPU, 0.5, 16, fixed=7).may_be_taken_again(7, 1)
-    assert not CacheRoom(CPU, 0.5, 16, fixed=7).may_be_taken_again(8, 1)
+    fixed = CacheRoom(CPU, 0.5, 16, fixed=7)
+    assert fixed.may_be_taken_again(7, 1) and not fixed.may_be_taken_again(8, 1)

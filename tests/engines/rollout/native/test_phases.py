@@ -1,4 +1,4 @@
-"""The native engine between phases: sleep, new weights, another model, the module under FSDP."""
+"""Tests of the native engine between phases: sleep, new weights, another model, the module under FSDP."""
 
 import gc
 import weakref
@@ -11,26 +11,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
-from tandem.engines.rollout.native import steps as native
-from tandem.engines.rollout.native.engine import NativeEngine
-from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.errors import EngineError
 from tandem.models.parallel import init_distributed
-from tandem.protocol import Request, SamplingParams
-
-CPU = torch.device("cpu")
-PER_TOKEN = 256  # bytes of tiny qwen2 in float32: 2 layers * 2 heads * (8 + 8) * 4
-
-
-def make(model, **options):
-    engine = NativeEngine(**{"device": CPU, "max_length": 128, **options})
-    engine.update_weights(SharedModule(model), 0)
-    return engine
+from tests.engines.rollout.case import CPU, drain, native, request, tokens
 
 
 def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests):
-    engine = make(tiny())
-    requests = make_requests(3)
+    engine, requests = native(tiny()), make_requests(3)
     generate(engine, requests)
     cache = weakref.ref(engine._store.cache)
     engine.sleep(["kv_cache"])
@@ -41,69 +28,22 @@ def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests):
     engine.sleep(["weights"])
     gc.collect()
     assert cache() is not None and runner() is None and engine._source is None
-    engine.submit(requests)
-    with pytest.raises(EngineError, match="update_weights"):
-        engine.poll(0.0)
-
-
-def test_graphs_last_as_long_as_cache_and_weights_stay(tiny, make_requests, monkeypatch):
-    """With work that is run again in place of captured graphs."""
-    made = []
-
-    def graphed(*args):
-        made.append(GraphedRunner(*args, capture=lambda work: work))
-        return made[-1]
-
-    monkeypatch.setattr(native, "GraphedRunner", graphed)
-    model = tiny(dtype=torch.float64)
-    requests = make_requests(20, 2)
-    expected = [sample.token_ids.tolist() for sample in generate(make(model), requests)]
-    engine = make(model)
-    engine._steps.graphs = True
-    for phase in range(3):
-        engine.update_weights(SharedModule(model), phase)
-        for _ in range(2):
-            assert [sample.token_ids.tolist() for sample in generate(engine, requests)] == expected
-            assert len(made) == phase + 1
-        if phase == 1:
-            engine.sleep()
-    engine.submit([Request("long", 0, np.ones(90, dtype=np.int64), SamplingParams(max_tokens=9))])
-    engine.submit(
-        [Request(f"x{r.uid}", r.sample, r.prompt_ids, SamplingParams(max_tokens=60)) for r in requests]
-    )
-    while engine.pending():
-        engine.poll(10.0)
-    assert len(made) == 4  # the cache has grown
 
 
 def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
-    engine = make(tiny())
-    requests = make_requests(3)
+    engine, requests = native(tiny()), make_requests(3)
     generate(engine, requests)
     engine.submit(requests)
     engine.poll(0.0)
     with pytest.raises(EngineError, match="another model"):
         engine.update_weights(SharedModule(tiny("qwen3")), 1)
-    while engine.pending():
-        engine.poll(10.0)
+    drain(engine)
     engine.update_weights(SharedModule(tiny("qwen3")), 1)
-    expected = generate(make(tiny("qwen3")), requests)
-    for sample, other in zip(generate(engine, requests), expected, strict=True):
-        assert sample.token_ids.tolist() == other.token_ids.tolist()
-
-
-@pytest.mark.parametrize("runner", ["fused", "module"])
-def test_module_under_fsdp(tiny, make_requests, runner):
-    """Generation inside an unsharded FSDP2 module equals that of the plain one."""
-    requests = make_requests(5, max_tokens=10)
-    expected = [s.token_ids.tolist() for s in generate(make(tiny(), runner=runner), requests)]
-    model = sharded(tiny())
-    written = [s.token_ids.tolist() for s in generate(make(model, runner=runner), requests)]
-    assert written == expected
+    assert tokens(generate(engine, requests)) == tokens(generate(native(tiny("qwen3")), requests))
 
 
 def sharded(model):
-    """Under FSDP2, and unsharded."""
+    """Return the model under FSDP2, unsharded."""
     mesh = init_distributed(CPU)
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
@@ -112,21 +52,28 @@ def sharded(model):
     return model
 
 
+@pytest.mark.parametrize("runner", ["fused", "module"])
+def test_module_under_fsdp(tiny, make_requests, runner):
+    requests = make_requests(5, max_tokens=10)
+    runs = [tokens(generate(native(model, runner=runner), requests)) for model in (tiny(), sharded(tiny()))]
+    assert runs[0] == runs[1]
+
+
+def hooks_of(model):
+    return [(list(part._forward_pre_hooks), list(part._forward_hooks)) for part in model.modules()]
+
+
 def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests, monkeypatch):
-    """Its hooks make other streams wait for each layer; a captured step must not."""
-    calls = []
-    plain = FSDPParamGroup.pre_forward
-    monkeypatch.setattr(
-        FSDPParamGroup, "pre_forward", lambda self, *args: calls.append(1) or plain(self, *args)
-    )
-    model = sharded(tiny())
-    hooks = [(list(part._forward_pre_hooks), list(part._forward_hooks)) for part in model.modules()]
+    """FSDP's hooks make other streams wait for each layer. A captured step must not do this."""
+    calls, plain = [], FSDPParamGroup.pre_forward
+    monkeypatch.setattr(FSDPParamGroup, "pre_forward", lambda *args: calls.append(1) or plain(*args))
+    model, other = sharded(tiny()), tiny()
+    hooks = hooks_of(model)
     assert sum(len(before) + len(after) for before, after in hooks) == 2 * 3
-    generate(make(model, runner="module"), make_requests(3))
+    generate(native(model, runner="module"), make_requests(3))
     assert not calls
-    assert hooks == [(list(part._forward_pre_hooks), list(part._forward_hooks)) for part in model.modules()]
+    assert hooks == hooks_of(model)
     ids = torch.arange(1, 9)[None]
-    other = tiny()
     for each in (model, other):
         each(input_ids=ids, labels=ids).loss.backward()
     assert len(calls) == 3
@@ -135,29 +82,26 @@ def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests
 
 
 def test_a_phase_is_the_same_whatever_ran_before_it():
-    """Bitwise, with and without a cache that was given back in between."""
+    """The results are bitwise equal, with and without a cache that was freed in between."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()
     rng = np.random.default_rng(0)
 
-    def requests(count, tokens):
-        prompts, responses = rng.integers(2, 60, size=count), rng.integers(1, tokens + 1, size=count)
-        return [
-            Request(f"p{i}", 0, rng.integers(0, 64, size=n), SamplingParams(max_tokens=int(m)))
-            for i, (n, m) in enumerate(zip(prompts, responses, strict=True))
-        ]
+    def requests(count, most):
+        prompts, responses = rng.integers(2, 60, size=count), rng.integers(1, most + 1, size=count)
+        sizes = enumerate(zip(prompts, responses, strict=True))
+        return [request(f"p{i}", 0, rng.integers(0, 64, size=n), max_tokens=int(m)) for i, (n, m) in sizes]
 
-    wanted, other = requests(24, 30), requests(9, 60)
-    runs = []
+    wanted, other, runs = requests(24, 30), requests(9, 60), []
     for before, sleeps in (([], False), (other, True), (other, False)):
-        engine = make(model)
+        engine = native(model)
         generate(engine, before)
         if sleeps:
             engine.sleep()
         engine.update_weights(SharedModule(model), 0)
         runs.append(generate(engine, wanted))
-    for samples in zip(*runs, strict=True):
-        for sample in samples[1:]:
-            assert np.array_equal(sample.token_ids, samples[0].token_ids)
-            assert np.array_equal(sample.log_probs, samples[0].log_probs)
+    for first, *others in zip(*runs, strict=True):
+        for sample in others:
+            assert np.array_equal(sample.token_ids, first.token_ids)
+            assert np.array_equal(sample.log_probs, first.log_probs)

@@ -1,14 +1,12 @@
-"""Both runners, step by step over a paged cache, against transformers' plain full forward."""
+"""Tests of both runners, step by step over a paged cache, against transformers' plain full forward."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AttentionInterface,
     GPTNeoXConfig,
@@ -18,23 +16,20 @@ from transformers import (
 )
 
 from tandem.engines.rollout.borrowed import borrowed
-from tandem.engines.rollout.native import fused
 from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.fused import FusedRunner, rounded_rows, why_not_fused
 from tandem.engines.rollout.native.module import ModuleRunner
-from tandem.engines.rollout.native.paged import PagedCache, StepInput
-from tandem.engines.rollout.native.runner import Runner, make_runner
+from tandem.engines.rollout.native.paged import PagedCache
+from tandem.engines.rollout.native.runner import make_runner
 from tandem.errors import EngineError
+from tests.engines.rollout.case import step_of
 
 BLOCK = 16
 FUSED = ["qwen2", "qwen3", "qwen3_window", "llama3_rope", "mistral", "mistral_window"]
 MODULE_ONLY = ["gemma", "gemma2", "gemma3_text"]
-Share = tuple[int, int, int]
-"""A sequence's share of a step: its number, and the first and last + 1 of the tokens that run."""
-
-# Whole prompts, chunks with earlier context, decode, and all of them mixed; sequence 2 starts on a block
-# that it shares with sequence 0.
-STEPS: list[list[Share]] = [
+# Whole prompts, chunks with earlier context, decode, and all of them mixed: of each sequence its number, and
+# the first and last + 1 of the tokens that run. Sequence 2 starts on a block that it shares with sequence 0.
+STEPS = [
     [(0, 0, 18), (1, 0, 1)],
     [(0, 18, 19), (2, 16, 33), (1, 1, 2), (3, 0, 5)],
     [(3, 5, 36), (0, 19, 20), (1, 2, 3)],
@@ -46,38 +41,21 @@ LENGTHS = [22, 5, 35, 41]
 
 
 @pytest.fixture
-def sequences() -> list[Tensor]:
+def sequences():
     rng = np.random.default_rng(2)
     tokens = [torch.from_numpy(rng.integers(0, 97, size=length)) for length in LENGTHS]
     tokens[2][:BLOCK] = tokens[0][:BLOCK]
     return tokens
 
 
-def tables() -> Tensor:
-    """Scattered block numbers out of 64, none of them 0."""
-    numbers = torch.randperm(63, generator=torch.Generator().manual_seed(4))[:28] + 1
-    table = numbers.view(4, 7).int()
-    table[2, 0] = table[0, 0]
-    return table
-
-
-def step_input(sequences: Sequence[Tensor], shares: Sequence[Share]) -> StepInput:
-    table = tables()
-    tokens = [(number, place) for number, start, stop in shares for place in range(start, stop)]
-    counts = [stop - start for _, start, stop in shares]
-    return StepInput(
-        ids_T=torch.stack([sequences[number][place] for number, place in tokens]),
-        positions_T=torch.tensor([place for _, place in tokens]),
-        slots_T=torch.tensor(
-            [int(table[number, place // BLOCK]) * BLOCK + place % BLOCK for number, place in tokens]
-        ),
-        starts_S1=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-        lengths_S=torch.tensor([stop for _, _, stop in shares], dtype=torch.int32),
-        tables_SB=table[[number for number, _, _ in shares]],
-        logits_L=torch.arange(len(tokens)),
-        max_query=max(counts),
-        max_length=max(stop for _, _, stop in shares),
-    )
+def step_input(sequences, shares):
+    """Return the step over scattered blocks out of 64, none of them 0."""
+    tables = torch.randperm(63, generator=torch.Generator().manual_seed(4))[:28].view(4, 7).int() + 1
+    tables[2, 0] = tables[0, 0]
+    numbers, starts, stops = (list(column) for column in zip(*shares, strict=True))
+    counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    ids = torch.cat([sequences[number][start:stop] for number, start, stop in shares])
+    return step_of(tables[numbers], stops, counts, BLOCK, ids)
 
 
 def plain_capped(layer, query, key, value, mask, scaling, softcap, sliding_window, **_):
@@ -91,17 +69,23 @@ def plain_capped(layer, query, key, value, mask, scaling, softcap, sliding_windo
 AttentionInterface.register("plain_capped", plain_capped)
 
 
-def logits_of(runner: Runner, sequences: Sequence[Tensor], attention: str = "torch") -> Tensor:
-    """All steps' logits, one after the other."""
-    cache = PagedCache(runner.layers, 64, BLOCK, runner.dtype, runner.device)
-    over = make_attention(cache, attention)
+def attention_of(runner, name="torch"):
+    return make_attention(PagedCache(runner.layers, 64, BLOCK, runner.dtype, runner.device), name)
+
+
+def logits_of(runner, sequences, attention="torch"):
+    """Return the logits of all steps, one after the other."""
+    over = attention_of(runner, attention)
     with torch.inference_mode():
         return torch.cat([runner.forward(step_input(sequences, shares), over) for shares in STEPS])
 
 
-def reference(model: nn.Module, sequences: Sequence[Tensor]) -> Tensor:
-    """transformers' own forward, but for a softcap, which its SDPA leaves out and its eager attention
-    follows by a softmax in float32."""
+def reference(model, sequences):
+    """Run transformers' own forward.
+
+    The exception is a softcap: transformers' SDPA ignores it, and its eager attention computes the softmax
+    after it in float32.
+    """
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     with torch.no_grad(), borrowed(model, "plain_capped") if capped else nullcontext():
         full = [model(sequence[None]).logits[0] for sequence in sequences]
@@ -119,70 +103,49 @@ def test_runners_and_full_forward_agree(model, tiny, sequences):
         torch.testing.assert_close(logits_of(runner, sequences), expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen3_window", "gemma2"])
 @pytest.mark.parametrize("attention", ["torch", "cpu"])
-def test_float32(model, attention, tiny, sequences):
-    module = tiny(model)
-    expected = reference(tiny(model, torch.float64), sequences).log_softmax(-1)
-    plain = (reference(module, sequences).double().log_softmax(-1) - expected).abs().max()
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [*((name, torch.float32) for name in ("qwen2", "qwen3_window", "gemma2")), ("qwen3", torch.bfloat16)],
+)
+def test_errors_of_rounding_are_those_of_a_full_forward(model, dtype, attention, tiny, sequences):
+    """Half precision rounds differently in each order of operations. All results stay near float64."""
+    exact, module = reference(tiny(model, torch.float64), sequences).log_softmax(-1), tiny(model, dtype)
+
+    def errors(logits):
+        return (logits.double().log_softmax(-1) - exact).abs()
+
+    plain = errors(reference(module, sequences))
     for runner in (make_runner("auto", module, 64), ModuleRunner(module, 64)):
-        out = logits_of(runner, sequences, attention).double().log_softmax(-1)
-        assert (out - expected).abs().max() < max(2 * plain, 1e-5)
+        found = errors(logits_of(runner, sequences, attention))
+        if dtype == torch.float32:
+            assert found.max() < max(2 * plain.max(), 1e-5)
+        else:
+            assert found.mean() < 1.2 * plain.mean()
 
 
 def test_a_window_matters(tiny, sequences):
-    """Without it the tests above would pass for a runner that ignores it."""
-    windowed = tiny("mistral_window", torch.float64)
-    whole = tiny("mistral", torch.float64)
-    assert (reference(windowed, sequences) - reference(whole, sequences)).abs().max() > 0.1
+    """Without this test, the tests above would pass for a runner that ignores the window."""
+    windowed, whole = (reference(tiny(m, torch.float64), sequences) for m in ("mistral_window", "mistral"))
+    assert (windowed - whole).abs().max() > 0.1
 
 
 def test_only_wanted_logits_are_computed(tiny, sequences):
-    module = tiny("qwen2", torch.float64)
-    step = step_input(sequences, STEPS[0])
-    few = StepInput(
-        **{name: getattr(step, name) for name in StepInput.__slots__} | {"logits_L": torch.tensor([8, 2])}
-    )
+    module, step = tiny("qwen2", torch.float64), step_input(sequences, STEPS[0])
+    few = replace(step, logits_L=torch.tensor([8, 2]))
     for runner in (FusedRunner(module, 64), ModuleRunner(module, 64)):
-        over = make_attention(PagedCache(runner.layers, 64, BLOCK, torch.float64, runner.device), "torch")
+        over = attention_of(runner)
         with torch.inference_mode():
             every = runner.forward(step, over)
             torch.testing.assert_close(runner.forward(few, over), every[[8, 2]], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_modules_own_weights_give_the_same(dtype, tiny, sequences, monkeypatch):
-    """As used for large models and on other devices than a CPU."""
-    module = tiny("qwen2", dtype)
-    copied = FusedRunner(module, 64)
-    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
-    own = FusedRunner(module, 64)
-    attention = module.model.layers[0].self_attn
-    assert [weight.data_ptr() for weight in own._layers[0].qkv.weights] == [
-        part.weight.data_ptr() for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-    ]
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(
-        logits_of(own, sequences), logits_of(copied, sequences), atol=tolerance, rtol=0
-    )
-
-
-@pytest.mark.parametrize("attention", ["torch", "cpu"])
-def test_bf16_stays_close(attention, tiny, sequences):
-    """Half precision rounds differently in each order of operations; all stay near the float64 result."""
-    exact = reference(tiny("qwen3", torch.float64), sequences).log_softmax(-1)
-    module = tiny("qwen3", torch.bfloat16)
-    plain = (reference(module, sequences).double().log_softmax(-1) - exact).abs().mean()
-    for runner in (FusedRunner(module, 64), ModuleRunner(module, 64)):
-        error = (logits_of(runner, sequences, attention).double().log_softmax(-1) - exact).abs().mean()
-        assert error < 1.2 * plain
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64}
 
 
 def test_another_architecture_runs_through_the_module(sequences):
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
+    config = GPTNeoXConfig(**SIZES, num_hidden_layers=2, num_attention_heads=4)
     module = GPTNeoXForCausalLM(config).double().eval()
     with pytest.raises(EngineError, match="gpt_neox"):
         make_runner("fused", module, 64)
@@ -190,15 +153,17 @@ def test_another_architecture_runs_through_the_module(sequences):
     torch.testing.assert_close(logits_of(runner, sequences), reference(module, sequences), atol=1e-10, rtol=0)
 
 
+def with_another_layer(model):
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = nn.Sequential(mlp.up_proj)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda m: m.config.rope_parameters.update(rope_type="dynamic"), "rope"),
         (lambda m: setattr(m.config, "hidden_act", "gelu"), "gelu"),
-        (
-            lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Sequential(m.model.layers[1].mlp.up_proj)),
-            "up_proj",
-        ),
+        (with_another_layer, "up_proj"),
     ],
 )
 def test_what_fused_does_not_know_is_said(change, reason, tiny):
@@ -208,40 +173,29 @@ def test_what_fused_does_not_know_is_said(change, reason, tiny):
     assert reason in why_not_fused(module)
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"), [(0, 1), (3, 4), (8, 8), (9, 16), (64, 64), (65, 72), (130, 144), (1000, 1024)]
-)
-def test_products_have_few_shapes(rows, expected):
-    assert rounded_rows(rows) == expected
+def test_products_have_few_shapes():
+    rows = (0, 3, 8, 9, 64, 65, 130, 1000)
+    assert list(map(rounded_rows, rows)) == [1, 4, 8, 16, 64, 72, 144, 1024]
 
 
 def test_attention_outside_the_interface_is_refused(tiny):
     module = tiny()
-    module.config.num_hidden_layers = 3  # one layer more than calls attention
+    module.config.num_hidden_layers = 3  # one more layer than there are calls of attention
     with pytest.raises(EngineError, match="2 of 3 layers"):
         ModuleRunner(module, 64)
 
 
 def test_chunked_attention_is_refused():
-    config = Llama4TextConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=32,
-        intermediate_size_mlp=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        attention_chunk_size=8,
-    )
+    sizes = SIZES | {"intermediate_size_mlp": 32, "num_hidden_layers": 4, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads, attention_chunk_size=8))
     with pytest.raises(EngineError, match="chunked_attention"):
-        ModuleRunner(Llama4ForCausalLM(config), 64)
+        ModuleRunner(model, 64)
 
 
 def test_angles_that_depend_on_other_sequences_are_refused(tiny):
     module = tiny()
     module.config.rope_parameters.update(rope_type="dynamic", factor=2.0)
-    ModuleRunner(module, 256)  # as many as max_position_embeddings: the angles are constant there
+    ModuleRunner(module, 256)  # up to max_position_embeddings the angles are constant
     with pytest.raises(EngineError, match=r"dynamic and sequences of up to 257 tokens"):
         ModuleRunner(module, 257)

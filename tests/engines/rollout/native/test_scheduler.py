@@ -1,316 +1,137 @@
-"""The scheduler over a cache that records which token of which prefix was written where."""
+"""Tests of the order of work: the plans of an engine whose blocks have 4 tokens.
 
-from __future__ import annotations
+`test_stress` shows that every load is computed right.
+"""
 
 import numpy as np
 import pytest
+import torch
 
-from tandem.engines.rollout.counters import Counters
-from tandem.engines.rollout.draws.rows import Rows
-from tandem.engines.rollout.native.blocks import BlockManager
-from tandem.engines.rollout.native.scheduler import Scheduler
-from tandem.protocol import Request, SamplingParams
-
-BLOCK = 4
+from tandem.engines.rollout.base import SharedModule
+from tests.engines.rollout.case import drain, native, request
 
 
-def request(uid, prompt, max_tokens=4, sample=0):
-    return Request(str(uid), sample, np.asarray(prompt), SamplingParams(max_tokens=max_tokens))
+@pytest.fixture
+def make(tiny):
+    """Return a function that makes an engine which keeps its plans. Requests are submitted to it."""
+
+    def make(blocks, *requests, **options):
+        options = {"block_size": 4, "max_length": 64, "num_gpu_blocks_override": blocks, **options}
+        engine = native(tiny(dtype=torch.float64), **options)
+        schedule, engine.plans = engine._scheduler.schedule, []
+
+        def planned():
+            plan = schedule()
+            engine.plans += [] if plan is None else [plan]
+            return plan
+
+        engine._scheduler.schedule = planned
+        engine.submit(requests)
+        return engine
+
+    return make
 
 
-class Machine:
-    """Runs plans: a slot holds the whole prefix that its token ends, so that any slot read for the wrong
-    sequence, or before it was written, is noticed. The next token follows from the prefix alone.
-
-    Args:
-        ahead: whether a step is planned before the tokens of the last one are accepted.
-    """
-
-    def __init__(self, blocks, *, seqs=8, budget=1000, chunked=True, caching=True, ahead=False):
-        self.counters = Counters(None)
-        self.rows = Rows(seqs)
-        self.scheduler = Scheduler(
-            self.rows,
-            self.counters,
-            max_length=64,
-            block_size=BLOCK,
-            max_num_batched_tokens=budget,
-            chunked=chunked,
-            caching=caching,
-        )
-        self.scheduler.blocks = BlockManager(blocks)
-        self.slots = {}
-        self.ahead = ahead
-        self.flight = []  # (row, token)
-        self.answers = {}
-        self.plans = []
-
-    def submit(self, *requests):
-        self.scheduler.waiting.extend(requests)
-
-    @staticmethod
-    def next_token(prefix):
-        return (7 * sum(prefix) + len(prefix)) % 50
-
-    def step(self):
-        plan = self.scheduler.schedule()
-        if not self.ahead:
-            assert plan is not None
-        landing, self.flight = self.flight, []
-        if plan is not None:
-            self.plans.append(plan)
-            self.run(plan, dict(landing))
-        self.accept(landing)
-        if not self.ahead:
-            landing, self.flight = self.flight, []
-            self.accept(landing)
-        self.scheduler.check()
-
-    def run(self, plan, in_flight):
-        assert len(set(plan.rows.tolist())) == len(plan.rows)
-        ends = []
-        for row, first, count in zip(plan.rows, plan.first, plan.counts, strict=True):
-            ids = self.scheduler.content(row).tolist()
-            ids += [in_flight[row]] if row in in_flight else []
-            slots = [self.scheduler.tables[row, t // BLOCK] * BLOCK + t % BLOCK for t in range(first + count)]
-            for t in range(first, first + count):
-                self.slots[slots[t]] = tuple(ids[: t + 1])
-            ends.append((row, first + count, ids[: first + count], slots))
-        for _, _, ids, slots in ends:  # reads come after all writes, as in a layer
-            assert all(self.slots[slot] == tuple(ids[: t + 1]) for t, slot in enumerate(slots))
-        for source, target in zip(*plan.copies, strict=True):
-            for offset in range(BLOCK):
-                self.slots[target * BLOCK + offset] = self.slots.get(source * BLOCK + offset)
-        for row, source in zip(plan.sampled, plan.source, strict=True):
-            self.flight.append((int(row), self.next_token(ends[source][2])))
-
-    def accept(self, tokens):
-        done = np.zeros(self.rows.count, dtype=bool)
-        for row, token in tokens:
-            if row >= 0:
-                self.rows.tokens[row, self.rows.produced[row]] = self.rows.last_token[row] = token
-                self.rows.produced[row] += 1
-                full = self.rows.produced[row] == self.rows.max_tokens[row]
-                done[row] = full or token in self.rows.request[row].params.stop_token_ids
-        for row in np.flatnonzero(done):
-            self.answers[self.rows.request[row].id] = self.rows.sample(int(row), "").token_ids.tolist()
-        if done.any():
-            self.remove(done)
-
-    def remove(self, gone):
-        moved = self.scheduler.remove(gone)
-        self.flight = [(int(moved[row]) if row >= 0 else -1, token) for row, token in self.flight]
-
-    def finish(self, limit=2000):
-        for _ in range(limit):
-            if not self.rows.count and not self.scheduler.waiting:
-                break
-            self.step()
-        assert not self.rows.count and not self.scheduler.waiting
-        assert self.scheduler.blocks.free == self.scheduler.blocks.blocks
-        return self.answers
+def step(engine, *requests):
+    engine.submit(requests)
+    return [sample.uid for sample in engine.poll(0.0)]
 
 
-def expected(requests):
-    out = {}
-    for item in requests:
-        ids = item.prompt_ids.tolist()
-        for _ in range(item.params.max_tokens):
-            ids.append(Machine.next_token(ids))
-            if ids[-1] in item.params.stop_token_ids:
-                break
-        out[item.id] = ids[len(item.prompt_ids) :]
-    return out
+def counts(engine):
+    return [plan.counts.tolist() for plan in engine.plans]
 
 
-def prefilled(machine):
-    return sum(int(plan.counts[plan.decoding :].sum()) for plan in machine.plans)
+def prefilled(engine):
+    return sum(int(plan.counts[plan.decoding :].sum()) for plan in engine.plans)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_any_load_is_computed_right(seed, ahead):
-    """Random prompts with common beginnings, several samples, arrivals and aborts in the middle; caches that
-    are large, or so small that sequences are preempted."""
-    rng = np.random.default_rng(seed)
-    machine = Machine(
-        int(rng.choice([12, 16, 20, 100])),
-        seqs=int(rng.integers(2, 10)),
-        budget=int(rng.choice([3, 10, 1000])),
-        chunked=bool(rng.integers(2)),
-        caching=bool(rng.integers(2)),
-        ahead=ahead,
-    )
-    roots = [rng.integers(0, 50, size=20) for _ in range(3)]
-    requests = []
-    for uid in range(14):
-        prompt = np.concatenate((roots[uid % 3][: rng.integers(1, 21)], rng.integers(0, 50, rng.integers(4))))
-        for sample in range(rng.integers(1, 5)):
-            params = SamplingParams(max_tokens=int(rng.integers(1, 24)), stop_token_ids=(3, 5))
-            requests.append(Request(str(uid), sample, prompt, params))
-    aborted = set()
-    for start in range(0, len(requests), 5):
-        machine.submit(*requests[start : start + 5])
-        for _ in range(rng.integers(6)):
-            if machine.rows.count or machine.scheduler.waiting:
-                machine.step()
-        if machine.rows.count and start % 2:
-            landing, machine.flight = machine.flight, []
-            machine.accept(landing)
-            gone = rng.random(machine.rows.count) < 0.2
-            aborted |= {item.id for item in machine.rows.request[: machine.rows.count][gone]}
-            machine.remove(gone)
-            aborted |= {item.id for item in machine.scheduler.drop_waiting({requests[start].id})}
-            machine.scheduler.check()
-    answers = machine.finish()
-    wanted = expected(requests)
-    assert answers == {id: wanted[id] for id in wanted if id not in aborted}
+def finish(engine):
+    drain(engine)
+    engine._scheduler.check()
+    assert engine._scheduler.blocks.free == engine._scheduler.blocks.blocks
 
 
-def test_samples_compute_their_prompt_once():
-    machine = Machine(100, seqs=16)
-    prompt = np.arange(10)  # two blocks and a half
-    requests = [request("a", prompt, sample=s) for s in range(16)]
-    machine.submit(*requests)
-    machine.step()
-    [plan] = machine.plans
-    assert plan.counts.tolist() == [10]
-    assert plan.sampled.tolist() == list(range(16))
+def test_samples_compute_their_prompt_once(make):
+    engine = make(100, *(request("a", s, 10, max_tokens=4) for s in range(16)))  # two blocks and a half
+    step(engine)
+    [plan] = engine.plans
+    assert (plan.counts.tolist(), plan.sampled.tolist()) == ([10], list(range(16)))
     assert plan.source.tolist() == [0] * 16
     assert len(plan.copies[0]) == 15 and len(set(plan.copies[0])) == 1 and len(set(plan.copies[1])) == 15
-    assert machine.scheduler.blocks.free == 100 - 2 - 16
-    assert machine.finish() == expected(requests)
-    assert prefilled(machine) == 10
+    assert engine._scheduler.blocks.free == 100 - 2 - 16
+    finish(engine)
+    assert prefilled(engine) == 10
 
 
-def test_samples_wait_for_a_prompt_in_chunks():
-    machine = Machine(100, budget=6)
-    requests = [request("a", np.arange(16), sample=s) for s in range(4)]
-    machine.submit(*requests)
-    answers = machine.finish()
-    assert [plan.counts.tolist() for plan in machine.plans[:3]] == [[6], [6], [4]]
-    assert [len(plan.sampled) for plan in machine.plans[:3]] == [0, 0, 4]
-    assert answers == expected(requests)
-    assert prefilled(machine) == 16
+def test_samples_wait_for_a_prompt_in_chunks(make):
+    requests = [request("a", sample, 16, max_tokens=4) for sample in range(4)]
+    engine = make(100, *requests, max_num_batched_tokens=6)
+    finish(engine)
+    plans = [(plan.counts.tolist(), len(plan.sampled)) for plan in engine.plans[:3]]
+    assert plans == [([6], 0), ([6], 0), ([4], 4)]
+    assert prefilled(engine) == 16
 
 
-def test_the_budget_goes_to_decoding_first():
-    machine = Machine(100, budget=6)
-    machine.submit(request("a", [1], 9), request("b", [2], 9))
-    machine.step()
-    machine.submit(request("c", np.arange(10)), request("d", [3]))
-    machine.step()
-    assert machine.plans[1].counts.tolist() == [1, 1, 4]
-    machine.step()
-    assert machine.plans[2].counts.tolist() == [1, 1, 4]
-    machine.step()
-    assert machine.plans[3].counts.tolist() == [1, 1, 2, 1]
+def test_the_budget_goes_to_decoding_first(make):
+    short = (request(uid, prompt=[1 + i], max_tokens=9) for i, uid in enumerate("ab"))
+    engine = make(100, *short, max_num_batched_tokens=6)
+    step(engine)
+    step(engine, request("c", prompt=10), request("d", prompt=[3]))
+    step(engine)
+    step(engine)
+    assert counts(engine)[1:] == [[1, 1, 4], [1, 1, 4], [1, 1, 2, 1]]
 
 
-def test_a_long_prompt_runs_alone_when_chunks_are_off():
-    machine = Machine(100, budget=10, chunked=False)
-    machine.submit(*(request(i, np.full(n, i)) for i, n in enumerate((8, 30, 4, 4, 4))))
-    machine.finish()
-    shares = [plan.counts[plan.decoding :].tolist() for plan in machine.plans]
+def test_a_long_prompt_runs_alone_when_chunks_are_off(make):
+    requests = [request(str(i), prompt=np.full(n, i), max_tokens=4) for i, n in enumerate((8, 30, 4, 4, 4))]
+    engine = make(100, *requests, max_num_batched_tokens=10, enable_chunked_prefill=False)
+    finish(engine)
+    shares = [plan.counts[plan.decoding :].tolist() for plan in engine.plans]
     assert [share for share in shares if share] == [[8], [30], [4, 4], [4]]
 
 
-def test_a_conversation_goes_on_over_the_blocks_of_its_last_turn():
-    machine = Machine(100)
-    machine.submit(request("a", np.arange(9), 8))
-    turn = machine.finish()["a", 0]
-    longer = np.concatenate((np.arange(9), turn, [1, 2, 3]))  # 20 tokens, 16 of them were computed
-    machine.submit(request("b", longer))
-    answers = machine.finish()
-    assert machine.counters.cached_prefix_tokens == 16
-    assert prefilled(machine) == 9 + 4
-    assert answers["b", 0] == expected([request("b", longer)])["b", 0]
+@pytest.mark.parametrize(
+    ("steps", "forgets", "caching", "cached"),
+    [(99, False, True, 4), (99, False, False, 0), (99, True, True, 0), (2, True, True, 0)],
+)
+def test_what_is_found_again(make, tiny, steps, forgets, caching, cached):
+    """A prompt that is known whole computes its last block. Sequences that run leave mixed blocks."""
+    engine = make(100, request("a", prompt=8, max_tokens=9), enable_prefix_caching=caching)
+    while engine.pending() and steps:
+        step(engine)
+        steps -= 1
+    if forgets:
+        engine.update_weights(SharedModule(tiny(dtype=torch.float64)), 1)
+    finish(engine)
+    engine.submit([request("b", prompt=8, max_tokens=4)])
+    finish(engine)
+    assert (engine.stats()["cached_prefix_tokens"], prefilled(engine)) == (cached, 16 - cached)
 
 
-def test_a_prompt_that_is_known_whole_computes_its_last_block():
-    machine = Machine(100)
-    for uid in "ab":
-        machine.submit(request(uid, np.arange(8)))
-        machine.finish()
-    assert prefilled(machine) == 8 + 4
+def test_the_youngest_gives_way_and_comes_back_first(make, tiny):
+    requests = [request(uid, prompt=[i, i, i], max_tokens=17) for i, uid in enumerate("012")]
+    engine, late, order = make(6, *requests, enable_prefix_caching=False), request("late", max_tokens=17), []
+    order += step(engine)
+    order += step(engine, late)
+    while engine.pending():
+        order += step(engine)
+    assert engine.stats()["preemptions"] > 0
+    assert order == ["0", "1", "2", "late"]
 
 
-def test_nothing_is_found_after_forget():
-    machine = Machine(100)
-    machine.submit(request("a", np.arange(8)))
-    machine.finish()
-    machine.scheduler.forget()
-    machine.submit(request("b", np.arange(8)))
-    machine.finish()
-    assert machine.counters.cached_prefix_tokens == 0
+def test_a_sequence_starts_only_if_those_that_run_can_go_on(make):
+    """There are five blocks. Each of three sequences needs one now and will need a second one."""
+    engine = make(5, *(request(str(i), prompt=[i, 1, 2], max_tokens=5) for i in range(3)))
+    step(engine)
+    assert len(engine.plans[0].sampled) == 2
+    finish(engine)
+    assert engine.stats()["preemptions"] == 0
 
 
-def test_what_runs_over_old_keys_is_not_found_either():
-    """A sequence that goes on after `forget` leaves blocks that mix old and new."""
-    machine = Machine(100)
-    machine.submit(request("a", np.arange(8), 9))
-    machine.step()
-    machine.step()
-    machine.scheduler.forget()
-    machine.finish()
-    machine.submit(request("b", np.arange(8)))
-    machine.finish()
-    assert machine.counters.cached_prefix_tokens == 0
-
-
-def test_a_prompt_in_the_middle_is_computed_anew_after_forget():
-    machine = Machine(100, budget=4)
-    machine.submit(request("a", np.arange(8)))
-    machine.step()
-    machine.scheduler.forget()
-    machine.slots.clear()
-    machine.finish()
-    assert prefilled(machine) == 4 + 8
-
-
-def test_the_youngest_gives_way_and_comes_back_first():
-    machine = Machine(6, caching=False)
-    long = [request(i, [i, i, i], 17) for i in range(3)]
-    late = request("late", [9], 17)
-    machine.submit(*long)
-    machine.step()
-    machine.submit(late)
-    order = []
-    while machine.rows.count or machine.scheduler.waiting:
-        before = set(machine.answers)
-        machine.step()
-        order += sorted(set(machine.answers) - before)
-    assert machine.counters.preemptions > 0
-    assert order == [("0", 0), ("1", 0), ("2", 0), ("late", 0)]
-    assert machine.answers == expected([*long, late])
-
-
-def test_a_sequence_starts_only_if_those_that_run_can_go_on():
-    """Five blocks: each of three sequences needs one now and will want a second."""
-    machine = Machine(5)
-    machine.submit(*(request(i, [i, 1, 2], 5) for i in range(3)))
-    machine.step()
-    assert len(machine.plans[0].sampled) == 2
-    machine.finish()
-    assert machine.counters.preemptions == 0
-
-
-def test_requests_wait_for_a_sixteenth_of_the_rows():
-    machine = Machine(1000, seqs=32)
-    machine.submit(*(request(i, [i], 4 + i % 29) for i in range(64)))
-    machine.finish()
-    admitted = [len(plan.counts) - plan.decoding for plan in machine.plans]
+def test_requests_wait_for_a_sixteenth_of_the_rows(make):
+    requests = [request(str(i), prompt=[i], max_tokens=4 + i % 29) for i in range(64)]
+    engine = make(1000, *requests, max_num_seqs=32)
+    finish(engine)
+    admitted = [len(plan.counts) - plan.decoding for plan in engine.plans]
     assert admitted[0] == 32
     assert min(count for count in admitted[1:] if count) == 2
-
-
-def test_restart_computes_everything_again_from_what_was_accepted():
-    machine = Machine(100, ahead=True)
-    requests = [request("a", np.arange(7), 9), request("b", np.arange(5), 9)]
-    machine.submit(*requests)
-    for _ in range(4):
-        machine.step()
-    machine.flight = []
-    machine.slots.clear()
-    machine.scheduler.restart()
-    assert machine.finish() == expected(requests)

@@ -1,51 +1,56 @@
-"""Hundreds of random requests, with aborts, on a tiny cache; `make stress` runs thousands."""
-
-from __future__ import annotations
+"""Hundreds of random requests, with aborts, on a very small cache. `make stress` runs thousands."""
 
 import numpy as np
 import pytest
 import torch
 
-from tandem.protocol import Request, SamplingParams
+from tests.engines.rollout.case import request
 from tests.engines.rollout.native import stress
 
-SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+AHEAD, GRAPHS = {"run_ahead": True}, {"graphs": True}
+
+
+def case(dtype, count, options, *marks):
+    names = [str(dtype).removeprefix("torch."), str(count), *(f"{k}={v}" for k, v in options.items())]
+    return pytest.param(dtype, count, options, marks=marks, id=",".join(names))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "count", "run_ahead", "graphs"),
+    ("dtype", "count", "options"),
     [
-        pytest.param(torch.float64, 100, False, False, marks=pytest.mark.slow),
-        (torch.float64, 50, True, True),
-        pytest.param(torch.float64, 50, True, False, marks=pytest.mark.slow),
-        (torch.float64, 50, False, True),
-        (torch.float32, 50, False, False),
-        pytest.param(torch.float64, 10_000, True, True, marks=SLOW),
-        pytest.param(torch.float32, 10_000, False, False, marks=SLOW),
-        pytest.param(torch.float32, 1_000, True, True, marks=SLOW),
+        case(torch.float64, 50, AHEAD | GRAPHS),
+        case(torch.float64, 50, GRAPHS),
+        case(torch.float32, 50, {}),
+        case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}),
+        case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}),
+        case(torch.float64, 50, {"enable_prefix_caching": False}),
+        case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
+        case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
+        case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
+        case(torch.float64, 100, {}, pytest.mark.slow),
+        case(torch.float64, 50, AHEAD, pytest.mark.slow),
+        case(torch.float64, 10_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
+        case(torch.float32, 10_000, {}, pytest.mark.slow, pytest.mark.timeout(1800)),
+        case(torch.float32, 1_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
     ],
 )
-def test_every_request_is_answered_as_if_it_were_alone(
-    dtype: torch.dtype, count: int, run_ahead: bool, graphs: bool
-) -> None:
+def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
     requests = stress.random_requests(count, seed=1)
     module = stress.build_model(dtype)
-    out = stress.stressed(module, requests, seed=2, run_ahead=run_ahead, graphs=graphs)
+    out = stress.stressed(module, requests, seed=2, **options)
     ties = stress.check_outcome(requests, out, stress.one_by_one(module, requests), dtype)
     assert ties <= max(count // 100, 1)
-    assert out.partial and out.dropped
-    assert dtype == torch.float32 or out.stats["preemptions"] > 0
+    roomy = {"num_gpu_blocks_override", "max_num_batched_tokens"} & options.keys()
+    assert (out.partial and out.dropped) or roomy
+    assert out.stats["preemptions"] > 0 or dtype == torch.float32 or roomy
 
 
-def test_a_tie_is_told_from_a_mistake() -> None:
-    """Greedy over two equal logits is a tie; over unequal ones it is not."""
-    exact = stress.build_model(torch.float64)
-    request = Request("p", 0, np.array([1, 2, 3]), SamplingParams(temperature=0.0, max_tokens=4))
+def test_a_tie_is_told_from_a_mistake():
+    """Greedy sampling over two equal logits is a tie. Over different logits it is not."""
+    exact, greedy, nothing = stress.build_model(torch.float64), {"temperature": 0.0}, np.zeros(0, np.int64)
     with torch.no_grad():
         logits_V = exact(torch.tensor([[1, 2, 3]])).logits[0, -1]
-        first, second = logits_V.topk(2).indices.tolist()
-    assert not stress.is_tie(exact, request, np.zeros(0, dtype=np.int64), (first, second))
+    tokens = first, second = logits_V.topk(2).indices.tolist()
     bias = ((second, float(logits_V[first] - logits_V[second])),)
-    params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias=bias)
-    tied = Request("p", 0, np.array([1, 2, 3]), params)
-    assert stress.is_tie(exact, tied, np.zeros(0, dtype=np.int64), (first, second))
+    assert not stress.is_tie(exact, request(**greedy), nothing, tokens)
+    assert stress.is_tie(exact, request(**greedy, logit_bias=bias), nothing, tokens)

@@ -1,13 +1,11 @@
-"""Tiny models that vLLM can run, with heads as wide as its attention on CPUs wants them."""
+"""Small models that vLLM can run, with heads as wide as its attention on CPUs needs them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -17,40 +15,24 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tandem.engines.rollout.base import WeightStream
+from tandem.engines.rollout.base import generate
+from tandem.engines.weight_sync import digest
 from tandem.protocol import Request, Sample, SamplingParams
-
-Change = Callable[[str, Tensor], Tensor | None]
-
-VOCABULARY = 97  # which vLLM pads to 128
-_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
+from tests.contract.world import SHAPE, VOCABULARY, log_probs
+from tests.engines.rollout.case import stream  # vLLM pads the vocabulary to 128
 
 
 def build(
     name: str = "qwen2", seed: int = 0, vocab_size: int = VOCABULARY, heads: tuple[int, int] = (2, 1)
 ) -> PreTrainedModel:
-    """A float32 model with random biases and norms; qwen2 has tied embeddings, qwen3 has not.
-
-    Args:
-        heads: of queries; of keys and values.
-    """
+    """Build a float32 model with random biases and norms and so many query and key heads."""
     torch.manual_seed(seed)
-    shape = _SHAPE | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "intermediate_size": 96}
+    shape |= {"vocab_size": vocab_size, "hidden_size": 64, "tie_word_embeddings": name == "qwen2"}
     if name == "qwen2":
-        shape["hidden_size"] = 32 * heads[0]
-        model: PreTrainedModel = Qwen2ForCausalLM(
-            Qwen2Config(**shape, vocab_size=vocab_size, tie_word_embeddings=True)
-        )
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE | shape | {"hidden_size": 32 * heads[0]}))
     else:
-        model = Qwen3ForCausalLM(
-            Qwen3Config(**shape, vocab_size=vocab_size, head_dim=32, tie_word_embeddings=False)
-        )
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | shape, head_dim=32))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -59,9 +41,10 @@ def build(
 
 
 def save(model: PreTrainedModel, folder: Path) -> str:
-    """With a generation config that must not be followed."""
+    """Save the model with a generation config that must be ignored."""
+    eos = list(range(0, VOCABULARY, 2))
     model.generation_config = GenerationConfig(
-        eos_token_id=list(range(0, VOCABULARY, 2)), repetition_penalty=3.0, do_sample=True, top_k=3
+        eos_token_id=eos, repetition_penalty=3.0, do_sample=True, top_k=3
     )
     model.save_pretrained(folder)
     return str(folder)
@@ -74,24 +57,17 @@ def make_requests(count: int, n: int = 1, **params: object) -> list[Request]:
     return [Request(f"p{i}", k, prompt, settings) for i, prompt in enumerate(prompts) for k in range(n)]
 
 
-def log_probs(model: PreTrainedModel, request: Request, sample: Sample) -> np.ndarray:
-    """(R) nats, of the sample's tokens after temperature, by one forward."""
-    ids = torch.from_numpy(np.concatenate((request.prompt_ids, sample.token_ids)))[None]
-    with torch.no_grad():
-        logits_RV = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double()
-    scaled_RV = (logits_RV / request.params.temperature).log_softmax(-1)
-    return scaled_RV.gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0].numpy()
+def check_samples(model: PreTrainedModel, requests: Sequence[Request], samples: Iterable[Sample]) -> None:
+    """Check that the log-probs are those of the model."""
+    for request, sample in zip(requests, samples, strict=True):
+        assert sample.id == request.id
+        np.testing.assert_allclose(sample.log_probs, log_probs(model, request, sample), atol=1e-4, rtol=0)
 
 
-def stream(model: PreTrainedModel, change: Change = lambda _, tensor: tensor) -> WeightStream:
-    """A model's weights; those that `change` makes None are left out. Each is spoilt when the next is asked
-    for."""
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in model.named_parameters():
-            tensor = change(name, parameter.detach().clone())
-            if tensor is not None:
-                yield name, tensor
-                tensor.fill_(torch.nan)
-
-    return WeightStream(tensors())
+def check_update(engine: Any, model: PreTrainedModel, version: int, change: Any = lambda _, t: t) -> None:
+    """Give the engine new weights, and check that it holds them and samples from them."""
+    assert engine.update_weights(stream(model, change), version) == digest(model.named_parameters())
+    requests = make_requests(4, 2, temperature=0.9)
+    samples = generate(engine, requests)
+    check_samples(model, requests, samples)
+    assert {version for sample in samples for version in sample.versions.tolist()} == {version}

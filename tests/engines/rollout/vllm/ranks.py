@@ -1,10 +1,10 @@
-"""One vLLM engine over several processes, each a rank, driven by the process of the test."""
+"""One vLLM engine over several processes, each a rank. The test's process controls them."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ import torch
 from torch.distributed import TCPStore
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.base import WeightStream
 from tandem.engines.weight_sync import Digest
 from tandem.models.parallel import init_distributed
-from tandem.protocol import Request, Sample
+from tandem.protocol import Sample
+from tests.engines.rollout.case import CPU
 
 vllm_engine = pytest.importorskip("tandem.engines.rollout.vllm.engine", exc_type=ImportError)
 
 _LIMIT_S = 240.0
-CPU = torch.device("cpu")
 
 
 class Ranks:
-    """Processes that make the same engines and give them the same calls; it checks that all answer alike."""
+    """Processes that make the same engines and give them the same calls. All of them must answer alike."""
 
     def __init__(self, size: int = 2) -> None:
         self.size = size
@@ -38,11 +38,11 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             here, there = spawning.Pipe()
-            process = spawning.Process(target=_rank, args=(rank, size, self._store.port, there), daemon=True)
-            process.start()
+            arguments = (rank, size, self._store.port, there)
+            self._processes.append(spawning.Process(target=_rank, args=arguments, daemon=True))
+            self._processes[-1].start()
             there.close()
             self._pipes.append(here)
-            self._processes.append(process)
 
     def close(self) -> None:
         for process in self._processes:
@@ -50,10 +50,9 @@ class Ranks:
             process.join()
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function gave on each rank: of the rank's engines by number, the rank and the arguments.
+        """Return what a function of the rank's engines, the rank and the arguments returned on each rank.
 
-        Raises:
-            Exception: what it raised on the first rank, if it raised on all.
+        What it raised is raised here, if it raised the same on all.
         """
         for pipe in self._pipes:
             pipe.send((call, arguments))
@@ -71,63 +70,42 @@ class Ranks:
         return [value for _, value in answers]
 
     def engine(self, folder: Path | str, **options: Any) -> SplitEngine:
-        """An engine whose layers all ranks split."""
+        """Make an engine whose layers are split over all ranks."""
         self.engines += 1
         self.run(_make, self.engines, str(folder), {"tensor_parallel_size": self.size} | options)
         return SplitEngine(self, self.engines)
+
+
+def _on_ranks(method: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **options: self.call(method, *arguments, **options)
 
 
 class SplitEngine:
     """A `RolloutEngine` whose calls go to its ranks."""
 
     takes = frozenset({WeightStream})
+    submit, poll, pending, abort = map(_on_ranks, ("submit", "poll", "pending", "abort"))
+    sleep, wake, close = map(_on_ranks, ("sleep", "wake", "close"))
+    progress, stats = map(_on_ranks, ("progress", "stats"))
 
     def __init__(self, ranks: Ranks, number: int) -> None:
         self.ranks, self.number = ranks, number
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         first, *others = self.ranks.run(_called, self.number, method, arguments, options)
         for other in others:
             assert _plain(other) == _plain(first), method
         return first
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._call("submit", list(requests))
-
-    def poll(self, timeout_s: float) -> list[Sample]:
-        return self._call("poll", timeout_s)
-
-    def pending(self) -> int:
-        return self._call("pending")
-
-    def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        return self._call("abort", list(ids), keep_partial=keep_partial)
-
-    def update_weights(self, source: WeightSource, version: int) -> Digest:
-        assert isinstance(source, WeightStream)
+    def update_weights(self, source: WeightStream, version: int) -> Digest:
         tensors = [(name, tensor.detach().clone().numpy()) for name, tensor in source.tensors]
         first, *others = self.ranks.run(_loaded, self.number, tensors, version)
         assert all(other == first for other in others)
         return first
 
-    def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        self._call("sleep", tuple(tags))
-
-    def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        self._call("wake", tuple(tags))
-
-    def close(self) -> None:
-        self._call("close")
-
-    def progress(self) -> int:
-        return self._call("progress")
-
-    def stats(self) -> dict[str, float]:
-        return self._call("stats")
-
 
 def _plain(value: Any) -> Any:
-    """Samples as what their ranks must agree on, to the bit."""
+    """Convert samples to what ranks must agree on, bit by bit."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, Sample):
@@ -136,7 +114,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# In the processes of the ranks.
+# The functions below run in the processes of the ranks.
 
 
 def _rank(rank: int, size: int, port: int, pipe: Connection) -> None:

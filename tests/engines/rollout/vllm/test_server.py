@@ -1,6 +1,4 @@
-"""The engine on a real vLLM server that it starts itself; see `make test-vllm`."""
-
-from __future__ import annotations
+"""Tests of the engine on a real vLLM server that it starts itself. See `make test-vllm`."""
 
 import json
 import os
@@ -8,60 +6,48 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.vllm.process import VLLMProcess, serve
 from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.engines.weight_sync import Sent, WeightSyncError, check_arrival, digest
 from tandem.errors import ConfigError, EngineError
-from tandem.protocol import Request, SamplingParams
-from tests.engines.rollout.vllm.models import build, log_probs, make_requests, save, stream
+from tests.contract.rollout import RolloutContract
+from tests.contract.world import EngineKind
+from tests.engines.rollout.case import CPU, request, stream, wait_for
+from tests.engines.rollout.vllm.models import build, check_update, make_requests, save
+from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, running
 
-pytest.register_assert_rewrite("tests.contract.rollout")
-from tests.contract.rollout import RolloutContract  # noqa: E402
-from tests.contract.world import EngineKind  # noqa: E402
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a server that starts imports vLLM three times
-CPU = torch.device("cpu")
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a starting server imports vLLM three times
 
 
-def start(folder: Path, model: Any, decode: Any = None, **options: Any) -> VLLMServerEngine:
-    engine_options = {name: options.pop(name) for name in ("bucket_bytes",) if name in options}
-    process = serve(str(folder), model.config, device=CPU, log=folder / "server.log", **options)
-    return VLLMServerEngine(
-        Server(process.url, request_timeout_s=120),
-        config=model.config,
-        max_length=options["max_length"],
-        max_num_seqs=options["max_num_seqs"],
-        process=process,
-        decode=decode,
-        **engine_options,
-    )
+def start(folder, model, decode=None, bucket_bytes=1 << 20, **limits):
+    process = serve(str(folder), model.config, device=CPU, log=folder / "server.log", **limits)
+    options = {"config": model.config, "process": process, "decode": decode, "bucket_bytes": bucket_bytes}
+    limits = {name: limits[name] for name in ("max_length", "max_num_seqs")}
+    return VLLMServerEngine(Server(process.url, request_timeout_s=120), **options, **limits)
 
 
 class TestVLLMServer(RolloutContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def kind(cls) -> EngineKind:
-        def make(world: Any, **options: Any) -> VLLMServerEngine:
+    def kind(cls):
+        def make(world, **options):
             return start(world.folder, world.module, world.decode, **options)
 
-        return EngineKind("vllm-server", make, stream, keyed=False, untruncated=False, modes=())
+        options = {"keyed": False, "recomputes": True, "untruncated": False, "modes": ()}
+        return EngineKind("vllm-server", make, stream, **options)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngine]:
-    """Its model has tied embeddings; weights arrive in buckets of which some hold one tensor, some more."""
+def made(tmp_path_factory):
+    """Yield an engine whose model has tied embeddings. Some weight buckets hold one tensor, some several."""
     folder = tmp_path_factory.mktemp("model")
     save(build(seed=9), folder)
     engine = start(folder, build(), max_length=96, max_num_seqs=8, bucket_bytes=20_000)
@@ -70,55 +56,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerEngine]
 
 
 @pytest.fixture
-def engine(made: VLLMServerEngine) -> VLLMServerEngine:
-    model = build()
-    assert made.update_weights(stream(model), 0) == digest(model.named_parameters())
+def engine(made):
+    made.update_weights(stream(build()), 0)
     return made
 
 
-def running(engine: VLLMServerEngine) -> float:
-    """Sequences that the server has, by its own account."""
-    with urllib.request.urlopen(f"{engine.server.url}/metrics", timeout=10) as said:
-        lines = said.read().decode().splitlines()
-    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
-
-
 def test_an_aborted_request_ends_on_the_server(engine):
-    request = Request("long", 0, np.arange(5), SamplingParams(max_tokens=90))
-    engine.submit([request])
-    until = time.monotonic() + 20
-    while not running(engine) and time.monotonic() < until:
-        engine.poll(0.0)
-    [partial] = engine.abort([request.id], keep_partial=True)
-    assert len(partial.token_ids) < 90
-    while running(engine) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert running(engine) == 0
-
-
-def test_weights_may_change_in_mid_response(engine):
-    """Tokens carry the version that wrote them, not that of the moment in which they arrived."""
-    requests = make_requests(4, temperature=0.9, max_tokens=56)
-    engine.submit(requests)
-    before = engine.progress()
-    while engine.progress() == before:
-        engine.poll(0.0)
-    new = build(seed=5)
-    engine.update_weights(stream(new), 7)
-    done = {}
-    while engine.pending():
-        done |= {sample.id: sample for sample in engine.poll(10.0)}
-    olds = []
-    for request in requests:
-        sample = done[request.id]
-        old = int((sample.versions == 0).sum())
-        assert sample.versions.tolist() == [0] * old + [7] * (56 - old)
-        first, second = (log_probs(weights, request, sample) for weights in (build(), new))
-        np.testing.assert_allclose(sample.log_probs[:old], first[:old], atol=1e-4, rtol=0)
-        np.testing.assert_allclose(sample.log_probs[old:], second[old:], atol=1e-4, rtol=0)
-        olds.append(old)
-    assert 0 < max(olds) < 56
+    check_abort_ends_on_the_server(engine)
 
 
 def test_a_weight_that_did_not_arrive_is_named(engine):
@@ -137,9 +81,7 @@ def test_refused_weights_leave_a_server_without_and_new_ones_mend_it(engine):
         engine.update_weights(stream(build("qwen3")), 1)
     with pytest.raises(EngineError, match="no weights"):
         engine.submit(make_requests(1))
-    engine.update_weights(stream(build()), 2)
-    [sample] = generate(engine, make_requests(1))
-    assert set(sample.versions.tolist()) == {2}
+    check_update(engine, build(), 2)
 
 
 def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
@@ -154,17 +96,17 @@ def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
 
 
 def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
-    """The last test: its server is gone."""
+    """This is the last test, because it kills the server."""
     made.update_weights(stream(build()), 0)
-    requests = [Request("long", i, np.arange(5), SamplingParams(max_tokens=90)) for i in range(3)]
+    requests = [request("long", i, np.arange(5), max_tokens=90) for i in range(3)]
     group = made._process._process.pid
     while made.pending() < 3:
-        if not made.pending():  # they may be over before they are seen
+        if not made.pending():  # they may be finished before they are seen
             made.submit(requests)
-        while made.pending() and not running(made):
+        while made.pending() and not running(made.server.url):
             made.poll(0.0)
         os.killpg(group, signal.SIGSTOP)
-        made.poll(0.5)  # what was over before the server stood still
+        made.poll(0.5)  # those that finished before the server was stopped
         if made.pending() < 3:
             os.killpg(group, signal.SIGCONT)
             made.poll(0.1)
@@ -184,11 +126,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path):
-    started = time.monotonic()
-    with pytest.raises(EngineError, match="did not answer in"):
-        VLLMProcess(
-            ["sleep", "600"], "http://127.0.0.1:9", tmp_path / "log", environment={}, start_timeout_s=0.5
-        )
+    started, options = time.monotonic(), {"environment": {}, "start_timeout_s": 0.5}
+    with pytest.raises(EngineError, match=r"0\.5 s"):
+        VLLMProcess(["sleep", "600"], "http://127.0.0.1:9", tmp_path / "log", **options)
     assert time.monotonic() - started < 15
 
 
@@ -201,7 +141,6 @@ def test_without_vllm(tmp_path, monkeypatch):
 
 KILLED = """
 import sys, time
-from contextlib import suppress
 from pathlib import Path
 import torch
 from transformers import AutoConfig
@@ -215,22 +154,17 @@ time.sleep(600)
 
 
 def test_a_server_ends_with_a_trainer_that_is_killed(tmp_path):
-    save(build(), tmp_path)
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    with trainer:
+    command = [sys.executable, "-c", KILLED, save(build(), tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         group = int(trainer.stdout.readline())
         assert alive(group)
         trainer.kill()
-        until = time.monotonic() + 20
-        while alive(group) and time.monotonic() < until:
-            time.sleep(0.1)
+        wait_for(lambda: not alive(group))
         assert not alive(group)
 
 
-def alive(group: int) -> list[int]:
-    """The processes of a process group, those aside that have ended."""
+def alive(group):
+    """Return the processes of a process group that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):

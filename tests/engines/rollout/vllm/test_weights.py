@@ -1,11 +1,10 @@
-"""How a vLLM server gets weights and gives memory back; on a fake, for vLLM itself see test_vllm_server."""
+"""Tests of how a vLLM server gets weights and frees memory, on a fake server.
 
-from __future__ import annotations
+For vLLM itself see test_server.
+"""
 
 import asyncio
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,42 +14,62 @@ from tandem.engines.rollout.vllm.memory import DeviceMemory
 from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
+from tests.engines.rollout.case import CPU, stream
 from tests.engines.rollout.http.fake_vllm import FakeVLLM
 from tests.engines.rollout.http.fakes import Reply
-from tests.engines.rollout.vllm.models import build, stream
+from tests.engines.rollout.vllm.models import build
 
 
 @pytest.fixture
-def server() -> Iterator[FakeVLLM]:
+def server():
     held = {name: torch.zeros_like(value) for name, value in build().named_parameters()}
     with FakeVLLM(held) as fake:
         yield fake
 
 
-def engine_on(server: FakeVLLM, **options: Any) -> VLLMServerEngine:
-    return VLLMServerEngine(Server(server.url), config=build().config, max_length=64, **options)
+@pytest.fixture
+def make(server):
+    """Return a function that makes an engine. Some of its weight buckets hold one tensor, some several."""
+    made = []
+
+    def build_engine(**options):
+        options = {"config": build().config, "max_length": 64, "bucket_bytes": 20_000, **options}
+        made.append(VLLMServerEngine(Server(server.url), **options))
+        return made[-1]
+
+    yield build_engine
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture
-def engine(server: FakeVLLM) -> Iterator[VLLMServerEngine]:
-    made = engine_on(server, bucket_bytes=20_000, sleeps=True)
-    yield made
-    made.close()
+def engine(make):
+    return make(sleeps=True)
 
 
-def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(server, engine):
-    """Files in /dev/shm end with a bus error where it is full, and outlive a process that is killed."""
-    model = build(seed=5)
-    assert engine.update_weights(stream(model), 3) == digest(model.named_parameters())
-    assert len(server.files) > 3
-    assert set(server.files) == {"/memfd:tandem-weights (deleted)"}
+@pytest.fixture
+def networked(make):
+    return make(network=Network(CPU))
+
+
+def check_update(server, engine, version):
+    """Give the server new weights, and check that it holds them."""
+    model = build(seed=version)
+    assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
     assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
 
 
-def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
-    """As one without weights may; top_k=1 keeps all that are as likely as the first."""
+def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(server, engine):
+    """Files in /dev/shm cause a bus error when it is full, and they outlive a killed process."""
+    check_update(server, engine, 3)
+    assert len(server.files) > 3
+    assert set(server.files) == {"/memfd:tandem-weights (deleted)"}
 
-    async def ask(self: Any, method: str, path: str, *, json: Any) -> Any:
+
+def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
+    """A server without weights may give all tokens the same logit. top_k=1 keeps all of them."""
+
+    async def ask(self, method, path, *, json):
         likeliest = len(json["sampling_params"].get("logit_bias", range(46)))
         return {"choices": [{"logprobs": {"content": [{"logprob": -math.log(likeliest)}]}}]}
 
@@ -58,57 +77,40 @@ def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monke
     asyncio.run(engine.connect())
 
 
-def test_weights_go_over_the_network_in_one_group_for_all_versions(server):
-    engine = engine_on(server, bucket_bytes=20_000, network=Network(torch.device("cpu")))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_weights_go_over_the_network_to_each_worker_in_one_group_for_all_versions(server, networked, workers):
+    server.workers = workers
     for version in (1, 2):
-        model = build(seed=version)
-        assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
-        assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
+        check_update(server, networked, version)
     assert server.calls.count("tandem_join") == 1
-    assert server.calls.count("tandem_receive") > 6
+    assert server.received == [workers] * len(server.received) and len(server.received) > 6
     assert server.files == []
-    engine.close()
 
 
-def test_a_bucket_that_the_server_does_not_want_is_told_and_the_next_group_works(server, monkeypatch):
-    engine = engine_on(server, network=Network(torch.device("cpu")))
-    engine.update_weights(stream(build()), 1)
+def test_a_bucket_that_the_server_does_not_want_is_told_and_the_next_group_works(server, make, monkeypatch):
+    engine = make(network=Network(CPU), bucket_bytes=1 << 30)
+    check_update(server, engine, 1)
     with monkeypatch.context() as patch:
         patch.setattr(server, "answer", lambda *_: Reply({"error": "out of memory"}, 500))
         patch.setattr(engine, "call", lambda *_, **__: None)
         with pytest.raises(ServerLost, match="refused") as caught:
             engine.update_weights(stream(build(seed=2)), 2)
     assert server.url in caught.value.got and "out of memory" in caught.value.got
-    model = build(seed=3)
-    assert engine.update_weights(stream(model), 3) == digest(model.named_parameters())
-    engine.close()
+    check_update(server, engine, 3)
 
 
-def test_a_server_that_does_not_come_to_the_group_is_named(server, monkeypatch):
+def test_a_server_that_does_not_come_to_the_group_is_named(server, networked, monkeypatch):
     monkeypatch.setattr("tandem.engines.rollout.vllm.channel._LIMIT_S", 1.0)
     monkeypatch.setattr(server, "_tandem_join", lambda *_: server._closing.wait(20), raising=False)
-    engine = engine_on(server, network=Network(torch.device("cpu")))
     with pytest.raises(ServerLost, match="did not reach the server") as caught:
-        engine.update_weights(stream(build()), 1)
+        networked.update_weights(stream(build()), 1)
     assert server.url in caught.value.got
-    engine.close()
-
-
-def test_a_model_on_several_devices_gets_each_bucket_on_all(server):
-    server.workers = 3
-    engine = engine_on(server, bucket_bytes=20_000, network=Network(torch.device("cpu")))
-    for version in (1, 2):
-        model = build(seed=version)
-        assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
-        assert server.received == [3] * len(server.received) and len(server.received) > 3
-    assert server.calls.count("tandem_join") == 1
-    engine.close()
 
 
 def test_what_the_server_holds_is_summed_once(server, engine):
-    engine.update_weights(stream(build()), 1)
+    check_update(server, engine, 1)
     assert server.calls.count("tandem_digest") == 1
-    with pytest.raises(EngineError, match="brought not all weights") as caught:
+    with pytest.raises(EngineError, match="incomplete") as caught:
         engine.update_weights(stream(build(), lambda name, t: None if "norm" in name else t), 2)
     assert caught.value.field == "model.layers.0.input_layernorm.weight"
 
@@ -121,38 +123,36 @@ def test_a_server_that_is_half_awake_falls_asleep(server, engine):
     assert server.asleep == {"weights", "kv_cache"}
 
 
-def test_the_process_is_ended_even_if_the_connection_is_not(server, monkeypatch):
-    class Process:
-        ended = False
+class Process:
+    ended = False
 
-        def close(self) -> None:
-            self.ended = True
+    def close(self):
+        self.ended = True
 
-    process: Any = Process()
-    engine = engine_on(server, process=process)
-    close = engine._connection.close
-    monkeypatch.setattr(engine._connection, "close", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.close()
+
+def test_the_process_is_ended_even_if_the_connection_is_not(make, monkeypatch):
+    process = Process()
+    engine = make(process=process)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._connection, "close", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.close()
     assert process.ended
-    close()
 
 
 class Sleeper:
-    """vLLM's engine, as far as it sleeps: one that sleeps in part only warns when it is told to."""
+    """A fake of vLLM's sleep mode. A partly sleeping engine only warns when it is told to sleep."""
 
-    def __init__(self) -> None:
-        self.asleep: set[str] = set()
+    asleep: frozenset[str] = frozenset()
 
-    def is_sleeping(self) -> bool:
+    def is_sleeping(self):
         return bool(self.asleep)
 
-    def sleep(self, level: int) -> None:
-        if not self.asleep:
-            self.asleep = {"weights", "kv_cache"}
+    def sleep(self, level):
+        self.asleep = self.asleep or {"weights", "kv_cache"}
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self.asleep -= set(tags or ("weights", "kv_cache"))
+    def wake_up(self, tags=None):
+        self.asleep = self.asleep - set(tags or ("weights", "kv_cache"))
 
 
 def test_device_memory_that_is_taken_again_in_part_can_be_given_back():

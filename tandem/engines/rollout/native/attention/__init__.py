@@ -1,4 +1,4 @@
-"""Attention over the paged cache: the protocol, and the choice of kernel."""
+"""Attention over the paged cache: the protocol, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ AttentionName = Literal["auto", "torch", "cpu", "triton"]
 
 
 class Attention(Protocol):
-    """Reads and writes one `PagedCache`."""
+    """Attention that reads and writes one `PagedCache`."""
 
     cache: PagedCache
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
-        """Put the step's keys and values into their slots; those of tokens with slot -1 go nowhere."""
+        """Write the step's keys and values into their slots. Tokens with slot -1 are skipped."""
 
     def attend(
         self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
-        """The result (T, N, value_dim), contiguous, in the cache's dtype. Token t of a sequence sees that
-        sequence's columns 0..position.
+        """Return the attention output (T, N, value_dim), contiguous, in the cache's dtype.
+
+        Token t of a sequence sees the columns 0..position of this sequence.
 
         Args:
-            query_TND: already scaled, in the cache's dtype or float32; the query heads of one key head stand
-                side by side. Rows beyond the step's tokens are left out: the result's are not set.
-            window: only the last `window` of these columns are seen; 0 for all.
-            softcap: scores x pass through softcap * tanh(x / softcap); 0 for none.
+            layer: The layer's number.
+            step: The step's input.
+            query_TND: Scaled queries, in the cache's dtype or float32. The query heads of one key head are
+                neighbors. Rows beyond the step's tokens are skipped, and their results are not set.
+            window: Only the last `window` of the visible columns are used. 0 means all.
+            softcap: Scores x pass through softcap * tanh(x / softcap). 0 means no softcap.
         """
 
 
-# By the name of the module, which is loaded when it is asked for: Triton is not installed everywhere.
+# Module names and class names. A module is loaded when it is needed, because Triton is not installed
+# everywhere.
 _ATTENTIONS = {"torch": "TorchAttention", "cpu": "CPUAttention", "triton": "TritonAttention"}
 
 
 def make_attention(cache: PagedCache, name: AttentionName = "auto") -> Attention:
-    """Make the attention of that name over a cache; "auto" is the fastest that can run there."""
+    """Create the attention of this name over a cache. "auto" is the fastest that can run there."""
     if name == "auto":
         name = "torch" if why_not_cpu(cache) else "cpu"
         if cache.device.type == "cuda" and cache.dtype != float64 and find_spec("triton"):

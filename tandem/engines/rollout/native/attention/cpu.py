@@ -1,35 +1,37 @@
-"""Attention over the paged cache on a CPU, by the kernels of `kernels.cpp`."""
+"""Attention over the paged cache on a CPU, with the kernels of `kernels.cpp`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.native.kernels import addresses, load_kernels
+from tandem.engines.rollout.native.kernels import load_kernels
 from tandem.engines.rollout.native.paged import PagedCache, StepInput, dense_rows
 from tandem.errors import EngineError
 
 
 def why_not_cpu(cache: PagedCache) -> str | None:
-    """Why `CPUAttention` cannot run over a cache, or None if it can."""
+    """Return why `CPUAttention` cannot run over a cache, or None if it can."""
     if cache.device.type != "cpu":
         return f"the cache is on {cache.device}"
     kernels = load_kernels(cache.dtype)
     if kernels is None:
-        return f"there are no kernels for {cache.dtype} on this machine"
+        return f"this machine has no kernels for {cache.dtype}"
     if cache.block_size % kernels.lanes():
-        return f"blocks of {cache.block_size} tokens, not of a multiple of {kernels.lanes()}"
+        return f"the block size of {cache.block_size} tokens is not a multiple of {kernels.lanes()}"
     widest = max(layer.value_dim for layer in cache.layers)
     if widest > kernels.max_value_dim():
-        return f"value heads of {widest} numbers, more than {kernels.max_value_dim()}"
+        return f"value heads have {widest} numbers, but at most {kernels.max_value_dim()} are supported"
     return None
 
 
 class CPUAttention:
-    """See `Attention`. Queries are best given in float32: they need no rounding then.
+    """Attention on a CPU (see `Attention`).
+
+    Pass queries in float32 if you can: then they need no rounding.
 
     Raises:
-        EngineError: a cache it cannot run over.
+        EngineError: It cannot run over the cache.
     """
 
     def __init__(self, cache: PagedCache) -> None:
@@ -39,7 +41,7 @@ class CPUAttention:
                 f"the CPU attention cannot run: {reason}",
                 field="attention",
                 got="cpu",
-                remedy="make the engine with attention=torch, or attention=auto",
+                remedy="create the engine with attention=torch or attention=auto",
             )
         self._kernels = kernels
         self.cache = cache
@@ -47,10 +49,11 @@ class CPUAttention:
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         assert keys_THD.dtype == values_THD.dtype == self.cache.dtype
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
+        shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         self._kernels.write(
             *(keys_THD.data_ptr(), *keys_THD.stride()[:2], values_THD.data_ptr(), *values_THD.stride()[:2]),
-            *addresses(step.slots_T, self.cache.keys[layer], self.cache.values[layer]),
-            *(len(step.slots_T), *self.cache.layers[layer], self.cache.block_size, torch.get_num_threads()),
+            *(step.slots_T.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(step.slots_T.shape[0], *shape, self.cache.block_size, torch.get_num_threads()),
         )
 
     def attend(
@@ -61,10 +64,9 @@ class CPUAttention:
         shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         out_TND = torch.empty(tokens, heads, shape.value_dim, dtype=self.cache.dtype)
         self._kernels.attend(
-            *addresses(out_TND, query_TND, keys, values, step.starts_S1, step.tables_SB),
-            step.tables_SB.stride(0),
-            step.positions_T.data_ptr(),
-            *(len(step.lengths_S), heads, *shape, self.cache.block_size),
+            *(out_TND.data_ptr(), query_TND.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(step.starts_S1.data_ptr(), step.tables_SB.data_ptr(), step.tables_SB.stride(0)),
+            *(step.positions_T.data_ptr(), step.lengths_S.shape[0], heads, *shape, self.cache.block_size),
             *(window, softcap, torch.get_num_threads()),
         )
         return out_TND

@@ -1,7 +1,9 @@
-"""Attention over the paged cache in plain PyTorch, on any device and in any dtype: gathers each
-sequence's blocks into rectangles. The reference for the kernels, and what runs where none does.
+"""Attention over the paged cache in plain PyTorch, on any device and in any dtype.
 
-Shape suffixes as in `paged`, and: R sequences of a rectangle, Q query tokens of each, G query heads per
+It gathers each sequence's blocks into rectangles. It is the reference for the kernels, and runs where no
+kernel can.
+
+Shape suffixes as in `paged`, and: R sequences of a rectangle, Q query tokens per sequence, G query heads per
 key head, C columns.
 """
 
@@ -14,11 +16,11 @@ from torch import Tensor
 
 from tandem.engines.rollout.native.paged import PagedCache, StepInput
 
-_MAX_SCORES = 2**24  # of one product, so that long prompts need no gigabytes
+_MAX_SCORES = 2**24  # per product, so that long prompts do not need gigabytes
 
 
 class TorchAttention:
-    """See `Attention`. Computes in float32 at least."""
+    """Attention in PyTorch (see `Attention`). It computes at least in float32."""
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
@@ -42,7 +44,8 @@ class TorchAttention:
             tables_RB = tables_RB[:, :blocks]
             keys_RHDC = self.cache.keys[layer][tables_RB].permute(0, 2, 3, 1, 4).flatten(3).to(precision)
             values_RHCD = self.cache.values[layer][tables_RB].transpose(1, 2).flatten(2, 3).to(precision)
-            # What others left beyond a sequence's end may be NaN, which a weight of 0 does not remove.
+            # Data of other sequences beyond a sequence's end may be NaN, and a weight of 0 does not remove
+            # NaN.
             beyond_RC = torch.arange(keys_RHDC.shape[3], device=lengths_R.device) >= lengths_R[:, None]
             values_RHCD.masked_fill_(beyond_RC[:, None, :, None], 0.0)
             per_token = keys_RHDC.shape[3] * heads * len(tokens_RQ)
@@ -55,9 +58,11 @@ class TorchAttention:
 
 
 def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Block tables (R, B), token indices (R, Q) and lengths (R) of the sequences that have equally many
-    tokens."""
-    if step.max_query == 1:  # known without a look at the device
+    """Yield the sequences that have the same number of tokens, one group at a time.
+
+    Each group has block tables (R, B), token indices (R, Q) and lengths (R).
+    """
+    if step.max_query == 1:  # known without waiting for the device
         yield step.tables_SB, step.starts_S1[:-1, None].long(), step.lengths_S
         return
     counts_S = step.starts_S1.diff()
@@ -75,7 +80,7 @@ def _attend(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Attention over one rectangle, (R, Q, N, value_dim)."""
+    """Return the attention of one rectangle, (R, Q, N, value_dim)."""
     sequences, queries, heads, _ = query_RQND.shape
     kv_heads, columns = keys_RHDC.shape[1], keys_RHDC.shape[3]
     group = heads // kv_heads

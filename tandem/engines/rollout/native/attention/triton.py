@@ -1,10 +1,10 @@
-"""Attention over the paged cache by Triton kernels, for CUDA devices.
+"""Attention over the paged cache with Triton kernels, for CUDA devices.
 
-A step in which every sequence has one token is decoding. It reads every key once, so it runs at the speed of
-memory if all of the device's processors read; where sequences × key heads are too few for that, several
-programs share a sequence's columns and a second kernel adds up what they found (FlashDecoding). How many
-follows from shapes alone, so that a CUDA graph can hold the launch. Any other step runs in tiles of a
-few tokens' query heads.
+A step in which every sequence has one token is a decode step. It reads every key once. So it runs at memory
+speed if all of the device's processors read. If there are too few sequences × key heads for that, several
+programs share a sequence's columns, and a second kernel adds up their results (FlashDecoding). The number of
+programs follows only from shapes, so that a CUDA graph can record the launch. Every other step runs in tiles
+of the query heads of a few tokens.
 """
 
 from __future__ import annotations
@@ -26,32 +26,34 @@ from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInpu
 from tandem.errors import EngineError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PROGRAMS_PER_PROCESSOR = 4  # in flight together, so that loads of one hide behind another's
-_LEAST_COLUMNS = 256  # of a split: below, launching it costs more than it saves
+_PROGRAMS_PER_PROCESSOR = 4  # run at the same time, so that their loads overlap
+_LEAST_COLUMNS = 256  # per split; with fewer, a split costs more than it saves
 _MAX_SPLITS = 64
 
 
 class TritonAttention:
-    """See `Attention`. Products of bfloat16 and float16 are summed in float32; a product of float32 is
-    three of TF32, which leaves an error of about 1e-6.
+    """Attention with Triton kernels (see `Attention`).
+
+    Products of bfloat16 and float16 are summed in float32. A float32 product is computed as three TF32
+    products, with an error of about 1e-6.
 
     Args:
-        cache: on a CUDA device, or anywhere under Triton's interpreter.
-        splits: programs that share a sequence's columns while decoding, a power of two; None chooses by
-            shapes. With 1 the order of a sequence's sums does not depend on the batch it is in.
+        cache: On a CUDA device, or on any device under Triton's interpreter.
+        splits: How many programs share a sequence's columns while decoding, a power of two. None chooses the
+            number by the shapes. With 1, the order of a sequence's sums does not depend on its batch.
 
     Raises:
-        EngineError: a cache of another type, float64 above all.
+        EngineError: The cache has a dtype without a kernel, such as float64.
     """
 
     def __init__(self, cache: PagedCache, splits: int | None = None) -> None:
         if cache.dtype not in _DTYPES:
             raise EngineError(
-                "the Triton attention has no kernel for this type",
+                "the Triton attention has no kernel for this dtype",
                 field="attention",
                 got=str(cache.dtype).removeprefix("torch."),
                 expected="bfloat16, float16 or float32",
-                remedy="make the engine with attention=torch, or attention=auto",
+                remedy="create the engine with attention=torch or attention=auto",
             )
         self.cache = cache
         self._splits = splits
@@ -114,7 +116,7 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query rows and columns of one tile, and how the kernel is compiled."""
+    """The numbers of query rows and columns in one tile, and the kernel's compile options."""
 
     rows: int
     columns: int
@@ -123,10 +125,13 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: LayerShape, group: int, dtype: torch.dtype, decode: bool) -> Tiles:
-        """Return sizes at which registers and shared memory suffice: for 16-bit types the 99 KB that consumer
-        devices have too. Tensor cores want at least 16 rows. Triton 3.6 and 3.7 use Hopper's products of warp
-        groups from 64 rows on, and these read beyond a tile of 32 numbers' width
-        (https://github.com/triton-lang/triton/issues/11366): where a tile has one, 32 rows keep them out."""
+        """Return sizes for which registers and shared memory suffice.
+
+        For 16-bit dtypes, shared memory is limited to 99 KB, so that consumer devices can run the kernel too.
+        Tensor cores need at least 16 rows. From 64 rows on, Triton 3.6 and 3.7 use Hopper's warp-group
+        products, and these read beyond a tile that is 32 numbers wide
+        (https://github.com/triton-lang/triton/issues/11366). So such tiles have 32 rows.
+        """
         widest = max(shape.key_dim, shape.value_dim)
         large, small = widest > 128, widest <= 32
         single = dtype == torch.float32
@@ -140,11 +145,14 @@ class Tiles:
 
 
 def split_count(programs: int, columns: int, processors: int) -> int:
-    """The number of parts, a power of two, into which to cut each sequence's columns, so that `programs`
-    (sequences × key heads) times the parts fill the processors and no part is short.
+    """Return into how many parts to cut each sequence's columns, a power of two.
+
+    `programs` times the parts should fill the processors, and no part should be short.
 
     Args:
-        columns: of the widest block table.
+        programs: The number of sequences × key heads.
+        columns: The columns of the widest block table.
+        processors: The device's number of processors.
     """
     wanted = -(-processors * _PROGRAMS_PER_PROCESSOR // programs)
     most = min(wanted, columns // _LEAST_COLUMNS, _MAX_SPLITS)

@@ -1,17 +1,22 @@
-"""The Triton kernels of `TritonAttention`: online softmax (Milakov, Gimelshein 2018; FlashAttention-2) over
-paged keys and values, with the splits of FlashDecoding.
+"""The Triton kernels of `TritonAttention`.
 
-The query heads of one key head, of one token or of several neighbours, are the rows of one tile, so that
-a key is read once for all of them. Scores are kept in units of log 2, so that exponentials are exp2.
-A pointer's name is that of the tensor; capital letters are compile-time numbers, as in `paged`, with
-D key_dim, E value_dim, H key heads and D_PAD, E_PAD, H_PAD the next powers of two, and:
+They compute an online softmax (Milakov, Gimelshein 2018; FlashAttention-2) over paged keys and values, with
+the splits of FlashDecoding.
+
+The query heads of one key head, of one token or of several neighboring tokens, are the rows of one tile. So a
+key is read once for all of them. Scores are kept in units of log 2, so that exponentials are exp2. A pointer
+has the name of its tensor. Capital letters are compile-time numbers as in `paged`, with D key_dim, E
+value_dim, H key heads, and D_PAD, E_PAD, H_PAD the next powers of two. And:
 
     GROUP   query heads per key head
     ROWS    query rows of a tile
     TILE    columns of a tile
     BLOCK   tokens per cache block
-    RUN     neighbouring columns that lie side by side in memory
+    RUN     neighboring columns that are side by side in memory
     SPLITS  programs that share a sequence's columns
+    DECODE  whether each sequence has one token
+    WINDOW  number of columns that a token sees, 0 for all
+    SOFTCAP the softcap of the scores, 0 for none
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# A kernel has many parameters: several stand on a line.
+# A kernel has many parameters, so several parameters share a line.
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -32,7 +37,7 @@ def write_kernel(
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """One program per token puts the keys and values of all heads into its slot."""
+    """Write the keys and values of all heads of one token into its slot. There is one program per token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -55,10 +60,13 @@ def _add_tile(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The running sums of values (ROWS, E) and of weights (ROWS), and the running peak (ROWS), with one more
-    tile of columns. A tile whose columns not every row sees is MASKED. Only there can a slot lie beyond
-    the sequence; whatever stands in such a slot, NaN too, is left out. Loads of keys carry no mask, which
-    would break them up into single elements."""
+    """Add one tile of columns to the running sums and the running peak.
+
+    The state is the sums of values (ROWS, E), the sums of weights (ROWS) and the peaks (ROWS). A tile is
+    MASKED if some row does not see all of its columns. Only in such a tile can a slot lie beyond the
+    sequence, and the content of such a slot, even NaN, is ignored. Loads of keys have no mask, because a mask
+    would split them into single elements.
+    """
     column = tile * TILE + tl.arange(0, TILE)
     if MASKED:
         block = tl.load(table + column // BLOCK, mask=column < length, other=0)
@@ -82,7 +90,7 @@ def _add_tile(
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = new_peak
-    if MASKED:  # a row that has seen nothing yet
+    if MASKED:  # for a row that has seen no column yet
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     decay = tl.exp2(peak - base)
     weights = tl.exp2(scores - base[:, None])
@@ -98,8 +106,11 @@ def _add_tile(
 
 @triton.jit
 def _sequence_of(chunk: int, starts: tl.tensor, sequences: int, TOKENS: tl.constexpr) -> int:
-    """The sequence that a chunk of up to TOKENS query tokens belongs to. Sequence s has the chunks from
-    number starts[s] // TOKENS + s on: at least as many as it needs, whatever the others' lengths."""
+    """Return the sequence of a chunk of up to TOKENS query tokens.
+
+    Sequence s has the chunks from number starts[s] // TOKENS + s on. These are at least as many as it needs,
+    whatever the lengths of the other sequences are.
+    """
     low, high = 0, sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -116,8 +127,11 @@ def _tiles(
     TOKENS: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[int, int, int, int]:
-    """This split's tiles: begin, full_begin, full_end, end. Of those from begin to end, some query at the
-    positions from `earliest` on sees a column; of those from full_begin to full_end, every query sees all."""
+    """Return this split's tiles: begin, full_begin, full_end, end.
+
+    For each tile from begin to end, some query at the positions from `earliest` on sees a column. For each
+    tile from full_begin to full_end, every query sees all columns.
+    """
     latest = tl.minimum(earliest + TOKENS, length) - 1
     begin, end = 0, tl.cdiv(latest + 1, TILE)
     if WINDOW > 0:
@@ -133,6 +147,8 @@ def _tiles(
     return begin, full_begin, full_end, end
 
 
+# With one split, `out` is the result (T, N, E). With several splits, `out` is float32 (T, N, SPLITS, E) and
+# must still be divided by the totals (T, N, SPLITS), which `combine_kernel` does.
 @triton.jit(do_not_specialize=["sequences", "table_stride"])
 def attend_kernel(
     out: tl.tensor, totals: tl.tensor, peaks: tl.tensor, queries: tl.tensor, keys: tl.tensor,
@@ -142,9 +158,7 @@ def attend_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ) -> None:
-    """Program (chunk, key head, split). With one split, `out` is the result (T, N, E); with more, it is
-    float32 (T, N, SPLITS, E), still to be divided by the totals (T, N, SPLITS), for `combine_kernel`.
-    DECODE: one token per sequence. WINDOW and SOFTCAP are 0 where there is none."""
+    """Compute the attention of one chunk, key head and split, which are the axes of the grid."""
     TOKENS: tl.constexpr = 1 if DECODE else ROWS // GROUP
     chunk, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = chunk
@@ -206,8 +220,10 @@ def combine_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
 ) -> None:
-    """One program per token and head adds up what the splits found, each scaled from its own peak to the
-    highest; a split without columns has peak -inf."""
+    """Add up the results of all splits for one token and head. There is one program for each.
+
+    Each result is scaled from its own peak to the highest peak. A split without columns has peak -inf.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = row * SPLITS + tl.arange(0, SPLITS)
     dim = tl.arange(0, E_PAD)

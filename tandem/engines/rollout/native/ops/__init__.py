@@ -1,4 +1,4 @@
-"""The choice of `Ops` for a device. (The name `torch` is a submodule here.)"""
+"""The choice of `Ops` for a device. In this package, the name `torch` is a submodule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tandem.engines.rollout.native.ops.torch import TorchOps
 
 
 def make_ops(heads: Heads, eps: float) -> Ops:
-    """The fastest implementation for the device and dtype of the rotary tables, which are the model's."""
+    """Return the fastest implementation for the device and dtype of the model.
+
+    They are taken from the rotary tables.
+    """
     device, dtype = heads.cos_PD.device, heads.cos_PD.dtype
     if device.type == "cuda" and dtype != float64 and find_spec("triton"):
         made: Ops = import_module("tandem.engines.rollout.native.ops.triton").TritonOps(heads, eps)

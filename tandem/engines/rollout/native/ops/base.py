@@ -1,8 +1,9 @@
-"""The protocol of what a decoder layer of the Llama family does beside its products and attention. Every
-implementation rounds where transformers' modules round.
+"""The protocol of the operations of a Llama-family layer other than products and attention.
 
-Shape suffixes as in `paged`, and: R rows, at least the step's tokens (what is beyond these fills up a
-product's shape), E hidden size, I intermediate size, M rotated heads (query then key), P positions.
+Every implementation rounds where transformers' modules round.
+
+Shape suffixes as in `paged`, and: R rows, at least the step's tokens (the rest is padding of a product's
+shape), E hidden size, I intermediate size, M rotated heads (queries, then keys), P positions.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ Rotated = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How the rows of one joined query, key and value projection are read.
+    """The layout of the output of one joined query, key and value projection.
 
     Attributes:
-        cos_PD, sin_PD: rotary tables by position, contiguous.
-        scale: of the queries, applied after rotation.
+        heads: The number of query heads.
+        kv_heads: The number of key heads.
+        head_dim: The size of a head.
+        cos_PD, sin_PD: Rotary tables by position, contiguous.
+        scale: The factor of the queries, applied after the rotation.
     """
 
     heads: int
@@ -34,14 +38,19 @@ class Heads:
 
 
 class Ops(Protocol):
-    """Methods may write to their first argument."""
+    """The operations of a layer. A method may write to its first argument."""
 
     def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, or x where nothing is added, and its RMS norm: computed in float32, rounded, then
-        multiplied by the weight."""
+        """Return x + added, and its RMS norm. If `added_RE` is None, x is used alone.
+
+        The norm is computed in float32, rounded, then multiplied by the weight.
+        """
 
     def rotate(self, qkv: Tensor, positions_T: Tensor, norm_MD: Tensor | None) -> Rotated:
-        """From (R, (N + 2H) D); with `norm_MD`, each head goes through an RMS norm first (Qwen3)."""
+        """Split the projection (R, (N + 2H) D) into heads and rotate queries and keys.
+
+        With `norm_MD`, each head first goes through an RMS norm (Qwen3).
+        """
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, from (R, 2I) to (R, I)."""
+        """Return silu(gate) * up, from (R, 2I) to (R, I)."""

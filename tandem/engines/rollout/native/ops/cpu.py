@@ -1,4 +1,4 @@
-"""`Ops` by the kernels of `kernels.cpp`, on a CPU. Shape suffixes as in `base`."""
+"""`Ops` with the kernels of `kernels.cpp`, on a CPU. Shape suffixes as in `base`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.native.kernels import addresses
 from tandem.engines.rollout.native.ops.base import Heads, Rotated
 
 
 @dataclass(frozen=True)
 class CPUOps:
-    """See `Ops`. All tensors are contiguous; queries come out in float32, so that their scaling rounds
-    nothing."""
+    """Operations on a CPU (see `Ops`).
+
+    All tensors are contiguous. Queries are returned in float32, so that their scaling rounds nothing.
+    """
 
     heads: Heads
     eps: float
@@ -24,7 +25,8 @@ class CPUOps:
     def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         out_RE = torch.empty_like(x_RE)
         self.kernels.norm(
-            *addresses(out_RE, x_RE, added_RE, weight_E), *x_RE.shape, self.eps, torch.get_num_threads()
+            *(out_RE.data_ptr(), x_RE.data_ptr(), None if added_RE is None else added_RE.data_ptr()),
+            *(weight_E.data_ptr(), *x_RE.shape, self.eps, torch.get_num_threads()),
         )
         return x_RE, out_RE
 
@@ -32,8 +34,9 @@ class CPUOps:
         heads, rows = self.heads, qkv.shape[0]
         query_RND = torch.empty(rows, heads.heads, heads.head_dim)
         self.kernels.rotate(
-            *addresses(query_RND, qkv, heads.cos_PD, heads.sin_PD, positions_T, norm_MD),
-            *(self.eps, heads.scale, len(positions_T), heads.heads, heads.kv_heads, heads.head_dim),
+            *(query_RND.data_ptr(), qkv.data_ptr(), heads.cos_PD.data_ptr(), heads.sin_PD.data_ptr()),
+            *(positions_T.data_ptr(), None if norm_MD is None else norm_MD.data_ptr()),
+            *(self.eps, heads.scale, positions_T.shape[0], heads.heads, heads.kv_heads, heads.head_dim),
             torch.get_num_threads(),
         )
         rotated = heads.heads + heads.kv_heads
@@ -43,5 +46,5 @@ class CPUOps:
     def gate(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out_RI = gate_up.new_empty(rows, width)
-        self.kernels.gate(*addresses(out_RI, gate_up), rows, width, torch.get_num_threads())
+        self.kernels.gate(out_RI.data_ptr(), gate_up.data_ptr(), rows, width, torch.get_num_threads())
         return out_RI

@@ -10,12 +10,12 @@ from tandem.engines.rollout.native.ops.base import Heads, Rotated
 
 
 class TorchOps:
-    """See `Ops`."""
+    """Operations in PyTorch (see `Ops`)."""
 
     def __init__(self, heads: Heads, eps: float) -> None:
         self._heads = heads
         self._eps = eps
-        # With this half negated, a rotation is x * cos + roll(x) * sin.
+        # With the first half negated, a rotation is x * cos + roll(x) * sin.
         half = heads.head_dim // 2
         self._sin_PD = torch.cat((-heads.sin_PD[:, :half], heads.sin_PD[:, half:]), -1)
 

@@ -1,9 +1,11 @@
-"""`Ops` in Triton, for CUDA devices: in PyTorch they are about twenty short kernels per layer, each with
-its trip through memory and its gap between launches; here they are four. All compute in float32 and round
-where `TorchOps` rounds, but for a rotation, which is rounded once, after its scale.
+"""`Ops` in Triton, for CUDA devices.
 
-Capital letters are compile-time numbers: E hidden size, I intermediate size, D head size (HALF of it),
-N query heads, H key heads, and *_PAD the next power of two.
+In PyTorch these are about twenty short kernels per layer, each with its own memory traffic and launch gap.
+Here they are four. All compute in float32 and round where `TorchOps` rounds. The one exception is a rotation,
+which is rounded once, after its scale.
+
+Capital letters are compile-time numbers: E hidden size, I intermediate size, D head size (HALF is half of
+it), N query heads, H key heads, and *_PAD the next power of two.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ _GATE_TILE = 1024
 
 @dataclass(frozen=True)
 class TritonOps:
-    """See `Ops`. For bfloat16, float16 and float32; the first dimension's rows are contiguous."""
+    """Operations in Triton (see `Ops`), for bfloat16, float16 and float32.
+
+    Each row of the first dimension is contiguous.
+    """
 
     heads: Heads
     eps: float
@@ -72,7 +77,7 @@ def norm_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
 ) -> None:
-    """RMS norm of a row of x, or of x + added, which then replaces x."""
+    """Compute the RMS norm of a row of x, or of x + added. In the second case the sum replaces x."""
     row = tl.program_id(0).to(tl.int64) * E
     column = tl.arange(0, E_PAD)
     mask = column < E
@@ -104,7 +109,10 @@ def rotate_kernel(
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ) -> None:
-    """Program (row, head): a query goes rotated and scaled into `queries`, a key rotated to where it was."""
+    """Rotate one head of one row. The grid is (row, head).
+
+    A query is rotated and scaled into `queries`. A key is rotated in place.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = D // 2
     dim = tl.arange(0, HALF_PAD)
@@ -136,7 +144,7 @@ def rotate_kernel(
 
 @triton.jit
 def gate_kernel(out: tl.tensor, gate_up: tl.tensor, I: tl.constexpr, TILE: tl.constexpr) -> None:  # noqa: E741
-    """silu(gate) * up for one tile of a row; silu is rounded before the product."""
+    """Compute silu(gate) * up for one tile of a row. silu is rounded before the product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < I
