@@ -108,4 +108,4 @@ def test_the_edges_of_spreads():
 
 
 def test_the_bytes_exchanged():
-    assert observed(VALUES, WEIGHTS).reduced_bytes == 3 * 24 + 3 * 8 + 16
+    assert observed(VALUES, WEIGHTS).reduced_bytes == 3 * 24 + 4 * 16

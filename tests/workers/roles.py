@@ -41,10 +41,12 @@ def make_folder(folder: Path) -> Path:
 def make_config(folder: Path, *words: str, run: Path | None = None) -> TrainConfig:
     actor = "actor_rollout_ref.actor"
     sections = (actor, "actor_rollout_ref.ref", "critic", "reward_model")
+    several = any(word.startswith("reward_model.models=") for word in words)
+    scorer = "" if several else f"reward_model.model.path={folder}/scorer"
     keys = f"""
         algorithm.adv_estimator=gae data.train_files={folder}/train.parquet data.train_batch_size=4
         data.max_prompt_length=8 data.max_response_length=6 actor_rollout_ref.model.path={folder}/model
-        reward_model.model.path={folder}/scorer reward_model.enable=true trainer.device=cpu
+        {scorer} reward_model.enable=true trainer.device=cpu
         {actor}.ppo_mini_batch_size=4 {actor}.ppo_micro_batch_size_per_gpu=2 {actor}.use_kl_loss=true
         {actor}.optim.lr=0.01 critic.optim.lr=0.01 trainer.default_local_dir={run or folder / "run"}"""
     exact = [f"{section}.fsdp_config.model_dtype=fp64" for section in sections]

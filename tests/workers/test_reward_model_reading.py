@@ -51,9 +51,8 @@ def batch(policys):
 @pytest.fixture
 def worker_of(folder, policys):
     def made(models: str, role: str = "a") -> Any:
-        words = ["data.max_response_length=10", f"reward_model.models={models}"]
-        words.append("reward_model.forward_micro_batch_size_per_gpu=2")
-        config = roles.make_config(folder, *words)
+        words = ("data.max_response_length=10", "reward_model.forward_micro_batch_size_per_gpu=2")
+        config = roles.make_config(folder, f"reward_model.models={models}", *words)
         factory = roles.scorer_factory(config, tokenizer=policys, role=f"reward_model.{role}")
         return create(factory, 0, 1)
 

@@ -218,8 +218,9 @@ def test_an_engine_has_its_servers_time(config, monkeypatch):
 
 
 def test_the_engine_is_closed_with_its_worker(config, monkeypatch):
-    worker, closed = both(config), []
+    closed = []
     monkeypatch.setattr(HFEngine, "close", lambda engine: closed.append(id(engine)))
+    worker = both(config)
     engine = id(worker.parts["rollout"].engine)
     generate(worker)
     assert not closed
