@@ -1,4 +1,4 @@
-"""A run on Ray as a separate process with workers that start cold: its parts, and ways to damage it."""
+"""Runs that wait a moment in every phase; and a run on Ray as a separate process, with ways to damage it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from tandem.observability.files import whole_lines
 from tests.e2e.shop import SOURCES, Shop
+from tests.support import slow_writes
 from tests.support.warm import WarmProcess
 
 ESTIMATOR = """
@@ -44,12 +45,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 """Workers that wait a moment, so that their phases last long enough to be hit. The reward obeys a file."""
 
+PHASES = (
+    *("gen", "reward", "old_log_prob", "ref", "values", "adv"),
+    *("update_critic", "update_actor", "save_checkpoint", "testing"),
+)
 POOLS = {"policy": 2, "value": 1, "reward_pool": 1, "controller_pool": 1}
 
 
-def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
-    """Return the command of a PPO run with a reference, and a critic on its own pool; it has every phase."""
-    estimator, reward = shop.folder / "ray_estimator.py", shop.folder / "ray_reward.py"
+def slow(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
+    """Return the command of a PPO run with a reference and a critic; it has every phase."""
+    estimator, reward = shop.folder / "slow_estimator.py", shop.folder / "slow_reward.py"
     estimator.write_text(ESTIMATOR)
     reward.write_text(REWARD)
     return shop.document(
@@ -60,27 +65,35 @@ def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
         "trainer.logger=[]",
         "trainer.test_freq=1",
         "trainer.save_freq=1",
-        "trainer.max_ckpt_to_keep=2",
-        "trainer.timeouts.answer=20",
-        "trainer.timeouts.call=60",
-        "trainer.timeouts.stop=5",
-        "trainer.resource_pools={policy: [2], value: [1]}",
-        "trainer.placement={actor_rollout: policy, critic: value}",
         f"trainer.total_training_steps={steps}",
         f"trainer.default_local_dir={shop.folder / name}",
         *more,
     )
 
 
+def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
+    """Return the command of a slow run whose critic has its own pool."""
+    return slow(
+        *(shop, name, steps),
+        "trainer.max_ckpt_to_keep=2",
+        "trainer.timeouts.answer=20",
+        "trainer.timeouts.call=60",
+        "trainer.timeouts.stop=5",
+        "trainer.resource_pools={policy: [2], value: [1]}",
+        "trainer.placement={actor_rollout: policy, critic: value}",
+        *more,
+    )
+
+
+def writing_slowly(command: list[str]) -> list[str]:
+    """Save in the background, with an actor that takes `SLOW_WRITES_S` for all checkpoints but the first."""
+    worker = f"trainer.worker_classes.actor_rollout={slow_writes.__file__}:SlowWrites"
+    return [*command, "trainer.async_save=true", worker]
+
+
 @dataclass
 class RayRun:
-    """A `tandem train` on Ray.
-
-    Attributes:
-        process: The controller, or the process that started it.
-        folder: The run folder.
-        controller_is_leader: Whether `process` is the controller.
-    """
+    """A `tandem train` on Ray; its process is the controller, or starts it."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -120,11 +133,7 @@ class RayRun:
         return {process["name"]: (process["node"], process["pid"]) for process in found}
 
     def await_phase(self, phase: str, *, after_step: int, limit_s: float = 400) -> None:
-        """Wait until this run is in that phase of a step later than `after_step`, or was just in it.
-
-        Raises:
-            AssertionError: The run ended, or the time limit passed.
-        """
+        """Wait until this run is in that phase of a step later than `after_step`, or was just in it."""
         deadline = time.monotonic() + limit_s
         while not self._in(phase, after_step):
             assert time.monotonic() < deadline, f"{phase} never came:\n{self.end()}"
@@ -158,17 +167,20 @@ class RayRun:
         return pid
 
     def end(self, limit_s: float = 60) -> str:
-        """Wait until the run ends, and return what it printed.
-
-        Raises:
-            AssertionError: The run did not end within the limit; it is killed then.
-        """
+        """Wait until the run ends, and return what it printed; kill it after the limit, and fail."""
         try:
             printed, _ = self.process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             printed, _ = self.process.communicate()
             raise AssertionError(f"still there after {limit_s} s:\n{printed}") from None
+        return printed
+
+    def ends(self, status: int, limit_s: float = 180) -> str:
+        """Check that the run ends with this exit status and leaves no process, and return what it printed."""
+        printed = self.end(limit_s)
+        assert self.process.returncode == status, printed
+        assert self.survivors() == []
         return printed
 
     def survivors(self, limit_s: float = 10) -> list[str]:

@@ -1,7 +1,4 @@
-"""A command line written for verl, at the size of a tiny model, and ways to run it.
-
-It can run in this process, or in a separate process as a user runs it.
-"""
+"""A command line written for verl, at the size of a tiny model, and ways to run it."""
 
 from __future__ import annotations
 
@@ -84,11 +81,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 class Shop:
-    """A tiny model, its data, a reward, and a folder for runs.
-
-    Args:
-        folder: An empty folder.
-    """
+    """A tiny model, its data, a reward, and a folder for runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

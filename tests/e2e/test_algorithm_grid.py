@@ -1,8 +1,4 @@
-"""Every pair of an advantage estimator and a policy loss runs, or is refused with the reason.
-
-Each estimator with one loss, and each loss with one estimator, takes a step of two updates with the real
-trainer on a tiny model.
-"""
+"""Every pair of an advantage estimator and a policy loss runs, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import fnmatch
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,25 +38,20 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        metrics: The metrics of the step.
-        moved: The largest change of each weight.
-    """
+    """The metrics of a step, and the largest change of each weight."""
 
     metrics: dict[str, Any]
     moved: dict[str, float]
 
 
 class Grid:
-    """Checks the configs of pairs, and runs pairs, each only once."""
+    """A checker of configs and a runner of pairs, which runs each pair once."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.reward = lab.folder / "reward.py"
         self.reward.write_text(REWARD)
-        self._done: dict[tuple[str, str], Outcome] = {}
+        self.outcome = cache(self._run)
 
     def words(self, estimator: str, loss: str) -> list[str]:
         names = (f"algorithm.adv_estimator={estimator}", f"{LOSS_MODE}={loss}")
@@ -74,11 +66,6 @@ class Grid:
         except ConfigErrors as errors:
             return errors
         return None
-
-    def outcome(self, estimator: str, loss: str) -> Outcome:
-        if (estimator, loss) not in self._done:
-            self._done[estimator, loss] = self._run(estimator, loss)
-        return self._done[estimator, loss]
 
     def _run(self, estimator: str, loss: str) -> Outcome:
         folder = self.lab.folder / f"{estimator}_{loss}"
@@ -113,10 +100,8 @@ def test_a_pair_is_sound_or_refused_with_its_reason(grid: Grid) -> None:
 
 def explains(errors: ConfigErrors, pair: tuple[str, str]) -> bool:
     """Return whether there is one error that names both, with a remedy."""
-    if len(errors.errors) != 1:
-        return False
-    (error,) = errors.errors
-    at_home = error.field in ("algorithm.adv_estimator", LOSS_MODE)
+    error, *others = errors.errors
+    at_home = error.field in ("algorithm.adv_estimator", LOSS_MODE) and not others
     return at_home and bool(error.remedy) and set(pair) <= set(re.findall(r"\w+", str(error)))
 
 

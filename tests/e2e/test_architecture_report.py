@@ -1,7 +1,4 @@
-"""The code samples of the architecture report that describes this design.
-
-Only the imports and `ray.get` are changed. The workers compute simple values by hand instead of using models.
-"""
+"""The code samples of the architecture report, with workers that compute simple values without models."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tandem.runtime import (
     Worker,
     WorkerGroup,
     register,
-)
+)  # fmt: skip
 from tests.runtime.multi_worker import ThreadBackend
 
 PROMPTS = [[[3, 1], [4], [1, 5, 9, 2], [6, 5], [3]], [[5, 8], [9, 7, 9], [3]], [[2], [3, 8, 4]]]
@@ -107,11 +104,7 @@ Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
 
 @pytest.fixture
 def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
-    """Yield actor, critic and reward in three layouts.
-
-    The layouts are: this process; threads of two, one and three workers; and two processes that actor and
-    critic share, beside one process for the reward.
-    """
+    """Yield actor, critic and reward: in this process, on threads, or in processes that two of them share."""
     sizes = {"local": (1, 1, 1), "threads": (2, 1, 3), "ray": (2, 2, 1)}[request.param]
     spec = {"actor_pool": [sizes[0]], "critic_pool": [sizes[1]], "reward_pool": [sizes[2]]}
     on_ray = request.param == "ray"
@@ -144,50 +137,15 @@ def dataloader() -> list[DataProto]:
     ]
 
 
-def tokens_of(rows: list[list[int]]) -> list[list[int]]:
-    return [row + row[::-1] for row in rows]
-
-
 def lists(column: Ragged) -> list[list[Any]]:
     return [row.tolist() for row in column]
-
-
-@pytest.mark.parametrize("groups", ["local", "threads"], indirect=True)
-def test_driver_process_synchronization_pattern(groups: Groups, dataloader: list[DataProto]) -> None:
-    """The sample of section 6.1 of the report."""
-    actor_rollout_ref_wg, critic_wg, _ = groups
-    seen = []
-
-    for prompt in dataloader:
-        # All operations return futures immediately
-        output_future = actor_rollout_ref_wg.generate_sequences(prompt)
-
-        # Can start other operations while generation runs
-        old_log_prob_future = actor_rollout_ref_wg.compute_log_prob(output_future)
-        values_future = critic_wg.compute_values(output_future)
-
-        # Synchronization happens only when needed
-        output = output_future.get()
-        old_log_prob = old_log_prob_future.get()
-        values = values_future.get()
-
-        assert all(isinstance(f, BatchFuture) for f in (output_future, old_log_prob_future, values_future))
-        seen.append((output, old_log_prob, values))
-
-    assert len(seen) == len(PROMPTS)
-    for b, (rows, (output, old_log_prob, values)) in enumerate(zip(PROMPTS, seen, strict=True)):
-        expected = tokens_of(rows)
-        assert lists(output.ragged("tokens")) == expected
-        assert list(output.non_tensor_batch["uid"]) == [f"{b}-{i}" for i in range(len(rows))]
-        assert lists(old_log_prob.ragged("old_log_probs")) == [[-float(t) for t in row] for row in expected]
-        assert values.dense("values").tolist() == [float(sum(row)) for row in expected]
 
 
 @pytest.mark.parametrize(
     "groups", ["local", "threads", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
 )
 def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
-    """The sample of section 8.1 of the report."""
+    """The samples of sections 6.1 and 8.1 of the report."""
     actor_rollout_ref_wg, critic_wg, reward_wg = groups
     num_epochs = 2
     seen = []
@@ -211,11 +169,17 @@ def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
             actor_rollout_ref_wg.update_actor(trajectories, advantages)
             critic_wg.update_critic(trajectories, advantages)
 
-            seen.append((old_log_probs.get(), ref_log_probs.get(), advantages))
+            futures = (trajectories, old_log_probs, ref_log_probs, values)
+            assert all(isinstance(future, BatchFuture) for future in futures)
+            seen.append((*(future.get() for future in futures), advantages))
 
     actor_learnt, critic_learnt = 0.0, 0.0
-    for step, (old, ref, advantages) in enumerate(seen):
-        expected = tokens_of(PROMPTS[step % len(PROMPTS)])
+    for step, (output, old, ref, values, advantages) in enumerate(seen):
+        batch = step % len(PROMPTS)
+        expected = [row + row[::-1] for row in PROMPTS[batch]]
+        assert lists(output.ragged("tokens")) == expected
+        assert list(output.non_tensor_batch["uid"]) == [f"{batch}-{i}" for i in range(len(expected))]
+        assert values.dense("values").tolist() == [float((1 + step) * sum(row)) for row in expected]
         assert lists(old.ragged("old_log_probs")) == [[-t * 0.5**step for t in row] for row in expected]
         assert lists(ref.ragged("ref_log_probs")) == [[-float(t) for t in row] for row in expected]
         by_hand = [len(row) - (1 + step) * sum(row) for row in expected]
@@ -253,43 +217,17 @@ class Shares(CustomActorWorker):
         return DataProto({"place": place, "score": data.dense("score") * 2})
 
 
-def threads_of(worker: type[Worker], processes: int) -> WorkerGroup:
-    placement = Placement({"pool": [processes]}, {Role.ActorRollout: "pool"})
-    return WorkerGroup(ThreadBackend(), worker, placement.pool(Role.ActorRollout))
-
-
 def test_custom_worker() -> None:
     """The sample of section 10.1 of the report."""
     data = DataProto({"score": torch.tensor([1.0, 2.0, 3.0])})
-    empty, full = threads_of(CustomActorWorker, 2), threads_of(Shares, 2)
+    pool = Placement({"pool": [2]}, {Role.ActorRollout: "pool"}).pool(Role.ActorRollout)
+    empty, full = (WorkerGroup(ThreadBackend(), worker, pool) for worker in (CustomActorWorker, Shares))
     assert empty.custom_operation(data) is None
     out = full.custom_operation(data)
     assert out.dense("score").tolist() == [2.0, 4.0, 6.0]
     assert out.dense("place").tolist() == [[0, 2], [0, 2], [1, 1]]
     empty.shutdown()
     full.shutdown()
-
-
-def test_register_sample_blocks_and_collects() -> None:
-    """The sample of section 5.2 of the report."""
-
-    class RolloutWorker(Worker):
-        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-        def generate_sequences(self, prompts: DataProto) -> DataProto:
-            # Automatically handles:
-            # 1. Data splitting across DP dimension
-            # 2. Remote dispatch to workers
-            # 3. Result collection and concatenation
-            return DataProto(
-                {"prompts": prompts.ragged("prompts"), "rank": torch.full((len(prompts),), self.rank)}
-            )
-
-    group = threads_of(RolloutWorker, 4)
-    out = group.generate_sequences(DataProto({"prompts": Ragged.from_list(PROMPTS[0])}))
-    assert isinstance(out, DataProto)
-    assert lists(out.ragged("prompts")) == PROMPTS[0]
-    assert out.dense("rank").tolist() == [0, 0, 1, 2, 3]
-    group.shutdown()
 
 
 # fmt: off
@@ -310,18 +248,6 @@ def resource_pools() -> Placement:
     }
 
     return Placement(resource_pool_spec, mapping)
-
-
-def pools_for_different_model_sizes(mapping: dict[Role, str]) -> Placement:
-    """Return the pools of section 10.2 of the report."""
-    # Example: Separate pools for different model sizes
-    resource_pool_spec = {
-        'large_model_pool': [8] * 8,   # 64 GPUs for 70B model
-        'small_model_pool': [4] * 4,   # 16 GPUs for 7B model
-        'reward_pool': [2] * 2,        # 4 GPUs for reward model
-    }
-
-    return Placement(resource_pool_spec, mapping)
 # fmt: on
 
 
@@ -331,17 +257,5 @@ def test_resource_pools_and_role_mapping() -> None:
     assert sizes == {"global_pool": (4, 32), "actor_pool": (4, 32), "critic_pool": (4, 16)}
     assert placement.pool(Role.RefPolicy) is placement.pool(Role.ActorRollout)
     assert placement.pool(Role.Critic).process_on_nodes == (4, 4, 4, 4)
-
-
-def test_pools_for_different_model_sizes() -> None:
-    placement = pools_for_different_model_sizes(
-        {
-            Role.ActorRollout: "large_model_pool",
-            Role.Critic: "small_model_pool",
-            Role.RewardModel: "reward_pool",
-        }
-    )
-    roles = (Role.ActorRollout, Role.Critic, Role.RewardModel)
-    assert [placement.pool(role).world_size for role in roles] == [64, 16, 4]
-    with pytest.raises(ConfigError, match="did you mean 'reward_pool'"):
-        pools_for_different_model_sizes({Role.RewardModel: "rewards_pool"})
+    with pytest.raises(ConfigError, match="'reward_pool'"):
+        Placement({"reward_pool": [2] * 2}, {Role.RewardModel: "rewards_pool"})

@@ -1,7 +1,4 @@
-"""A run from the command line with all kinds of rewards; see `make test-vllm`.
-
-It has two reward models, two references, a reward function, and a judge behind vLLM's own API server.
-"""
+"""A run with two reward models, two references, a reward function and a judge; see `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -49,22 +46,17 @@ def words(lab: Lab, judge: str) -> list[str]:
         "options": {"temperature": 0, "max_tokens": 1, "structured_outputs": {"choice": list(DIGITS)}},
     }
     grade = {"server": server, "rubric": "short", "template": "{rubric} {response}", "pattern": "([0-9])"}
+    judged = {"path": "tandem.rewards.judges", "name": "judge", "label": "grade"}
     terms = [
         {"path": str(lab.folder / "mine.py"), "name": "share"},
-        {
-            "path": "tandem.rewards.judges",
-            "name": "judge",
-            "label": "grade",
-            "reward_kwargs": {**grade, "scale": [0, 9]},
-        },
+        {**judged, "reward_kwargs": {**grade, "scale": [0, 9]}},
     ]
+    safe, helpful = (
+        make_scorer(lab.folder / name, lab.model, seed=i) for i, name in ((1, "safe"), (2, "helpful"))
+    )
     models = {
-        "safe": {"path": str(make_scorer(lab.folder / "safe", lab.model, seed=1)), "weight": 0.5},
-        "helpful": {
-            "path": str(make_scorer(lab.folder / "helpful", lab.model, seed=2)),
-            "tokenizer_path": str(lab.folder / "other"),
-            "normalize": True,
-        },
+        "safe": {"path": str(safe), "weight": 0.5},
+        "helpful": {"path": str(helpful), "tokenizer_path": str(lab.folder / "other"), "normalize": True},
     }
     make_other_tokenizer(lab.folder / "other")
     far = make_model(lab.folder / "far", seed=9)
@@ -93,14 +85,12 @@ def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judg
     for row in whole:
         assert {f"reward/extra/{part}" for part in PARTS} <= row.keys()
         assert {"actor/kl/start", "actor/kl/far", "reward/running_std/helpful"} <= row.keys()
-        assert row["actor/kl"] == pytest.approx(
-            0.5 * row["actor/kl/start"] + 0.1 * row["actor/kl/far"], rel=1e-5
-        )
+        kl = 0.5 * row["actor/kl/start"] + 0.1 * row["actor/kl/far"]
+        assert row["actor/kl"] == pytest.approx(kl, rel=1e-5)
         parts = [row[f"reward/extra/{part}"] for part in ("share", "grade", "helpful/normalized", "safe")]
         assert row["reward/mean"] == pytest.approx(sum(parts) - 0.5 * parts[-1], abs=1e-4)
-    assert (
-        any(0 < row["reward/extra/grade"] < 1 for row in whole) and whole[0]["reward/extra/judge_cached"] < 1
-    )
+    assert any(0 < row["reward/extra/grade"] < 1 for row in whole)
+    assert whole[0]["reward/extra/judge_cached"] < 1
 
     killed = subprocess.Popen(command(lab, "killed", given))
     deadline = time.monotonic() + 300
@@ -117,6 +107,5 @@ def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judg
 
 def what_was_learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return all metrics except times and the cost of answers."""
-    return [
-        {name: value for name, value in row.items() if "/judge_" not in name} for row in without_times(rows)
-    ]
+    timeless = without_times(rows)
+    return [{name: value for name, value in row.items() if "/judge_" not in name} for row in timeless]

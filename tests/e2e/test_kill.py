@@ -1,7 +1,4 @@
-"""A run that is killed at any moment and started again with the same command equals an undisturbed run.
-
-Weights and optimizer state are the same bit for bit, and every step's metrics exist once.
-"""
+"""A run that is killed at any moment and started again equals an undisturbed run, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,87 +17,36 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tandem.checkpoint import open_checkpoint
 from tandem.observability.files import whole_lines
 from tandem.observability.run import read_metrics, read_samples
+from tests.e2e.ray_runs import PHASES, slow, writing_slowly
 from tests.e2e.shop import Shop, finish, start
 from tests.support.runs import without_times
 
 pytestmark = pytest.mark.e2e
 
-PHASES = (
-    "gen",
-    "save_checkpoint",
-    "update_actor",
-    "values",
-    "reward",
-    "testing",
-    "adv",
-    "old_log_prob",
-    "update_critic",
-    "ref",
-)
-SLOW_ESTIMATOR = """
-import time
-from tandem.algorithms.advantages.gae import gae
-
-def slow_gae(token_level_rewards, values, response_mask, offsets, *, gamma=1.0, lam=1.0):
-    time.sleep(0.05)
-    return gae(token_level_rewards, values, response_mask, offsets, gamma=gamma, lam=lam)
-"""
-SLOW_REWARD = """
-import time
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.005)
-    return len(set(solution_str)) / 6
-"""
-"""Workers that wait a moment, so that their phases last long enough to be killed in."""
-
 
 def command(shop: Shop, name: str, steps: int) -> list[str]:
     """Return the command of a run that has every phase and all state that a checkpoint must store."""
-    estimator, reward = shop.folder / "slow_estimator.py", shop.folder / "slow_reward.py"
-    estimator.write_text(SLOW_ESTIMATOR)
-    reward.write_text(SLOW_REWARD)
-    return shop.document(
-        f"algorithm.adv_estimator={estimator}:slow_gae",
-        f"custom_reward_function.path={reward}",
-        "algorithm.use_kl_in_reward=true",
+    return slow(
+        *(shop, name, steps),
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.horizon=100",
-        "actor_rollout_ref.actor.optim.lr=0.003",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
         "actor_rollout_ref.actor.shuffle=true",
-        "trainer.logger=[]",
         "trainer.val_before_train=true",
-        "trainer.test_freq=1",
-        "trainer.save_freq=1",
         "trainer.max_ckpt_to_keep=3",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.default_local_dir={shop.folder / name}",
     )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill a process, in its second training step, so that each process leaves a finished step.
-
-    Attributes:
-        phase: The phase to kill in.
-        delay_s: How long after the start of the phase, in seconds.
-    """
+    """When to kill a process: in a phase of its second step, so that each process leaves a finished step."""
 
     phase: str
     delay_s: float = 0.0
 
 
 def kill_at(moment: Moment, words: list[str], folder: Path) -> bool:
-    """Run the command and kill it.
-
-    Returns:
-        Whether the process died in the moment's phase, which may have ended just before.
-
-    Raises:
-        AssertionError: The process ended on its own.
-    """
+    """Run the command and kill it; return whether it died in that phase, which may have just ended."""
     process = start(words, folder.parent)
     phases = Phases(folder / "timeline.json", process.pid)
     while not phases.in_second_step(moment.phase):
@@ -115,12 +61,7 @@ def kill_at(moment: Moment, words: list[str], folder: Path) -> bool:
 
 
 class Phases:
-    """The phases of one process, read from the trace while it is being written.
-
-    Attributes:
-        begun: The phases that started, in order.
-        unfinished: The started phases that have not ended.
-    """
+    """The phases of one process that have begun, and those unfinished, read from the trace as it grows."""
 
     def __init__(self, timeline: Path, pid: int) -> None:
         self.begun: list[str] = []
@@ -177,6 +118,10 @@ def assert_identical(a: Any, b: Any, at: str = "") -> None:
         assert a == b, at
 
 
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoints/*"))
+
+
 def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:
     lines = whole_lines(killed / "metrics.jsonl")
     rows = read_metrics(killed / "metrics.jsonl")
@@ -188,25 +133,15 @@ def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:
     assert [path.name for path in sorted((killed / "samples").iterdir())] == names
     for name in names:
         assert read_samples(killed / "samples" / name) == read_samples(whole / "samples" / name), name
-    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == [
-        f"step_{step:06d}" for step in (steps - 2, steps - 1, steps)
-    ]
+    assert checkpoints(killed) == [f"step_{step:06d}" for step in (steps - 2, steps - 1, steps)]
 
 
 def run_with_kills(
     shop: Shop, moments: list[Moment], steps: int, scratch: Path, *, tries: int = 1
 ) -> set[str]:
-    """Kill the run at each moment in turn, let it finish, and compare it with a run that was not killed.
+    """Kill the run at each moment, let it finish, compare it with an unharmed run, and return phases hit.
 
-    Args:
-        shop: The model and data.
-        moments: When to kill.
-        steps: The number of training steps.
-        scratch: A folder for temporary files.
-        tries: The most tries of a moment, because the phase may end before the kill arrives.
-
-    Returns:
-        The phases in which the run died.
+    Each moment has some tries, because the phase may end before the kill arrives.
     """
     whole = start(command(shop, "whole", steps), shop.folder)
     words = command(shop, "killed", steps)
@@ -220,8 +155,7 @@ def run_with_kills(
 
 def test_three_kills(shop: Shop, tmp_path: Path) -> None:
     moments = [Moment("update_actor"), Moment("save_checkpoint", 0.05), Moment("gen")]
-    hit = run_with_kills(shop, moments, steps=6, scratch=tmp_path)
-    assert hit, "every kill came between phases"
+    assert run_with_kills(shop, moments, steps=6, scratch=tmp_path), "every kill came between phases"
 
 
 @pytest.mark.slow
@@ -248,3 +182,29 @@ def test_a_kill_in_every_phase_and_all_through_a_save(shop: Shop, tmp_path: Path
     moments += [Moment("save_checkpoint", delay) for delay in (0.02, 0.05, 0.08, 0.11, 0.15, 0.2)]
     hit = run_with_kills(shop, moments, steps=80, scratch=tmp_path, tries=3)
     assert hit == set(PHASES)
+
+
+@pytest.mark.slow
+def test_killed_during_a_background_write(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run resumes from the checkpoint before."""
+    steps, run = 5, shop.folder / "killed_beside"
+    whole = start(command(shop, "whole_beside", steps), shop.folder)
+    words = writing_slowly(command(shop, run.name, steps))
+    monkeypatch.setenv("SLOW_WRITES_S", "240")
+    process = start(words, shop.folder)
+    limit, left = time.monotonic() + 120, ["step_000001", "step_000002.tmp"]
+    while left[1] not in checkpoints(run) or not (run / "samples" / "step_000003.parquet").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit, process.kill()
+        time.sleep(0.01)
+    process.kill()
+    finish(process)
+    assert checkpoints(run) == left
+    monkeypatch.setenv("SLOW_WRITES_S", "0.2")
+    for ended in (whole, start(words, shop.folder)):
+        done = finish(ended)
+        assert done.returncode == 0, done.stderr
+    assert "step_000001 after step 1" in done.stdout
+    compare(run, shop.folder / "whole_beside", steps, tmp_path)

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
 from tandem.observability.timers import read_timeline
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Lab
+from tests.e2e.shop import REWARD
+from tests.support.runs import Finished, Lab
 from tests.support.scorers import make_scorer
-
-pytestmark = pytest.mark.e2e
 
 SLOW = """
 import time
@@ -23,30 +21,26 @@ from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward_model import RewardModelWorker
 
-WORK_S = 1.0
+def wait(worker, what):
+    with worker.timeline.phase(f"work on {what}"):
+        time.sleep(1.0)
 
 class SlowReference(ActorWorker):
     def compute_ref_log_prob(self, batch):
-        with self.timeline.phase("work on ref"):
-            time.sleep(WORK_S)
+        wait(self, "ref")
         return super().compute_ref_log_prob(batch)
 
 class SlowCritic(CriticWorker):
     def compute_values(self, batch):
-        with self.timeline.phase("work on values"):
-            time.sleep(WORK_S)
+        wait(self, "values")
         return super().compute_values(batch)
 
 class SlowScorer(RewardModelWorker):
     def compute_rm_score(self, batch):
-        with self.timeline.phase("work on scores"):
-            time.sleep(WORK_S)
+        wait(self, "scores")
         return super().compute_rm_score(batch)
 """
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 6
-"""
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
@@ -61,24 +55,10 @@ def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) -> None:
     file = lab.folder / "slow_workers.py"
     file.write_text(SLOW)
-    scorer = lab.folder / "scorer"
-    tokenizer = AutoTokenizer.from_pretrained(lab.model)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(scorer)
+    scorer = make_scorer(lab.folder / "scorer", lab.model)
     finished = lab.run(
         "overlap",
         "algorithm.adv_estimator=gae",
@@ -105,17 +85,20 @@ def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) 
         assert row[f"perf/busy_share/{role}"] >= 0.9 * (end - begin) / row["timing/step"]
 
 
+def varied(lab: Lab) -> Path:
+    (lab.folder / "varied.py").write_text(REWARD)
+    return lab.folder / "varied.py"
+
+
 def learnt(rows: list[dict[str, Any]]) -> list[list[float]]:
     return [[row["reward/mean"], row["actor/loss"], row["critic/loss"]] for row in rows]
 
 
 @pytest.fixture(scope="module")
 def words(lab: Lab) -> tuple[str, ...]:
-    reward = lab.folder / "varied_reward.py"
-    reward.write_text(REWARD)
     return (
         "algorithm.adv_estimator=gae",
-        f"custom_reward_function.path={reward}",
+        f"custom_reward_function.path={varied(lab)}",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
         "critic.fsdp_config.model_dtype=fp64",
         "trainer.total_training_steps=4",
@@ -128,15 +111,15 @@ def undisturbed(lab: Lab, words: tuple[str, ...]) -> list[list[float]]:
     return learnt(lab.run("undisturbed", *words).rows)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
+def assert_undisturbed(run: Finished, undisturbed: list[list[float]]) -> None:
+    for got, expected in zip(learnt(run.rows), undisturbed, strict=True):
+        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
 def test_reallocated_in_mid_run(
-    lab: Lab,
-    words: tuple[str, ...],
-    undisturbed: list[list[float]],
-    ray_cluster: None,
+    lab: Lab, words: tuple[str, ...], undisturbed: list[list[float]], ray_cluster: None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """The actor moves from two shared ranks to one, and the critic to another, after the second step."""
     apart = Placement({"policy": [1], "value": [1]}, {Role.ActorRollout: "policy", Role.Critic: "value"})
     moved: list[int] = []
@@ -150,17 +133,11 @@ def test_reallocated_in_mid_run(
     monkeypatch.setattr(PPOTrainer, "at_step_boundary", at_step_boundary)
     finished = lab.run("moved", *words, "trainer.n_gpus_per_node=2")
     assert moved == [1]
-    for got, expected in zip(learnt(finished.rows), undisturbed, strict=True):
-        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert_undisturbed(finished, undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_resumed_with_other_pools(
-    lab: Lab,
-    words: tuple[str, ...],
-    undisturbed: list[list[float]],
-    ray_cluster: None,
+    lab: Lab, words: tuple[str, ...], undisturbed: list[list[float]], ray_cluster: None
 ) -> None:
     """The run takes two steps on two shared ranks, then two with separate roles, in the same run folder."""
     lab.run("resized", *words, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
@@ -171,22 +148,17 @@ def test_resumed_with_other_pools(
         "trainer.placement={actor_rollout: policy, critic: value}",
     )
     assert any("resumed from" in sentence for sentence in finished.said)
-    for got, expected in zip(learnt(finished.rows), undisturbed, strict=True):
-        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert_undisturbed(finished, undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_reward_models_and_references_on_pools_of_their_own(lab: Lab, ray_cluster: None) -> None:
     """Nine groups on five pools, with normalized scores, give the numbers of one process."""
-    reward = lab.folder / "varied.py"
-    reward.write_text(REWARD)
     models = ", ".join(
         f"{name}: {{path: {make_scorer(lab.folder / name, lab.model, seed=seed)}, normalize: {seed == 1}}}"
         for seed, name in enumerate(("safe", "helpful"))
     )
     words = (
-        f"custom_reward_function.path={reward}",
+        f"custom_reward_function.path={varied(lab)}",
         "reward_model.enable=true",
         f"reward_model.models={{{models.replace('True', 'true').replace('False', 'false')}}}",
         "actor_rollout_ref.actor.use_kl_loss=true",

@@ -1,22 +1,26 @@
-"""The programs in the README, docs/from-python.md and docs/extend/worker.md do what the text says."""
+"""The programs in the README and two pages, and the commands of an example, do what the text says."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tandem.observability.run import read_metrics
 from tests.e2e.shop import SOURCES
 from tests.support.tiny import make_model
+
+pytestmark = pytest.mark.slow
 
 
 def python(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (SOURCES / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.slow
 def test_the_program_of_ones_own_on_ray(
     tmp_path: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,7 +34,6 @@ def test_the_program_of_ones_own_on_ray(
     assert shown[1] in capfd.readouterr().out.splitlines()
 
 
-@pytest.mark.slow
 def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, step_by_step = python("docs/from-python.md")
     (readme,) = python("README.md")
@@ -46,3 +49,22 @@ def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names["run"].steps == 3
     assert (tmp_path / "my-model" / "config.json").is_file()
     assert [row["step"] for row in names["trainer"].run.metrics] == [0, 1]
+
+
+@pytest.mark.timeout(900)
+def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path: Path) -> None:
+    """The commands run with fewer steps. The policy's reward rises, and what the preferences are about."""
+    (tmp_path / "examples").symlink_to(SOURCES / "examples")
+    folder = "examples/reward_model"
+    for words in (
+        [f"{folder}/make_preferences.py"],
+        ["-m", "tandem", "rm", f"{folder}/rm.yaml", "trainer.total_training_steps=30"],
+        ["-m", "tandem", "export", "runs/preferences", "my_reward_model"],
+        ["-m", "tandem", "sft", f"{folder}/sft.yaml", "trainer.total_training_steps=40"],
+        ["-m", "tandem", "export", "runs/ratings", "my_policy"],
+        ["-m", "tandem", "train", f"{folder}/ppo.yaml", "trainer.total_training_steps=15"],
+    ):
+        subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=600)
+    first, *_, last = read_metrics(tmp_path / "runs" / "preferred" / "metrics.jsonl")
+    for name in ("reward/extra/preferred", "reward/extra/stars"):
+        assert last[name] > first[name] + 2, name

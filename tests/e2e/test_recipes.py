@@ -120,57 +120,52 @@ def test_every_recipe_is_listed_and_names_its_paper() -> None:
         assert "https://arxiv.org/abs/" in recipe.read_text().split("data:")[0]
 
 
-METHODS = {
-    "cispo": ("grpo", "cispo", "token-mean"),
-    "dapo": ("grpo", "vanilla", "token-mean"),
-    "dr_grpo": ("dr_grpo", "vanilla", "seq-mean-token-sum-norm"),
-    "grpo": ("grpo", "vanilla", "seq-mean-token-mean"),
-    "gspo": ("grpo", "gspo", "seq-mean-token-mean"),
-    "pass_at_k": ("grpo_passk", "vanilla", "seq-mean-token-sum"),
-    "ppo": ("gae", "vanilla", "token-mean"),
-    "reinforce_plus_plus": ("reinforce_plus_plus", "vanilla", "seq-mean-token-mean"),
-    "remax": ("remax", "reinforce", "seq-mean-token-sum"),
-    "rloo": ("rloo", "reinforce", "seq-mean-token-sum"),
+KEYS = {
+    "batch": "data.train_batch_size",
+    "n": f"{ROLLOUT}.n",
+    "mini": f"{ACTOR}.ppo_mini_batch_size",
+    "length": "data.max_response_length",
+    "clip": f"{ACTOR}.clip_ratio",
+    "low": f"{ACTOR}.clip_ratio_low",
+    "high": f"{ACTOR}.clip_ratio_high",
+    "kl loss": f"{ACTOR}.kl_loss_coef",
+    "kl": "algorithm.kl_ctrl.kl_coef",
+    "lam": "algorithm.lam",
+    "value clip": "critic.cliprange_value",
+    "overlong": "reward_model.overlong_buffer.len",
+    "by std": "algorithm.norm_adv_by_std_in_grpo",
 }
-"""By recipe: the estimator, loss and aggregation of the paper."""
+TOKENS, SUMS, MEANS = "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"
+METHODS: dict[str, tuple[tuple[str, str, str], dict[str, Any]]] = {
+    "cispo": (("grpo", "cispo", TOKENS), {"low": 1.0}),
+    "dapo": (
+        ("grpo", "vanilla", TOKENS),
+        {"low": 0.2, "high": 0.28, "batch": 512, "n": 16, "mini": 32, "length": 20480, "overlong": 4096},
+    ),
+    "dr_grpo": (("dr_grpo", "vanilla", f"{SUMS}-norm"), {"n": 8, "length": 3000, "clip": 0.2}),
+    "grpo": (
+        ("grpo", "vanilla", MEANS),
+        {"batch": 16, "n": 64, "mini": 16, "kl loss": 0.04, "length": 1024},
+    ),
+    "gspo": (("grpo", "gspo", MEANS), {"low": 3e-4, "high": 4e-4}),
+    "pass_at_k": (("grpo_passk", "vanilla", SUMS), {"by std": False}),
+    "ppo": (
+        ("gae", "vanilla", TOKENS),
+        {"batch": 512, "n": 1, "mini": 64, "kl": 0.02, "clip": 0.2, "lam": 0.95, "value clip": 0.2},
+    ),
+    "reinforce_plus_plus": (("reinforce_plus_plus", "vanilla", MEANS), {"kl": 0.001, "n": 1, "clip": 0.2}),
+    "remax": (("remax", "reinforce", SUMS), {"kl": 0.05, "n": 1}),
+    "rloo": (("rloo", "reinforce", SUMS), {"kl": 0.03, "batch": 512, "n": 4}),
+}
+"""By recipe: the estimator, loss and aggregation of the paper, and numbers in it or in its authors' code."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_recipe_is_the_papers_method(recipe: Path) -> None:
+def test_the_recipe_is_the_papers_method_with_the_published_numbers(recipe: Path) -> None:
     given = leaves(yaml.safe_load(recipe.read_text()))
-    found = (
-        given["algorithm.adv_estimator"],
-        given.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
-        given.get(f"{ACTOR}.loss_agg_mode", "token-mean"),
-    )
-    assert found == METHODS[recipe.stem]
-
-
-_CLIPS, _KL = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"), "algorithm.kl_ctrl.kl_coef"
-_BATCHES = ("data.train_batch_size", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size")
-
-PUBLISHED = {
-    "cispo": {_CLIPS[0]: 1.0},
-    "dapo": dict(zip(_CLIPS, (0.2, 0.28), strict=True))
-    | dict(zip(_BATCHES, (512, 16, 32), strict=True))
-    | {"data.max_response_length": 20480, "reward_model.overlong_buffer.len": 4096},
-    "dr_grpo": {f"{ROLLOUT}.n": 8, "data.max_response_length": 3000, f"{ACTOR}.clip_ratio": 0.2},
-    "grpo": dict(zip(_BATCHES, (16, 64, 16), strict=True))
-    | {f"{ACTOR}.kl_loss_coef": 0.04, "data.max_response_length": 1024},
-    "gspo": dict(zip(_CLIPS, (3e-4, 4e-4), strict=True)),
-    "pass_at_k": {"algorithm.norm_adv_by_std_in_grpo": False},
-    "ppo": dict(zip(_BATCHES, (512, 1, 64), strict=True))
-    | {_KL: 0.02, f"{ACTOR}.clip_ratio": 0.2, "algorithm.lam": 0.95, "critic.cliprange_value": 0.2},
-    "reinforce_plus_plus": {_KL: 0.001, f"{ROLLOUT}.n": 1, f"{ACTOR}.clip_ratio": 0.2},
-    "remax": {_KL: 0.05, f"{ROLLOUT}.n": 1},
-    "rloo": {_KL: 0.03, "data.train_batch_size": 512, f"{ROLLOUT}.n": 4},
-}
-"""By recipe: numbers in its paper or in its authors' code."""
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_recipe_has_the_published_numbers(recipe: Path) -> None:
-    given = leaves(yaml.safe_load(recipe.read_text()))
-    published = PUBLISHED[recipe.stem]
-    assert {name: given.get(name) for name in published} == published
-    assert {recipe.stem for recipe in RECIPES} == set(PUBLISHED)
+    method, published = METHODS[recipe.stem]
+    loss, mode = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
+    found = given["algorithm.adv_estimator"], given.get(loss, "vanilla"), given.get(mode, TOKENS)
+    assert found == method
+    assert {name: given.get(KEYS[name]) for name in published} == published
+    assert {path.stem for path in RECIPES} == set(METHODS)

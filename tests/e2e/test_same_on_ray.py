@@ -1,17 +1,19 @@
 """The same config gives the same numbers in one process, on two and four ranks, and with separate roles.
 
-These are real runs on Ray with FSDP2 over gloo. There are seven prompts, so no number of ranks divides the
-batch.
+There are seven prompts, so no number of ranks divides the batch.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 
+from tests.e2e.shop import REWARD
 from tests.support.runs import Lab
 
 pytestmark = pytest.mark.e2e
@@ -31,16 +33,25 @@ PPO = (
     "critic.optim.lr=0.01",
     f"trainer.total_training_steps={STEPS}",
 )
-FP64 = tuple(
-    f"{model}.fsdp_config.model_dtype=fp64"
-    for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-)
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+
+
+def models(key: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{name}.fsdp_config.{key}" for name in names)
+
+
+FP64 = models("model_dtype=fp64", ACTOR, REF, "critic")
+TWO = ("trainer.n_gpus_per_node=2",)
+SAMPLED_APART = "trainer.placement={actor: trains, rollout: samples}"
+APART = ("trainer.resource_pools={trains: [2], samples: [1]}", SAMPLED_APART)
+STAGES = models("pipeline_parallel_size=2", ACTOR, REF)
+ROLLOUT_SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 LAYOUTS = {
-    "two colocated": ("trainer.n_gpus_per_node=2",),
+    "two colocated": TWO,
     "four colocated": (
         "trainer.n_gpus_per_node=4",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        ROLLOUT_SPLIT,
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=4",
         "critic.fsdp_config.fsdp_size=2",
     ),
@@ -48,35 +59,13 @@ LAYOUTS = {
         "trainer.resource_pools={policy: [2], value: [1], scores: [1]}",
         "trainer.placement={actor_rollout: policy, critic: value, reward: scores}",
     ),
-    "rollout apart": (
-        "trainer.resource_pools={trains: [2], samples: [2]}",
-        "trainer.placement={actor: trains, rollout: samples}",
-    ),
-    "layers split": (
-        "trainer.resource_pools={trains: [2], samples: [1]}",
-        "trainer.placement={actor: trains, rollout: samples}",
-        *(
-            f"{model}.fsdp_config.tensor_parallel_size=2"
-            for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-        ),
-    ),
-}
-POLICY_STAGES = tuple(
-    f"{model}.fsdp_config.pipeline_parallel_size=2"
-    for model in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
-)
-LAYOUTS |= {
+    "rollout apart": ("trainer.resource_pools={trains: [2], samples: [2]}", SAMPLED_APART),
+    "layers split": (*APART, *models("tensor_parallel_size=2", ACTOR, REF, "critic")),
     "stages colocated": (
-        "trainer.n_gpus_per_node=2",
-        *POLICY_STAGES,
-        "critic.fsdp_config.pipeline_parallel_size=2",
+        *(*TWO, *STAGES, "critic.fsdp_config.pipeline_parallel_size=2"),
         "critic.fsdp_config.pipeline_schedule=gpipe",
     ),
-    "stages apart": (
-        "trainer.resource_pools={trains: [2], samples: [1]}",
-        "trainer.placement={actor: trains, rollout: samples}",
-        *POLICY_STAGES,
-    ),
+    "stages apart": (*APART, *STAGES),
 }
 ADAPTERS = (
     "actor_rollout_ref.model.lora_rank=4",
@@ -84,31 +73,25 @@ ADAPTERS = (
     "critic.model.lora_rank=4",
 )
 ADAPTED = {
-    "rollout splits layers": (
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-    ),
+    "rollout splits layers": (*TWO, ROLLOUT_SPLIT, f"{ACTOR}.ulysses_sequence_parallel_size=2"),
     "rollout apart, layers and sequences split": (
-        "trainer.resource_pools={trains: [4], samples: [1]}",
-        "trainer.placement={actor: trains, rollout: samples}",
-        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        *("trainer.resource_pools={trains: [4], samples: [1]}", SAMPLED_APART),
+        f"{ACTOR}.fsdp_config.tensor_parallel_size=2",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
     ),
 }
-LONG = set(LAYOUTS) - {"rollout apart"}
+KINDS = {"fp64": FP64, "fp32": (), "adapters": (*FP64, *ADAPTERS)}
+CASES = [
+    *(("fp64", layout) for layout in LAYOUTS),
+    *(("fp32", layout) for layout in ("two colocated", "four colocated")),
+    *(("adapters", layout) for layout in ADAPTED),
+]
+QUICK = [("fp64", "rollout apart")]
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
 
 
 def learnt(rows: list[dict[str, Any]]) -> list[list[float]]:
     return [[row[name] for name in LEARNT] for row in rows]
-
-
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / 6
-"""
-"""A reward that differs between samples even for an untrained model."""
 
 
 def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
@@ -120,37 +103,26 @@ def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(lab: Lab) -> dict[str, list[list[float]]]:
-    """Run in one process, in each precision."""
-    return {
-        "fp64": learnt(run(lab, "alone64", *FP64)),
-        "fp32": learnt(run(lab, "alone32")),
-    }
-
-
-@pytest.fixture(scope="module")
-def adapted(lab: Lab) -> list[list[float]]:
-    """Run with adapters in one process."""
-    return learnt(run(lab, "adapters", *FP64, *ADAPTERS))
+def alone(lab: Lab) -> Callable[[str], list[list[float]]]:
+    """Return a function that runs in one process, once for each kind."""
+    return cache(lambda kind: learnt(run(lab, f"{kind} alone", *KINDS[kind])))
 
 
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in LAYOUTS],
+    ("kind", "layout"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_float64_agrees_to_1e_9(
-    lab: Lab,
-    alone: dict[str, list[list[float]]],
-    ray_cluster: None,
-    layout: str,
+def test_every_layout_gives_the_numbers_of_one_process(
+    lab: Lab, alone: Callable[[str], list[list[float]]], ray_cluster: None, kind: str, layout: str
 ) -> None:
     """The run also profiles a step, on all processes."""
-    name = f"fp64 {layout}"
-    rows = run(lab, name, *FP64, *LAYOUTS[layout], "trainer.profile.steps=[3]")
-    for got, expected in zip(learnt(rows), alone["fp64"], strict=True):
-        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    name, limit = f"{kind} {layout}", 1e-5 if kind == "fp32" else 1e-9
+    rows = run(lab, name, *KINDS[kind], *(LAYOUTS | ADAPTED)[layout], "trainer.profile.steps=[3]")
+    for got, expected in zip(learnt(rows), alone(kind), strict=True):
+        assert got == pytest.approx(expected, rel=limit, abs=limit)
     assert rows[-1]["controller/value_bytes"] == 0
+    assert kind != "adapters" or rows[-1]["rollout/log_prob_diff_max"] < 1e-9
     with gzip.open(lab.folder / name / "profile" / "step_000003.json.gz") as file:
         events = json.load(file)["traceEvents"]
     tracks = {e["args"]["name"]: e["pid"] for e in events if e.get("name") == "thread_name"}
@@ -158,29 +130,3 @@ def test_float64_agrees_to_1e_9(
     operators = {e["pid"] for e in events if e.get("cat") == "cpu_op"}
     assert len(ranks) > 1 and ranks <= operators
     assert {e["name"] for e in events if e.get("ph") == "B"} >= {"step", "gen", "values", "update_actor"}
-
-
-@pytest.mark.timeout(480)
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["two colocated", "four colocated"])
-def test_float32_agrees_to_1e_5(
-    lab: Lab,
-    alone: dict[str, list[list[float]]],
-    ray_cluster: None,
-    layout: str,
-) -> None:
-    rows = run(lab, f"fp32 {layout}", *LAYOUTS[layout])
-    for got, expected in zip(learnt(rows), alone["fp32"], strict=True):
-        assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(480)
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if "apart" in name else ()) for name in ADAPTED]
-)
-def test_adapters_agree_to_1e_9(lab: Lab, adapted: list[list[float]], ray_cluster: None, layout: str) -> None:
-    rows = run(lab, f"adapters {layout}", *FP64, *ADAPTERS, *ADAPTED[layout])
-    for got, expected in zip(learnt(rows), adapted, strict=True):
-        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert rows[-1]["rollout/log_prob_diff_max"] < 1e-9

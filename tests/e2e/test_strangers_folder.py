@@ -20,11 +20,9 @@ from tandem.errors import CheckpointError, ConfigError, ConfigErrors
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
 from tests.support.evil import Runs, put_contents, put_data, put_state
-from tests.support.runs import Finished, Lab, lab
+from tests.support.runs import Finished, Lab
 from tests.support.viewing import viewing
 from tests.support.warm import run as run_process
-
-__all__ = ["lab"]
 
 STEP = "step_000001"
 
@@ -49,71 +47,45 @@ def canary(tmp_path: Path) -> Path:
     return tmp_path / "canary"
 
 
-def in_state(folder: Path, thing: Any) -> None:
-    put_state(folder, {"loader": thing})
+PUTS: dict[str, Callable[[Path, Any], None]] = {
+    "state": lambda folder, thing: put_state(folder, {"loader": thing}),
+    "contents": lambda folder, thing: put_contents(folder / "actor", thing),
+    "data": lambda folder, thing: put_data(folder / "actor", thing),
+}
 
 
-def in_contents(folder: Path, thing: Any) -> None:
-    put_contents(folder / "actor", thing)
+@pytest.fixture(params=PUTS)
+def spoilt(request: pytest.FixtureRequest, strangers: Path, canary: Path) -> Path:
+    """Put into all checkpoints what makes the canary when it is unpickled."""
+    for checkpoint in (strangers / "checkpoints").iterdir():
+        PUTS[request.param](checkpoint, Runs(os.system, f"touch {canary}"))
+    return strangers
 
 
-def in_data(folder: Path, thing: Any) -> None:
-    put_data(folder / "actor", thing)
-
-
-PLACES = [in_state, in_contents, in_data]
-Put = Callable[[Path, Any], None]
-
-
-def spoil(folder: Path, put: Put, canary: Path) -> None:
-    for checkpoint in (folder / "checkpoints").iterdir():
-        put(checkpoint, Runs(os.system, f"touch {canary}"))
-
-
-@pytest.mark.parametrize("put", PLACES)
-def test_export_refuses_it(
-    put: Put, strangers: Path, canary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil(strangers, put, canary)
+def test_export_refuses_it(spoilt: Path, canary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = canary.with_name("out")
-    for given in (strangers, strangers / "checkpoints" / STEP):
+    for given in (spoilt, spoilt / "checkpoints" / STEP):
         assert main(["export", str(given), str(out)]) == 1
         assert "Traceback" not in capsys.readouterr().err
     assert not canary.exists() and not out.exists()
 
 
-@pytest.mark.parametrize("put", PLACES)
-def test_a_replay_refuses_it(put: Put, strangers: Path, canary: Path) -> None:
-    spoil(strangers, put, canary)
+def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab: Lab, spoilt: Path, canary: Path) -> None:
     with pytest.raises(CheckpointError):
-        replay(Run(strangers), 2)
+        replay(Run(spoilt), 2)
+    changes = "trainer.resume_with_changes=true"
+    with pytest.raises(CheckpointError):
+        lab.run(str(spoilt), changes, "trainer.total_training_steps=3")
+    words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={spoilt / 'checkpoints' / STEP}")
+    with pytest.raises(CheckpointError):
+        lab.run(str(canary.with_name("own")), changes, *words)
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("put", PLACES)
-def test_a_run_does_not_go_on_from_it(put: Put, lab: Lab, strangers: Path, canary: Path) -> None:
-    spoil(strangers, put, canary)
-    with pytest.raises(CheckpointError):
-        lab.run(str(strangers), "trainer.resume_with_changes=true", "trainer.total_training_steps=3")
-    path = strangers / "checkpoints" / STEP
-    words = ("trainer.resume_mode=resume_path", "trainer.resume_with_changes=true")
-    with pytest.raises(CheckpointError):
-        lab.run(str(canary.with_name("own")), *words, f"trainer.resume_from_path={path}")
-    assert not canary.exists()
-
-
-@pytest.mark.parametrize("put", PLACES)
-def test_what_needs_no_checkpoint_is_shown(
-    put: Put, strangers: Path, canary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil(strangers, put, canary)
-    for words in (
-        ["runs", str(strangers.parent)],
-        ["runs", str(strangers), "--json"],
-        ["samples", str(strangers)],
-    ):
+def test_what_needs_no_checkpoint_is_shown(spoilt: Path, canary: Path) -> None:
+    for words in (["runs", str(spoilt.parent)], ["runs", str(spoilt), "--json"], ["samples", str(spoilt)]):
         assert main(words) == 0
-    with viewing(strangers) as client:
+    with viewing(spoilt) as client:
         (listed,) = client.ask("runs")
         for page in ("metrics", "config", "events", "samples", "export"):
             assert client.get(f"api/{page}?run={listed['run']}&names=actor/loss&name=actor/loss")[0] == 200
@@ -143,20 +115,24 @@ NAMED = {
 
 def edited(folder: Path, key: str, value: Any) -> None:
     file = folder / "config.yaml"
-    tree = json.loads(json.dumps(Run(folder).config))
+    at = tree = json.loads(json.dumps(Run(folder).config))
     *path, last = key.split(".")
-    at = tree
     for part in path:
         at = at[part]
     at[last] = value
     file.write_text(json.dumps(tree))  # JSON is also valid YAML
 
 
+def name_code(folder: Path, key: str, value: Any, canary: Path) -> None:
+    """Set a key to a file in the folder that makes the canary when it is imported."""
+    evil = folder / "evil.py"
+    evil.write_text(CODE.format(canary=str(canary)))
+    edited(folder, key, json.loads(json.dumps(value).replace("{file}", str(evil))))
+
+
 @pytest.mark.parametrize("key", NAMED)
 def test_a_replay_runs_no_code_that_the_config_names(key: str, strangers: Path, canary: Path) -> None:
-    evil = strangers / "evil.py"
-    evil.write_text(CODE.format(canary=str(canary)))
-    edited(strangers, key, json.loads(json.dumps(NAMED[key]).replace("{file}", str(evil))))
+    name_code(strangers, key, NAMED[key], canary)
     with pytest.raises(ConfigError) as caught:
         replay(Run(strangers), 2)
     assert caught.value.field == str(strangers / "config.yaml")
@@ -179,9 +155,7 @@ MORE = NAMED | {
 def test_a_config_in_a_strangers_folder_runs_no_code(
     key: str, strangers: Path, canary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evil = strangers / "evil.py"
-    evil.write_text(CODE.format(canary=str(canary)))
-    edited(strangers, key, json.loads(json.dumps(MORE[key]).replace("{file}", str(evil))))
+    name_code(strangers, key, MORE[key], canary)
     words = [str(strangers / "config.yaml"), f"trainer.default_local_dir={canary.with_name('own')}"]
     for command in ("train", "check"):
         assert main([command, *words]) != 0

@@ -16,7 +16,7 @@ from tests.support.school import FP64, School, Taught, school
 
 __all__ = ["school"]
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 TWO_RANKS = ("trainer.n_gpus_per_node=2",)
 WORDS = {"sft": (), "rm": ("data.margin_key=margin", "center_rewards_coefficient=0.01")}
@@ -28,12 +28,11 @@ def numbers(run: Taught) -> list[dict[str, Any]]:
     return rows
 
 
-def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], tolerance: float) -> None:
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], tolerance: float = 1e-9) -> None:
     for got, expected in zip(found, wanted, strict=True):
         assert got == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("task", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp64", 1e-9), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
@@ -50,7 +49,6 @@ def test_two_ranks_learn_what_one_learns(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("task", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
 def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None, task: str) -> None:
     whole = school.run(task, f"{task}_whole", FP64)
@@ -60,21 +58,18 @@ def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None,
     moved = school.run(task, name, *cut)
     assert any("after step 3" in sentence for sentence in moved.said)
     assert open_checkpoint(moved.folder / "checkpoints" / "step_000006").step == 6
-    for got, expected in zip(numbers(moved)[3:], numbers(whole)[3:], strict=True):
-        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert_same(numbers(moved)[3:], numbers(whole)[3:])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_a_rank_without_a_pair_takes_part(school: School, ray_cluster: None) -> None:
     """With one pair a step, one rank's share is always empty, in training and in validation."""
     words = ("data.train_batch_size=1", "trainer.total_training_steps=2", FP64)
     alone = school.run("rm", "one_pair_alone", *words)
     both = school.run("rm", "one_pair_both", *words, *TWO_RANKS)
-    assert_same(without_times(both.rows), without_times(alone.rows), 1e-9)
+    assert_same(without_times(both.rows), without_times(alone.rows))
 
 
-@pytest.mark.timeout(480)
 def test_a_failing_rank_ends_the_run_with_a_report(school: School, ray_cluster: None) -> None:
     with pytest.raises((WorkerFailure, NonFiniteError), match="not finite"):
         school.run("sft", "diverges", *TWO_RANKS, "optim.lr=1e30")

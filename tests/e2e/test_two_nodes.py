@@ -1,7 +1,4 @@
-"""Two nodes with different addresses, started by `tandem node`, run one training; then one of them fails.
-
-The run reports this and continues on the other node, with its state resharded.
-"""
+"""Two nodes with different addresses run one training; one fails, and the run goes on on the other."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ LIMIT_S = 150
 
 def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.Popen[str]:
     """Start `tandem node` on a machine, as a scheduler starts it on each node."""
+    own = {"RANK": str(rank), "MASTER_PORT": "6379", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     return machine.start(
         [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4", *words],
-        env=os.environ
-        | {"RANK": str(rank), "MASTER_PORT": "6379", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        env=os.environ | own,
         cwd=head_file.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -61,10 +58,8 @@ def test_a_node_goes_and_the_run_goes_on_on_the_other(shop: Shop) -> None:
         run = RayRun(head, folder, controller_is_leader=False)
         run.await_phase("update_actor", after_step=2)
         places = run.places
-        assert {address for name, (address, _) in places.items() if name.startswith("global_pool")} == {
-            first.address,
-            second.address,
-        }
+        pool = {address for name, (address, _) in places.items() if name.startswith("global_pool")}
+        assert pool == {first.address, second.address}
         lost = [name for name, (address, _) in places.items() if address == second.address]
         start = time.monotonic()
         for pid in second.processes():

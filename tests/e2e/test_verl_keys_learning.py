@@ -1,30 +1,18 @@
-"""Keys of the document's command line for the algorithm, the model, the optimizer and its batches.
-
-Each test changes a key and checks an effect of the change on a run.
-"""
+"""Keys of the document's command line for the algorithm, the model, the optimizer and its batches."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.e2e.keys import (
-    ACTOR,
-    FAST,
-    REF,
-    ROLLOUT,
-    SAMPLES,
-    UPDATES,
-    flat,
-    responses,
-    tries,
-)
+from tests.e2e.keys import ACTOR, FAST, REF, ROLLOUT, SAMPLES, UPDATES, flat, responses, tries
 from tests.e2e.shop import DOCUMENT, Shop
 from tests.e2e.watch import Watched, watch
 from tests.support.runs import Finished, same_weights
 from tests.support.tiny import make_model
 
 BY_SAMPLES = f"{ACTOR}.use_dynamic_bsz=false"
+TWICE = ("trainer.total_training_steps=2", f"{ACTOR}.ppo_mini_batch_size=4", FAST)
 
 
 @pytest.fixture
@@ -46,9 +34,8 @@ def test_the_estimator_makes_the_advantages(shop: Shop, estimator: str) -> None:
         "grpo": (scores - scores.mean(1, keepdims=True)) / (scores.std(1, ddof=1, keepdims=True) + 1e-6),
         "rloo": scores - others / (scores.shape[1] - 1),
     }[estimator]
-    for row, mask, value in zip(
-        samples["advantages"], samples["response_mask"], expected.ravel(), strict=True
-    ):
+    rows = zip(samples["advantages"], samples["response_mask"], expected.ravel(), strict=True)
+    for row, mask, value in rows:
         assert np.array(row)[np.array(mask)] == pytest.approx(value, abs=1e-5)
 
 
@@ -59,9 +46,8 @@ def test_kl_in_the_reward_lowers_it_by_the_kl(shop: Shop) -> None:
     scores, rewards = flat(plain, 2, "token_level_scores", "token_level_rewards")
     assert (scores == rewards).all()
     run = shop.run("kl_in_reward", *words, "algorithm.use_kl_in_reward=true")
-    scores, rewards, old, ref = flat(
-        run, 2, "token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_probs"
-    )
+    columns = ("token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_probs")
+    scores, rewards, old, ref = flat(run, 2, *columns)
     assert np.abs(old - ref).max() > 0.01
     assert rewards == pytest.approx(scores - 0.001 * (old - ref), abs=1e-6)
 
@@ -77,13 +63,11 @@ def test_the_kl_loss_asks_for_the_reference(shop: Shop, base: Finished) -> None:
 
 @tries(f"{ACTOR}.kl_loss_coef")
 def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop: Shop) -> None:
-    words = ("trainer.total_training_steps=2", f"{ACTOR}.ppo_mini_batch_size=4", FAST)
-    low, high = (shop.run(f"kl_coef_{c}", *words, f"{ACTOR}.kl_loss_coef={c}") for c in (0.001, 2.0))
+    low, high = (shop.run(f"kl_coef_{c}", *TWICE, f"{ACTOR}.kl_loss_coef={c}") for c in (0.001, 2.0))
     for run, coef in ((low, 0.001), (high, 2.0)):
         row = run.rows[1]
         assert row["actor/kl"] > 1e-3
-        whole = row["actor/pg_loss"] + coef * row["actor/kl"]
-        assert row["actor/loss"] == pytest.approx(whole, abs=1e-5)
+        assert row["actor/loss"] == pytest.approx(row["actor/pg_loss"] + coef * row["actor/kl"], abs=1e-5)
     assert high.rows[1]["actor/grad_norm"] != pytest.approx(low.rows[1]["actor/grad_norm"], rel=1e-3)
     assert not same_weights(low, high)
 
@@ -92,13 +76,7 @@ def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop: Shop) -> None
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
 def test_the_kl_losss_kind_is_its_formula(shop: Shop, kind: str) -> None:
     """There is one update per step, so the loss is computed at the weights that sampled."""
-    run = shop.run(
-        f"kind_{kind}",
-        "trainer.total_training_steps=2",
-        f"{ACTOR}.ppo_mini_batch_size=4",
-        FAST,
-        f"{ACTOR}.kl_loss_type={kind}",
-    )
+    run = shop.run(f"kind_{kind}", *TWICE, f"{ACTOR}.kl_loss_type={kind}")
     now, ref = flat(run, 2, "rollout_log_probs", "ref_log_probs")
     gap = (now - ref).astype(np.float64)
     expected = {
@@ -128,8 +106,7 @@ def test_critic_warm_up_leaves_the_policy_alone(shop: Shop) -> None:
     warm = shop.run("warm", *words, "trainer.critic_warmup=1")
     assert cold.actor.actor.version == 2 * UPDATES
     assert warm.actor.actor.version == UPDATES
-    assert "actor/loss" not in warm.rows[0]
-    assert "critic/loss" in warm.rows[0]
+    assert "actor/loss" not in warm.rows[0] and "critic/loss" in warm.rows[0]
 
 
 # Model.
@@ -192,24 +169,19 @@ def test_there_is_an_update_per_mini_batch(shop: Shop, size: int, watched: Watch
     assert [part.sequences for part in watched.update] == [size * DOCUMENT[f"{ROLLOUT}.n"]] * (4 // size)
 
 
+CUTS = ("use_dynamic_bsz", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+LOG_PROB = [f"log_prob_{name}" for name in CUTS]
 PHASES = {
-    "update": (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-               f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    "old_log_prob": (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-                     f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    "ref": (f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_micro_batch_size_per_gpu",
-            f"{REF}.log_prob_max_token_len_per_gpu"),
-}  # fmt: skip
+    "update": tuple(f"{ACTOR}.{name}" for name in (CUTS[0], *(f"ppo_{name}" for name in CUTS[1:]))),
+    "old_log_prob": tuple(f"{ROLLOUT}.{name}" for name in LOG_PROB),
+    "ref": tuple(f"{REF}.{name}" for name in LOG_PROB),
+}
 
 
 @tries(*(name for names in PHASES.values() for name in names))
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_each_phase_is_cut_by_its_own_keys(shop: Shop, phase: str, watched: Watched) -> None:
-    """The keys for samples set the number of samples in each micro-batch.
-
-    The keys for tokens fill micro-batches up to the budget, whatever the keys for samples say. Other phases
-    are not affected.
-    """
+    """Keys for tokens count whatever keys for samples say. Other phases are not affected."""
     dynamic, samples, budget = PHASES[phase]
     runs = UPDATES if phase == "update" else 1
     seen = getattr(watched, phase)

@@ -1,12 +1,12 @@
-"""Keys of the document's command line for the data, the rollout, devices and the run.
-
-Each test changes a key and checks an effect of the change on a run.
-"""
+"""Keys of the document's command line for the data, the rollout, devices and the run."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +15,7 @@ from tandem.engines.rollout.native import memory
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.errors import ConfigError, ConfigErrors, DataError, EngineError
 from tandem.observability.timers import read_timeline
-from tests.e2e.keys import (
-    ACTOR,
-    ROLLOUT,
-    SAMPLES,
-    flat,
-    responses,
-    tries,
-    validated,
-)
+from tests.e2e.keys import ACTOR, ROLLOUT, SAMPLES, flat, responses, tries, validated
 from tests.e2e.shop import DOCUMENT, Shop
 from tests.support.runs import Finished
 from tests.support.tiny import problem, write_rows
@@ -51,14 +43,6 @@ def test_validation_takes_the_val_files(shop: Shop, base: Finished) -> None:
     assert len(validated(other)["tokens"]) == 3
 
 
-@tries("data.train_batch_size")
-@pytest.mark.parametrize("size", [2, 6])
-def test_a_step_takes_so_many_prompts(shop: Shop, size: int) -> None:
-    run = shop.run(f"batch_{size}", f"data.train_batch_size={size}")
-    assert len(set(run.samples(1)["uid"])) == size
-    assert run.actor.actor.version == size // DOCUMENT[f"{ACTOR}.ppo_mini_batch_size"]
-
-
 @tries("data.filter_overlong_prompts", "data.max_prompt_length")
 def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> None:
     """3+2= and 7+2= have four tokens; 11+2= and all others have five."""
@@ -75,25 +59,13 @@ def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> Non
 @pytest.mark.parametrize(("mode", "kept"), [("left", "1+2="), ("right", "11+2"), ("middle", "112=")])
 def test_prompts_above_the_limit_are_cut(shop: Shop, mode: str, kept: str) -> None:
     data = write_rows(shop.folder / "long.parquet", [problem(11, 2)] * 4)
-    run = shop.run(
-        f"cut_{mode}",
-        f"data.train_files={data}",
-        "data.max_prompt_length=4",
-        "data.filter_overlong_prompts=false",
-        f"data.truncation={mode}",
-    )
+    words = (f"data.train_files={data}", "data.max_prompt_length=4", "data.filter_overlong_prompts=false")
+    run = shop.run(f"cut_{mode}", *words, f"data.truncation={mode}")
     samples = run.samples(1)
     tokenizer = run.trainer.roles.reward._workers._worker.tokenizer
     for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True):
         prompt = [token for token, written in zip(tokens, mask, strict=True) if not written]
         assert tokenizer.decode(prompt) == kept
-
-
-@tries("data.max_response_length")
-@pytest.mark.parametrize("length", [2, 9])
-def test_responses_end_at_their_greatest_length(shop: Shop, length: int) -> None:
-    run = shop.run(f"response_{length}", f"data.max_response_length={length}")
-    assert run.rows[0]["response_length/max"] == length
 
 
 # Rollout.
@@ -114,10 +86,7 @@ def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
 def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
     shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence fits into one block of the cache.
-
-    A block takes 4 KiB for this model: 2 layers, 2 heads of keys and values, 8 fp32 numbers each, 16 tokens.
-    """
+    """A sequence fits into a block of 4 KiB: 2 layers, 2 heads of keys and values, 8 numbers, 16 tokens."""
     assert base.rows[0]["rollout/peak_running"] == SAMPLES
     monkeypatch.setattr(memory, "host_total", lambda: 32 * 1024)
     for share, rows in ((1.0, 8), (0.5, 4)):
@@ -127,14 +96,6 @@ def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
         assert responses(run) == responses(base)
     with pytest.raises(EngineError, match="gpu_memory_utilization"):
         shop.run("share_0.1", f"{ROLLOUT}.gpu_memory_utilization=0.1")
-
-
-@tries(f"{ROLLOUT}.n")
-@pytest.mark.parametrize("n", [2, 5])
-def test_every_prompt_gets_so_many_responses(shop: Shop, n: int) -> None:
-    samples = shop.run(f"n_{n}", f"{ROLLOUT}.n={n}").samples(1)
-    assert len(samples["tokens"]) == 4 * n
-    assert all(samples["uid"].count(uid) == n for uid in samples["uid"])
 
 
 @tries(f"{ROLLOUT}.temperature")
@@ -148,10 +109,7 @@ def test_the_temperature_is_that_of_sampling_and_of_training(shop: Shop, base: F
 
 @tries(f"{ROLLOUT}.top_k", f"{ROLLOUT}.top_p")
 def test_truncated_sampling(shop: Shop, base: Finished) -> None:
-    """A top_k above the vocabulary size is no limit; a single remaining token is the greedy one.
-
-    The log-probs are those of the truncated distribution.
-    """
+    """A top_k above the vocabulary size is no limit; a single remaining token is the greedy one."""
     unlimited = shop.run("top_k_-1", f"{ROLLOUT}.top_k=-1")
     assert responses(unlimited) == responses(base)
     assert flat(unlimited, 1, "rollout_log_probs")[0] == pytest.approx(flat(base, 1, "rollout_log_probs")[0])
@@ -192,10 +150,9 @@ def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster
 def test_there_is_a_process_per_device_on_ray(shop: Shop, base: Finished, ray_cluster: None) -> None:
     """The numbers are the same with two shares of each batch."""
     run = shop.run("devices", "trainer.n_gpus_per_node=2")
-    tracks = [
-        event["args"]["name"] for event in read_timeline(run.folder / "timeline.json") if event["ph"] == "M"
-    ]
-    assert {"actor rank 0", "actor rank 1"} <= set(tracks)
+    events = read_timeline(run.folder / "timeline.json")
+    tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"actor rank 0", "actor rank 1"} <= tracks
     assert responses(run) == responses(base)
     for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl"):
         assert run.rows[0][name] == pytest.approx(base.rows[0][name], rel=1e-4, abs=1e-5), name
@@ -224,27 +181,53 @@ def test_the_names_make_the_run_folder(shop: Shop, tmp_path: Path, monkeypatch: 
         assert (tmp_path / "runs" / project / experiment / "metrics.jsonl").is_file()
 
 
-@tries("trainer.save_freq")
-@pytest.mark.parametrize(("frequency", "steps"), [(1, [1, 2, 3]), (2, [2, 3]), (50, [3]), (-1, [3]), (0, [])])
-def test_saves_come_every_so_many_steps_and_at_the_end(shop: Shop, frequency: int, steps: list[int]) -> None:
-    run = shop.run(f"save_{frequency}", f"trainer.save_freq={frequency}", "trainer.total_training_steps=3")
-    names = sorted(os.listdir(run.folder / "checkpoints"))
-    assert names == [f"step_{step:06d}" for step in steps]
+# Keys whose effect is a number, or a list of them.
 
 
-@tries("trainer.test_freq")
-@pytest.mark.parametrize(("frequency", "steps"), [(2, [2, 3]), (-1, [])])
-def test_validations_come_every_so_many_steps_and_at_the_end(
-    shop: Shop, frequency: int, steps: list[int]
-) -> None:
-    run = shop.run(f"test_{frequency}", f"trainer.test_freq={frequency}", "trainer.total_training_steps=3")
-    assert [row["step"] for row in run.rows if "val/accuracy" in row] == steps
+def steps_of(run: Finished, metric: str) -> list[int]:
+    return [row["step"] for row in run.rows if metric in row]
 
 
-@tries("trainer.total_epochs")
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_epochs_make_the_steps(shop: Shop, epochs: int) -> None:
-    data = write_rows(shop.folder / "nine.parquet", [problem(3, b) for b in range(9)])
-    run = shop.run(f"epochs_{epochs}", f"data.train_files={data}", f"trainer.total_epochs={epochs}",
-                   "trainer.total_training_steps=null")  # fmt: skip
-    assert [row["training/epoch"] for row in run.rows] == [0, 0, 1, 1][: 2 * epochs]
+def saved(run: Finished) -> list[int]:
+    return sorted(int(name.removeprefix("step_")) for name in os.listdir(run.folder / "checkpoints"))
+
+
+def samples_per_prompt(run: Finished) -> list[int]:
+    return list(Counter(run.samples(1)["uid"]).values())
+
+
+MINI = DOCUMENT[f"{ACTOR}.ppo_mini_batch_size"]
+THREE = "trainer.total_training_steps=3"
+EPOCHS = "data.train_batch_size=12 trainer.total_training_steps=null"  # of two steps
+Found = Callable[[Finished], Any]
+NUMBERS: list[
+    tuple[str, str, Found, dict[int, Any]]
+] = [  # key, other words, what is found, and the value of each
+    (
+        *("data.train_batch_size", ""),
+        lambda run: (len(samples_per_prompt(run)), run.actor.actor.version),
+        {2: (2, 2 // MINI), 6: (6, 6 // MINI)},
+    ),
+    ("data.max_response_length", "", lambda run: run.rows[0]["response_length/max"], {2: 2, 9: 9}),
+    (f"{ROLLOUT}.n", "", samples_per_prompt, {2: [2] * 4, 5: [5] * 4}),
+    ("trainer.save_freq", THREE, saved, {1: [1, 2, 3], 2: [2, 3], 50: [3], -1: [3], 0: []}),
+    ("trainer.test_freq", THREE, lambda run: steps_of(run, "val/accuracy"), {2: [2, 3], -1: []}),
+    (
+        *("trainer.total_epochs", EPOCHS),
+        lambda run: [row["training/epoch"] for row in run.rows],
+        {1: [0, 0], 2: [0, 0, 1, 1]},
+    ),
+]
+
+
+@tries(*(key for key, *_ in NUMBERS))
+@pytest.mark.parametrize(
+    ("word", "more", "found", "wanted"),
+    [
+        (f"{key}={n}", more, found, value)
+        for key, more, found, values in NUMBERS
+        for n, value in values.items()
+    ],
+)
+def test_a_number_makes_a_number(shop: Shop, word: str, more: str, found: Found, wanted: Any) -> None:
+    assert found(shop.run(word, word, *more.split())) == wanted

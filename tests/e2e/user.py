@@ -1,4 +1,4 @@
-"""A user who types commands, and the results of the commands."""
+"""A user who types commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from tests.e2e.shop import Shop
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command.
-
-    Attributes:
-        status: The exit status.
-        said: The standard output.
-        error: The error output.
-        folder: The run folder.
-    """
+    """The result of a command: exit status, standard and error output, and the run folder."""
 
     status: int
     said: str
@@ -29,8 +22,6 @@ class Outcome:
 
 
 class User:
-    """A user who types commands."""
-
     def __init__(self, shop: Shop, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.shop = shop
         self.folder = folder

@@ -16,10 +16,7 @@ from tandem.models.policy import PolicyModel
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences of one forward of a policy, and the number of tokens that go through the model.
-
-    A sequence's last token predicts nothing and is left out.
-    """
+    """The sequences and tokens of one forward; a sequence's last token predicts nothing and is left out."""
 
     sequences: int
     tokens: int
@@ -32,15 +29,7 @@ class MicroBatch:
 
 @dataclass
 class Watched:
-    """The observations of a run.
-
-    Attributes:
-        update: The micro-batches of the update.
-        old_log_prob: The micro-batches of the old log-probs.
-        ref: The micro-batches of the reference.
-        layer_forwards: How often a decoder layer ran while gradients were recorded.
-        moved: How often a model's parameters or optimizer state moved between host and device.
-    """
+    """The micro-batches of a run by phase, layers that ran with gradients, and what moved to the host."""
 
     update: list[MicroBatch] = field(default_factory=list)
     old_log_prob: list[MicroBatch] = field(default_factory=list)

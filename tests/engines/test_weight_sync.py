@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engines.weight_sync import (
-    Arrival,
-    Sent,
-    WeightBucket,
-    WeightSyncError,
-    buckets,
-    check_arrival,
-    checksum,
-    digest,
-)
+from tandem.engines import weight_sync
+from tandem.engines.weight_sync import Arrival, Sent, WeightBucket, WeightSyncError, checksum, digest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 SHAPES = ((5, 8), (7, 3), (6,), (3, 4, 8), (2, 3, 5), (), (0, 8), (1, 1))
@@ -49,21 +41,15 @@ def test_the_checksum_is_its_definition(shape: tuple[int, ...], dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 8), (7, 3), (9,), (5, 3, 2)])
-def test_checksums_of_shards_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(7, 16), (7, 3), (9,), (5, 3, 2), (2, 3, 8)])
+def test_checksums_of_shards_and_of_columns_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The columns may be cut anywhere, even inside words of 8 bytes."""
     tensor = random(shape, dtype)
     per_entry = int(np.prod(shape[1:-1]))
     for cut in range(shape[0] + 1):
         parts = checksum(tensor[:cut]) + checksum(tensor[cut:], cut * per_entry)
         assert int(parts) == int(checksum(tensor))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 16), (5, 3), (2, 3, 8)])
-def test_checksums_of_columns_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The columns may be cut anywhere, even inside words of 8 bytes."""
-    tensor = random(shape, dtype)
-    for cut in range(1, shape[-1]):
+    for cut in range(1, shape[-1] if len(shape) > 1 else 1):
         left = checksum(tensor[..., :cut], columns=shape[-1])
         right = checksum(tensor[..., cut:], first_column=cut, columns=shape[-1])
         assert int(left + right) == int(checksum(tensor))
@@ -99,7 +85,9 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def arrive(held: dict[str, torch.Tensor], before: Sent | None = None) -> None:
-    check_arrival(Sent(4, digest(weights(1).items())), digest(held.items()), engine="test", before=before)
+    weight_sync.check_arrival(
+        Sent(4, digest(weights(1).items())), digest(held.items()), engine="test", before=before
+    )
 
 
 def test_weights_that_arrived_pass() -> None:
@@ -113,23 +101,22 @@ def test_a_wrong_tensor_is_named_with_what_became_of_it() -> None:
     damaged = good["c"].clone()
     damaged[2, 3] += 1
     sums = {name: f"{value % 2**64:016x}" for name, value in digest(good.items()).items()}
-    cases: dict[str, tuple[dict[str, torch.Tensor], list[str], list[str]]] = {
-        "stale": (good | {"b": old["b"]}, ["b"], ["is still that of version 3"]),
-        "damaged": (good | {"c": damaged}, ["c"], ["damaged"]),
-        "rows": (good | {"c": good["c"].flip(0)}, ["c"], ["damaged"]),
-        "swapped": (good | {"a": good["d"], "d": good["a"]}, ["a", "d"], ["the weight d", "the weight a"]),
-        "skipped": ({n: t for n, t in good.items() if n != "e"}, ["e"], ["e is missing"]),
-        "unknown": (good | {"f": damaged}, ["f"], ["f was never sent"]),
-    }
-    for case, (held, names, told) in cases.items():
+    skipped = {name: tensor for name, tensor in good.items() if name != "e"}
+    cases: list[tuple[dict[str, torch.Tensor], list[str], list[str]]] = [
+        (good | {"b": old["b"]}, ["b"], ["is still that of version 3"]),
+        (good | {"c": damaged}, ["c"], ["damaged"]),
+        (good | {"c": good["c"].flip(0)}, ["c"], ["damaged"]),
+        (good | {"a": good["d"], "d": good["a"]}, ["a", "d"], ["the weight d", "the weight a"]),
+        (skipped, ["e"], ["e is missing"]),
+        (good | {"f": damaged}, ["f"], ["f was never sent"]),
+    ]
+    for held, names, told in cases:
         with pytest.raises(WeightSyncError) as caught:
             arrive(held, before)
         error = caught.value
-        assert error.message.startswith(f"{len(names)} of 5 weights of version 4"), case
-        assert error.field == names[0]
-        assert all(text in str(error.got) for text in told), (case, error.got)
-        for name in names:
-            assert f"{name} {sums.get(name, 'nothing')}" in str(error.expected), case
+        assert error.message.startswith(f"{len(names)} of 5 weights of version 4") and error.field == names[0]
+        assert all(text in str(error.got) for text in told), error.got
+        assert all(f"{name} {sums.get(name, 'nothing')}" in str(error.expected) for name in names)
         assert pickle.loads(pickle.dumps(error)).got == error.got
 
 
@@ -144,7 +131,7 @@ def test_buckets_hold_everything_once_in_order_within_their_limit() -> None:
     draw = np.random.default_rng(0)
     for _ in range(200):
         sizes = {f"w{i}": int(size) for i, size in enumerate(draw.integers(0, 60, size=draw.integers(1, 12)))}
-        packed = buckets(sizes, 50)
+        packed = weight_sync.buckets(sizes, 50)
         assert [name for names in packed for name in names] == list(sizes)
         totals = [sum(sizes[name] for name in names) for names in packed]
         for names, total in zip(packed, totals, strict=True):

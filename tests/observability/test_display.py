@@ -207,25 +207,21 @@ def program(tmp_path):
     return [path, tmp_path]
 
 
-@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_that_wants_no_display_gets_lines(program, environment):
-    with on_terminal([*program, "plain"], **environment) as terminal:
+@pytest.mark.parametrize(
+    ("what", "environment"), [("plain", {"NO_COLOR": "1"}), ("plain", {"TERM": "dumb"}), ("alone", {})]
+)
+def test_without_a_display_a_terminal_gets_lines(program, what, environment):
+    """With "alone", the display is killed."""
+    with on_terminal([*program, what], **environment) as terminal:
         assert terminal.end() == 0
-        assert b"\x1b" not in terminal.raw
+        assert what == "alone" or b"\x1b" not in terminal.raw
         assert lines(terminal.text) == LINES
 
 
 def test_what_is_no_terminal_gets_lines(program):
-    words = [sys.executable, *program, "plain"]
-    with WarmProcess(words, stdout=subprocess.PIPE, env=os.environ | {"FORCE_COLOR": "1"}) as process:
-        out, _ = process.communicate(timeout=LIMIT_S)
-    assert lines(out.decode()) == LINES
-
-
-def test_a_display_that_is_killed_leaves_lines(program):
-    with on_terminal([*program, "alone"]) as terminal:
-        assert terminal.end() == 0
-        assert lines(terminal.text) == LINES
+    words, environment = [sys.executable, *program, "plain"], os.environ | {"FORCE_COLOR": "1"}
+    with WarmProcess(words, stdout=subprocess.PIPE, env=environment) as process:
+        assert lines(process.communicate(timeout=LIMIT_S)[0].decode()) == LINES
 
 
 def test_the_last_words_of_a_run_that_is_killed_are_on_the_terminal(program):
@@ -263,13 +259,6 @@ def test_no_picture_below_a_line_without_its_end():
 GIB = 2**30
 
 
-def folder_of(path: Path, metrics: list[dict[str, Any]], events: list[Any], phases: list[Any]) -> Path:
-    for name, rows, end in (("metrics.jsonl", metrics, ""), ("events.jsonl", events, "")):
-        (path / name).write_text("".join(json.dumps(row) + end + "\n" for row in rows))
-    (path / "timeline.json").write_text("[\n" + "".join(json.dumps(row) + ",\n" for row in phases))
-    return path
-
-
 def begun(track: int, name: str, ago: float, **details: Any) -> dict[str, Any]:
     return {"name": name, "ph": "B", "ts": (time.time() - ago) * 1e6, "tid": track, "args": details}
 
@@ -279,22 +268,11 @@ def named(track: int, name: str) -> dict[str, Any]:
 
 
 def test_the_picture_of_a_folder(tmp_path):
-    metrics = [
-        {
-            "step": step,
-            "reward/mean": step / 8,
-            "perf/memory_predicted_bytes/ref": 2.0 * GIB,
-            "actor/kl": None,
-        }
-        for step in range(1, 61)
-    ]
-    metrics[-1] |= {
-        "rollout/log_prob_diff_mean": 0.25,
-        "rollout/log_prob_diff_limit": 0.01,
-        "perf/memory_peak_bytes/ref": 1.5 * GIB,
-        "perf/memory_peak_bytes/update_actor": 9.0 * GIB,
-        "perf/memory_predicted_bytes/update_actor": 8.0 * GIB,
-    }
+    always = {"perf/memory_predicted_bytes/ref": 2.0 * GIB, "actor/kl": None}
+    metrics = [{"step": step, "reward/mean": step / 8, **always} for step in range(1, 61)]
+    metrics[-1] |= {"rollout/log_prob_diff_mean": 0.25, "rollout/log_prob_diff_limit": 0.01}
+    sizes = {"peak_bytes/ref": 1.5, "peak_bytes/update_actor": 9.0, "predicted_bytes/update_actor": 8.0}
+    metrics[-1] |= {f"perf/memory_{name}": size * GIB for name, size in sizes.items()}
     hostile = "reads \x1b[2Jthis\u202e\nand that " + "on and on " * 20
     events = [
         {"event": "warning", "name": "old", "step": 2, "text": "of the start before"},
@@ -310,8 +288,10 @@ def test_the_picture_of_a_folder(tmp_path):
         *(begun(2, "gen", 65.0), begun(2, "generate_sequences", 62.2), begun(3, "generate_sequences", 61.0)),
         begun(4, "update_critic", 5.2),
     ]
-    run = folder_of(tmp_path, metrics, events, phases)
-    picture = Picture(run, 40, 100, os.getpid())
+    for name, rows in (("metrics.jsonl", metrics), ("events.jsonl", events)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "timeline.json").write_text("[\n" + "".join(json.dumps(row) + ",\n" for row in phases))
+    picture = Picture(tmp_path, 40, 100, os.getpid())
     picture.look()
     wide = [line.plain for line in picture.lines(200)]
     rows = {line[:12].strip(): line[13:] for line in wide[1:]}

@@ -47,26 +47,26 @@ def test_union():
     assert_index_of(index, right.union(left))
     assert list(index.uids) == list(batch.non_tensor_batch["uid"])
     assert index.lengths["tokens"] is index.lengths["log_probs"]
-
-
-def test_union_of_what_does_not_fit():
-    future = BatchFuture.of(make_batch(5))
-    with pytest.raises(DataError, match=r"4 rows.*\n.*5 rows"):
-        _ = future.union(make_batch(4)).index
-    with pytest.raises(DataError, match="different samples"):
-        _ = future.union(future.rows([4, 3, 2, 1, 0])).index
-    other = DataProto({"tokens": Ragged.from_list([[1] * 7] * 5)})
-    with pytest.raises(DataError, match="tokens"):
-        _ = future.union(other).index
+    future = BatchFuture.of(batch)
+    other_lengths = DataProto({"tokens": Ragged.from_list([[1] * 7] * 5)})
+    for other, said in (
+        (make_batch(4), r"4 rows.*\n.*5 rows"),
+        (future.rows([4, 3, 2, 1, 0]), "different samples"),
+        (other_lengths, "tokens"),
+    ):
+        with pytest.raises(DataError, match=said):
+            _ = future.union(other).index
 
 
 def test_union_of_samples_whose_names_are_equal_whatever_they_are():
     def named(*uids):
         return BatchFuture.of(DataProto({"x": torch.zeros(len(uids))}, {"uid": list(uids)}))
 
-    nested = {"ids": np.arange(3), "share": float("nan")}
-    copy = {"ids": np.arange(3), "share": float("nan")}
-    both = named(float("nan"), np.array([1, 2]), nested).union(named(float("nan"), np.array([1, 2]), copy))
+    def odd():
+        nan = float("nan")
+        return named(nan, np.array([1, 2]), {"ids": np.arange(3), "share": nan})
+
+    both = odd().union(odd())
     assert (len(both.index), both.index.columns) == (3, ("x", "uid"))
     for other in (named(np.array([1, 3])), named(np.array([1, 2, 3])), named("1")):
         with pytest.raises(DataError, match="different samples"):

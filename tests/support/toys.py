@@ -114,9 +114,8 @@ class Parallel(Worker):
     @register(Dispatch.MEGATRON_COMPUTE)
     def forward(self, batch: DataProto) -> DataProto:
         out = batch.select(["score"], ["uid"])
-        if self.meshes()["train"].collects:
-            return out
-        return DataProto({"score": torch.full((len(out),), torch.nan)}, out.non_tensor_batch)
+        nothing = DataProto({"score": torch.full((len(out),), torch.nan)}, out.non_tensor_batch)
+        return out if self.meshes()["train"].collects else nothing
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, mesh="train", blocking=False)
     def forward_later(self, batch: DataProto) -> DataProto:

@@ -48,9 +48,8 @@ def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -
     folder.event("start", step=0, total_steps=steps, format=1)
     for step in range(1, steps + 1):
         write_viewed_step(folder, step)
-    folder.event(
-        "warning", name="stale", step=3, text="The log-probs differ: stale weights, 2 updates behind"
-    )
+    stale = "The log-probs differ: stale weights, 2 updates behind"
+    folder.event("warning", name="stale", step=3, text=stale)
     folder.event("warning", name="entropy_collapsed", step=4, text="the entropy has fallen")
     folder.event("start", step=4, total_steps=steps, format=1)
     folder.event("end", how="finished")
@@ -65,21 +64,11 @@ def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -
 
 
 def write_viewed_step(folder: RunFolder, step: int) -> None:
-    folder.log_metrics(
-        step,
-        {
-            "reward/mean": step / 10,
-            "actor/entropy": 1 / step,
-            "timing/step": 2.0,
-            "perf/collective_s/actor": 0.25,
-            "perf/transfer_s/actor": 0.25,
-            "perf/transfer_bytes/actor": 2e6,
-            "perf/busy_share/actor": 0.5,
-            "rollout/log_prob_diff_mean": 1e-3,
-            "rollout/log_prob_diff_limit": 1e-4,
-            "rollout/version_lag": 0.0,
-        },
-    )
+    metrics = {"reward/mean": step / 10, "actor/entropy": 1 / step, "timing/step": 2.0}
+    metrics |= {"perf/collective_s/actor": 0.25, "perf/transfer_s/actor": 0.25, "perf/busy_share/actor": 0.5}
+    metrics |= {"perf/transfer_bytes/actor": 2e6, "rollout/version_lag": 0.0}
+    metrics |= {"rollout/log_prob_diff_mean": 1e-3, "rollout/log_prob_diff_limit": 1e-4}
+    folder.log_metrics(step, metrics)
     folder.write_samples(step, sample_table(step))
 
 
@@ -111,29 +100,33 @@ def sample_table(step: int, responses: list[str] | None = None) -> dict[str, Any
     }
 
 
+def many_samples(count: int) -> dict[str, Any]:
+    """Return copies of one sample of a group, with scores from 0 on."""
+    found: dict[str, Any] = {
+        "scores": np.arange(count, dtype=np.float32),
+        "uid": np.array(["one"] * count, object),
+    }
+    for name, column in sample_table(1).items():
+        if name not in found:
+            found[name] = [column[0]] * count if isinstance(column, list) else column[[0] * count]
+    return found
+
+
 def _write_timeline(path: Path, steps: int) -> None:
     """Write two seconds per step: rank 0 generates for 0.5 s, rank 1 for 1 s, then both update."""
     tracks = {"controller": 1, "actor rank 0": 2, "actor rank 1": 3}
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "args": {"name": name}, "pid": 1, "tid": tid}
         for name, tid in tracks.items()
     ]
+    spans = [(2, "gen", 0.0, 0.5), (3, "gen", 0.0, 1.0), (2, "update_actor", 1.0, 2.0)]
+    spans += [(3, "update_actor", 1.0, 2.0), (1, "step", 0.0, 2.0)]
     for step in range(1, steps + 1):
-        at = START + 3 * step
-        spans = [
-            ("actor rank 0", "gen", 0.0, 0.5),
-            ("actor rank 1", "gen", 0.0, 1.0),
-            ("actor rank 0", "update_actor", 1.0, 2.0),
-            ("actor rank 1", "update_actor", 1.0, 2.0),
-            ("controller", "step", 0.0, 2.0),
-        ]
-        for track, name, start, end in spans:
-            more = {"step": step} if name == "step" else {}
-            for kind, when, args in (("B", start, more), ("E", end, {})):
-                lines.append(
-                    {"name": name, "ph": kind, "ts": (at + when) * 1e6, "args": args, "pid": 1}
-                    | {"tid": tracks[track]}
-                )
+        for tid, name, start, end in spans:
+            begin = {"step": step} if name == "step" else {}
+            for kind, when, args in (("B", start, begin), ("E", end, {})):
+                at = (START + 3 * step + when) * 1e6
+                lines.append({"name": name, "ph": kind, "ts": at, "args": args, "pid": 1, "tid": tid})
     path.write_text("[\n" + "".join(json.dumps(line) + ",\n" for line in lines))
 
 

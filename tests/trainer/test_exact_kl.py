@@ -78,20 +78,14 @@ def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(la
 
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
 def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: str) -> None:
-    adapted = ("M.lora_rank=4", words, reward, "steps=3")
-    finished = lab.run(f"adapted {words}", *adapted)
+    finished = lab.run(f"adapted {words}", f"M.lora_rank=4 steps=3 {words}", reward)
     assert set(finished.actor.engines) == {"actor"}
     assert finished.rows[0]["actor/kl"] == 0.0 < finished.rows[2]["actor/kl"]
 
 
 def test_both_terms_at_once_and_several_updates_per_step(lab: Lab, reward: str) -> None:
-    finished = lab.run(
-        "both",
-        LOSS,
-        REWARD,
-        reward,
-        "A.ppo_mini_batch_size=2 A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=20",
-    )
+    words = "A.ppo_mini_batch_size=2 A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=20"
+    finished = lab.run("both", LOSS, REWARD, reward, words)
     first, second = finished.rows
     assert first["actor/kl_in_reward"] == 0.0 < first["actor/kl"]  # the second update starts from the first
     assert 0 < second["actor/kl_in_reward"] < second["actor/kl"] * 10
@@ -100,12 +94,10 @@ def test_both_terms_at_once_and_several_updates_per_step(lab: Lab, reward: str) 
 def test_a_users_own_estimator_in_both_places(lab: Lab, reward: str) -> None:
     own = lab.folder / "own_kl.py"
     own.write_text("def halved(log_probs, ref_log_probs):\n    return (log_probs - ref_log_probs) / 2\n")
-    finished = lab.run(
-        "own kl",
-        reward,
-        f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={own}:halved algorithm.kl_ctrl.kl_coef=0.3",
-        f"A.use_kl_loss=true A.kl_loss_type={own}:halved+",
+    in_reward = (
+        f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={own}:halved algorithm.kl_ctrl.kl_coef=0.3"
     )
+    finished = lab.run("own kl", reward, in_reward, f"A.use_kl_loss=true A.kl_loss_type={own}:halved+")
     found = finished.tokens(2)
     halves = [(token["old_log_probs"] - token["ref_log_probs"]) / 2 for token in found]
     for token, half in zip(found, halves, strict=True):

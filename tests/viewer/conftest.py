@@ -8,7 +8,7 @@ import pytest
 
 from tandem.observability.run import RunFolder
 from tests.support.hostile_texts import TEXTS
-from tests.support.viewing import sample_table, viewing, write_viewed
+from tests.support.viewing import STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import Viewer
 
 if TYPE_CHECKING:
@@ -30,38 +30,30 @@ def browser():
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Write the runs that the tests show.
-
-    Two runs differ in a key of the config. One has only losses, one has hostile texts, one has values of odd
-    kinds, and one is of a later version.
-    """
+    """Write the runs that the tests show; b differs from a in a key, and taught has only losses."""
     root = tmp_path_factory.mktemp("runs")
-    for name in ("a", "b"):
-        write_viewed(root / name)
-    with (root / "b" / "config.yaml").open("a") as file:
-        file.write("data: {seed: 7}\n")
-    write_viewed(root / "later", steps=1)
-    with (root / "later" / "events.jsonl").open("a") as file:
-        file.write('{"event": "start", "format": 2}\n')
+    for name, steps in (("a", STEPS), ("b", STEPS), ("later", 1), ("odd", 1)):
+        write_viewed(root / name, steps=steps)
+    for name, more in (
+        ("b/config.yaml", "data: {seed: 7}\n"),
+        ("later/events.jsonl", '{"event": "start", "format": 2}\n'),
+        ("odd/metrics.jsonl", '{"step": 2, "reward/mean": "much", "actor/kl": [1], "actor/entropy": {}}\n'),
+        ("odd/events.jsonl", '{"event": "warning", "time": 7, "name": [5], "step": "x", "text": {}}\n'),
+        ("odd/events.jsonl", '{"event": "x"}\n'),
+    ):
+        with (root / name).open("a") as file:
+            file.write(more)
     taught = RunFolder(root / "taught")
     for step in (1, 2, 3):
         taught.log_metrics(step, {"sft/loss": 1 / step, "val/loss": 2 / step, "sft/grad_norm": 1.0})
-    write_viewed(root / "odd", steps=1)
-    with (root / "odd" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "reward/mean": "much", "actor/kl": [1], "actor/entropy": {}}\n')
-    with (root / "odd" / "events.jsonl").open("a") as file:
-        file.write('{"event": "warning", "time": 7, "name": [5], "step": "x", "text": {}}\n{"event": "x"}\n')
     hostile = RunFolder(write_viewed(root / "hostile", steps=1))
-    table = sample_table(1)
     copies = [text[:20_000] for text in TEXTS]
-    many = {name: [column[0]] * len(copies) for name, column in table.items() if isinstance(column, list)}
-    ragged = {name: column[[0] * len(copies)] for name, column in table.items() if hasattr(column, "offsets")}
-    many |= dict.fromkeys(
-        ("response_text", "reward_why", "ground_truth", "data_source", "finish_reason"), copies
-    )
-    many["messages"] = [[{"role": "user", "content": text}] for text in copies]
-    many["uid"] = np.array([f"u{number}" for number in range(len(copies))], dtype=object)
-    hostile.write_samples(1, many | ragged | {"scores": np.arange(len(copies), dtype=np.float32)})
+    table = many_samples(len(copies))
+    names = ("response_text", "reward_why", "ground_truth", "data_source", "finish_reason")
+    table |= dict.fromkeys(names, copies)
+    table["messages"] = [[{"role": "user", "content": text}] for text in copies]
+    table["uid"] = np.array([f"u{number}" for number in range(len(copies))], dtype=object)
+    hostile.write_samples(1, table)
     return root
 
 

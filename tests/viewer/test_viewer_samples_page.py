@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from tandem.observability.run import RunFolder
 from tandem.viewer import sample
 from tests.support.hostile_texts import TEXTS
-from tests.support.viewing import GROUP, STEPS, sample_table, viewing, write_viewed
+from tests.support.viewing import GROUP, STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import COUNT, Viewer, await_text, summary
 
 if TYPE_CHECKING:
@@ -122,24 +121,19 @@ def test_a_sample_shows_turns_score_and_exact_values_of_its_tokens(viewer):
     await_text(page.locator(".note"), re.compile("entropy.*training recomputes log-probs"))
 
 
-@pytest.mark.parametrize(
-    ("colour", "tinted"),
-    [
-        ("advantage", {2: "plus", 3: "minus", 4: "plus", 7: "plus"}),
-        ("log-prob", {2: "plus", 3: "plus", 4: "plus", 6: "plus"}),
-        ("ratio", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
-        ("difference", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
-        ("mask", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
-        ("version", dict.fromkeys((2, 3, 4, 6, 7), "plus")),
-    ],
-)
-def test_tokens_are_coloured_by_what_is_chosen(viewer, colour, tinted):
+TINTED = dict.fromkeys(("ratio", "difference", "mask", "version"), dict.fromkeys((2, 3, 4, 6, 7), "plus"))
+TINTED["advantage"] = {2: "plus", 3: "minus", 4: "plus", 7: "plus"}
+TINTED["log-prob"] = dict.fromkeys((2, 3, 4, 6), "plus")
+
+
+@pytest.mark.parametrize("colour", TINTED)
+def test_tokens_are_coloured_by_what_is_chosen(viewer, colour):
     page = viewer.open("sample", id="step_000003:1")
     page.get_by_role("combobox", name="Colour").select_option(colour)
     page.wait_for_function("colour => location.hash.includes(colour)", arg=f"colour={colour}")
     styles = page.locator(".tokens > span").evaluate_all("all => all.map((e) => e.style.background)")
     found = {place: re.search(r"--(plus|minus)", style)[1] for place, style in enumerate(styles) if style}
-    assert found == tinted
+    assert found == TINTED[colour]
 
 
 def test_tokens_are_walked_by_keys_and_linked(viewer):
@@ -190,16 +184,10 @@ def test_hostile_texts_are_shown_and_not_obeyed(viewer):
 
 
 def test_a_large_group_is_turned_over_page_by_page(browser, tmp_path):
-    run = write_viewed(tmp_path / "run", steps=1)
-    table, count = sample_table(1), 2 * sample.GROUP + 5
-    many = {name: [column[0]] * count for name, column in table.items() if isinstance(column, list)}
-    ragged = {name: column[[0] * count] for name, column in table.items() if hasattr(column, "offsets")}
-    many["response_text"] = [f"answer number {number}" for number in range(count)]
-    scores = np.arange(count, dtype=np.float32)
-    uids = np.array(["one"] * count, dtype=object)
-    RunFolder(run).write_samples(1, many | ragged | {"scores": scores, "uid": uids})
-    with viewing(run) as client:
-        page = browser.new_page()
+    run, count = write_viewed(tmp_path / "run", steps=1), 2 * sample.GROUP + 5
+    texts = {"response_text": [f"answer number {number}" for number in range(count)]}
+    RunFolder(run).write_samples(1, many_samples(count) | texts)
+    with viewing(run) as client, browser.new_page() as page:
         page.set_default_timeout(20_000)
         viewer = Viewer(page, client, tmp_path)
         viewer.open("sample", "run", id="step_000001:0")
@@ -216,4 +204,3 @@ def test_a_large_group_is_turned_over_page_by_page(browser, tmp_path):
         page.keyboard.press("k")
         await_text(page.locator(".side-by-side [aria-current]"), f"answer number {count - 2}")
         assert viewer.wrong == []
-        page.close()

@@ -1,15 +1,9 @@
-"""A tiny model folder and a tiny scorer folder.
-
-The jobs import `synthetic` as scripts do, so this folder is added to the import path.
-"""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
+"""Folders of a tiny model, a tiny scorer, and models of every layout."""
 
 import pytest
-import synthetic
+
+from tests.engines.train import synthetic
+from tests.engines.train.models import save_models
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +14,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def scorer_folder(tmp_path_factory):
     return synthetic.save_scorer(tmp_path_factory.mktemp("scorer"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))

@@ -1,11 +1,11 @@
 """A batch whose rollout log-probs differ from the trainer's, and actor losses with a rollout correction."""
 
-import synthetic
 import torch
 
 from tandem.config.actor import ActorConfig
 from tandem.config.rollout_correction import RolloutCorrectionConfig
 from tandem.workers.losses import ActorLoss
+from tests.engines.train import synthetic
 
 SETTINGS = {
     "token": {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.8"},
@@ -20,6 +20,7 @@ BYPASSES = {
     "clip": {"bypass_mode": True, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.7},
     "reinforce": {"bypass_mode": True, "loss_type": "reinforce", **SETTINGS["token"]},
 }
+ALL = SETTINGS | BYPASSES
 
 
 def actor_config(mode):
@@ -29,7 +30,7 @@ def actor_config(mode):
 
 
 def loss_of(name, mode, *, recomputed=False):
-    correction = RolloutCorrectionConfig(**(SETTINGS | BYPASSES)[name])
+    correction = RolloutCorrectionConfig(**ALL[name])
     return ActorLoss.from_config(actor_config(mode), recomputed=recomputed, correction=correction)
 
 

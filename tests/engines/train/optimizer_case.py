@@ -1,7 +1,4 @@
-"""Helpers that the optimizers' tests share with their jobs.
-
-A module with all kinds of weights, fixed gradients, and slow float64 references of the equations.
-"""
+"""A module with all kinds of weights, fixed gradients, and slow float64 references of the optimizers."""
 
 import torch
 from torch import nn
@@ -42,11 +39,7 @@ class Layer(nn.Module):
 
 
 class Module(nn.Module):
-    """A module with uneven shapes.
-
-    21 rows and 7 rows are divisible by no number of ranks. Of a matrix with one row, the second rank has no
-    row.
-    """
+    """A module whose 21, 7 and 1 rows are divisible by no number of ranks."""
 
     def __init__(self):
         super().__init__()
@@ -78,22 +71,15 @@ def optim(choice):
     return OptimConfig(**{**OPTIONS, **CHOICES[choice]})
 
 
-def run(module, config, place=lambda value, parameter: value, given=None):
-    """Take one step for each of `RATES`.
+def run(module, config, place=lambda value, parameter: value):
+    """Take one step for each of `RATES`, and return the optimizers and the meter of their collectives.
 
-    Args:
-        module: the module; it is updated in place.
-        config: the optimizer's config section.
-        place: makes the parameter's gradient from the whole gradient, sharded like the parameter.
-        given: whole gradients of each step, drawn for an unsharded module.
-
-    Returns:
-        The optimizers and the meter of their collectives.
+    `place` makes the parameter's gradient from the whole gradient, sharded like the parameter.
     """
     meter = CollectiveMeter()
     optimizers = build_optimizers(module, module.layers, config, meter)
     for step, lr in enumerate(RATES):
-        whole = given[step] if given else gradients(step, module)
+        whole = gradients(step, module)
         for name, parameter in module.named_parameters():
             parameter.grad = place(whole[name], parameter)
         for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Helpers that the engine's tests share with their jobs: a model, a batch, a loss, gradients."""
+"""A tiny model, a batch, losses, an engine, and what a test asks of it."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,11 @@ from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
+from tandem.models.activation_offload import SameStream
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 
-MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 CUTS = {
     "all": MicroBatching(),
     "one": MicroBatching(max_samples=1),
@@ -28,8 +23,14 @@ CUTS = {
     "tokens": MicroBatching(max_tokens=40),
 }
 LENGTHS = [5, 17, 30, 12, 12, 2, 9, 1, 23, 12]
-
-
+KEPT = {  # ways to keep activations
+    "none": {"enable_gradient_checkpointing": False},
+    "full": {"gradient_checkpointing_mode": "full"},
+    "first": {"gradient_checkpointing_mode": "first", "gradient_checkpointing_layers": 1},
+    "every": {"gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2},
+    "ops": {"gradient_checkpointing_mode": "ops"},
+}
+OFFLOADS = {"none": {}, "copied": {"enable_activation_offload": True}}
 SHAPE = {
     "vocab_size": 31,
     "hidden_size": 32,
@@ -74,6 +75,10 @@ def make_batch(dtype=torch.float64, seed=0):
     )
 
 
+def batch_of(precision, seed=0):
+    return make_batch(torch.float64 if precision == "fp64" else torch.float32, seed)
+
+
 @dataclass
 class SyntheticLoss:
     """A loss like that of a policy update: a clipped ratio, an entropy bonus and a k3 KL term."""
@@ -89,15 +94,8 @@ class SyntheticLoss:
         surrogate = -torch.min(ratio * columns["advantages"], ratio.clamp(0.8, 1.2) * columns["advantages"])
         gap = (columns["ref_log_probs"] - out["log_probs"]) * mask
         values = surrogate - 0.05 * out["entropy"] + 0.1 * (gap.exp() - gap - 1)
-        loss = aggregate(
-            values * self.scale,
-            mask,
-            offsets,
-            mode=self.mode,
-            tokens=counts.tokens,
-            sequences=counts.sequences,
-            norm_length=20,
-        )
+        counted = {"tokens": counts.tokens, "sequences": counts.sequences, "norm_length": 20}
+        loss = aggregate(values * self.scale, mask, offsets, mode=self.mode, **counted)
         metrics = Metrics()
         metrics.add_sum("loss", loss)
         metrics.add_mean("entropy", (out["entropy"] * mask).sum(), mask.sum())
@@ -128,6 +126,20 @@ def make_engine(folder, *, precision="fp64", model=None, fsdp=None, optim=None, 
     )
 
 
+def copied(engine):
+    """Let saved activations really be copied, within host memory, and return the engine."""
+    if engine.activation_offload is not None:
+        engine.activation_offload.lane = SameStream()
+        engine.activation_offload.min_bytes = 0
+    return engine
+
+
+def engine_keeping(folder, kept, offload="none", precision="fp64", **options):
+    """Return an engine that keeps activations in one of the ways `KEPT` and `OFFLOADS`."""
+    model = KEPT[kept] | OFFLOADS[offload]
+    return copied(make_engine(folder, precision=precision, model=model, **options))
+
+
 def gradients(engine, batch, loss, micro):
     """Return the whole gradients by name and the metrics of a step. The weights do not change."""
     taken = {}
@@ -150,6 +162,32 @@ def relative_difference(first, second):
     gap = sum(float((first[name] - second[name]).detach().double().square().sum()) for name in first)
     size = sum(float(second[name].detach().double().square().sum()) for name in second)
     return (gap / size) ** 0.5
+
+
+def same(found, wanted):
+    """Return whether two sets of tensors have the same names and values, bit for bit."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def train(engine, batch, steps=1, loss=None, cut="three"):
+    """Take some steps and return their metrics."""
+    loss = loss or SyntheticLoss()
+    return [engine.train_step(batch, loss, micro=CUTS[cut]).to_floats() for _ in range(steps)]
+
+
+def output(engine, batch, name="log_probs", cut="three", **options):
+    """Return one output of a forward pass, ragged."""
+    found = engine.forward(batch, outputs=frozenset({name}), micro=CUTS[cut], **options)
+    return found.ragged(name)
+
+
+def borrowed_logits(engine):
+    """Return the logits of nine tokens by a rollout that borrows the module."""
+    with engine.unsharded() as module, torch.no_grad():
+        module.set_attn_implementation("sdpa")
+        logits = module(torch.arange(9)[None], use_cache=False).logits
+        module.set_attn_implementation("tandem_packed")
+    return logits
 
 
 def weights(engine):

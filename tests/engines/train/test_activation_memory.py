@@ -1,45 +1,60 @@
 """Every way to keep activations gives the same gradients, on one rank and with layers sharded on two."""
 
-import activation_job
-import pytest
-import synthetic
-import torch
-from activation_job import MODES, OFFLOADS, batch_of, engine_with
+import itertools
 
-from tests.support.ranks import run_ranks
+import pytest
+import torch
+
+from tests.engines.train import synthetic
+from tests.engines.train.on_ranks import on_ranks, seven_or_three
+from tests.engines.train.synthetic import (
+    KEPT,
+    OFFLOADS,
+    batch_of,
+    engine_keeping,
+    output,
+    same,
+    train,
+    weights,
+)
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are added in another order
-MICRO = synthetic.CUTS["three"]
+MICRO, LOSS = synthetic.CUTS["three"], synthetic.SyntheticLoss()
+
+
+def gradients(folder, kept, offload, precision):
+    """Return gradients and metrics, and the bytes exchanged."""
+    engine = engine_keeping(folder, kept, offload, precision)
+    engine.take_collectives()
+    found = synthetic.gradients(engine, seven_or_three(batch_of(precision)), LOSS, MICRO)
+    return *found, engine.take_collectives()[1]
+
+
+def in_each_way(folder, precision):
+    return {way: gradients(folder, *way, precision) for way in itertools.product(KEPT, OFFLOADS)}
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
     """Return gradients and metrics on one rank, without recomputation or offload."""
-    found = {}
-    for precision in TOLERANCE:
-        engine = engine_with(folder, "none", "none", precision)
-        found[precision] = synthetic.gradients(engine, batch_of(precision), synthetic.SyntheticLoss(), MICRO)
-    return found
+    return {precision: gradients(folder, "none", "none", precision)[:2] for precision in TOLERANCE}
 
 
-@pytest.fixture(scope="module", params=["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-def pair(folder, tmp_path_factory, request):
+@pytest.fixture(scope="module", params=TOLERANCE)
+def pair(folder, request):
     """Return a precision, and the results of two ranks in it."""
-    results = tmp_path_factory.mktemp("results") / "record.pt"
-    run_ranks(activation_job.__file__, folder, results, request.param)
-    return request.param, torch.load(results, weights_only=False)
+    return request.param, on_ranks(in_each_way, folder, request.param)[0]
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_on_one_rank(folder, plain, mode, offload, precision):
+@pytest.mark.parametrize("kept", KEPT)
+def test_gradients_on_one_rank(folder, plain, kept, offload, precision):
     wanted, metrics = plain[precision]
-    engine = engine_with(folder, mode, offload, precision)
-    loss = synthetic.SyntheticLoss()
+    engine = engine_keeping(folder, kept, offload, precision)
     for _ in range(2):
-        found, also = synthetic.gradients(engine, batch_of(precision), loss, MICRO)
+        found, also = synthetic.gradients(engine, batch_of(precision), LOSS, MICRO)
         assert synthetic.relative_difference(found, wanted) <= TOLERANCE[precision]
         assert {name: also[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE[precision])
 
@@ -53,28 +68,21 @@ def test_gradients_on_two_ranks(plain, pair):
     """
     precision, record = pair
     wanted, _ = plain[precision]
-    alone, _, traffic = record[precision, "none", "none"]
+    alone, _, traffic = record["none", "none"]
     assert synthetic.relative_difference(alone, wanted) <= TWO_RANKS[precision]
-    for mode in MODES:
-        for offload in OFFLOADS:
-            found, metrics, received = record[precision, mode, offload]
-            assert synthetic.relative_difference(found, alone) <= TOLERANCE[precision], (mode, offload)
-            more = 2 * 16 if offload != "none" else 0  # two more metrics to reduce
-            assert received == traffic + more, (mode, offload)
-            assert not more or metrics["activation_offload_bytes"] > 0
+    for (kept, offload), (found, metrics, received) in record.items():
+        assert synthetic.relative_difference(found, alone) <= TOLERANCE[precision], (kept, offload)
+        more = 2 * 16 if offload != "none" else 0  # two more metrics to reduce
+        assert received == traffic + more, (kept, offload)
+        assert not more or metrics["activation_offload_bytes"] > 0
 
 
 @pytest.mark.slow
 def test_bytes_are_summed_over_micro_batches_and_ranks(folder, pair):
     """With every layer recomputed, all but the last offload their input: one number per token and feature."""
     precision, record = pair
-    _, here = synthetic.gradients(
-        engine_with(folder, "full", "copied", precision),
-        batch_of(precision),
-        synthetic.SyntheticLoss(),
-        MICRO,
-    )
-    _, there, _ = record[precision, "full", "copied"]
+    _, here, _ = gradients(folder, "full", "copied", precision)
+    _, there, _ = record["full", "copied"]
     tokens = [max(length - 1, 1) for length in synthetic.LENGTHS]
     layers, size = synthetic.SHAPE["num_hidden_layers"], 8 if precision == "fp64" else 4
     row = size * synthetic.SHAPE["hidden_size"]
@@ -86,44 +94,29 @@ def test_bytes_are_summed_over_micro_batches_and_ranks(folder, pair):
 
 
 def test_a_frozen_model_and_one_without_offload_report_nothing(folder):
-    batch = batch_of("fp64")
-    _, metrics = synthetic.gradients(
-        engine_with(folder, "full", "none"), batch, synthetic.SyntheticLoss(), MICRO
-    )
+    _, metrics, _ = gradients(folder, "full", "none", "fp64")
     assert not [name for name in metrics if name.startswith("activation")]
-    frozen = engine_with(folder, "ops", "copied", frozen=True)
-    trained = engine_with(folder, "none", "none")
-    outputs = frozenset({"log_probs"})
-    found, wanted = (
-        engine.forward(batch, outputs=outputs, micro=MICRO).ragged("log_probs").values
-        for engine in (frozen, trained)
-    )
-    assert torch.equal(found, wanted) and frozen.activation_offload is None
+    frozen = engine_keeping(folder, "ops", "copied", frozen=True)
+    trained = engine_keeping(folder, "none")
+    assert torch.equal(*(output(engine, batch_of("fp64")).values for engine in (frozen, trained)))
+    assert frozen.activation_offload is None
 
 
 def test_steps_and_a_resume_go_on_bit_for_bit(folder, tmp_path):
     """Offload and recomputation change no update, and a checkpoint does not depend on them."""
-    loss, batch = synthetic.SyntheticLoss(), batch_of("fp64")
-    plain, other = engine_with(folder, "none", "none"), engine_with(folder, "ops", "copied")
-    for engine in (plain, other):
-        engine.train_step(batch, loss, micro=MICRO)
+    batch = batch_of("fp64")
+    plain, other = engine_keeping(folder, "none"), engine_keeping(folder, "ops", "copied")
+    train(plain, batch, steps=2)
+    train(other, batch)
     other.save(tmp_path)
-    resumed = engine_with(folder, "every", "copied")
+    resumed = engine_keeping(folder, "every", "copied")
     resumed.load(tmp_path)
-    for engine in (plain, resumed):
-        engine.train_step(batch, loss, micro=MICRO)
-    wanted = synthetic.weights(plain)
-    assert all(torch.equal(value, wanted[name]) for name, value in synthetic.weights(resumed).items())
+    train(resumed, batch)
+    assert same(weights(resumed), weights(plain))
 
 
 def test_a_rollout_sees_the_layers_as_they_are(folder):
     """A rollout that borrows the module gets the same logits, without recomputation or offload."""
-    plain, other = engine_with(folder, "none", "none"), engine_with(folder, "ops", "copied")
-    ids, outputs = torch.arange(9)[None], []
-    for engine in (plain, other):
-        with engine.unsharded() as module, torch.no_grad():
-            module.set_attn_implementation("sdpa")
-            outputs.append(module(ids, use_cache=False).logits)
-            module.set_attn_implementation("tandem_packed")
-    assert torch.equal(*outputs)
+    plain, other = engine_keeping(folder, "none"), engine_keeping(folder, "ops", "copied")
+    assert torch.equal(*map(synthetic.borrowed_logits, (plain, other)))
     assert other.activation_offload._layers == []

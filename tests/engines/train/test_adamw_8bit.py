@@ -4,7 +4,6 @@ Its update is compiled, which takes a minute on a CPU.
 """
 
 import pytest
-import synthetic
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tandem.config.optim import OptimConfig
 from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
 from tandem.models.collectives import CollectiveMeter
+from tests.engines.train import synthetic
 
 quantisation = pytest.importorskip("torchao.optim.quant_utils")
 pytestmark = pytest.mark.slow

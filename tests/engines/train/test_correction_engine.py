@@ -3,11 +3,9 @@
 This holds for all micro-batches and ranks. Rejected tokens are in no denominator.
 """
 
-from pathlib import Path
+import itertools
 
-import corrected
 import pytest
-import synthetic
 import torch
 
 from tandem.config.rollout_correction import RolloutCorrectionConfig
@@ -16,9 +14,9 @@ from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.workers.correction import KEPT, Correction, correction_columns, without_rejected
 from tandem.workers.losses import ActorLoss
-from tests.support.ranks import run_ranks
+from tests.engines.train import corrected, synthetic
+from tests.engines.train.on_ranks import on_ranks, seven_or_three
 
-JOB = Path(__file__).with_name("correction_job.py")
 ROUNDING = 1e-6  # scaling the loss changes the rounding, because the model's norms pass gradients on in fp32
 
 
@@ -54,9 +52,8 @@ def test_in_the_loss_is_as_before_the_update(engine, batch, name, mode):
     assert loss.correction is None and loss.weighted
     wanted, told = synthetic.gradients(engine, without_rejected(columns), loss, synthetic.CUTS["all"])
     for cut in synthetic.CUTS:
-        gradient, metrics = synthetic.gradients(
-            engine, batch, corrected.loss_of(name, mode), synthetic.CUTS[cut]
-        )
+        here = corrected.loss_of(name, mode)
+        gradient, metrics = synthetic.gradients(engine, batch, here, synthetic.CUTS[cut])
         assert synthetic.relative_difference(gradient, wanted) < ROUNDING, cut
         assert metrics["grad_norm"] == pytest.approx(told["grad_norm"], rel=ROUNDING)
         assert without_norm(metrics) == pytest.approx(without_norm(told | measures), rel=1e-9, abs=1e-9), cut
@@ -104,17 +101,23 @@ def test_a_loss_without_rejection_is_left_as_it_is():
     assert loss.recount(Metrics(), Counts(tokens=3, sequences=2)) == 1.0
 
 
-def test_two_ranks_are_as_one(engine, batch, folder, tmp_path):
-    rows, results = tmp_path / "batch.pt", tmp_path / "record.pt"
-    batch.save(rows)
-    run_ranks(JOB, folder, rows, results)
-    found = torch.load(results, weights_only=False)
-    assert len(found) == 8
-    for (name, share), (gradient, metrics) in found.items():
-        loss = corrected.loss_of(name, "seq-mean-token-mean")
-        wanted, told = synthetic.gradients(engine, batch, loss, synthetic.CUTS["all"])
-        assert synthetic.relative_difference(gradient, wanted) < 1e-9, (name, share)
-        assert metrics == pytest.approx(told, rel=1e-9, abs=1e-9), (name, share)
+def on_each_rank(folder, batch):
+    """Return gradients and metrics by loss and the first rank's rows; the second has three rows, or none."""
+    engine, found = synthetic.make_engine(folder), {}
+    for name, (share, cut) in itertools.product(corrected.ALL, ((7, "three"), (10, "all"))):
+        mine, loss = seven_or_three(batch, share), corrected.loss_of(name, "seq-mean-token-mean")
+        found[name, share] = synthetic.gradients(engine, mine, loss, synthetic.CUTS[cut])
+    return found
+
+
+def test_two_ranks_are_as_one(engine, batch, folder):
+    for found in on_ranks(on_each_rank, folder, batch):
+        assert len(found) == 8
+        for (name, share), (gradient, metrics) in found.items():
+            loss = corrected.loss_of(name, "seq-mean-token-mean")
+            wanted, told = synthetic.gradients(engine, batch, loss, synthetic.CUTS["all"])
+            assert synthetic.relative_difference(gradient, wanted) < 1e-9, (name, share)
+            assert metrics == pytest.approx(told, rel=1e-9, abs=1e-9), (name, share)
 
 
 def test_a_token_is_kept_where_it_is_within_the_bounds_of_all_modes():

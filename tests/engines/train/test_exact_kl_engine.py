@@ -1,23 +1,63 @@
 """The exact KL on two ranks, under each division of model and tokens, compared with one rank."""
 
-import exact_job as job
-import pytest
-import synthetic
-import torch
+from dataclasses import dataclass
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.engines.train.base import REFERENCE
 from tandem.models.parallel import init_distributed
-from tests.support.ranks import run_ranks
+from tandem.observability.metrics import Metrics
+from tandem.protocol import DataProto
+from tests.engines.train import matrix, synthetic
+from tests.engines.train.on_ranks import on_ranks
+
+DIVISIONS = ("shards", "layers", "tokens")
+OUTPUTS = ("ref_kl", "sum_pi_squared")
+
+
+@dataclass
+class ExactLoss:
+    """The mean of the exact KL."""
+
+    outputs: frozenset = frozenset({"log_probs", "ref_kl"})
+    columns: frozenset = frozenset({"response_mask"})
+
+    def __call__(self, out, columns, offsets, counts):
+        return (out["ref_kl"] * columns["response_mask"]).sum() / counts.tokens, Metrics()
+
+
+def compared(folder, division="shards"):
+    """Take one update with the KL as loss; return the outputs of the rows before it, and weights after it."""
+    policy, reference = (
+        matrix.engine_of(folder, matrix.DIVISIONS[division], of=name, frozen=name == "reference")
+        for name in ("policy", "reference")
+    )
+    batch = synthetic.make_batch()
+    batch = batch.chunk(policy.share.size)[policy.share.rank].select(["tokens", "response_mask"], ())
+    micro = synthetic.CUTS["three"]
+    hidden = reference.forward(batch, outputs=frozenset({"hidden"}), micro=micro).ragged("hidden")
+    policy.hold_reference_head(reference.output_head())
+    batch = batch.union(DataProto({REFERENCE: hidden}))
+    out = policy.forward(batch, outputs=frozenset(OUTPUTS), micro=micro)
+    policy.train_step(batch, ExactLoss(), micro=micro)
+    outputs = {name: out.ragged(name).values for name in OUTPUTS}
+    return {"share": policy.share, "outputs": outputs, "weights": synthetic.weights(policy)}
+
+
+def under_each(folder):
+    return {division: compared(folder, division) for division in DIVISIONS}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     synthetic.save_model(folder / "policy")
-    model = synthetic.AutoModelForCausalLM.from_pretrained(folder / "policy")
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
     for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(
-            parameter.shape, generator=torch.Generator().manual_seed(len(parameter))
-        )
+        draw = torch.Generator().manual_seed(len(parameter))
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
     model.save_pretrained(folder / "reference")
     return folder
 
@@ -25,20 +65,19 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def single(folder):
     init_distributed(torch.device("cpu"))
-    return job.compared(folder)
+    return compared(folder)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    run_ranks(job.__file__, folder, folder / "results.pt")
-    return torch.load(folder / "results.pt", weights_only=False)
+    return on_ranks(under_each, folder)
 
 
-@pytest.mark.parametrize("division", list(job.DIVISIONS))
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_two_ranks_find_what_one_finds_and_learn_the_same(division, single, two_ranks):
-    _, outputs, weights = single
-    found, learnt = two_ranks[division]
-    assert outputs["ref_kl"].max() > 1e-2
-    for name in job.OUTPUTS:
-        torch.testing.assert_close(found[name], outputs[name], rtol=0, atol=1e-10)
-    assert synthetic.relative_difference(learnt, weights) < 1e-9
+    ranks = [found[division] for found in two_ranks]
+    assert single["outputs"]["ref_kl"].max() > 1e-2
+    for name, found in matrix.led(ranks, "outputs").items():
+        torch.testing.assert_close(found, single["outputs"][name], rtol=0, atol=1e-10)
+    for found in ranks:
+        assert synthetic.relative_difference(found["weights"], single["weights"]) < 1e-9

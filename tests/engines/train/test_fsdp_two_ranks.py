@@ -1,69 +1,116 @@
-"""FSDP on two ranks, compared with one rank in this process."""
+"""FSDP on two ranks: gradients of uneven shares, an error on one rank, and collectives by the byte."""
 
-from pathlib import Path
+import itertools
 
 import pytest
-import synthetic
-import torch
+import torch.distributed as dist
 
-from tests.support.ranks import run_ranks
+from tandem.engines.train.base import MicroBatching
+from tandem.engines.train.microbatch import cut_alike
+from tandem.models.collectives import CollectiveMeter
+from tests.engines.train import synthetic
+from tests.engines.train.on_ranks import gathered, on_ranks, seven_or_three
 
-JOB = Path(__file__).with_name("two_rank_job.py")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+PRECISIONS = {
+    "fp64": {"model_dtype": "fp64", "dtype": "fp64"},
+    "mixed": {"model_dtype": "fp32", "dtype": "bf16"},
+}
+CASES = [  # precision, rows of the first rank of ten, mode, cut
+    *itertools.product(["fp64"], [7], synthetic.MODES, synthetic.CUTS),
+    ("fp64", 10, "token-mean", "three"),
+    ("fp64", 10, "seq-mean-token-mean", "all"),
+    *itertools.product(["fp32"], [7], synthetic.MODES, ["three"]),
+]
 
 
-@pytest.fixture(scope="module")
-def single(folder, tmp_path_factory):
-    """Return the results of one rank.
+def all_gradients(folder, cases):
+    """Return gradients and metrics of a step for each case."""
+    engines = {name: synthetic.make_engine(folder, precision=name) for name in TOLERANCE}
+    found = {}
+    for precision, share, mode, cut in cases:
+        mine, loss = seven_or_three(synthetic.batch_of(precision), share), synthetic.SyntheticLoss(mode)
+        found[precision, share, mode, cut] = synthetic.gradients(
+            engines[precision], mine, loss, synthetic.CUTS[cut]
+        )
+    return found
 
-    They are gradients of the whole batch, weights after two steps, and a checkpoint after the first step.
-    """
-    saved = tmp_path_factory.mktemp("one_rank")
-    loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["all"]
-    gradients = {}
-    for precision in TOLERANCE:
-        engine = synthetic.make_engine(folder, precision=precision)
-        batch = synthetic.make_batch(torch.float64 if precision == "fp64" else torch.float32)
-        for mode in synthetic.MODES:
-            step = synthetic.gradients(engine, batch, synthetic.SyntheticLoss(mode), micro)
-            gradients[precision, mode] = step
-    engine = synthetic.make_engine(folder)
-    batch = synthetic.make_batch()
-    outputs = frozenset({"log_probs"})
-    forward = engine.forward(batch, outputs=outputs, micro=micro).ragged("log_probs").values
-    first = synthetic.weights(engine)["model.embed_tokens.weight"]
-    engine.train_step(batch, loss, micro=micro)
-    engine.save(saved)
-    engine.train_step(batch, loss, micro=micro)
+
+def cuts():
+    """Return the sizes of both ranks' micro-batches of rows of 12 and 6 tokens, under two rules."""
+    lengths = [12] * 5 if dist.get_rank() == 0 else [6] * 4
+    rules = {"tokens": MicroBatching(max_tokens=30), "samples": MicroBatching(max_samples=2)}
     return {
-        "gradients": gradients,
-        "forward": forward,
-        "saved": saved,
-        "embedding": first,
-        "weights": synthetic.weights(engine),
+        name: gathered([len(rows) for rows in cut_alike(lengths, micro, CollectiveMeter())])
+        for name, micro in rules.items()
+    }
+
+
+def non_finite(folder):
+    """Return the error when only one rank has a bad loss."""
+    loss = synthetic.SyntheticLoss(scale=float("nan") if dist.get_rank() == 1 else 1.0)
+    try:
+        synthetic.train(synthetic.make_engine(folder), seven_or_three(synthetic.make_batch()), loss=loss)
+    except ArithmeticError as error:
+        return f"{type(error).__name__} {error.field}"
+
+
+def collectives(folder, precision):
+    """Return the counted collectives of a forward and a step of one micro-batch, and sizes to check them."""
+    batch = seven_or_three(synthetic.make_batch())
+    engine, found = synthetic.make_engine(folder, fsdp=PRECISIONS[precision]), {}
+    found["warmed_up"] = engine.take_collectives()
+    synthetic.output(engine, batch, cut="all")
+    found["forward"] = engine.take_collectives()
+    (metrics,) = synthetic.train(engine, batch, cut="all")
+    found["step"] = engine.take_collectives()
+    found["whole"] = sum(value.nbytes for _, value in engine.weights())
+    found["weights"], found["left"] = engine.take_collectives(), engine.take_collectives()
+    return found | {
+        "numbers": {unit: synthetic.shard_numbers(p) for unit, p in synthetic.units(engine).items()},
+        "metrics": len(metrics) - 2,  # grad_norm and lr need no exchange
+        "own": sum(p.to_local().nbytes for p in engine.module.parameters()),
+    }
+
+
+def synchronized(folder, sync):
+    """Return the gradients of three micro-batches, their metrics, and the bytes exchanged."""
+    engine = synthetic.make_engine(folder, fsdp={"gradient_sync": sync})
+    batch, loss = seven_or_three(synthetic.make_batch()), synthetic.SyntheticLoss()
+    engine.take_collectives()
+    return *synthetic.gradients(engine, batch, loss, synthetic.CUTS["three"]), engine.take_collectives()[1]
+
+
+def job(folder):
+    return {
+        "gradients": all_gradients(folder, CASES),
+        "cuts": cuts(),
+        "non_finite": non_finite(folder),
+        "collectives": {precision: collectives(folder, precision) for precision in PRECISIONS},
+        "synchronized": {sync: synchronized(folder, sync) for sync in ("once", "each")},
     }
 
 
 @pytest.fixture(scope="module")
-def results(folder, single, tmp_path_factory):
-    return tmp_path_factory.mktemp("results")
+def single(folder):
+    """Return gradients and metrics of one rank by precision and mode."""
+    found = all_gradients(folder, itertools.product(TOLERANCE, [10], synthetic.MODES, ["all"]))
+    return {(precision, mode): step for (precision, _, mode, _), step in found.items()}
 
 
 @pytest.fixture(scope="module")
-def pair(folder, single, results):
-    run_ranks(JOB, folder, single["saved"], results)
-    return torch.load(results / "record.pt", weights_only=False)
+def pair(folder):
+    return on_ranks(job, folder)
 
 
 def test_gradients_and_metrics_equal_one_rank(single, pair):
-    checked = 0
-    for (precision, share, mode, cut), (gradient, metrics) in pair["gradients"].items():
-        wanted, wanted_metrics = single["gradients"][precision, mode]
-        gap = synthetic.relative_difference(gradient, wanted)
-        assert gap <= TOLERANCE[precision], (precision, share, mode, cut, gap)
-        assert metrics == pytest.approx(wanted_metrics, rel=TOLERANCE[precision]), (share, mode, cut)
-        checked += 1
-    assert checked == 5 * 4 + 2 + 5
+    for found in pair:
+        assert set(found["gradients"]) == set(CASES)
+        for (precision, share, mode, cut), (gradient, metrics) in found["gradients"].items():
+            wanted, wanted_metrics = single[precision, mode]
+            gap = synthetic.relative_difference(gradient, wanted)
+            assert gap <= TOLERANCE[precision], (precision, share, mode, cut, gap)
+            assert metrics == pytest.approx(wanted_metrics, rel=TOLERANCE[precision]), (share, mode, cut)
 
 
 def test_the_rank_with_fewer_tokens_cuts_them_as_often(pair):
@@ -71,40 +118,11 @@ def test_the_rank_with_fewer_tokens_cuts_them_as_often(pair):
 
     With a limit on samples, the second rank gets an empty micro-batch instead.
     """
-    assert pair["cuts"] == {"tokens": [[2, 2, 1], [1, 2, 1]], "samples": [[2, 2, 1], [2, 2, 0]]}
-
-
-def test_forward_keeps_the_order_of_rows(single, pair):
-    assert torch.allclose(pair["forward"], single["forward"], atol=1e-12, rtol=0)
-
-
-def test_resumed_steps_are_bit_identical(pair):
-    record = pair["checkpoints"]
-    assert record["version"] == 1
-    assert all(torch.equal(record["resumed"][name], record["straight"][name]) for name in record["straight"])
-
-
-def test_checkpoint_of_one_rank_goes_on_at_two(single, pair):
-    assert synthetic.relative_difference(pair["checkpoints"]["from_one_rank"], single["weights"]) <= 1e-9
-
-
-def test_checkpoint_of_two_ranks_goes_on_at_one(folder, single, pair, results):
-    engine = synthetic.make_engine(folder)
-    engine.load(results / "two_ranks")
-    assert engine.version == 1
-    engine.train_step(synthetic.make_batch(), synthetic.SyntheticLoss(), micro=synthetic.CUTS["tokens"])
-    assert synthetic.relative_difference(synthetic.weights(engine), single["weights"]) <= 1e-9
+    assert pair[0]["cuts"] == {"tokens": [[2, 2, 1], [1, 2, 1]], "samples": [[2, 2, 1], [2, 2, 0]]}
 
 
 def test_every_rank_reports_a_loss_that_is_bad_on_one(pair):
-    assert pair["non_finite"] == ["NonFiniteError loss", "NonFiniteError loss"]
-
-
-def test_rollout_sees_whole_weights_and_ranks_hold_halves(single, pair):
-    assert torch.equal(pair["unsharded"], single["embedding"])
-    whole = pair["info"]["parameters"] * 8
-    assert pair["info"]["world_size"] == 2
-    assert 0.45 * whole <= pair["info"]["parameters@cpu"] <= 0.6 * whole
+    assert [found["non_finite"] for found in pair] == ["NonFiniteError loss"] * 2
 
 
 @pytest.mark.parametrize(("precision", "gathered", "reduced"), [("fp64", 8, 8), ("mixed", 2, 4)])
@@ -113,7 +131,7 @@ def test_collectives_are_counted_to_the_byte(pair, precision, gathered, reduced)
 
     Layers are gathered in the forward and again in the backward, the root once.
     """
-    found = pair["collectives"][precision]
+    found = pair[0]["collectives"][precision]
     everything = sum(found["numbers"].values())
     layers = everything - found["numbers"]["root"]
     counted, counts, loss = 8, 16, 8  # micro-batches; tokens and sequences; the loss itself
@@ -128,17 +146,9 @@ def test_collectives_are_counted_to_the_byte(pair, precision, gathered, reduced)
 
 def test_gradients_reduced_in_each_micro_batch_are_the_same(single, pair):
     """Three micro-batches gather all weights and reduce all gradients twice more than one reduction does."""
-    once, each = pair["synchronized"]["once"], pair["synchronized"]["each"]
-    wanted, metrics = single["gradients"]["fp64", "token-mean"]
+    once, each = (pair[0]["synchronized"][sync] for sync in ("once", "each"))
+    wanted, metrics = single["fp64", "token-mean"]
     for gradient, found, _ in (once, each):
         assert synthetic.relative_difference(gradient, wanted) <= 1e-9
         assert found == pytest.approx(metrics, rel=1e-9)
-    assert each[2] - once[2] == 2 * 2 * 8 * sum(pair["collectives"]["fp64"]["numbers"].values())
-
-
-def test_weights_of_another_engine_arrive_whole_in_the_shards(pair):
-    record = pair["loaded"]
-    assert record["version"] == 1
-    assert record["same_outputs"]
-    assert set(record["loaded"]) == set(record["exported"])
-    assert all(torch.equal(record["loaded"][name], value) for name, value in record["exported"].items())
+    assert each[2] - once[2] == 2 * 2 * 8 * sum(pair[0]["collectives"]["fp64"]["numbers"].values())

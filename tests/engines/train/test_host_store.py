@@ -1,14 +1,19 @@
 """State that is offloaded to the host between updates stays bit-identical, in memory that is kept."""
 
-import host_store_job
+import itertools
+import tempfile
+from pathlib import Path
+
 import pytest
-import synthetic
 import torch
+import torch.distributed as dist
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tandem.engines.train.host_store import HostStore, leaves
-from tests.support.ranks import run_ranks
+from tests.engines.train import optimizer_case, synthetic
+from tests.engines.train.on_ranks import gathered, on_ranks, seven_or_three
 
+CHOICES = ("adamw", "foreach", "muon", "adamw_cpu")
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (0,), (1,), (300,), (12, 2, 3)]
 
@@ -22,18 +27,13 @@ def drawn(seed, device="cpu"):
 
 
 def equal(found, wanted):
-    assert len(found) == len(wanted)
-    return all(
-        one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
-        for one, other in zip(found, wanted, strict=True)
-    )
+    pairs = [(one.cpu(), other.cpu()) for one, other in zip(found, wanted, strict=True)]
+    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
 def apart(first, second):
-    mine, others = (
-        {t.untyped_storage().data_ptr() for t in tensors if t.numel()} for tensors in (first, second)
-    )
-    return mine.isdisjoint(others)
+    places = [{t.untyped_storage().data_ptr() for t in part if t.numel()} for part in (first, second)]
+    return places[0].isdisjoint(places[1])
 
 
 @pytest.mark.parametrize("limit", [1, 1000, 1 << 20])
@@ -97,28 +97,59 @@ def test_a_tensor_that_wraps_others_goes_in_parts():
     assert store.take()["onload"][1] == 2 * 256
 
 
-@pytest.mark.parametrize("choice", host_store_job.CHOICES)
+def rounds(folder, choice):
+    """Return weights of three updates with moved state and with state that stays, and the host's addresses.
+
+    And the weights of a checkpoint that was written while the whole state was on the host.
+    """
+    batch, optim = seven_or_three(synthetic.make_batch()), optimizer_case.CHOICES[choice]
+    moved, stays, resumed = (synthetic.make_engine(folder, optim=optim) for _ in range(3))
+    found = {"moved": [], "stayed": [], "memory": []}
+    state, whole = moved._state, {"parameters": True, "optimizer": True}
+    state.offload(**whole)
+    for _ in range(3):
+        state.onload(parameters=True, optimizer=False)  # log-probs need only the parameters
+        synthetic.output(moved, batch)
+        state.offload(**whole)
+        state.onload(**whole)
+        for engine in (moved, stays):
+            synthetic.train(engine, batch)
+        for _ in range(2):
+            state.offload(**whole)
+        found["moved"].append(synthetic.weights(moved))
+        found["stayed"].append(synthetic.weights(stays))
+        stores = (state._parameters_host, state._optimizer_host)
+        found["memory"].append([buffer.data_ptr() for store in stores for buffer in store.buffers])
+    with tempfile.TemporaryDirectory() as path:
+        path = Path(gathered(path)[0])
+        moved.save(path)
+        resumed.load(path)
+        dist.barrier()
+    return found | {"resumed": synthetic.weights(resumed)}
+
+
+def rounds_of_all(folder):
+    return [rounds(folder, choice) for choice in CHOICES]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
 def test_updates_on_one_rank(folder, choice):
-    found = host_store_job.rounds(folder, choice, synthetic.make_batch())
-    check(found)
+    check(rounds(folder, choice))
 
 
 @pytest.mark.slow
-def test_updates_on_two_ranks(folder, tmp_path):
+def test_updates_on_two_ranks(folder):
     """The weights are sharded, and of some the second rank has fewer rows."""
-    run_ranks(host_store_job.__file__, folder, tmp_path)
-    for rank in (0, 1):
-        for found in torch.load(tmp_path / f"{rank}.pt", weights_only=False).values():
-            check(found)
+    for found in itertools.chain(*on_ranks(rounds_of_all, folder)):
+        check(found)
 
 
 def check(found):
     """Check that moving the state changes no weight and that each round uses the same host memory."""
-    for moved, stayed in zip(found["moved"], found["stayed"], strict=True):
-        assert all(torch.equal(value, stayed[name]) for name, value in moved.items())
+    assert all(map(synthetic.same, found["moved"], found["stayed"]))
     first, *others = found["memory"]
     assert first and all(memory == first for memory in others)
-    assert all(torch.equal(value, found["moved"][-1][name]) for name, value in found["resumed"].items())
+    assert synthetic.same(found["resumed"], found["moved"][-1])
 
 
 @pytest.mark.gpu

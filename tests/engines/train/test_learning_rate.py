@@ -1,3 +1,5 @@
+"""Learning rates by step, compared with rates by hand and with transformers' schedules."""
+
 import math
 
 import pytest
@@ -18,26 +20,39 @@ def rates(total, **options):
     return [learning_rate(optim, step, total) for step in range(total + 2)]
 
 
-def test_constant():
-    assert rates(3) == [2.0] * 5
+WSD, STEEP = {"lr_scheduler_type": "wsd"}, {"lr_scheduler_type": "wsd", "lr_wsd_decay_style": "linear"}
+HALF = {**STEEP, "lr_wsd_decay_ratio": 0.5}
 
 
-def test_warm_up_by_steps_and_by_ratio():
-    assert rates(8, lr_warmup_steps=4) == [0, 0.5, 1.0, 1.5, *[2.0] * 6]
-    assert rates(8, lr_warmup_steps_ratio=0.5) == rates(8, lr_warmup_steps=4)
-    assert rates(8, lr_warmup_steps=0, lr_warmup_steps_ratio=0.5) == [2.0] * 10
+@pytest.mark.parametrize(
+    ("total", "options", "wanted"),
+    [
+        (3, {}, [2.0] * 5),
+        (8, {"lr_warmup_steps": 4}, [0, 0.5, 1.0, 1.5, *[2.0] * 6]),
+        (8, {"lr_warmup_steps_ratio": 0.5}, [0, 0.5, 1.0, 1.5, *[2.0] * 6]),
+        (8, {"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [2.0] * 10),
+        (6, {"lr_scheduler_type": "linear", "lr_warmup_steps": 2, "min_lr_ratio": 0.25},
+         [0, 1.0, 2.0, 1.5, 1.0, 0.5, 0.5, 0.5]),
+        (8, HALF, [2.0] * 5 + [1.5, 1.0, 0.5, 0.0, 0.0]),
+        (8, {**HALF, "lr_warmup_steps": 2, "min_lr_ratio": 0.5},
+         [0.0, 1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]),
+        (4, {**STEEP, "lr_warmup_steps": 2, "lr_wsd_decay_ratio": 1.0}, [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]),
+        (20, STEEP, [2.0] * 19 + [1.0, 0.0, 0.0]),  # over a tenth unless told
+    ],
+)  # fmt: skip
+def test_rates_by_hand(total, options, wanted):
+    assert rates(total, **options) == wanted
 
 
-def test_linear_ends_at_its_floor():
-    got = rates(6, lr_scheduler_type="linear", lr_warmup_steps=2, min_lr_ratio=0.25)
-    assert got == [0, 1.0, 2.0, 1.5, 1.0, 0.5, 0.5, 0.5]
-
-
-def test_cosine():
+def test_curves_end_at_their_floor():
     got = rates(4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
-    wanted = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2) for x in (0, 0.25, 0.5, 0.75, 1, 1)]
+    parts = (0, 0.25, 0.5, 0.75, 1, 1)
+    wanted = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2) for x in parts]
     assert got == pytest.approx(wanted, abs=1e-15)
     assert got[2] == pytest.approx(1.1) and got[4] == pytest.approx(0.2)
+    root = rates(8, **WSD, lr_wsd_decay_ratio=0.5, min_lr_ratio=0.1)
+    wanted = [2 * (0.1 + 0.9 * (1 - math.sqrt(y))) for y in parts]
+    assert root[:4] == [2.0] * 4 and root[4:] == pytest.approx(wanted, abs=1e-15)
 
 
 def test_the_config_may_name_the_span():
@@ -45,40 +60,18 @@ def test_the_config_may_name_the_span():
     assert learning_rate(optim, 5, 1000) == 0.5
 
 
-def test_wsd():
-    linear = {"lr_scheduler_type": "wsd", "lr_wsd_decay_style": "linear"}
-    assert rates(8, **linear, lr_wsd_decay_ratio=0.5) == [2.0] * 5 + [1.5, 1.0, 0.5, 0.0, 0.0]
-    with_floor = rates(8, **linear, lr_wsd_decay_ratio=0.5, lr_warmup_steps=2, min_lr_ratio=0.5)
-    assert with_floor == [0.0, 1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
-    root = rates(8, lr_scheduler_type="wsd", lr_wsd_decay_ratio=0.5, min_lr_ratio=0.1)
-    wanted = [2 * (0.1 + 0.9 * (1 - math.sqrt(y))) for y in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0)]
-    assert root[:4] == [2.0] * 4 and root[4:] == pytest.approx(wanted, abs=1e-15)
-
-
-def test_wsd_decays_after_warm_up_and_over_a_tenth_unless_told():
-    assert rates(20, lr_scheduler_type="wsd", lr_wsd_decay_style="linear")[17:] == [2.0, 2.0, 1.0, 0.0, 0.0]
-    late = rates(
-        4, lr_scheduler_type="wsd", lr_warmup_steps=2, lr_wsd_decay_ratio=1.0, lr_wsd_decay_style="linear"
-    )
-    assert late == [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]
-
-
+SPAN = {"num_training_steps": 20}
+DECAY = {**SPAN, "num_decay_steps": 5}
 SAME = {
     "constant": (get_constant_schedule_with_warmup, {}, {}),
-    "linear": (get_linear_schedule_with_warmup, {"num_training_steps": 20}, {}),
+    "linear": (get_linear_schedule_with_warmup, SPAN, {}),
     "cosine": (
-        get_cosine_with_min_lr_schedule_with_warmup,
-        {"num_training_steps": 20, "min_lr_rate": 0.1},
+        *(get_cosine_with_min_lr_schedule_with_warmup, {**SPAN, "min_lr_rate": 0.1}),
         {"min_lr_ratio": 0.1},
     ),
-    "wsd": (
-        get_wsd_schedule,
-        {"num_training_steps": 20, "num_decay_steps": 5, "decay_type": "1-sqrt"},
-        {"lr_wsd_decay_ratio": 0.25},
-    ),
+    "wsd": (get_wsd_schedule, {**DECAY, "decay_type": "1-sqrt"}, {"lr_wsd_decay_ratio": 0.25}),
     "wsd linear": (
-        get_wsd_schedule,
-        {"num_training_steps": 20, "num_decay_steps": 5, "decay_type": "linear"},
+        *(get_wsd_schedule, {**DECAY, "decay_type": "linear"}),
         {"lr_wsd_decay_ratio": 0.25, "lr_wsd_decay_style": "linear"},
     ),
 }

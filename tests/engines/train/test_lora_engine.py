@@ -1,15 +1,7 @@
-"""Adapters in the training engine.
+"""Adapters in the training engine, compared with weights merged by hand."""
 
-One rank is compared with weights merged by hand, and two ranks with one.
-"""
-
-from pathlib import Path
-
-import lora_models
 import pytest
-import synthetic
 import torch
-from synthetic import CUTS, SyntheticLoss, make_engine
 from transformers import AutoModelForCausalLM
 
 from tandem.checkpoint.weights import read_weights
@@ -22,17 +14,25 @@ from tandem.engines.train.module import Settings, unsharded_module
 from tandem.engines.weight_sync import digest
 from tandem.errors import CheckpointError, ConfigError, EngineError
 from tandem.models import lora
-from tests.support.ranks import run_ranks
+from tests.engines.train import matrix, synthetic
+from tests.engines.train.matrix import adapters
+from tests.engines.train.models import ADAPTERS, peft_folder
+from tests.engines.train.on_ranks import on_ranks
+from tests.engines.train.synthetic import make_engine, output, same, train, weights
 
-JOB = Path(__file__).with_name("lora_job.py")
-ONE = ("policy", 1, -1, 1)
+BATCH = synthetic.make_batch()
+
+
+def engine_of(folder, *parts, **keys):
+    """Return an engine with adapters; keys are those of the model."""
+    return matrix.engine_of(folder, {"of": "", "model": {**ADAPTERS, **keys}}, *parts)
 
 
 @pytest.fixture(scope="module")
 def trained(folder):
     """Return an engine of one rank after two steps. Its base model is the folder's."""
-    engine = lora_models.engine_of(folder, *ONE, {})
-    lora_models.train(engine, lora_models.batch(), "policy", steps=2)
+    engine = engine_of(folder)
+    train(engine, BATCH, steps=2)
     return engine
 
 
@@ -56,18 +56,17 @@ def test_only_adapters_are_trained_and_counted(folder, trained):
 
 
 def test_gradients_reach_adapters_alone_and_the_base_stays(folder):
-    engine = lora_models.engine_of(folder, *ONE, {})
+    engine = engine_of(folder)
     before = {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
-    taken = {}
+    taken, step = {}, engine._state.step
 
-    def take(lr, grad_norm, clip_grad):
+    def take(*arguments):
         taken.update({name: p.grad is not None for name, p in engine.module.named_parameters()})
+        step(*arguments)
 
-    engine._state.step, kept = take, engine._state.step
-    engine.train_step(lora_models.batch(), SyntheticLoss(), micro=CUTS["three"])
-    engine._state.step = kept
+    engine._state.step = take
+    train(engine, BATCH, steps=2)
     assert {name for name, has in taken.items() if has} == {name for name in taken if lora.is_adapter(name)}
-    lora_models.train(engine, lora_models.batch(), "policy")
     for name, parameter in engine.module.named_parameters():
         assert torch.equal(parameter.full_tensor(), before[name]) != lora.is_adapter(name), name
 
@@ -75,8 +74,8 @@ def test_gradients_reach_adapters_alone_and_the_base_stays(folder):
 def test_merged_weights_compute_what_the_adapters_do(folder, trained):
     """Merged weights equal those merged here by hand, and a plain engine with them computes the same."""
     named = dict(trained.module.named_parameters())
-    merged = synthetic.weights(trained)
-    assert merged.keys() == synthetic.weights(make_engine(folder)).keys() == trained.weight_shapes.keys()
+    merged = weights(trained)
+    assert merged.keys() == weights(make_engine(folder)).keys() == trained.weight_shapes.keys()
     changed = 0
     for name, parameter in named.items():
         if lora.is_adapter(name):
@@ -92,13 +91,9 @@ def test_merged_weights_compute_what_the_adapters_do(folder, trained):
     plain.load_weights(merged.items(), 2)
     assert trained.digest() == plain.digest() == digest(merged.items())
     assert trained.digest(torch.bfloat16) == digest(trained.weights(dtype=torch.bfloat16))
-    outputs = frozenset({"log_probs", "entropy"})
-    first, second = (
-        engine.forward(lora_models.batch(), outputs=outputs, micro=CUTS["three"])
-        for engine in (trained, plain)
-    )
-    for name in outputs:
-        assert torch.allclose(first.ragged(name).values, second.ragged(name).values, rtol=0, atol=1e-9)
+    for name in ("log_probs", "entropy"):
+        first, second = (output(engine, BATCH, name).values for engine in (trained, plain))
+        assert torch.allclose(first, second, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("fsdp_keys", [{}, {"model_dtype": "fp32", "dtype": "bf16"}])
@@ -107,27 +102,18 @@ def test_without_the_adapter_it_is_the_base_bit_for_bit(folder, fsdp_keys):
         make_engine(folder, model={"lora_rank": rank}, fsdp=fsdp_keys, precision="fp32") for rank in (4, 0)
     )
     batch = synthetic.make_batch(torch.float32)
-    for _ in range(2):
-        adapted.train_step(batch, SyntheticLoss(), micro=CUTS["three"])
-    outputs = frozenset({"log_probs", "entropy"})
-    off = adapted.forward(batch, outputs=outputs, micro=CUTS["three"], adapter=False)
-    on = adapted.forward(batch, outputs=outputs, micro=CUTS["three"])
-    plain = base.forward(batch, outputs=outputs, micro=CUTS["three"])
-    for name in outputs:
-        assert torch.equal(off.ragged(name).values, plain.ragged(name).values)
-        assert not torch.equal(on.ragged(name).values, plain.ragged(name).values)
-    adapted.train_step(batch, SyntheticLoss(), micro=CUTS["three"])  # the adapters are on again
+    train(adapted, batch, steps=2)
+    for name in ("log_probs", "entropy"):
+        plain = output(base, batch, name).values
+        assert torch.equal(output(adapted, batch, name, adapter=False).values, plain)
+        assert not torch.equal(output(adapted, batch, name).values, plain)
+    train(adapted, batch)  # the adapters are on again
 
 
 def test_bf16_trains_fp32_adapters(folder):
-    exact = lora_models.engine_of(folder, *ONE, {})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(lora_models.SEED)
-        half = make_engine(folder, model=lora_models.KEYS, fsdp={"model_dtype": "fp32", "dtype": "bf16"})
-    wanted = exact.train_step(lora_models.batch(), SyntheticLoss(), micro=CUTS["three"]).to_floats()
-    found = half.train_step(
-        synthetic.make_batch(torch.float32), SyntheticLoss(), micro=CUTS["three"]
-    ).to_floats()
+    exact = engine_of(folder)
+    half = engine_of(folder, {"fsdp": matrix.MIXED})
+    (wanted,), (found,) = train(exact, BATCH), train(half, synthetic.make_batch(torch.float32))
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
     for name, p in half.module.named_parameters():  # frozen weights have the compute type
         assert p.dtype == (torch.float32 if lora.is_adapter(name) else torch.bfloat16)
@@ -144,7 +130,7 @@ def test_a_module_with_adapters_is_not_shared_nor_overwritten(trained):
     with pytest.raises(EngineError, match="stream of weights"), trained.unsharded():
         pass
     with pytest.raises(EngineError, match=r"model\.lora_rank"):
-        trained.load_weights(synthetic.weights(trained).items(), 3)
+        trained.load_weights(weights(trained).items(), 3)
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path):
@@ -162,39 +148,20 @@ def test_a_checkpoint_holds_adapters_alone(tmp_path):
     assert len(kept) == 2 * 7 * 2 and all(map(lora.is_adapter, kept))
 
 
-def test_a_checkpoint_goes_on_with_the_same_step(folder, saved):
-    first, second = (lora_models.engine_of(folder, *ONE, {}) for _ in range(2))
-    first.load(saved)
-    assert first.version == 2
-    lora_models.train(second, lora_models.batch(), "policy", steps=2)
-    after = [
-        lora_models.train(engine, lora_models.batch(), "policy", steps=2)[0] for engine in (first, second)
-    ]
-    assert after[0] == after[1]
-    assert first.digest() == second.digest()
-    for name, value in lora_models.adapters(first).items():
-        assert torch.equal(value, lora_models.adapters(second)[name])
-
-
-REFUSED = {
+REFUSED = {  # keys of the model, field and part of the value
     "another base": ({}, "model.layers.0.mlp.up_proj.weight", "1 of "),
     "another scale": ({"lora_alpha": 3}, "model.lora_alpha", "lora_alpha / lora_rank = 2"),
-    "fewer layers": (
-        {"target_modules": ("q_proj",)},
-        "model.target_modules",
-        "0 tensors are missing, 36 are not expected and 0 have the wrong shape",
-    ),
-    "another rank": (
-        {"lora_rank": 4, "lora_alpha": 8},
-        "model.target_modules",
-        "0 tensors are missing, 0 are not expected and 42 have the wrong shape",
-    ),
-    "no adapters": (
-        {"lora_rank": 0},
-        None,
-        "Missing key in checkpoint state_dict: model.model.embed_tokens.weight",
-    ),
+    "fewer layers": ({"target_modules": ("q_proj",)}, "model.target_modules", "0 tensors are missing, 36 "),
+    "another rank": ({"lora_rank": 4, "lora_alpha": 8}, "model.target_modules", "42 have the wrong shape"),
+    "no adapters": ({"lora_rank": 0}, None, "model.model.embed_tokens.weight"),
 }
+
+
+def test_a_checkpoint_of_all_weights_is_refused(folder, tmp_path):
+    make_engine(folder).save(tmp_path)
+    with pytest.raises(CheckpointError, match="without adapters") as caught:
+        engine_of(folder).load(tmp_path)
+    assert caught.value.field == "model.lora_rank"
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -206,19 +173,12 @@ def test_a_checkpoint_of_others_is_refused_and_changes_nothing(folder, saved, tm
             model.model.layers[0].mlp.up_proj.weight[1, 2] += 0.1
         model.save_pretrained(tmp_path)
         folder = tmp_path
-    engine = lora_models.engine_of(folder, *ONE, keys)
-    before = engine.digest(), lora_models.adapters(engine)
+    engine = engine_of(folder, **keys)
+    before = engine.digest()
     with pytest.raises(CheckpointError) as caught:
         engine.load(saved)
     assert caught.value.field == field and got in caught.value.got
-    assert engine.digest() == before[0] and engine.version == 0
-
-
-def test_a_checkpoint_of_all_weights_is_refused(folder, tmp_path):
-    make_engine(folder).save(tmp_path)
-    with pytest.raises(CheckpointError, match="without adapters") as caught:
-        lora_models.engine_of(folder, *ONE, {}).load(tmp_path)
-    assert caught.value.field == "model.lora_rank"
+    assert engine.digest() == before and engine.version == 0
 
 
 def test_a_folder_that_is_not_read_piece_by_piece_gives_the_same(folder, tmp_path):
@@ -226,28 +186,23 @@ def test_a_folder_that_is_not_read_piece_by_piece_gives_the_same(folder, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    found, wanted = (lora_models.engine_of(path, *ONE, {}) for path in (tmp_path, folder))
-    assert lora_models.adapters(found).keys() == lora_models.adapters(wanted).keys()
-    for name, value in lora_models.adapters(wanted).items():
-        assert torch.equal(lora_models.adapters(found)[name], value)
-    first, second = (
-        lora_models.train(engine, lora_models.batch(), "policy", steps=1) for engine in (found, wanted)
-    )
-    assert first[0] == second[0]
+    found, wanted = (engine_of(path) for path in (tmp_path, folder))
+    assert same(adapters(found), adapters(wanted))
+    assert train(found, BATCH) == train(wanted, BATCH)
 
 
 @pytest.mark.parametrize("kind", ["value", "score"])
 def test_a_head_of_ours_learns_whole(folder, scorer_folder, kind):
     path = scorer_folder if kind == "score" else folder
-    engine = lora_models.engine_of(path, kind, 1, -1, 1, {})
-    head = [name for name in lora_models.adapters(engine) if not lora.is_adapter(name)]
+    engine = engine_of(path, {"kind": kind, "frozen": False})
+    head = [name for name in adapters(engine) if not lora.is_adapter(name)]
     assert head == (["score.weight"] if kind == "score" else ["value_head.weight", "value_head.bias"])
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw_cpu"])
 def test_other_optimizers_train_adapters(folder, optimizer):
-    engine = make_engine(folder, model=lora_models.KEYS, optim={"optimizer": optimizer})
-    losses = [metrics["loss"] for metrics in lora_models.train(engine, lora_models.batch(), "policy")[0]]
+    engine = make_engine(folder, model=ADAPTERS, optim={"optimizer": optimizer})
+    losses = [metrics["loss"] for metrics in train(engine, BATCH, steps=3)]
     assert losses[-1] < losses[0]
 
 
@@ -266,7 +221,7 @@ def test_nothing_is_loaded_for_what_is_refused(folder, monkeypatch):
 
 
 def test_parameters_have_no_memory_until_they_are_sharded(folder):
-    model = BackboneConfig(path=str(folder), **lora_models.KEYS)
+    model = BackboneConfig(path=str(folder), **ADAPTERS)
     settings = Settings(model, FSDPConfig(dtype="bf16"), OptimConfig(), torch.device("cpu"))
     module, files = unsharded_module("policy", folder, settings, temperature=1.0)
     assert files is not None
@@ -277,72 +232,17 @@ def test_parameters_have_no_memory_until_they_are_sharded(folder):
     assert not any(buffer.is_meta for buffer in module.buffers())
 
 
-@pytest.fixture(scope="module", params=["core", pytest.param("all", marks=pytest.mark.slow)])
-def job(folder, saved, tmp_path_factory, request):
-    results = tmp_path_factory.mktemp("lora")
-    lora_models.peft_folder(folder, results / "adapter")
-    run_ranks(JOB, folder, saved, results, request.param)
-    return results, torch.load(results / "record.pt", weights_only=False)
+def started(folder, adapter):
+    """Return the weights of engines that start from an adapter folder in peft's format, by division."""
+    divisions = [matrix.DIVISIONS[name] for name in ("shards", "layers")]
+    return [weights(engine_of(folder, divided, lora_adapter_path=adapter)) for divided in divisions]
 
 
-def test_steps_on_two_ranks_equal_one(folder, job):
-    for name, found in job[1]["trained"].items():
-        _equals_one_rank(folder, name, found)
-
-
-def _equals_one_rank(folder, name, found):
-    kind, _, _, _, keys = lora_models.DIVISIONS[name]
-    engine = lora_models.engine_of(folder, kind, 1, -1, 1, keys)
-    drawn = lora_models.adapters(engine)
-    assert found["drawn"].keys() == drawn.keys(), name
-    assert all(torch.equal(found["drawn"][key], value) for key, value in drawn.items()), name
-    metrics, forward = lora_models.train(engine, lora_models.batch(), kind)
-    for mine, theirs in zip(found["metrics"], metrics, strict=True):
-        for key in theirs.keys() & {"loss", "entropy", "grad_norm", "lr", "tokens", "sequences"}:
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-9), (name, key)
-    weights, trained = synthetic.weights(engine), lora_models.adapters(engine)
-    assert found["shapes"] == {key: value.shape for key, value in weights.items()}, name
-    assert synthetic.relative_difference(found["forward"], forward) <= 1e-9, name
-    assert synthetic.relative_difference(found["weights"], weights) <= 1e-9, name
-    assert synthetic.relative_difference(found["adapters"], trained) <= 1e-9, name
-    info = engine.state_info()
-    for key in ("parameters", "trainable_parameters"):
-        assert found["info"][key] == info[key], (name, key)
-    if name != "copies":
-        held, whole = found["info"]["parameters@cpu"], info["parameters@cpu"]
-        # More than half: some rows are not divisible by two, and both ranks hold some weights.
-        assert whole / 2 <= held <= 0.65 * whole, name
-
-
-def test_digests_on_two_ranks_are_those_of_the_merged_weights(job):
-    for name, found in job[1]["trained"].items():
-        assert found["digests"] == [(True, True)] * 2, name
-        assert found["same base"] == [True, True], name
-        assert found["unshards"] is False, name
-
-
-def test_checkpoints_go_from_one_division_to_another(folder, saved, job):
-    results, record = job
-    engine = lora_models.engine_of(folder, *ONE, {})
-    engine.load(saved)
-    lora_models.train(engine, lora_models.batch(), "policy", steps=1)
-    wanted = lora_models.adapters(engine)
-    for name, (version, found) in record["resumed"].items():
-        assert version == 3
-        assert synthetic.relative_difference(found, wanted) <= 1e-9, name
-        again = lora_models.engine_of(folder, *ONE, {})
-        again.load(results / name)
-        lora_models.train(again, lora_models.batch(), "policy", steps=1)
-        assert synthetic.relative_difference(lora_models.adapters(again), wanted) <= 1e-9, name
-
-
-def test_adapters_of_peft_are_where_training_starts(folder, job):
-    results, record = job
-    wanted = {
-        name: p.detach() for name, p in lora_models.peft_folder(folder, results / "same").named_parameters()
-    }
-    engine = lora_models.engine_of(folder, *ONE, {"lora_adapter_path": str(results / "adapter")})
-    for found in (synthetic.weights(engine), *record["started"].values()):
+def test_adapters_of_peft_are_where_training_starts(folder, tmp_path):
+    merged = peft_folder(folder, tmp_path)
+    wanted = {name: p.detach() for name, p in merged.named_parameters()}
+    engine = engine_of(folder, lora_adapter_path=str(tmp_path))
+    for found in (weights(engine), *on_ranks(started, folder, str(tmp_path))[0]):
         assert found.keys() == wanted.keys()
         assert all(torch.allclose(found[name].float(), p, rtol=0, atol=1e-6) for name, p in wanted.items())
-    lora_models.train(engine, lora_models.batch(), "policy", steps=1)
+    synthetic.train(engine, BATCH)

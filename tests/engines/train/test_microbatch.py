@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import synthetic
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.parallel import init_distributed
 from tandem.protocol import DataProto, Ragged
+from tests.engines.train import synthetic
 
 CPU = torch.device("cpu")
 lengths = st.lists(st.integers(1, 50), max_size=30)
@@ -32,26 +32,26 @@ def test_each_row_once_within_the_rule(rows, rule):
     assert not rows or max(rows) in [rows[i] for i in parts[0]]
 
 
-def test_samples_of_like_length_share_a_micro_batch():
-    assert cut([9, 1, 8, 2, 9, 1], MicroBatching(max_samples=2)) == [[0, 4], [2, 3], [1, 5]]
+EIGHT = [10, 9, 8, 7, 6, 5, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rule", "how", "wanted"),
+    [
+        ([9, 1, 8, 2, 9, 1], {"max_samples": 2}, {}, [[0, 4], [2, 3], [1, 5]]),  # rows of like length
+        (EIGHT, {"max_tokens": 60}, {"at_least": 4}, [[0, 7], [1, 6], [2, 5], [3, 4]]),  # 13 tokens each
+        (EIGHT, {"max_samples": 8}, {"at_least": 4}, [list(range(8))]),
+        ([50, *EIGHT[:6]], {}, {"block_tokens": 20}, [[0], [1, 2], [3, 4], [5, 6]]),  # long ones stay whole
+        ([50, *EIGHT[:6]], {"max_samples": 3}, {"block_tokens": 1000}, [[0, 1, 2], [3, 4, 5], [6]]),
+    ],
+)
+def test_parts(rows, rule, how, wanted):
+    assert cut(rows, MicroBatching(**rule), **how) == wanted
 
 
 def test_tokens_are_balanced():
-    parts = cut([10, 9, 8, 7, 6, 5, 4, 3], MicroBatching(max_tokens=30))
-    assert [sum([10, 9, 8, 7, 6, 5, 4, 3][i] for i in part) for part in parts] == [26, 26]
-
-
-def test_more_micro_batches_than_the_budget_asks_for():
-    rows = [10, 9, 8, 7, 6, 5, 4, 3]
-    parts = cut(rows, MicroBatching(max_tokens=60), at_least=4)
-    assert parts == [[0, 7], [1, 6], [2, 5], [3, 4]]  # 13 tokens each
-    assert len(cut(rows, MicroBatching(max_samples=8), at_least=4)) == 1
-
-
-def test_blocks_cut_further_but_leave_long_sequences_whole():
-    rows = [50, 10, 9, 8, 7, 6, 5]
-    assert cut(rows, MicroBatching(), block_tokens=20) == [[0], [1, 2], [3, 4], [5, 6]]
-    assert cut(rows, MicroBatching(max_samples=3), block_tokens=1000) == [[0, 1, 2], [3, 4, 5], [6]]
+    parts = cut(EIGHT, MicroBatching(max_tokens=30))
+    assert [sum(EIGHT[i] for i in part) for part in parts] == [26, 26]
 
 
 def test_a_sequence_over_the_budget():
@@ -59,23 +59,20 @@ def test_a_sequence_over_the_budget():
         cut([3, 65], MicroBatching(max_tokens=64))
 
 
-def test_an_empty_share_gets_a_ghost():
+@pytest.mark.parametrize(
+    ("rows", "most", "least", "wanted"),
+    [
+        ([], None, 1, [[]]),  # a ghost
+        ([3, 4], 1, 1, [[1], [0]]),
+        ([9, 8, 7, 6, 2, 1], 4, 2, [[0, 1, 2, 3], [4, 5]]),
+        ([9, 8, 7, 6, 2, 1], 4, 4, [[0], [2], [1, 3], [4, 5]]),  # the largest is cut until there are enough
+        ([9, 8], None, 5, [[0], [1], [], [], []]),
+        ([], None, 2, [[], []]),
+    ],
+)
+def test_all_ranks_have_the_same_number(rows, most, least, wanted):
     init_distributed(CPU)
-    assert cut_alike([], MicroBatching(), CollectiveMeter()) == [[]]
-    assert cut_alike([3, 4], MicroBatching(max_samples=1), CollectiveMeter()) == [[1], [0]]
-
-
-def test_the_largest_is_cut_until_there_are_enough():
-    init_distributed(CPU)
-
-    def parts(rows, least, **rule):
-        return cut_alike(rows, MicroBatching(**rule), CollectiveMeter(), least=least)
-
-    rows = [9, 8, 7, 6, 2, 1]
-    assert parts(rows, 2, max_samples=4) == [[0, 1, 2, 3], [4, 5]]
-    assert parts(rows, 4, max_samples=4) == [[0], [2], [1, 3], [4, 5]]
-    assert parts(rows[:2], 5) == [[0], [1], [], [], []]
-    assert parts([], 2) == [[], []]
+    assert cut_alike(rows, MicroBatching(max_samples=most), CollectiveMeter(), least=least) == wanted
 
 
 def test_the_most_tokens_that_a_model_sees_at_once():

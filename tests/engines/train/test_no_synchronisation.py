@@ -5,12 +5,9 @@ Nothing asks for a value or a size that only the device knows.
 
 import dataclasses
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
-import activation_job
-import corrected
 import pytest
-import synthetic
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -27,17 +24,14 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.losses import ActorLoss, CriticLoss, NextTokenLoss
+from tests.engines.train import corrected, synthetic
 
 COUNTS = Counts(tokens=50, sequences=8)
 WAITS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten._unique2.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.nonzero.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero")
 }
-KEYS = {"use_kl_loss": True, "entropy_coeff": 0.1}
+COMPARED = ("rollout_log_probs", "rollout_log_probs_untruncated")
 
 
 class NoWaitOperators(TorchDispatchMode):
@@ -70,22 +64,15 @@ def no_wait():
 def batch_of(dtype=torch.float32):
     """Return a batch with every column that a loss may read."""
     batch = synthetic.make_batch(dtype)
-    for name, source in {
-        "rollout_log_probs": "old_log_probs",
-        "rollout_log_probs_untruncated": "ref_log_probs",
-        "values": "old_log_probs",
-        "returns": "advantages",
-    }.items():
-        batch.batch[name] = batch.batch[source]
+    for name in (*COMPARED, "values", "returns"):
+        batch.batch[name] = batch.batch["old_log_probs"]
     return batch
 
 
 def actor_loss(mode):
-    loss = ActorLoss.from_config(
-        ActorConfig(loss_agg_mode=mode, loss_scale_factor=20.0, **KEYS), recomputed=True
-    )
-    compared = frozenset({"rollout_log_probs", "rollout_log_probs_untruncated"})
-    return dataclasses.replace(loss, compared=compared)
+    keys = {"loss_agg_mode": mode, "loss_scale_factor": 20.0, "use_kl_loss": True, "entropy_coeff": 0.1}
+    loss = ActorLoss.from_config(ActorConfig(**keys), recomputed=True)
+    return dataclasses.replace(loss, compared=frozenset(COMPARED))
 
 
 def critic_loss(mode):
@@ -93,10 +80,13 @@ def critic_loss(mode):
     return CriticLoss(config.cliprange_value, config.aggregation, 20.0)
 
 
-def one_micro_batch(engine, loss, batch):
-    """Run forward, loss and backward of the whole batch as one micro-batch. The gradients are kept."""
-    parts = list(engine._micro_batches(batch, loss.columns, MicroBatching()))
-    return engine._accumulate(parts, loss, COUNTS)
+@contextmanager
+def cuda_reports_waits():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def clean(engine):
@@ -104,92 +94,87 @@ def clean(engine):
     engine._reshard()
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        mode if mode in ("token-mean", "seq-mean-token-mean") else pytest.param(mode, marks=pytest.mark.slow)
-        for mode in synthetic.MODES
-    ],
-)
+def accumulate(engine, loss, batch, *, cut="three", within=no_wait):
+    """Compute gradients within a context that sees waits, and return the metrics."""
+    parts = engine._micro_batches(batch, loss.columns, synthetic.CUTS[cut])
+    if within is no_wait:  # on a CPU, where the batch already is
+        parts = list(parts)
+    with within():
+        metrics, _ = engine._accumulate(list(parts), loss, COUNTS)
+    clean(engine)
+    return metrics
+
+
+QUICK = ("token-mean", "seq-mean-token-mean")
+SOME = [pytest.param(mode, marks=[pytest.mark.slow] * (mode not in QUICK)) for mode in synthetic.MODES]
+
+
+@pytest.mark.parametrize("mode", SOME)
 def test_losses_ask_for_nothing(folder, mode, monkeypatch):
     monkeypatch.setattr(masked, "_numpy_can", lambda values: False)  # as on a GPU
     batch = batch_of()
     for kind, loss in (
         ("policy", actor_loss(mode)),
-        *(("policy", corrected.loss_of(name, mode)) for name in (*corrected.SETTINGS, *corrected.BYPASSES)),
+        *(("policy", corrected.loss_of(name, mode)) for name in corrected.ALL),
         ("value", critic_loss(mode)),
         ("policy", NextTokenLoss()),
     ):
         engine = synthetic.make_engine(folder, precision="fp32", kind=kind)
-        parts = list(engine._micro_batches(batch, loss.columns, synthetic.CUTS["three"]))
-        with no_wait():
-            metrics, _ = engine._accumulate(parts, loss, COUNTS)
-        assert {"loss"} <= set(metrics.to_floats())
-        clean(engine)
+        assert "loss" in accumulate(engine, loss, batch).to_floats()
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("mode", activation_job.MODES)
-def test_layers_ask_for_nothing_however_their_activations_are_kept(folder, mode, precision):
-    engine = activation_job.engine_with(folder, mode, "copied", precision)
-    loss, batch = synthetic.SyntheticLoss(), activation_job.batch_of(precision)
-    parts = list(engine._micro_batches(batch, loss.columns, synthetic.CUTS["three"]))
-    with no_wait():
-        engine._accumulate(parts, loss, COUNTS)
-    clean(engine)
+@pytest.mark.parametrize("kept", synthetic.KEPT)
+def test_layers_ask_for_nothing_however_their_activations_are_kept(folder, kept, precision):
+    engine = synthetic.engine_keeping(folder, kept, "copied", precision)
+    accumulate(engine, synthetic.SyntheticLoss(), synthetic.batch_of(precision))
 
 
-def test_the_watch_sees_a_wait():
-    values, mask = torch.arange(4.0), torch.tensor([True, False, True, True])
-    waits = {
-        "item": lambda: values.sum().item(),
-        "list": values.tolist,
-        "host": values.cpu,
-        "places": mask.nonzero,
-        "mask": lambda: values[mask],
-        "truth": lambda: bool(mask.all()),
-        "sizes": lambda: values.repeat_interleave(mask.long()),
-    }
-    for name, wait in waits.items():
-        seen = False
-        try:
-            with no_wait():
-                wait()
-        except AssertionError:
-            seen = True
-        assert seen, name
+VALUES, MASK = torch.arange(4.0), torch.tensor([True, False, True, True])
+WAITS_OF_THE_HOST = {
+    "item": lambda: VALUES.sum().item(),
+    "list": VALUES.tolist,
+    "host": VALUES.cpu,
+    "places": MASK.nonzero,
+    "mask": lambda: VALUES[MASK],
+    "truth": lambda: bool(MASK.all()),
+    "sizes": lambda: VALUES.repeat_interleave(MASK.long()),
+}
+
+
+@pytest.mark.parametrize("name", WAITS_OF_THE_HOST)
+def test_the_watch_sees_a_wait(name):
+    with pytest.raises(AssertionError), no_wait():
+        WAITS_OF_THE_HOST[name]()
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", activation_job.MODES)
+@pytest.mark.parametrize("kept", synthetic.KEPT)
 @pytest.mark.parametrize("offload", ["async", "sync", None])
-def test_cuda_is_never_waited_for(folder, offload, mode, precision):
+def test_cuda_is_never_waited_for(folder, offload, kept, precision):
     """CUDA itself reports a wait between the batch on the host and the gradients."""
-    engine = cuda_engine(folder, activation_job.MODES[mode], offload, precision)
+    engine = cuda_engine(folder, kept, offload, precision)
     for loss in (synthetic.SyntheticLoss(), *(actor_loss(mode) for mode in synthetic.MODES)):
-        one_micro_batch(engine, loss, batch_of())  # warm up libraries and host memory
-        clean(engine)
+        accumulate(engine, loss, batch_of(), cut="all", within=nullcontext)  # libraries allocate memory
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            one_micro_batch(engine, loss, batch_of())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        clean(engine)
+        accumulate(engine, loss, batch_of(), cut="all", within=cuda_reports_waits)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("mode", activation_job.MODES)
-def test_cuda_offload_changes_no_gradient(folder, mode):
+@on_cuda
+@pytest.mark.parametrize("kept", synthetic.KEPT)
+def test_cuda_offload_changes_no_gradient(folder, kept):
     """Copies run on a separate stream, over several micro-batches and steps, in float64."""
     batch, loss, micro = batch_of(torch.float64), synthetic.SyntheticLoss(), synthetic.CUTS["three"]
-    plain = cuda_engine(folder, activation_job.MODES["none"], None, "fp64")
+    plain = cuda_engine(folder, "none", None, "fp64")
     wanted, _ = synthetic.gradients(plain, batch, loss, micro)
     for offload in ("async", "sync"):
-        engine = cuda_engine(folder, activation_job.MODES[mode], offload, "fp64")
+        engine = cuda_engine(folder, kept, offload, "fp64")
         for _ in range(5):
             found, metrics = synthetic.gradients(engine, batch, loss, micro)
             assert synthetic.relative_difference(found, wanted) <= 1e-12
@@ -197,16 +182,16 @@ def test_cuda_offload_changes_no_gradient(folder, mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_cuda_memory_goes_down_by_what_left(mode, tmp_path):
+@on_cuda
+@pytest.mark.parametrize("kept", ["none", "full"])
+def test_cuda_memory_goes_down_by_what_left(kept, tmp_path):
     """Memory is measured between forward and backward of a model that needs most memory for activations."""
     folder = synthetic.save_model(tmp_path, num_hidden_layers=12, hidden_size=256, intermediate_size=512)
     tokens = Ragged.from_list([torch.randint(0, 31, (1024,))] * 16)
     batch = DataProto({"tokens": tokens, "response_mask": tokens.with_values(tokens.positions() > 0)})
-    held, said = {}, {}
+    held = {}
     for offload in (None, "sync", "async"):
-        engine = cuda_engine(folder, activation_job.MODES[mode], offload, "fp32")
+        engine = cuda_engine(folder, kept, offload, "fp32")
         (part,) = engine._micro_batches(batch, frozenset(), MicroBatching())
         gc.collect()  # free the previous engine
         before = torch.cuda.memory_allocated()
@@ -214,23 +199,20 @@ def test_cuda_memory_goes_down_by_what_left(mode, tmp_path):
         torch.cuda.synchronize()
         held[offload] = torch.cuda.memory_allocated() - before
         out.sum().backward()
-        metrics = Metrics()
-        if engine.activation_offload is not None:
+        if offload is not None:
+            metrics = Metrics()
             engine.activation_offload.report(metrics)
-        said[offload] = metrics.to_floats()
+            moved = metrics.to_floats()["activation_offload_bytes"]
+            assert held[None] - held[offload] == pytest.approx(moved, rel=0.05)
         clean(engine)
-    for offload in ("sync", "async"):
-        moved = said[offload]["activation_offload_bytes"]
-        assert held[None] - held[offload] == pytest.approx(moved, rel=0.05)
 
 
-def cuda_engine(folder, keys, offload, precision):
-    keys = keys | ({"enable_activation_offload": True, "activation_offload_mode": offload} if offload else {})
-    master = "fp64" if precision == "fp64" else "fp32"
+def cuda_engine(folder, kept, offload, precision):
+    keys = {"enable_activation_offload": True, "activation_offload_mode": offload} if offload else {}
     engine = FSDPEngine(
         folder,
-        model=BackboneConfig(path=str(folder), **keys),
-        fsdp=FSDPConfig(model_dtype=master, dtype=precision),
+        model=BackboneConfig(path=str(folder), **synthetic.KEPT[kept], **keys),
+        fsdp=FSDPConfig(model_dtype="fp64" if precision == "fp64" else "fp32", dtype=precision),
         optim=OptimConfig(lr=1e-3),
         total_steps=10,
         device=torch.device("cuda", 0),

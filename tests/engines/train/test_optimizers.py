@@ -1,49 +1,79 @@
 """Each optimizer follows its equation in float64, on one rank, on two, and on a mesh of two by two."""
 
 import importlib.util
-from pathlib import Path
 
-import optimizer_case
 import pytest
-import synthetic
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tandem.config.optim import OptimConfig
-from tandem.engines.train.gradients import gradient_norm
+from tandem.engines.train.gradients import clip, gradient_norm
 from tandem.engines.train.muon import orthogonalised
 from tandem.engines.train.optimizers import build_optimizers, weight_kinds
 from tandem.errors import CheckpointError, ConfigError
 from tandem.models.collectives import CollectiveMeter
-from tests.support.ranks import run_ranks
+from tests.engines.train import optimizer_case, synthetic
+from tests.engines.train.on_ranks import on_ranks
 
-JOBS = {2: "optimizer_job.py", 4: "mesh_job.py"}
-CHOICES = tuple(optimizer_case.CHOICES)
-MUON = {"optimizer": "muon"}
-STATES = optimizer_case.STATES
+# On two ranks the rows of all weights are divided. On a mesh of two by two the layers are split too.
 
 
-@pytest.fixture(scope="module")
-def single(folder, tmp_path_factory):
-    """Return checkpoints of one rank after a step, and weights after two steps, by optimizer."""
-    saved, weights = tmp_path_factory.mktemp("one_rank"), {}
-    loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
-    for choice in STATES:
-        engine = synthetic.make_engine(folder, optim=optimizer_case.CHOICES[choice])
-        engine.train_step(synthetic.make_batch(), loss, micro=micro)
-        engine.save(saved / choice)
-        engine.train_step(synthetic.make_batch(), loss, micro=micro)
-        weights[choice] = synthetic.weights(engine)
-    return saved, weights
+def sharded(dtype=torch.float64):
+    """Return the module on the mesh of all ranks."""
+    module = optimizer_case.make_module(dtype)
+    if dist.get_world_size() == 2:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    else:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = both["dp"]
+        for layer in module.layers:
+            parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for part in (*module.layers, module):
+        fully_shard(part, mesh=mesh)
+    return module
+
+
+def place(value, parameter):
+    return distribute_tensor(value.clone(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def full(value):
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def updated(choice):
+    """Return the weights after all steps, and the bytes that the optimizer received."""
+    module = sharded()
+    _, meter = optimizer_case.run(module, optimizer_case.optim(choice), place)
+    return {name: full(p.detach()) for name, p in module.named_parameters()}, meter.take()[1]
+
+
+def norms(dtype):
+    """Return the gradient norm, the gradients clipped to norm 1, and the placements of the parameters."""
+    module = sharded(dtype)
+    for name, value in optimizer_case.gradients(0, optimizer_case.make_module(dtype)).items():
+        parameter = module.get_parameter(name)
+        parameter.grad = place(value, parameter)
+    before = gradient_norm(module.parameters())
+    clip(module.parameters(), before, 1.0)
+    clipped = {name: full(p.grad) for name, p in module.named_parameters()}
+    return float(before), clipped, {str(p.placements) for p in module.parameters()}
+
+
+def on_a_mesh():
+    choices = optimizer_case.SHARDED[dist.get_world_size()]
+    found = {choice: updated(choice) for choice in choices}
+    return {"optimizers": found, "norms": {dtype: norms(dtype) for dtype in (torch.float64, torch.float32)}}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)])
-def many(request, folder, single, tmp_path_factory):
-    """Return the number of ranks, their results, and the folder of the results."""
-    results = tmp_path_factory.mktemp("results")
-    job = Path(__file__).with_name(JOBS[request.param])
-    arguments = (folder, single[0]) if request.param == 2 else ()
-    run_ranks(job, results, *arguments, ranks=request.param)
-    return request.param, torch.load(results / "record.pt", weights_only=False), results
+def many(request):
+    """Return the number of ranks and the results of the first."""
+    return request.param, on_ranks(on_a_mesh, ranks=request.param)[0]
 
 
 def largest_difference(first, second):
@@ -51,7 +81,7 @@ def largest_difference(first, second):
     return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", optimizer_case.CHOICES)
 def test_five_steps_follow_the_equation(choice):
     module = optimizer_case.make_module()
     optimizer_case.run(module, optimizer_case.optim(choice))
@@ -62,19 +92,8 @@ def test_five_steps_follow_the_equation(choice):
     assert all(float((found[name] - start[name]).abs().min()) > 1e-6 for name in found)
 
 
-def test_choices_differ():
-    """The references differ, so that no optimizer can pass for another.
-
-    They differ in weight decay, in muon, and in the weights that muon leaves to AdamW.
-    """
-    adamw, muon, everywhere = (optimizer_case.reference(c) for c in ("adamw", "muon", "all decay"))
-    differ = {name for name in adamw if not torch.equal(adamw[name], muon[name])}
-    assert differ == optimizer_case.HIDDEN
-    assert {n for n in adamw if not torch.equal(adamw[n], everywhere[n])} == optimizer_case.SPARED
-
-
 def test_many_ranks_do_what_one_does(many):
-    ranks, record, _ = many
+    ranks, record = many
     assert set(record["optimizers"]) == set(optimizer_case.SHARDED[ranks])
     for choice, (weights, received) in record["optimizers"].items():
         assert largest_difference(weights, optimizer_case.reference(choice)) < 1e-11, choice
@@ -87,7 +106,7 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(many):
     It receives the other rank's rows of its own matrix, and gets its rows of the other matrix back. `up` has
     21 rows, 10 of them on the second rank; `down` has 8.
     """
-    ranks, record, _ = many
+    ranks, record = many
     if ranks == 2:
         up_and_down, squares = 10 * 8 + 4 * 21, 4 * 8 + 4 * 8
         numbers = len(optimizer_case.RATES) * (2 * up_and_down + squares)
@@ -96,7 +115,7 @@ def test_muon_sends_each_matrix_to_one_rank_and_back(many):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_every_element_of_the_gradient_counts_once(many, dtype):
-    ranks, record, _ = many
+    ranks, record = many
     found, clipped, layouts = record["norms"][dtype]
     whole = optimizer_case.gradients(0, optimizer_case.make_module(dtype))
     wanted = sum(float(g.double().square().sum()) for g in whole.values()) ** 0.5
@@ -105,7 +124,7 @@ def test_every_element_of_the_gradient_counts_once(many, dtype):
     assert largest_difference(clipped, scaled) < (1e-15 if dtype == torch.float64 else 1e-7)
     rows, columns = "Shard(dim=0)", "Shard(dim=1)"
     split = {f"(_StridedShard(dim=0, sf=2), {rows})", f"({rows}, {columns})", f"({rows}, Replicate())"}
-    assert set(layouts) == {f"({rows},)", *(split if ranks == 4 else ())}
+    assert layouts == {f"({rows},)", *(split if ranks == 4 else ())}
 
 
 def test_the_norm_of_a_long_gradient_keeps_its_digits():
@@ -118,34 +137,11 @@ def test_the_norm_of_a_long_gradient_keeps_its_digits():
     assert float(found) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-@pytest.mark.parametrize("choice", STATES)
-def test_resume_is_bit_identical_on_two_ranks_and_takes_one_ranks_checkpoint(single, many, choice):
-    ranks, record, _ = many
-    if ranks == 2:
-        straight, resumed, from_one = record["resumed"][choice]
-        assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-        assert synthetic.relative_difference(from_one, single[1][choice]) < 1e-9
-
-
-@pytest.mark.parametrize("choice", STATES)
-def test_one_rank_resumes_its_own_checkpoint_and_that_of_two(folder, single, many, choice):
-    ranks, _, results = many
-    if ranks == 2:
-        saved, weights = single
-        loss, micro = synthetic.SyntheticLoss(), synthetic.CUTS["three"]
-        for path, tolerance in ((saved / choice, 0.0), (results / choice, 1e-9)):
-            engine = synthetic.make_engine(folder, optim=optimizer_case.CHOICES[choice])
-            engine.load(path)
-            assert engine.version == 1
-            engine.train_step(synthetic.make_batch(), loss, micro=micro)
-            assert synthetic.relative_difference(synthetic.weights(engine), weights[choice]) <= tolerance
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused(folder, single):
-    engine = synthetic.make_engine(folder, optim=MUON)
+def test_a_checkpoint_of_another_optimizer_is_refused(folder, tmp_path):
+    synthetic.make_engine(folder).save(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
-        engine.load(single[0] / "adamw")
-    synthetic.make_engine(folder, optim={"optimizer": "adamw_cpu"}).load(single[0] / "adamw")
+        synthetic.make_engine(folder, optim={"optimizer": "muon"}).load(tmp_path)
+    synthetic.make_engine(folder, optim={"optimizer": "adamw_cpu"}).load(tmp_path)
 
 
 def test_orthogonalised_against_the_singular_value_decomposition():
@@ -201,10 +197,7 @@ def test_a_missing_library_is_said_before_a_model_is_loaded(tmp_path):
 def test_the_host_updates_what_lies_on_a_gpu(fused):
     choice = "adamw_cpu" if fused else "adamw_cpu foreach"
     module = optimizer_case.make_module().cuda()
-    given = [optimizer_case.gradients(step, optimizer_case.make_module()) for step in range(5)]
-    (optimizer,), _ = optimizer_case.run(
-        module, optimizer_case.optim(choice), lambda value, _: value.cuda(), given
-    )
+    (optimizer,), _ = optimizer_case.run(module, optimizer_case.optim(choice), lambda value, _: value.cuda())
     found = {name: p.detach().cpu() for name, p in module.named_parameters()}
     assert largest_difference(found, optimizer_case.reference(choice)) < 1e-11
     assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cpu"}

@@ -1,76 +1,106 @@
 """FSDP units follow the wrap policy, and training does not depend on them."""
 
+import itertools
+
 import pytest
-import synthetic
 import torch
-import wrap_job
-from wrap_job import KEPT, LAYER, LEAST, NAMES, POLICIES
 
 from tandem.config.fsdp import FSDPConfig
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.fused import why_not_fused
 from tandem.errors import ConfigError
-from tests.support.ranks import run_ranks
+from tests.engines.train import synthetic
+from tests.engines.train.on_ranks import gathered, on_ranks, seven_or_three
 
+LAYERS = 5
+SHAPE = {"num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+LAYER = 32 * (32 + 1) + 2 * 16 * (32 + 1) + 32 * 32 + 3 * 32 * 48 + 2 * 32  # numbers in a layer
+MLP = 3 * 32 * 48
+
+NAMES, LEAST = "transformer_layer_cls_to_wrap", "min_num_params"
+# The policy, and the number of units it makes besides the root.
+POLICIES = {
+    "layers": ({}, LAYERS),
+    "exactly a layer": ({LEAST: LAYER}, LAYERS),
+    "more than a layer": ({LEAST: LAYER + 1}, 2),
+    "as many as all": ({LEAST: LAYERS * LAYER}, 1),
+    "more than all": ({LEAST: LAYERS * LAYER + 1}, 0),
+    "layers and embedding": ({NAMES: ("Qwen2DecoderLayer", "Embedding")}, LAYERS + 1),
+    "embedding with a layer": ({NAMES: ("Qwen2DecoderLayer", "Embedding"), LEAST: LAYER}, LAYERS),
+    "within layers": ({NAMES: ("Qwen2Attention", "Qwen2MLP")}, 2 * LAYERS),
+    "inside each other": ({NAMES: ("Qwen2DecoderLayer", "Qwen2MLP")}, 2 * LAYERS),
+    "shared across layers": ({NAMES: ("Qwen2MLP",), LEAST: 2 * MLP}, 2),
+    "linear maps": ({NAMES: ("Linear",)}, 7 * LAYERS),
+    "the decoder": ({NAMES: ("Qwen2Model", "Qwen2DecoderLayer")}, LAYERS + 1),
+}
 RANKS = 1e-9  # sums over ranks are added in another order
+
+
+def engine_with(folder, name, kept="full", **fsdp):
+    keys = {"wrap_policy": POLICIES[name][0], "forward_prefetch": kept == "none", **fsdp}
+    return synthetic.engine_keeping(folder, kept, fsdp=keys)
+
+
+def trained(folder, name, kept):
+    """Return weights and log-probs after two steps, and what a rollout sees that borrows the module."""
+    engine, batch = engine_with(folder, name, kept), seven_or_three(synthetic.make_batch())
+    synthetic.train(engine, batch, steps=2)
+    log_probs = torch.cat(gathered(synthetic.output(engine, batch).values))
+    lent, parameters = synthetic.borrowed_logits(engine), engine.module.parameters()
+    return {
+        "weights": synthetic.weights(engine),
+        "log_probs": log_probs,
+        "units": len(engine._units) - 1,
+        "lent": lent,
+        "sharded again": all(value.to_local().numel() < value.numel() for value in parameters),
+    }
+
+
+def in_each_way(folder, ways):
+    return {way: trained(folder, *way) for way in ways}
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    return synthetic.save_model(tmp_path_factory.mktemp("untied"), **wrap_job.SHAPE)
-
-
-@pytest.fixture(scope="module", params=["core", pytest.param("all", marks=pytest.mark.slow)])
-def pair(untied, tmp_path_factory, request):
-    results = tmp_path_factory.mktemp("pair") / "record.pt"
-    run_ranks(wrap_job.__file__, untied, results, request.param)
-    return torch.load(results, weights_only=False)
-
-
-@pytest.fixture(scope="module")
-def alone(untied):
-    engine = wrap_job.engine_with(untied, {}, "kept")
-    return *wrap_job.trained(engine, synthetic.make_batch()), wrap_job.lent(engine)
+    return synthetic.save_model(tmp_path_factory.mktemp("untied"), **SHAPE)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_does(alone, pair):
-    weights, log_probs, lent = alone
-    assert {name for name, _ in pair} == set(POLICIES) and {kept for _, kept in pair} == set(KEPT)
-    for (name, kept), found in pair.items():
-        assert found["units"] == POLICIES[name][1], (name, kept)
-        assert synthetic.relative_difference(found["weights"], weights) <= RANKS, (name, kept)
-        assert torch.allclose(found["log_probs"], log_probs, rtol=0, atol=1e-8), (name, kept)
-        assert torch.allclose(found["lent"], lent, rtol=0, atol=1e-8), (name, kept)
-        assert found["sharded again"], (name, kept)
+def test_two_ranks_train_as_one_does(untied):
+    wanted = trained(untied, "layers", "none")
+    for record in on_ranks(in_each_way, untied, list(itertools.product(POLICIES, ("full", "none")))):
+        for (name, kept), found in record.items():
+            assert found["units"] == POLICIES[name][1], (name, kept)
+            assert synthetic.relative_difference(found["weights"], wanted["weights"]) <= RANKS, (name, kept)
+            for part in ("log_probs", "lent"):
+                assert torch.allclose(found[part], wanted[part], rtol=0, atol=1e-8), (name, kept, part)
+            assert found["sharded again"], (name, kept)
 
 
 def test_units_of_one_rank(untied):
     """Modules that share a unit have the same FSDP state."""
 
-    def states(policy):
-        engine = wrap_job.engine_with(untied, policy, "again")
+    def states(name):
+        engine = engine_with(untied, name)
         layers = engine.module.decoder.layers
         assert len(engine._units) == 1 + len({id(unit._get_fsdp_state()) for unit in engine._units[:-1]})
         return [id(layer._get_fsdp_state()) for layer in layers]
 
-    apart = states({})
-    assert len(set(apart)) == wrap_job.LAYERS
-    first, second, *rest = states({LEAST: LAYER + 1})
+    assert len(set(states("layers"))) == LAYERS
+    first, second, *rest = states("more than a layer")
     assert first == second and len(set(rest)) == 1 and first not in rest
 
 
 @pytest.mark.parametrize("name", ["linear maps", "more than a layer", "layers and embedding"])
 def test_a_fused_rollout_takes_the_module_as_before(untied, name):
-    engine = wrap_job.engine_with(untied, POLICIES[name][0], "again")
-    with engine.unsharded() as module:
+    with engine_with(untied, name).unsharded() as module:
         assert why_not_fused(module) is None
 
 
 @pytest.mark.parametrize("name", ["layers", "more than a layer"])
 def test_a_borrowed_module_runs_without_fsdps_hooks(untied, name):
     """Modules that share a unit have other hooks than a module with its own unit."""
-    engine = wrap_job.engine_with(untied, POLICIES[name][0], "again")
+    engine = engine_with(untied, name)
 
     def hooks():
         layers = engine.module.decoder.layers
@@ -94,8 +124,8 @@ def test_an_unknown_class_is_refused_with_the_models_own(untied):
     error = refused(untied, {NAMES: ("Qwen2DecoderLayers",)})
     assert error.field == "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
     assert error.got == "Qwen2DecoderLayers"
-    assert error.expected == "Embedding, Linear, Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2Model, " \
-        "Qwen2RMSNorm"  # fmt: skip
+    own = "Embedding Linear Qwen2Attention Qwen2DecoderLayer Qwen2MLP Qwen2Model Qwen2RMSNorm"
+    assert error.expected.split(", ") == own.split()
     assert error.remedy == "did you mean Qwen2DecoderLayer?"
 
 
@@ -112,8 +142,6 @@ def test_units_inside_units_are_not_counted_together(untied):
     assert error.got == "Qwen2DecoderLayer, Qwen2MLP" and "min_num_params=0" in error.remedy
 
 
-def test_names_may_be_one_text_or_null():
-    assert FSDPConfig(wrap_policy={NAMES: "Qwen2DecoderLayer"}).wrap_policy.transformer_layer_cls_to_wrap == (
-        "Qwen2DecoderLayer",
-    )
-    assert FSDPConfig(wrap_policy={NAMES: None}).wrap_policy.transformer_layer_cls_to_wrap == ()
+@pytest.mark.parametrize(("given", "names"), [("Qwen2DecoderLayer", ("Qwen2DecoderLayer",)), (None, ())])
+def test_names_may_be_one_text_or_null(given, names):
+    assert FSDPConfig(wrap_policy={NAMES: given}).wrap_policy.transformer_layer_cls_to_wrap == names
