@@ -82,10 +82,9 @@ def node(arguments: list[str]) -> int:
         RANK (0: the head) and MASTER_PORT (the head's port). The machines find the
         head's address in a shared file. Rank 0 runs COMMAND with RAY_ADDRESS set and
         exits with its status; without COMMAND it waits for a signal. The other ranks
-        stay until the head is gone.
-
+        stay until the head is gone. All processes end with this command.
         Signals go to COMMAND. The other ranks then stay for --grace seconds, because
-        the head may still have to save. All processes end with this command.
+        the head may still have to save.
 
         Args:
             head_file: the shared file; default: TANDEM_HEAD_FILE, or ./ray_head.json

@@ -71,8 +71,7 @@ def plan_memory(arguments: list[str]) -> int:
                         Shows what share of the groups would teach something, how long responses are, what
                         rewards cost, and the times that follow. Nothing is written to the run folder
       --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
-      --schedule        compare three schedules, each with its best split: generation and training on the same
-                        devices, on separate devices, and at the same time
+      --schedule        compare generation and training on the same devices, on separate ones, and in parallel
       --json            print the plan as JSON
     The exit status is 1 if the run does not fit.
     """

@@ -186,7 +186,7 @@ def test_addresses() -> None:
     assert own_address("lo") == "127.0.0.1"
     assert own_address(None, towards="127.0.0.1") == "127.0.0.1"
     with pytest.raises(
-        TandemError, match=r"no interface 'eth77' has an IPv4 address here; those .* lo \(127"
+        TandemError, match=r"no interface 'eth77' has an IPv4 address here; .* lo \(127"
     ):
         own_address("eth77")
 

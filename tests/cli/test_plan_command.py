@@ -58,7 +58,7 @@ def test_fit_writes_a_config_that_fits(capsys, tmp_path):
     out = tmp_path / "fit.yaml"
     assert main(["plan", *SEVEN, "--fit", "8x40GB", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert f"written to {out}" in said and "rollout.tensor_model_parallel_size: 1 -> 4" in said
+    assert f"wrote {out}" in said and "rollout.tensor_model_parallel_size: 1 -> 4" in said
     assert main(["plan", str(out), "--device", "40GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["margin"] >= 0.05 * found["device"]
@@ -84,7 +84,7 @@ def test_a_folder_is_read(tmp_path, capsys):
     [
         (("actor_rollout_ref.model.path=gpt2",), "nor the name of a known model"),
         ((*SEVEN, "--device", "80"), "not a size of devices"),
-        ((*SEVEN, "--devices", "9x80GB"), "spread evenly"),
+        ((*SEVEN, "--devices", "9x80GB"), "cannot be split evenly"),
         ((*SEVEN, "trainer.n_gpu=8"), "unknown key"),
         ((), "actor_rollout_ref.model.path: missing"),
     ],
