@@ -336,18 +336,20 @@ class RolloutContract:
         """`log_probs` depend on the mode, and the tokens do not."""
         penalties = {"repetition_penalty": 1.4, "logit_bias": ((5, 2.0),)}
         params = SamplingParams(temperature=0.7, top_k=20, max_tokens=6, seed=3, **penalties)
-        requests = requests_of(params, 3)
+        requests, written = requests_of(params, 3), []
         for mode in kind.modes:
             engine = kind.make(world, max_length=MAX_LENGTH, max_num_seqs=4, logprobs_mode=mode)
             with closing(engine):
                 if kind.source is not None:
                     engine.update_weights(kind.source(world.module), 0)
                 samples = generate(engine, requests)
+            written.append(tokens_of(samples))
+            assert written[-1] == written[0]
             for request, sample in zip(requests, samples, strict=True):
                 rows = logits_of(world.module, request, sample.token_ids)
                 for t, (token, logits) in enumerate(zip(sample.token_ids, rows, strict=True)):
-                    written = sample.token_ids[:t].tolist()
-                    at = distribution(logits, params, request.prompt_ids.tolist(), written)
+                    before = sample.token_ids[:t].tolist()
+                    at = distribution(logits, params, request.prompt_ids.tolist(), before)
                     expected = {
                         "processed_logprobs": np.log(at.probabilities[token]),
                         "raw_logprobs": logits[token] - np.log(np.exp(logits).sum()),

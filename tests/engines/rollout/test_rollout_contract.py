@@ -57,16 +57,6 @@ def name(request):
     return request.param
 
 
-def test_greedy_equals_plain_generate(name, tiny, make_requests):
-    model = tiny(dtype=torch.float64)
-    requests = make_requests(temperature=0.0)
-    for asked, sample in zip(requests, generate(make_engine(name, model), requests), strict=True):
-        ids = torch.from_numpy(asked.prompt_ids)[None]
-        limits = {"max_new_tokens": asked.params.max_tokens, "pad_token_id": 0, "eos_token_id": None}
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
-        assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
-
-
 def test_all_engines_agree_in_any_company_up_to_the_rounding_of_float64(tiny, make_requests):
     """As on ranks that divide the prompts among themselves."""
     model, requests, runs = tiny(dtype=torch.float64), make_requests(12, 2, temperature=0.9, top_p=0.9), []

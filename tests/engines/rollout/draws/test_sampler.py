@@ -154,21 +154,6 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
     np.testing.assert_allclose(flat.log_probs_R, -np.log(50), atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"])
-def test_other_modes_only_change_what_is_given(mode):
-    logits = torch.from_numpy(np.random.default_rng(2).normal(size=(30, 200)))
-    numbers = torch.linspace(0, 0.999, 30, dtype=torch.float64)
-    params = row_params([SamplingParams(temperature=0.5, top_k=9)] * 30, 200)
-    plain, drawn = sample(logits, numbers, params), sample(logits, numbers, params, mode=mode)
-    assert all(torch.equal(a, b) for a, b in zip(plain[:3], drawn[:3], strict=True))
-    raw, raw_log_probs = (
-        each.gather(1, drawn.tokens_R[:, None])[:, 0] for each in (logits, logits.log_softmax(-1))
-    )
-    expected = {"processed_logprobs": plain.log_probs_R, "raw_logprobs": raw_log_probs}
-    expected |= {"processed_logits": raw / 0.5, "raw_logits": raw}
-    torch.testing.assert_close(drawn.requested_R, expected[mode])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
     """The scores have ties, tokens that cannot be drawn, and both zeros, which are equal."""

@@ -39,16 +39,6 @@ def test_draws_what_the_plain_sampler_draws(vocabulary, dtype):
     torch.testing.assert_close(log_probs.double(), expected_log_probs, rtol=1e-6, atol=2e-6)
 
 
-def test_a_token_is_drawn_as_often_as_its_probability_says():
-    """With evenly spaced uniform numbers, each token's count is within one of its share."""
-    logits, count = torch.linspace(-1, 1, 7), 60
-    numbers = (np.arange(count) + 0.5) / count
-    (tokens, _), _ = both(logits.to(DEVICE).expand(count, -1), numbers, np.ones(count))
-    expected = count * logits.double().softmax(0)
-    counts = torch.bincount(tokens.cpu(), minlength=7)
-    assert (counts - expected).abs().max() < 1
-
-
 def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.full((3, 9000), -torch.inf, device=DEVICE)
     logits[:, [4200, 8999]] = 0.0

@@ -1,8 +1,5 @@
 """Tests of the data that a step sends to the device and fetches from it."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 
@@ -12,8 +9,6 @@ from tandem.engines.rollout.draws.sampler import Drawn
 from tandem.engines.rollout.native import engine as engine_module
 from tandem.engines.rollout.native import flight as flight_module
 from tandem.engines.rollout.native import plan as plan_module
-from tandem.engines.rollout.native.flight import Flight, in_flight
-from tandem.engines.rollout.native.plan import Plan
 from tests.engines.rollout.case import native, request
 
 
@@ -48,34 +43,3 @@ def test_what_was_drawn_comes_back_as_it_went(dtype):
         assert joined.dtype == torch.uint8 and len(joined) == 3 * (8 + (len(parts) - 1) * dtype.itemsize)
         for part, back in zip(parts, flight_module._split_bytes(joined, parts), strict=True):
             assert back.dtype == part.dtype and torch.equal(back, part)
-
-
-def test_tokens_in_flight_are_put_where_they_are_read():
-    drawn = Drawn(torch.tensor([11, 12, 13]), *[torch.zeros(3)] * 3)
-    flight = Flight.of(np.array([2, -1, 0]), drawn, 1)
-    place = in_flight(flight, 4)
-    assert place.tolist() == [2, -1, 0, -1] and in_flight(None, 2).tolist() == [-1, -1]
-    ids = torch.tensor([0, 1, 2, 3])
-    flight.insert(ids, [torch.from_numpy(part) for part in flight.wanted(place)])
-    assert ids.tolist() == [13, 1, 11, 3]
-    straight = Flight.of(np.array([0, 1, 2]), drawn, 1)
-    assert straight.wanted(in_flight(straight, 3)) == ()
-    ids = torch.zeros(5, dtype=torch.int64)
-    straight.insert(ids, ())
-    assert ids.tolist() == [11, 12, 13, 0, 0]
-
-
-def test_a_plan_taken_apart_is_whole():
-    columns = {"rows": [4, 2, 7, 1], "first": [9, 5, 0, 8], "counts": [1, 1, 3, 1]}
-    columns |= {"sampled": [4, 2, 7, 6, 1], "source": [0, 1, 2, 2, 3]}
-    arrays = {name: np.array(column) for name, column in columns.items()}
-    plan = Plan(**arrays, decoding=2, copies=([3], [5]))
-    decoding, prompts = plan.apart()
-    assert (decoding.decoding, prompts.decoding) == (2, 0)
-    for name in ("rows", "first", "counts", "sampled"):
-        assert [*getattr(decoding, name), *getattr(prompts, name)] == columns[name]
-    assert decoding.source.tolist() == [0, 1] and prompts.source.tolist() == [0, 0, 1]
-    ones = replace(plan, counts=np.ones(4, dtype=np.int64))
-    for whole in (prompts, decoding, ones):  # a step with one token per row is a decode step
-        [same] = whole.apart()
-        assert same is whole
