@@ -1,4 +1,7 @@
-"""Tests of both runners, step by step over a paged cache, against transformers' plain full forward."""
+"""Tests of both runners, step by step over a paged cache, against transformers' plain full forward.
+
+The fused runner's own copies of weights have the module's content, and follow it.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,8 +24,11 @@ from tandem.engines.rollout.native.fused import FusedRunner, rounded_rows, why_n
 from tandem.engines.rollout.native.module import ModuleRunner
 from tandem.engines.rollout.native.paged import PagedCache
 from tandem.engines.rollout.native.runner import make_runner
+from tandem.engines.rollout.native.split import WHOLE, LayerSplit
+from tandem.engines.rollout.native.weights import Copies, parts_of
+from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
-from tests.engines.rollout.case import step_of
+from tests.engines.rollout.case import CPU, changed, step_of
 
 BLOCK = 16
 FUSED = ["qwen2", "qwen3", "qwen3_window", "llama3_rope", "mistral", "mistral_window"]
@@ -199,3 +205,81 @@ def test_angles_that_depend_on_other_sequences_are_refused(tiny):
     ModuleRunner(module, 256)  # up to max_position_embeddings the angles are constant
     with pytest.raises(EngineError, match=r"dynamic and sequences of up to 257 tokens"):
         ModuleRunner(module, 257)
+
+
+COPIED = ("qwen2", "qwen3", "llama3_rope", "mistral_window")
+
+
+@torch.inference_mode()
+def prompt_logits(runner):
+    """Return the logits of a prompt of 20 tokens."""
+    cache = PagedCache(runner.layers, 2, 16, runner.dtype, CPU)
+    step = step_of(torch.arange(2).int()[None], [20], [20], 16, (7 * torch.arange(20) + 3) % 97)
+    return runner.forward(step, make_attention(cache, "torch"))
+
+
+@pytest.mark.parametrize("model", COPIED)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_copies_give_what_the_module_gives_and_follow_it(model, rank, tiny):
+    module, split = tiny(model, torch.float64), WHOLE if rank is None else LayerSplit(rank, 2)
+    copied = FusedRunner(module, 64, split, copies=True)
+    for seed in range(2):
+        before, reads = prompt_logits(copied), [tensor.data_ptr() for tensor in copied.reads()]
+        torch.testing.assert_close(before, prompt_logits(FusedRunner(module, 64, split)), atol=1e-12, rtol=0)
+        changed(module, seed)
+        assert torch.equal(prompt_logits(copied), before)  # it reads nothing from the module
+        assert copied.renew(module)
+        assert (prompt_logits(copied) - before).abs().max() > 0.1
+        assert reads == [tensor.data_ptr() for tensor in copied.reads()]
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_what_is_multiplied_by_the_same_inputs_lies_side_by_side(model, tiny):
+    module = tiny(model)
+    joined = Copies(parts_of(module, WHOLE)).joined
+    attention, mlp = module.model.layers[1].self_attn, module.model.layers[1].mlp
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+    assert torch.equal(joined["model.layers.1.qkv"], torch.cat([part.weight for part in parts]))
+    assert torch.equal(joined["model.layers.1.gate_up"], gate_up)
+    if model == "qwen2":
+        assert torch.equal(joined["model.layers.1.qkv.bias"], torch.cat([part.bias for part in parts]))
+        assert "head" not in joined  # the head is the embedding
+    else:
+        assert joined["model.layers.1.qk_norm"].shape == (4 + 2, attention.head_dim)
+    held = sum(tensor.numel() * 4 for tensor in joined.values())
+    assert FusedRunner(module, 64, copies=True).weight_bytes == held
+
+
+@pytest.mark.parametrize("model", COPIED)
+def test_copies_have_the_digest_of_the_module(model, tiny):
+    module = tiny(model)
+    runner = FusedRunner(module, 64, copies=True)
+    assert digest(runner.copied(module)) == digest(module.named_parameters())
+    changed(module)
+    assert digest(runner.copied(module)) != digest(module.named_parameters())
+    assert runner.renew(module) and digest(runner.copied(module)) == digest(module.named_parameters())
+    assert FusedRunner(module, 64).copied(module) is None
+
+
+def test_only_the_same_model_is_taken_over(tiny):
+    runner = FusedRunner(tiny("qwen2"), 64, copies=True)
+    before = prompt_logits(runner)
+    assert not runner.renew(tiny("qwen3"))
+    assert not runner.renew(tiny("qwen2", torch.float64))
+    assert torch.equal(prompt_logits(runner), before)
+    assert runner.renew(changed(tiny("qwen2")))
+    assert not torch.equal(prompt_logits(runner), before)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_the_modules_own_weights_are_read_where_they_are(model, tiny, monkeypatch):
+    """As on a device where copies would take the cache's memory. Norms per head are copied in any case."""
+    monkeypatch.setattr("tandem.engines.rollout.native.fused._COPY_UP_TO_BYTES", 0)
+    module = tiny(model, torch.float64)
+    runner = FusedRunner(module, 64)
+    changed(module)
+    assert runner.renew(module)
+    torch.testing.assert_close(prompt_logits(runner), prompt_logits(FusedRunner(module, 64)), atol=0, rtol=0)
+    assert not runner.renew(tiny(model, torch.float64))  # equal weights at other addresses
+    assert not FusedRunner(module, 64).release_weights()
