@@ -147,6 +147,8 @@ def test_operators_that_are_kept_do_not_run_again(folder, dtype):
         policy, _ = managed(folder, dtype, **MODES[mode])
         with Operators() as seen:
             gradients(policy)
+        with torch.no_grad():
+            assert torch.equal(loss_of(policy), loss_of(policy_of(folder, dtype)))
         found[mode] = seen.of(MATMUL), seen.of(ATTENTION)
     linears, attentions = 7 * LAYERS, len(inputs().packing.rectangles) * LAYERS
     products, attended = found["none"]
