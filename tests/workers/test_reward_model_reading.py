@@ -68,7 +68,7 @@ def head_outputs(
         return [model.score(model.model(torch.tensor([row])).last_hidden_state)[0] for row in rows]
 
 
-def test_another_tokenizer_reads_the_conversation_anew_from_text(worker_of, folder, own, batch):
+def test_another_tokenizer_reads_the_conversation_anew_from_text(worker_of, folder, own, batch, capsys):
     out = worker_of(OTHER.format(folder=folder)).compute_rm_score(batch)
     rows = []
     for messages, (_, answer) in zip(PROMPTS, TEXTS, strict=True):
@@ -81,6 +81,7 @@ def test_another_tokenizer_reads_the_conversation_anew_from_text(worker_of, fold
     assert [last[i] for i in (0, 1, 3)] == pytest.approx([float(wanted[i]) for i in (0, 1, 3)], abs=1e-6)
     assert last[2] == 0  # a response without tokens
     assert not out.dense("reward_failed").any()
+    assert "formatted again" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_text_gets_no_template_and_an_end(worker_of, folder, own, batch):
