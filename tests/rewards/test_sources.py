@@ -247,6 +247,9 @@ def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair() 
     signal.signal(signal.SIGUSR1, before)
     process.send_signal(signal.SIGCONT)
     assert not comparer.equal("1", "2") and comparer.equal("1", "1")
+    comparer._process.kill()
+    comparer._process.wait()
+    assert not comparer.equal("1", "1") and comparer.equal("1", "1")
     comparer.close()
 
 
