@@ -294,9 +294,8 @@ class _Planner:
             for name, held in self.held.items():
                 kind, _, one = name.partition(".")
                 if kind == role:
-                    entropy = (
-                        role == "actor" and config.trainer.samples_freq > 0
-                    )  # the sample files contain entropies
+                    # The sample files contain entropies.
+                    entropy = role == "actor" and config.trainer.samples_freq > 0
                     moment = held.forward(Load(samples, self.longest, batching), entropy=entropy)
                     yield self._phase(f"{phase} of {one}" if one else phase, held, moment)
 

@@ -101,7 +101,7 @@ async def judge(
         scale: The lowest and the highest score.
 
     Returns:
-        "score", "why" (the end of the judge's answer), and numbers about the request as "judge_…".
+        "score", "why" (the answer's end), "judge_tokens", "judge_seconds", "judge_retries", "judge_cached".
 
     Raises:
         RewardError: The judge does not answer, its answer has no score on the scale, or an argument is wrong.

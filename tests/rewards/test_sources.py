@@ -67,12 +67,11 @@ def test_hostile_responses_are_wrong_and_quick(text: str) -> None:
     items = [
         Item(names[0], text, {"target": ["72"]} if module == "search_qa" else "72")
         for module, names in SCORED.items()
-        if module != "arithmetic"
     ]
     start = time.perf_counter()
     scored = score(items)
     assert time.perf_counter() - start < 10
-    assert [one.score for one in scored] == [0, 0, -1, 0, 0]
+    assert [one.score for one in scored] == [0, 0, -1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("truth", [None, "", " ", [], [None], [""], ["5", None], {}, {"a": 1}, object()])
