@@ -95,6 +95,9 @@ def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
             import_module("tandem.observability.terminal").warn(f"tandem {' '.join(words[:1])}: {told}")
         return told.exit_code
     except KeyboardInterrupt:
+        # CPython remembers an interrupt inside `exec`, which makes dataclasses. Then `python -m tandem` would
+        # die of SIGINT, whatever the exit status. Evaluating any text resets this.
+        eval("0")
         say_stopped()
         return INTERRUPTED
 

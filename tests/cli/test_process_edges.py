@@ -72,6 +72,16 @@ def test_a_signal_in_the_first_second(command: str, tmp_path: Path) -> None:
         assert (process.returncode, said) == (130, "stopped\n") or process.returncode in (1, 2)
 
 
+def test_an_interrupt_within_exec_has_its_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\nfrom tandem.cli.process import outcome\n"
+        "sys.exit(outcome([], lambda words: exec('raise KeyboardInterrupt')))\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 130
+
+
 @pytest.mark.parametrize(
     "words",
     ["export {folder} {file}", "export {folder} {folder}/out", "export {file} {folder}/out", "samples {file}",
