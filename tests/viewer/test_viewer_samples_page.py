@@ -46,6 +46,23 @@ def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):
     assert viewer.params() == {}
 
 
+TYPE_WHILE_SEARCHING = """field => {
+    const type = (text) => { field.value = text; field.dispatchEvent(new Event("input", { bubbles: true })); };
+    window.addEventListener("hashchange", () => type("answer 3"), { once: true });
+    type("answ");
+}"""
+
+
+def test_letters_typed_while_a_search_begins_are_kept(viewer):
+    page = viewer.open("samples")
+    summary(viewer, COUNT)
+    field = page.get_by_label("Text in prompt or response").first
+    field.evaluate(TYPE_WHILE_SEARCHING)
+    summary(viewer, STEPS)
+    assert field.input_value() == "answer 3"
+    assert viewer.params() == {"text": "answer 3"}
+
+
 def test_a_histogram_is_brushed(viewer):
     page = viewer.open("samples")
     bars = page.locator('[data-column="step"] .bars')

@@ -16,13 +16,21 @@ function selection(params, run) {
   return [["run", run], ...FILTERS.flatMap((name) => params.getAll(name).map((value) => [name, value]))];
 }
 
-// A search field that shows typed text at once, and searches when no key has been pressed for a while.
+// A search field that shows typed text at once, and searches when no key has been pressed for a while. It takes the
+// address's text only if something else changed it, so that a search never undoes what was typed since it began.
 function Words({ value, set }) {
   const [typed, setTyped] = useState(value);
-  useEffect(() => setTyped(value), [value]);
+  const searched = useRef(value);
+  useEffect(() => {
+    if (value !== searched.current) setTyped(value);
+    searched.current = value;
+  }, [value]);
   useEffect(() => {
     if (typed === value) return undefined;
-    const timer = setTimeout(() => set({ text: typed }), SETTLE_MS);
+    const timer = setTimeout(() => {
+      searched.current = typed;
+      set({ text: typed });
+    }, SETTLE_MS);
     return () => clearTimeout(timer);
   });
   return html`<${Search} data-search name="Text in prompt or response" value=${typed} onType=${setTyped} />`;
