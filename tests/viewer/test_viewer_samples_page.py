@@ -47,7 +47,10 @@ def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):
 
 
 TYPE_WHILE_SEARCHING = """field => {
-    const type = (text) => { field.value = text; field.dispatchEvent(new Event("input", { bubbles: true })); };
+    const type = (text) => {
+        field.value = text;
+        field.dispatchEvent(new Event("input", { bubbles: true }));
+    };
     window.addEventListener("hashchange", () => type("answer 3"), { once: true });
     type("answ");
 }"""
