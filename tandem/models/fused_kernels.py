@@ -1,8 +1,8 @@
 """The Triton kernels of `fused`: norms and gates, forward and backward.
 
-Each kernel makes one trip through memory. All compute in float32 and round where transformers' modules round
-in their forward pass. Capital letters are compile-time numbers: E features per row, E_PAD the next power of
-two, ROWS rows per block, TILE elements per block.
+Each kernel reads its inputs once and writes its outputs once. All kernels compute in float32 and round at the
+same points as the forward pass of transformers' modules. Capital letters are compile-time constants: E
+features per row, E_PAD the next power of two, ROWS rows per block, TILE elements per block.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# fmt: off
-# Kernels have many parameters, so several are on one line. `rows` differs in every micro-batch, so it must
-# not cause another compilation.
+# fmt: off The kernels have many parameters, so several are written on one line. `rows` differs in every
+# micro-batch, so a new value must not cause another compilation.
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    out: tl.tensor, factors: tl.tensor, x: tl.tensor, weights: tl.tensor, rows: int, eps: float,
-    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr,
+    out: tl.tensor,
+    factors: tl.tensor,
+    x: tl.tensor,
+    weights: tl.tensor,
+    rows: int,
+    eps: float,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
     """Compute the RMS norm of a block of rows, and the scale factor of each row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,13 +42,23 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_gradient_kernel(
-    x_gradient: tl.tensor, weight_gradients: tl.tensor, gradient: tl.tensor, x: tl.tensor,
-    weights: tl.tensor, factors: tl.tensor, rows: int, WEIGHT: tl.constexpr, E: tl.constexpr,
-    E_PAD: tl.constexpr, ROWS: tl.constexpr,
+    x_gradient: tl.tensor,
+    weight_gradients: tl.tensor,
+    gradient: tl.tensor,
+    x: tl.tensor,
+    weights: tl.tensor,
+    factors: tl.tensor,
+    rows: int,
+    WEIGHT: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
-    """Compute the gradient of the rows of several blocks and, if WEIGHT is set, their sum for the weight.
+    """Compute the gradients of the RMS norm for several blocks of rows.
 
-    With n = x factor and h = gradient weight, the gradient is factor (h - n mean(h n)).
+    If WEIGHT is set, also sum the weight's gradient over these rows.
+
+    With n = x factor and h = gradient weight, the gradient of x is factor (h - n mean(h n)).
     """
     column = tl.arange(0, E_PAD)
     kind = x.dtype.element_ty
@@ -70,7 +86,7 @@ def norm_gradient_kernel(
 
 @triton.jit
 def gate_kernel(out: tl.tensor, gates: tl.tensor, ups: tl.tensor, size: int, TILE: tl.constexpr) -> None:
-    """Compute silu(gate) * up. silu is rounded before the product."""
+    """Compute silu(gate) * up. silu(gate) is rounded before the multiplication."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     kind = gates.dtype.element_ty
@@ -82,8 +98,13 @@ def gate_kernel(out: tl.tensor, gates: tl.tensor, ups: tl.tensor, size: int, TIL
 
 @triton.jit
 def gate_gradient_kernel(
-    gate_gradient: tl.tensor, up_gradient: tl.tensor, gradient: tl.tensor, gates: tl.tensor, ups: tl.tensor,
-    size: int, TILE: tl.constexpr,
+    gate_gradient: tl.tensor,
+    up_gradient: tl.tensor,
+    gradient: tl.tensor,
+    gates: tl.tensor,
+    ups: tl.tensor,
+    size: int,
+    TILE: tl.constexpr,
 ) -> None:
     """Compute the gradients of `gate_kernel`: silu'(g) = s (1 + g (1 - s)) for s = sigmoid(g)."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

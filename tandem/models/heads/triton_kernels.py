@@ -1,16 +1,15 @@
-"""The Triton kernels of `TritonTiles`: linear layer and softmax in one, so that logits stay in registers.
+"""The Triton kernels of `TritonTiles`, which fuse linear layer and softmax, so logits stay in registers.
 
-A pointer has the name of its tensor. Capital letters are compile-time numbers:
+Each pointer is named after its tensor. Capital letters are compile-time constants:
 
-    ROWS      positions of a block
-    COLUMNS   vocabulary entries of a block
-    FEATURES  hidden features of one step of the product, of WIDTH in all
-    SPAN      vocabulary entries that one program goes through, in blocks
-    TOGETHER  blocks of rows that programs take in turn before they go on in the vocabulary
+    ROWS      positions of a block COLUMNS   vocabulary entries of a block FEATURES  hidden features of one
+    step of the matrix product, of WIDTH in total SPAN      vocabulary entries that one program processes,
+    block by block TOGETHER  blocks of rows that consecutive programs process with the same entries of the
+    vocabulary
 
 Programs that run at the same time should read the same hidden states and weights, so that these stay in the
-cache between memory and the multiprocessors. If programs followed the order of the rows only, each step would
-fetch the hidden states of all positions again.
+L2 cache. If programs were ordered by rows only, each step would read the hidden states of all positions from
+memory again.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# fmt: off
-# Kernels have many parameters, so several are on one line. `rows` differs in every micro-batch, so it must
-# not cause another compilation.
+# fmt: off The kernels have many parameters, so several are written on one line. `rows` differs in every
+# micro-batch, so a new value must not cause another compilation.
 
 
 @triton.jit
 def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -> tuple[int, int]:
-    """Return the block of rows of a program, and which of the `others`, parts of the vocabulary, it takes."""
+    """Return the program's block of rows, and its index among the `others` vocabulary parts."""
     each = TOGETHER * others
     first = program // each * TOGETHER
     together = min(row_blocks - first, TOGETHER)
@@ -34,9 +32,19 @@ def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -
 
 @triton.jit
 def _logits(
-    hidden: tl.tensor, weight: tl.tensor, row: tl.tensor, column: tl.tensor, rows: int, vocabulary: int,
-    hidden_stride: int, weight_stride: int, scale: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: int,
+    vocabulary: int,
+    hidden_stride: int,
+    weight_stride: int,
+    scale: float,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
 ) -> tl.tensor:
     """Return hidden weightᵀ scale, (ROWS, COLUMNS) in fp32; zero beyond the last row and the last column."""
     feature = tl.arange(0, FEATURES)
@@ -57,14 +65,29 @@ def _logits(
 
 @triton.jit(do_not_specialize=["rows", "peaks", "totals", "moments"])
 def sums_kernel(
-    peaks: tl.tensor, totals: tl.tensor, moments: tl.tensor, target_logits: tl.tensor, hidden: tl.tensor,
-    weight: tl.tensor, targets: tl.tensor, rows: int, vocabulary: int, hidden_stride: int,
-    weight_stride: int, scale: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    moments: tl.tensor,
+    target_logits: tl.tensor,
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    targets: tl.tensor,
+    rows: int,
+    vocabulary: int,
+    hidden_stride: int,
+    weight_stride: int,
+    scale: float,
+    MOMENT: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ) -> None:
-    """Compute the entries of `Sums` for one block of rows and one span (program: block of rows, span).
+    """Compute the fields of `Sums` for one block of rows and one span. There is one program per pair.
 
-    The computation is online (Milakov, Gimelshein 2018).
+    The kernel computes an online softmax (Milakov, Gimelshein 2018).
     """
     block, span = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, SPAN), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)
@@ -76,8 +99,19 @@ def sums_kernel(
     for start in range(0, SPAN, COLUMNS):
         column = span * SPAN + start + tl.arange(0, COLUMNS)
         logits = _logits(
-            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
-            ROWS, COLUMNS, FEATURES,
+            hidden,
+            weight,
+            row,
+            column,
+            rows,
+            vocabulary,
+            hidden_stride,
+            weight_stride,
+            scale,
+            WIDTH,
+            ROWS,
+            COLUMNS,
+            FEATURES,
         )
         found += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), 1)
         # Entries beyond the vocabulary get zero weight and zero moment. -inf would give NaN, as -inf * 0.
@@ -102,19 +136,46 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
-    gradient: tl.tensor, hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, peaks: tl.tensor,
-    log_totals: tl.tensor, constants: tl.tensor, slopes: tl.tensor, target_gradients: tl.tensor, rows: int,
-    vocabulary: int, hidden_stride: int, weight_stride: int, gradient_stride: int, scale: float,
-    SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
+    gradient: tl.tensor,
+    hidden: tl.tensor,
+    weight: tl.tensor,
+    targets: tl.tensor,
+    peaks: tl.tensor,
+    log_totals: tl.tensor,
+    constants: tl.tensor,
+    slopes: tl.tensor,
+    target_gradients: tl.tensor,
+    rows: int,
+    vocabulary: int,
+    hidden_stride: int,
+    weight_stride: int,
+    gradient_stride: int,
+    scale: float,
+    SLOPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ) -> None:
     """Compute `Tiles.gradient` for one block of rows and one block of columns; see `LogitGradient`."""
     block, part = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, COLUMNS), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     logits = _logits(
-        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
-        ROWS, COLUMNS, FEATURES,
+        hidden,
+        weight,
+        row,
+        column,
+        rows,
+        vocabulary,
+        hidden_stride,
+        weight_stride,
+        scale,
+        WIDTH,
+        ROWS,
+        COLUMNS,
+        FEATURES,
     )
     real = row < rows
     peak = tl.load(peaks + row, mask=real, other=0.0)
