@@ -98,9 +98,9 @@ def cut(
 ) -> list[list[int]]:
     """Split rows into micro-batches, and return the row indices of each micro-batch.
 
-    With a token budget, sequences of similar length are put into the same micro-batch. Within a micro-batch,
-    the longest sequence is first. The micro-batch with the longest sequences is first, so that a lack of
-    memory is detected immediately.
+    As far as the rule permits, sequences of similar length are put into the same micro-batch. Within a
+    micro-batch, the longest sequence is first. The micro-batch with the longest sequences is first, so that a
+    lack of memory is detected immediately.
 
     Args:
         lengths: the number of tokens of each row.

@@ -93,8 +93,7 @@ def unsharded_module(
 
     Raises:
         ModelError: the folder cannot be used, or the architecture cannot be trained.
-        ConfigError: the chosen kernels cannot run here, or the config names layers for adapters that the
-            model does not have.
+        ConfigError: the chosen kernels cannot run here, or an adapter's layer does not exist.
     """
     model, device, trains = settings.model, settings.device, settings.optim is not None
     require_peft(model)
