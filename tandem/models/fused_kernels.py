@@ -10,21 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# fmt: off The kernels have many parameters, so several are written on one line. `rows` differs in every
+# fmt: off
+# The kernels have many parameters, so several are written on one line. `rows` differs in every
 # micro-batch, so a new value must not cause another compilation.
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    out: tl.tensor,
-    factors: tl.tensor,
-    x: tl.tensor,
-    weights: tl.tensor,
-    rows: int,
-    eps: float,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    out: tl.tensor, factors: tl.tensor, x: tl.tensor, weights: tl.tensor, rows: int, eps: float,
+    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:
     """Compute the RMS norm of a block of rows, and the scale factor of each row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -42,17 +36,9 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_gradient_kernel(
-    x_gradient: tl.tensor,
-    weight_gradients: tl.tensor,
-    gradient: tl.tensor,
-    x: tl.tensor,
-    weights: tl.tensor,
-    factors: tl.tensor,
-    rows: int,
-    WEIGHT: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_gradient: tl.tensor, weight_gradients: tl.tensor, gradient: tl.tensor, x: tl.tensor,
+    weights: tl.tensor, factors: tl.tensor, rows: int, WEIGHT: tl.constexpr, E: tl.constexpr,
+    E_PAD: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:
     """Compute the gradients of the RMS norm for several blocks of rows.
 
@@ -98,13 +84,8 @@ def gate_kernel(out: tl.tensor, gates: tl.tensor, ups: tl.tensor, size: int, TIL
 
 @triton.jit
 def gate_gradient_kernel(
-    gate_gradient: tl.tensor,
-    up_gradient: tl.tensor,
-    gradient: tl.tensor,
-    gates: tl.tensor,
-    ups: tl.tensor,
-    size: int,
-    TILE: tl.constexpr,
+    gate_gradient: tl.tensor, up_gradient: tl.tensor, gradient: tl.tensor, gates: tl.tensor, ups: tl.tensor,
+    size: int, TILE: tl.constexpr,
 ) -> None:
     """Compute the gradients of `gate_kernel`: silu'(g) = s (1 + g (1 - s)) for s = sigmoid(g)."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# fmt: off The kernels have many parameters, so several are written on one line. `rows` differs in every
+# fmt: off
+# The kernels have many parameters, so several are written on one line. `rows` differs in every
 # micro-batch, so a new value must not cause another compilation.
 
 
@@ -32,19 +33,9 @@ def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -
 
 @triton.jit
 def _logits(
-    hidden: tl.tensor,
-    weight: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: int,
-    vocabulary: int,
-    hidden_stride: int,
-    weight_stride: int,
-    scale: float,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
+    hidden: tl.tensor, weight: tl.tensor, row: tl.tensor, column: tl.tensor, rows: int, vocabulary: int,
+    hidden_stride: int, weight_stride: int, scale: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
 ) -> tl.tensor:
     """Return hidden weightᵀ scale, (ROWS, COLUMNS) in fp32; zero beyond the last row and the last column."""
     feature = tl.arange(0, FEATURES)
@@ -65,25 +56,10 @@ def _logits(
 
 @triton.jit(do_not_specialize=["rows", "peaks", "totals", "moments"])
 def sums_kernel(
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    moments: tl.tensor,
-    target_logits: tl.tensor,
-    hidden: tl.tensor,
-    weight: tl.tensor,
-    targets: tl.tensor,
-    rows: int,
-    vocabulary: int,
-    hidden_stride: int,
-    weight_stride: int,
-    scale: float,
-    MOMENT: tl.constexpr,
-    SPAN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    peaks: tl.tensor, totals: tl.tensor, moments: tl.tensor, target_logits: tl.tensor, hidden: tl.tensor,
+    weight: tl.tensor, targets: tl.tensor, rows: int, vocabulary: int, hidden_stride: int,
+    weight_stride: int, scale: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
     """Compute the fields of `Sums` for one block of rows and one span. There is one program per pair.
 
@@ -99,19 +75,8 @@ def sums_kernel(
     for start in range(0, SPAN, COLUMNS):
         column = span * SPAN + start + tl.arange(0, COLUMNS)
         logits = _logits(
-            hidden,
-            weight,
-            row,
-            column,
-            rows,
-            vocabulary,
-            hidden_stride,
-            weight_stride,
-            scale,
-            WIDTH,
-            ROWS,
-            COLUMNS,
-            FEATURES,
+            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
+            ROWS, COLUMNS, FEATURES,
         )
         found += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), 1)
         # Entries beyond the vocabulary get zero weight and zero moment. -inf would give NaN, as -inf * 0.
@@ -136,46 +101,19 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
-    gradient: tl.tensor,
-    hidden: tl.tensor,
-    weight: tl.tensor,
-    targets: tl.tensor,
-    peaks: tl.tensor,
-    log_totals: tl.tensor,
-    constants: tl.tensor,
-    slopes: tl.tensor,
-    target_gradients: tl.tensor,
-    rows: int,
-    vocabulary: int,
-    hidden_stride: int,
-    weight_stride: int,
-    gradient_stride: int,
-    scale: float,
-    SLOPE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    gradient: tl.tensor, hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, peaks: tl.tensor,
+    log_totals: tl.tensor, constants: tl.tensor, slopes: tl.tensor, target_gradients: tl.tensor, rows: int,
+    vocabulary: int, hidden_stride: int, weight_stride: int, gradient_stride: int, scale: float,
+    SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
     """Compute `Tiles.gradient` for one block of rows and one block of columns; see `LogitGradient`."""
     block, part = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, COLUMNS), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     logits = _logits(
-        hidden,
-        weight,
-        row,
-        column,
-        rows,
-        vocabulary,
-        hidden_stride,
-        weight_stride,
-        scale,
-        WIDTH,
-        ROWS,
-        COLUMNS,
-        FEATURES,
+        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
+        ROWS, COLUMNS, FEATURES,
     )
     real = row < rows
     peak = tl.load(peaks + row, mask=real, other=0.0)
