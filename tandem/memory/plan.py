@@ -177,7 +177,7 @@ class _Planner:
         return Plan(phases, self.device, self._host(), self._disk(), self.notes, self.slots, self.recomputed)
 
     def _beside(self, pool: str, active: str | None = None) -> dict[str, float]:
-        """Return a dict from purpose to bytes of everything on a device except the active model."""
+        """Return a dict from purpose to bytes of all memory on a device except the active model."""
         parts = {"others": 0.0}
         for name, held in self.held.items():
             if self.pools[name] == pool and name != active:

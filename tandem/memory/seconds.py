@@ -1,14 +1,18 @@
 """A model of the seconds of each phase of a training step, computed from config and model shape.
 
-The prediction uses the operations and memory traffic of a device, and the measured ratio of actual time to
-best time on this type of device.
+The prediction uses the operations and the memory traffic of a device. It also uses the ratio of actual time
+to best time, as measured on this type of device.
 
-The time of a phase is a weighted sum of five terms: its operations divided by the device's measured rate, its
-bytes divided by the measured rate of a copy, and the numbers of layer calls, tokens and samples. The first
-two factors are ratios of actual time to best time. The other factors are the seconds per layer call, token
-and sample. `tandem bench` measures the factors (see `tandem.memory.device_file`). No term contains the
-communication between devices. For a phase that gathers weights from other devices, use factors of runs that
-also did so.
+The time of a phase is a weighted sum of five terms:
+
+- its operations divided by the device's measured rate; the factor is the ratio of actual time to best time.
+- its bytes divided by the measured rate of a copy; the factor is the ratio of actual time to best time.
+- its number of layer calls; the factor is the seconds per call.
+- its number of tokens; the factor is the seconds per token.
+- its number of samples; the factor is the seconds per sample.
+
+`tandem bench` measures the factors (see `tandem.memory.device_file`). No term contains the communication
+between devices. For a phase that gathers weights from other devices, use factors of runs that also did so.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ from tandem.memory.shapes import ModelShape
 Factors = Mapping[str, Sequence[float]]
 """A dict from phase to its five factors.
 
-The factors are the actual seconds per second of operations at the best rate, the actual seconds per second of
-copying at the best rate, and the seconds per layer call, per token and per sample.
+The first two factors are the ratios of actual time to best time, for operations and for copied bytes. The
+other factors are the seconds per layer call, per token and per sample.
 """
 
 _ADAM_BYTES = 40

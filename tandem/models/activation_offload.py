@@ -48,7 +48,7 @@ class SameStream:
             around: a context manager that is active while the copies are launched.
 
         Returns:
-            A mark that stands for the end of the copies, for `wait`.
+            A mark of the end of the copies, such as a CUDA event, for `wait`.
         """
         with around:
             for target, source in pairs:
@@ -188,10 +188,15 @@ class ActivationOffload:
     The constructor wraps the `forward` of the layers in place. Without gradients the layers run unchanged.
     After each forward pass, run the backward pass and call `report` before the next forward pass starts.
 
-    These saved tensors stay on the device: parameters; tensors that all layers share (keyword arguments of
-    the layer, such as positions and packing); small tensors; and all tensors of the last layer, because the
-    backward pass starts there. A layer with gradient checkpointing saves only its input. If checkpointing
-    also keeps outputs of some operators, these outputs stay on the device.
+    These saved tensors stay on the device:
+
+    - parameters.
+    - tensors that all layers share: keyword arguments of the layer, such as positions and packing.
+    - small tensors.
+    - all tensors of the last layer, because the backward pass starts there.
+    - outputs of operators that gradient checkpointing keeps.
+
+    A layer with gradient checkpointing saves only its input and these outputs.
 
     Args:
         layers: the layers in the order in which they run.

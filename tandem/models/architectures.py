@@ -83,8 +83,8 @@ def require_packable(
     """Check that the architecture can be trained on packed sequences.
 
     Training is impossible if the architecture's attention cannot be replaced, or if the architecture passes a
-    state from token to token outside attention. A folder with its own code passes this check, because only a
-    trial run shows whether the code supports packing.
+    state from token to token outside attention. A folder with custom model code passes this check, because
+    only a trial run shows whether the code supports packing.
 
     Args:
         folder: the model's folder.

@@ -237,8 +237,8 @@ def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[
 def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -> None:
     """Check that the model's outputs are the same in repeated runs.
 
-    If the model uses random numbers, they may rarely change the outputs, for instance between experts with
-    nearly equal scores. So a model that uses random numbers is run many times.
+    Random numbers may change the outputs only rarely, for instance between experts with nearly equal scores.
+    So a model that uses random numbers is run many times.
     """
     inputs, before = _packed(packed, tokens), torch.get_rng_state()
     with torch.no_grad():

@@ -103,8 +103,8 @@ class ActorPart:
     ) -> Metrics:
         """Take one optimizer step on a mini-batch.
 
-        If the batch has no recomputed log-probs of the old policy, this method also measures the difference
-        between the rollout engine's log-probs and the log-probs that the update computes.
+        This method also measures how much the rollout engine's log-probs differ from the update's log-probs,
+        if the batch has no recomputed log-probs of the old policy.
 
         Args:
             worker: The worker.

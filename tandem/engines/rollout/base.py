@@ -19,7 +19,7 @@ SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
 
 @dataclass(frozen=True, slots=True)
 class SharedModule:
-    """A source of weights that needs no transfer: the trainer's own module, unsharded in place.
+    """A source of weights that needs no transfer: the trainer's module, unsharded in place.
 
     Attributes:
         module: A transformers causal LM in compute dtype. It is valid while the trainer holds it unsharded.
@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
         """Set the weights to sample from until the next call, and drop all cached prefixes.
 
         Returns:
-            The digest of the weights as the engine now holds them.
+            The digest of the weights that are now in the engine.
 
         Raises:
             EngineError: The weights belong to another model, or the engine does not accept this type of

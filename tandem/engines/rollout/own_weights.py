@@ -62,7 +62,7 @@ class OwnWeights:
 
         Raises:
             EngineError: A weight is missing, arrives twice, has another shape or does not belong to the
-                model; or the model has buffers that its config does not determine.
+                model. Or the model has buffers that its config does not determine.
         """
         loaded: set[str] = set()
         for name, tensor in source.tensors:

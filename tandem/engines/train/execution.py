@@ -22,10 +22,10 @@ Run = tuple[MicroBatch, Mapping[str, Tensor]]
 def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
     """Set whether FSDP's next backward pass reduces gradients and frees the gathered weights.
 
-    Over the ranks among which a copy of the weights is sharded, gradients are reduced in the last micro-batch
-    of a mini-batch, or in every micro-batch if `each` is set. In these micro-batches the gathered weights are
-    also freed. Over several copies of the weights (hybrid sharding), gradients are always reduced in the last
-    micro-batch only.
+    Each copy of the weights is sharded over a group of ranks. Over this group, gradients are reduced in the
+    last micro-batch of a mini-batch, or in every micro-batch if `each` is set. These micro-batches also free
+    the gathered weights. Over several copies of the weights (hybrid sharding), gradients are always reduced
+    in the last micro-batch only.
 
     Args:
         root: the root FSDP unit.

@@ -153,5 +153,5 @@ class Adapters:
 
 
 def trained(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the trained ones of the given parameters, keyed by name."""
+    """Return a dict from name to parameter with only the trained parameters of `named`."""
     return {name: p for name, p in named.items() if p.requires_grad or is_adapter(name)}

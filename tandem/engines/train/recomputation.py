@@ -1,8 +1,8 @@
 """The choice of which activations are recomputed in the backward pass, based on free memory.
 
-The choice is made at the first update. At this time, all other memory of this model and of other models is
-already allocated on the device, so that the free memory can be measured. The choice is made again if a
-micro-batch has more tokens than the choice was made for.
+The choice is made at the first update. At this time, all other memory of the models is already allocated on
+the device. So the free memory can be measured. The choice is made again if a micro-batch has more tokens than
+the choice was made for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The protocol of heads, which compute log-probs and entropies, and functions that choose a head.
 
-No head keeps the logits of all positions and the whole vocabulary in memory, except when they are small (see
-`tiled`). So every head computes the logits a second time in the backward pass.
+No head keeps the logits of all positions and the whole vocabulary in memory, unless their size is small (see
+`tiled`). Instead, every head computes the logits a second time in the backward pass.
 """
 
 from __future__ import annotations

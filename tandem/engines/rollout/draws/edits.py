@@ -122,7 +122,7 @@ class Edits:
     """All changes to the logits of one step.
 
     Attributes:
-        rows_E: int64, the rows whose logits differ from the model's own logits, in ascending order.
+        rows_E: int64, the rows whose logits are changed, in ascending order.
         barred: Pairs of row and token (N entries) that must not be sampled.
     """
 

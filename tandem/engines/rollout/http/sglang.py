@@ -11,8 +11,8 @@ New weights are passed through a folder: this process writes files, and the serv
 SGLang does not report a digest of its weights. For Llama and similar models, SGLang returns single weights
 (`get_weights_by_name`), but converts each weight into a list of Python numbers. So only one-dimensional
 weights (norms and biases) are read back and compared. For other models nothing is compared, and the log says
-so. For weights that are not compared, two facts show that they have arrived: the digest of the written files,
-and the version that SGLang reports as loaded.
+so. The arrival of all other weights is checked in two ways: by the digest of the written files, and by the
+version that SGLang reports as loaded.
 
 SGLang's faster transfers are not supported here: `update_weights_from_tensor` (CUDA memory of processes on
 one node) and `update_weights_from_distributed` (an NCCL group with the trainer).

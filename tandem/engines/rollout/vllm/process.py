@@ -319,7 +319,7 @@ def check_whole(missing: Collection[str]) -> None:
 def sampling(request: Request) -> dict[str, Any]:
     """Return the request's sampling parameters as keyword arguments of vLLM's `SamplingParams`.
 
-    Stop strings are left out, because this package searches for them itself. The end-of-sequence tokens of
+    Stop strings are left out, because Tandem searches for stop strings itself. The end-of-sequence tokens of
     the model folder are ignored.
     """
     params = request.params

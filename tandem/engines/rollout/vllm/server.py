@@ -12,8 +12,8 @@ VLLM_SERVER_DEV_MODE=1 and these options, which `process.serve` also passes:
     --load-format dummy           if weights are sent before the first request
     --enforce-eager --no-enable-chunked-prefill      on a CPU
 
-vLLM's own weight transfers (`nccl` between machines, `ipc` between processes on one GPU) are not used. The
-sender of these transfers is part of vLLM, and this process may run without vLLM.
+vLLM's weight transfers (`nccl` between machines, `ipc` between processes on one GPU) are not used. The sender
+of these transfers is part of vLLM, and this process may run without vLLM.
 """
 
 from __future__ import annotations
