@@ -1,4 +1,4 @@
-"""The memory of this host, or of the container that this process runs in."""
+"""Functions that return the total and free memory of this host, or of this process's container."""
 
 from __future__ import annotations
 

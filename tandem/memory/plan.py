@@ -277,7 +277,7 @@ class _Planner:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 
     def _training_load(self, section: CriticConfig | ActorConfig) -> Load:
-        """Return the load of a trained model's mini-batch."""
+        """Return the samples of a trained model's mini-batch, as a `Load`."""
         samples = section.ppo_mini_batch_size * self.rollout.n
         return Load(samples, self.longest, section.train_batching)
 

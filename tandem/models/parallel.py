@@ -1,4 +1,4 @@
-"""The process group, the device mesh and FSDP sharding."""
+"""Functions that start the process group, create the device meshes and shard a model with FSDP."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
 def _add_groups(metrics: Metrics, batch: DataProto) -> None:
     """Add the fraction of prompts whose responses all have the same score to the metrics.
 
-    Only prompts with several responses count.
+    Prompts with a single response are ignored.
     """
     groups: dict[str, set[float]] = {}
     sizes = Counter(batch.non_tensor_batch["uid"])

@@ -142,7 +142,8 @@ def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions
         positions_R: The position in the response of each row.
 
     Raises:
-        EngineError: Names the first request with wrong logits, and the position in its response.
+        EngineError: Some logits are NaN, or all logits of a row are infinite. The message names the first
+            such request and the position in its response.
     """
     bad = np.flatnonzero(~np.isfinite(log_probs_R))
     if len(bad):

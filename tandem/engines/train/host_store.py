@@ -93,7 +93,7 @@ class _Layout:
         ]
 
     def pairs(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs (target, source) of tensors to copy to fill the buffers.
+        """Return the copies that fill the buffers, as pairs (target, source) of tensors.
 
         If all tensors of a buffer are already in one buffer of the same layout, the whole buffer is one pair.
         Otherwise each tensor is one pair.

@@ -1,4 +1,4 @@
-"""The protocol of runners, which compute logits, and a factory that chooses between the two runners."""
+"""The protocol of runners, which compute the logits of a step, and a factory that creates a runner."""
 
 from __future__ import annotations
 
