@@ -1,7 +1,7 @@
-"""Weight sync: how weights travel from training to generation, and the digests that prove they arrived.
+"""Weight sync: buckets that carry weights from training to generation, and digests that verify them.
 
-The trainer computes its digest from its shards. The receiver computes its digest from the weights as its
-engine holds them. The two digests are compared after every transfer.
+The trainer computes a digest from its shards. The receiver computes a digest from the weights in its engine.
+The two digests are compared after every transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.errors import EngineError
 from tandem.protocol.shipping import Shipped
 
 Digest = dict[str, int]
-"""Maps each Hugging Face name to the `checksum` of the whole tensor, a signed 64-bit number."""
+"""A dict from Hugging Face name to the `checksum` of the whole tensor, a signed 64-bit number."""
 
 Key = TypeVar("Key")
 
@@ -26,26 +26,27 @@ _SHOWN = 3
 
 
 class WeightSyncError(EngineError):
-    """An engine holds other weights than the trainer sent to it."""
+    """The error when an engine's weights differ from the weights that the trainer sent."""
 
 
 def checksum(
     tensor: Tensor, first_row: int = 0, *, first_column: int = 0, columns: int | None = None
 ) -> Tensor:
-    """Return Σ_r (2r + 1) Σ_c words[r, c] modulo 2^64 over the tensor's bits.
+    """Return a checksum of a tensor's bits: Σ_r (2r + 1) Σ_c words[r, c] modulo 2^64.
 
-    A row is what the last dimension spans. Each row is cut into words of 8 bytes. If the row's size is no
-    multiple of 8 bytes, each element is one word. In a tensor of one dimension each element is a row.
+    A row consists of the elements along the last dimension. Each row is split into words of 8 bytes. If the
+    row's size is not a multiple of 8 bytes, each element is one word. In a one-dimensional tensor, each
+    element is a row.
 
-    The checksum of a tensor is therefore the sum of the checksums of its shards, along the first dimension
-    (each shard with the number of its first row) or along the last. Fused tensors are compared part by part.
-    The checksum detects every change of a single word and every exchange of two rows with different sums. It
-    does not detect words that change places within their row.
+    So the checksum of a tensor is the sum of the checksums of its shards, along the first or the last
+    dimension. Each shard must be passed with the number of its first row. The unfused parts of fused tensors
+    are compared separately. The checksum detects every change of a single word, and every exchange of two
+    rows with different sums. It does not detect an exchange of words within a row.
 
     Args:
-        tensor: The whole tensor, or some consecutive rows of it, or some consecutive columns of these rows.
-        first_row: The number of the tensor's first row in the whole tensor.
-        first_column: The number of the tensor's first column in the whole tensor.
+        tensor: The whole tensor, or a shard of consecutive rows and consecutive columns.
+        first_row: The index of the shard's first row in the whole tensor.
+        first_column: The index of the shard's first column in the whole tensor.
         columns: The number of columns of the whole tensor. None means as many as `tensor` has.
 
     Returns:
@@ -56,7 +57,8 @@ def checksum(
     width = flat.element_size()
     wide = (columns or rows_RC.shape[1]) * width % 8 == 0
     if wide and (first_column * width % 8 or rows_RC.shape[1] * width % 8):
-        # The shard cuts words apart. So each element is shifted to its position in its word of 8 bytes.
+        # The shard begins or ends inside a word. So each element is shifted to its position in its word of 8
+        # bytes.
         bits = 8 * width
         elements = rows_RC.view(_BITS[width]).long() & (2**bits - 1)
         columns_C = torch.arange(first_column, first_column + rows_RC.shape[1], device=flat.device)
@@ -72,7 +74,7 @@ def checksum(
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
-    """Return the checksums of whole tensors by name. On a device, this is one transfer for all tensors."""
+    """Return a dict from name to checksum of whole tensors, with one transfer from the device for all."""
     sums = {name: checksum(tensor) for name, tensor in tensors}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
@@ -83,7 +85,7 @@ class Sent:
 
     Attributes:
         version: The trainer's version of the weights.
-        digest: The digest of the weights in the dtype in which they were sent.
+        digest: The digest of the weights in the dtype of the transfer.
     """
 
     version: int
@@ -91,16 +93,17 @@ class Sent:
 
 
 def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None = None) -> None:
-    """Check that an engine holds the weights that were sent to it.
+    """Check that an engine's weights equal the weights that were sent to the engine.
 
     Args:
-        sent: What the trainer sent.
-        held: The engine's digest.
+        sent: The version and digest of the sent weights.
+        held: The digest of the engine's weights.
         engine: The engine's name, for the message.
-        before: What the trainer sent in the transfer before this one.
+        before: The version and digest of the previous transfer.
 
     Raises:
-        WeightSyncError: Names the weights that are missing, stale, exchanged, damaged, or were never sent.
+        WeightSyncError: The weights differ. The message names the weights that are missing, stale, exchanged,
+            damaged, or were never sent.
     """
     remedy = "nothing was sampled from these weights; resume from the last checkpoint. If the error returns, "
     remedy += "set actor_rollout_ref.rollout.name=native, which samples from the trainer's own weights"
@@ -108,15 +111,15 @@ def check_arrival(sent: Sent, held: Digest, *, engine: str, before: Sent | None 
 
 
 def check_copy(sent: Sent, held: Digest, *, holder: str) -> None:
-    """Check that another model holds the trainer's weights that were copied into it.
+    """Check that another model's weights equal the trainer's weights that were copied into it.
 
     Args:
-        sent: What the trainer sent.
-        held: The model's digest, in the dtype in which the weights were sent.
+        sent: The version and digest of the sent weights.
+        held: The digest of the model's weights, in the dtype of the transfer.
         holder: The model's name, for the message.
 
     Raises:
-        WeightSyncError: Names the weights that differ.
+        WeightSyncError: The weights differ. The message names the weights.
     """
     _check(sent, held, holder, None, "resume from the last checkpoint")
 
@@ -153,13 +156,13 @@ def _hex(value: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Some of a policy's weights on their way between processes.
+    """A bucket with some of a policy's weights, for the transfer between processes.
 
     Attributes:
-        number: Which bucket this is, counted from 0.
+        number: The number of this bucket, counted from 0.
         count: The number of buckets.
         version: The actor's version of the weights.
-        tensors: Whole tensors by Hugging Face name, on the host.
+        tensors: A dict from Hugging Face name to whole tensor, on the host.
         sent: The version and digest of all buckets together. None except in the last bucket.
     """
 
@@ -170,33 +173,33 @@ class WeightBucket:
     sent: Sent | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shipped = {name: Shipped(tensor) for name, tensor in self.tensors.items()}  # they unpickle as tensors
+        shipped = {name: Shipped(tensor) for name, tensor in self.tensors.items()}  # unpickled as tensors
         return WeightBucket, (self.number, self.count, self.version, shipped, self.sent)
 
 
 class Packing:
     """The layout of weights in buckets, one weight after the other.
 
-    Every transport that sends weights uses this layout.
+    All transports of weights use this layout.
 
     Args:
-        limit: The most bytes that a bucket may hold. A larger weight gets a bucket of its own size.
-        alignment: Bytes. Each weight starts at a multiple of this number.
+        limit: The maximum bytes of a bucket. A larger weight gets a separate bucket of the weight's size.
+        alignment: The alignment in bytes. Each weight starts at a multiple of this number.
     """
 
     def __init__(self, limit: int, *, alignment: int = 1) -> None:
         self._limit = limit
         self._alignment = alignment
-        self._end = limit + 1  # full, so that the first weight starts a new bucket
+        self._end = limit + 1  # "full", so that the first weight starts a new bucket
 
     def place(self, size: int) -> tuple[bool, int]:
-        """Place the next weight.
+        """Assign the next weight to a bucket.
 
         Args:
-            size: The bytes of the weight.
+            size: The number of bytes of the weight.
 
         Returns:
-            Whether a new bucket starts with this weight, and the offset of its first byte in its bucket.
+            Whether a new bucket starts with this weight, and the weight's offset in the bucket, in bytes.
         """
         start = -(-self._end // self._alignment) * self._alignment
         begins = start + size > self._limit
@@ -206,11 +209,11 @@ class Packing:
 
 
 def buckets(sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
-    """Return the names in their order, grouped into buckets (see `Packing`).
+    """Group names into buckets, in their order (see `Packing`).
 
     Args:
-        sizes: The size of each name, in bytes or another unit.
-        limit: The largest total size of a bucket, in the same unit.
+        sizes: A dict from name to size, in bytes or another unit.
+        limit: The maximum total size of a bucket, in the unit of `sizes`.
     """
     packing, packed = Packing(limit), list[list[Key]]()
     for name, size in sizes.items():
@@ -221,13 +224,13 @@ def buckets(sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
 
 
 class Arrival:
-    """A check that the buckets of one transfer arrive in order, each once, all of one version."""
+    """A check that the buckets of one transfer arrive in order, each once, all with the same version."""
 
     def __init__(self) -> None:
         self._next = (0, 0)  # number and version of the expected bucket
 
     def expect(self, bucket: WeightBucket) -> None:
-        """Check that a bucket follows the bucket before it.
+        """Check that this bucket is the next expected bucket.
 
         Args:
             bucket: The bucket that has arrived.

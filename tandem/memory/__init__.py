@@ -1,1 +1,1 @@
-"""Memory and time of a run, computed from model shapes, and the free memory of a host."""
+"""Estimates of a run's memory and time from the shapes of its models, and the free memory of a host."""

@@ -1,7 +1,8 @@
-"""The bytes of a decoder's activations for each way of recomputation.
+"""The bytes of a decoder's activations for each recomputation mode.
 
-They follow from the decoder's shape and from how it is run. Symbols: D hidden features; I features of the
-gated MLP; H query heads and K key heads of d features each; c bytes of a number in the compute type.
+The bytes are computed from the decoder's shape and from the settings of a run. Symbols: D hidden features; I
+features of the gated MLP; H query heads and K key heads of d features each; c bytes of an element in the
+compute dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Recomputed = Literal["none", "ops", "full"]
-"""What the backward pass computes again: nothing; all but linear products and attention; whole layers."""
+"""What the backward pass recomputes: nothing; all except matrix products and attention; whole layers."""
 
 FASTEST_FIRST: tuple[Recomputed, ...] = ("none", "ops", "full")
 
@@ -20,10 +21,10 @@ _ADAPTED = 7  # number of linear layers in a decoder layer
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The shape of decoder layers as in transformers' Llama, Mistral, Qwen2 and Qwen3. All layers are alike.
+    """The shape of a decoder with equal layers, as in transformers' Llama, Mistral, Qwen2 and Qwen3.
 
     Attributes:
-        layers: number of layers; in a pipeline, those of the stage.
+        layers: number of layers; with pipeline parallelism, the layers of one stage.
         hidden: D.
         intermediate: I.
         heads: H.
@@ -43,20 +44,21 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a decoder is run on one rank.
+    """The settings with which one rank runs a decoder.
 
     Attributes:
         itemsize: c.
         tensor: number of ranks that split each layer.
-        sequence: number of ranks that share the tokens. The tokens of an estimate are those of one rank.
+        sequence: number of ranks that share the tokens. All token counts of an estimate are per rank.
         lora_rank: rank of the adapters on all linear layers, with frozen weights; 0: the weights are
             trained.
         fused: whether norms and gated layers are fused kernels, such as Liger's.
-        rectangles: whether attention runs over copies in padded rectangles, as on a CPU.
-        padding: entries of these copies per token.
-        scores: width of the attention scores that are stored, averaged over tokens; 0: none are stored.
-        offloaded: whether activations wait on the host for the backward pass.
-        held: number of micro-batches whose activations wait at the same time, in a stage of a pipeline.
+        rectangles: whether attention runs over padded copies of the sequences (rectangles), as on a CPU.
+        padding: padded entries of these copies per token.
+        scores: number of stored attention scores per token and head, averaged over tokens; 0: no scores are
+            stored.
+        offloaded: whether activations are offloaded to the host between forward and backward pass.
+        held: number of micro-batches whose activations a pipeline stage keeps at the same time.
     """
 
     itemsize: int
@@ -74,29 +76,28 @@ class Setup:
 def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
     """Return the bytes per token that one layer keeps for its backward pass.
 
-    This is what the operators save. A tensor that several of them save counts once:
+    These are the tensors that the operators save. A tensor that several operators save is counted once:
 
-    - A norm computes in fp32. It keeps its input as fp32, 4D (the same tensor if the input is fp32); the
-      normalized input, c D, for the gradient of the weight, if the weight is trained; its output, c D, for
-      the linear layers after it; and 4 for the root mean square. A layer has two norms. A fused norm keeps
-      its input unchanged, c D, and the output.
-    - Qwen3's head norms: the same for queries and keys, (H + K) d features, except the output, which the
-      rotary embedding does not need.
+    - A norm computes in fp32. It keeps its input in fp32, 4D (no copy if the input is fp32); if the weight is
+      trained, the normalized input, c D; its output, c D, for the linear layers after it; and 4 for the root
+      mean square. A layer has two norms. A fused norm keeps its unconverted input, c D, and its output.
+    - Qwen3's head norms keep the same tensors for queries and keys, (H + K) d features, except the output,
+      which the rotary embedding does not need.
     - Attention: queries and output, 2c H d; keys and values, 2c K d; and the log of the normalizer, 4H. The
-      rotary embedding keeps only what all layers share. With rectangles there are padded copies in addition
-      to the originals, and the output is selected from the copies once more. With Ulysses the output is
-      exchanged once more, and keys and values are repeated until there are as many heads as ranks.
-    - Stored scores: c H times their width.
-    - The gated MLP: gate, activated gate, up and their product, 4c I. A fused one computes the activated
-      gate again.
-    - An adapter: its few numbers, c r, for each of seven linear layers.
+      rotary embedding keeps only tensors that all layers share. With rectangles, padded copies are kept in
+      addition to the originals, and the output is copied out of them. With Ulysses, the output is kept twice,
+      before and after the exchange, and keys and values are repeated until there are as many heads as ranks.
+    - Stored attention scores: c H times the number of scores per token and head.
+    - The gated MLP: gate, activated gate, up and their product, 4c I. A fused MLP recomputes the activated
+      gate.
+    - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
 
     Tensor parallelism splits H, K and I, but not D. Compiled layers keep less, because the compiler
-    recomputes what is cheap. For them the sum is an upper bound.
+    recomputes cheap operations. For compiled layers the result is an upper bound.
 
     With "ops" a layer keeps its input, c D; the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or
-    twice as much with adapters, which have as many outputs; and the output of attention. With "full" it
-    keeps only its input.
+    twice as much with adapters, whose outputs have the same size; and the output of attention. With "full" a
+    layer keeps only its input.
     """
     c, features = setup.itemsize, decoder.hidden
     heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
@@ -121,9 +122,9 @@ def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
 
 
 def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Return the bytes per token that a layer recomputes for its backward pass, in addition to what it kept.
+    """Return the bytes per token that a layer's backward pass recomputes, in addition to `kept_bytes`.
 
-    With "ops" the outputs of gate and up, of attention and the values were kept.
+    With "ops" the outputs of gate, up and attention, and the values, need not be recomputed.
     """
     if mode == "none":
         return 0.0
@@ -136,16 +137,16 @@ def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
 
 
 def norm_bytes(setup: Setup, features: float) -> float:
-    """Return the bytes per token of its input that a norm keeps."""
+    """Return the bytes per token that a norm keeps for its input of `features` features."""
     if setup.fused:
         return setup.itemsize * features + 4
     return (4 + (0 if setup.lora_rank else setup.itemsize)) * features + 4
 
 
 def _exchanged(key_heads: float, heads: float, ranks: int) -> float:
-    """Return the number of key heads after Ulysses repeated them.
+    """Return the number of key heads after Ulysses has repeated key heads.
 
-    The ranks that share the tokens must be able to split the heads.
+    Key heads are repeated until the ranks that share the tokens can divide them.
     """
     if key_heads % ranks == 0:
         return key_heads
@@ -153,9 +154,10 @@ def _exchanged(key_heads: float, heads: float, ranks: int) -> float:
 
 
 def fastest_that_fits(needed: Mapping[Recomputed, int], free: int) -> Recomputed:
-    """Return the first mode of `FASTEST_FIRST` whose bytes are free.
+    """Return the fastest recomputation mode whose activations fit into the free memory.
 
-    Only modes in `needed` count. If no mode fits, the last one is returned.
+    `needed` maps modes to bytes. The modes are tried in the order of `FASTEST_FIRST`. If no mode fits, the
+    last mode in this order is returned.
     """
     modes = [mode for mode in FASTEST_FIRST if mode in needed]
     return next((mode for mode in modes if needed[mode] <= free), modes[-1])

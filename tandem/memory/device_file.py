@@ -1,16 +1,16 @@
 """The file with the speeds of measured devices: `~/.cache/tandem/device.json`.
 
-With `$XDG_CACHE_HOME` set, the file is below that folder. `tandem bench` writes it. `tandem bench predict`
-and `tandem plan` read it.
+If `$XDG_CACHE_HOME` is set, the file is in that folder. `tandem bench` writes it. `tandem bench predict` and
+`tandem plan` read it.
 
     {"format": 1, "devices": {"NAME, TYPE": {
-        "rates": {"operations": per second, "bytes": per second}, "item": bytes of a number,
-        "observations": [{"run": what was measured, "phases": {PHASE: {"work": [5 numbers], "seconds": s}}}],
-        "factors": {PHASE: [5 numbers]}}}}
+        "rates": {"operations": per second, "bytes": per second}, "item": bytes per element, "observations":
+        [{"run": what was measured, "phases": {PHASE: {"work": [5 numbers], "seconds": s}}}], "factors":
+        {PHASE: [5 numbers]}}}}
 
 `tandem.memory.seconds` explains the numbers: work is operations, bytes, calls, tokens and samples. If a run
-is measured again, its new observation replaces the old one. The factors are then fitted again to all
-observations.
+is measured again, the new observation replaces the old one. Then the factors are fitted to all observations
+again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A kind of device, as measured.
+    """The measured speeds of a type of device.
 
     Attributes:
-        rates: its highest speeds.
-        item: bytes of a number in the type that it computed in.
+        rates: the highest measured speeds.
+        item: bytes per element in the dtype of the computation.
         factors: the factors of the phases of a step; see `tandem.memory.seconds.Factors`.
     """
 
@@ -49,7 +49,7 @@ def default_path() -> Path:
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """Return the devices of a file by name; empty if there is no file.
+    """Return a dict from name to device, as read from the file; empty if there is no file.
 
     Raises:
         DataError: the file has another format.
@@ -70,11 +70,11 @@ def add_observation(
 
     Args:
         path: the file.
-        name: name of the device and of the type that it computed in.
+        name: the name of the device and of the dtype of the computation.
         rates: see `Device`.
         item: see `Device`.
-        run: identifies the run.
-        phases: the work of each phase, and the seconds that it took.
+        run: a text that identifies the run.
+        phases: a dict from phase to its work and its measured seconds.
 
     Raises:
         DataError: the file has another format.

@@ -33,11 +33,11 @@ _MODES: dict[str, dict[str, Any]] = {
     },
 }
 Space = Mapping[str, Sequence[Any]]
-"""The values to try for each of `LEVERS`. Of values that are equally fast, the search takes the first."""
+"""A dict from each lever in `LEVERS` to the values to try. If values are equally fast, the first wins."""
 Choice = tuple[int, ...]
-"""For each lever, the index of its value."""
+"""For each lever in `LEVERS`, the index of its chosen value."""
 MARGIN = 0.05
-"""The share of the device that must be free at the worst moment."""
+"""The fraction of the device's memory that must be free at the moment of peak use."""
 _UPDATES = ("actor update", "critic update")
 _FORWARDS = ("old log-probs", "ref log-probs", "values")
 _ROLLOUTS = ("reshard", "rollout")
@@ -49,9 +49,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-        changes: the keys to change in the given config, and their values.
-        seconds: the seconds of a step; None: no config fits, and this one comes closest.
-        lacking: by how many bytes it exceeds the device minus the margin; 0 if it fits.
+        changes: a dict from the config keys to change to their new values.
+        seconds: the predicted seconds of a step. None: no config fits, and `changes` is the config that
+            exceeds the memory least.
+        lacking: the bytes by which the config exceeds the device's memory minus the margin; 0 if it fits.
     """
 
     changes: dict[str, Any]
@@ -60,21 +61,23 @@ class Found:
 
 
 def search(config: TrainConfig, judge: Judge, space: Space | None = None) -> Found:
-    """Return the fastest config that fits with `MARGIN`. Of equally fast ones it is the first in the space.
+    """Search for the fastest config that fits with `MARGIN`; of equal ones, the first in the space.
 
-    The search goes through the choices of all levers except the budgets. Their order is the least time that
-    any budget could give. It stops when no other choice can be faster than the best one found. The times of
-    training and of the rollout add up, so each is computed separately. Memory is not monotonic in the
-    budget of updates, because a single micro-batch needs no whole gradient. Therefore each budget is tried.
-    The budgets of passes without gradient are tried in the same plans, as they affect other phases.
+    The search tries the choices of all levers except the token budgets. The choices are ordered by a lower
+    bound: the minimum time with any budgets. The search stops when no remaining choice can be faster than the
+    best one found. The times of training and of the rollout are added, so each is computed separately.
+
+    Memory is not monotonic in the token budget of updates, because a single micro-batch needs no whole
+    gradient. Therefore every budget is tried. The budgets of forward-only passes affect other phases, so they
+    are tried in the same plans.
 
     Args:
         config: the config to start from.
-        judge: gives the plan and the seconds of a config.
-        space: the values to try; None: those of `default_space`.
+        judge: the object that computes the memory plan and the seconds of a config.
+        space: the values to try; None: the result of `default_space`.
 
     Raises:
-        ConfigError: there is no source for the seconds.
+        ConfigError: the device is a CPU that was not measured, so the seconds cannot be predicted.
     """
     shape = judge.shapes(config.actor_rollout_ref.model.path)
     return _Search(config, shape, space or default_space(config, shape), judge).found()
@@ -114,14 +117,14 @@ class _Search:
         return list(product(*(range(len(self.space[name])) for name in names)))
 
     def _bounds(self) -> Iterator[tuple[float, Choice]]:
-        """Yield each choice of all levers except the budgets, with its least possible seconds."""
+        """Yield each choice of all levers except the budgets, with a lower bound of its seconds."""
         most, longest = (len(self.space[name]) - 1 for name in BUDGETS)
         rollouts, first = self._places(ROLLOUT), (0,) * len(ROLLOUT)
         beside: dict[Choice, float] = {}
         for training in self._places(TRAINING):
             tried = (
                 [most] if self.space["stages"][training[2]] == 1 else range(most + 1)
-            )  # stages wait for the first
+            )  # in a pipeline, later stages wait for the first micro-batch
             whole = [(*training, *first, budget, longest) for budget in tried]
             whole = [each for each in whole if possible(self.config, self.shape, self.space, each)]
             if not whole:
@@ -134,10 +137,10 @@ class _Search:
             yield from ((least + beside[each], (*training, *each)) for each in rollouts)
 
     def _best(self, outer: Choice) -> tuple[float, Choice] | None:
-        """Return the seconds and the choice with the fastest budgets, or None if nothing fits."""
+        """Return the fastest choice of budgets with its seconds, or None if no budgets fit."""
         free = (
             self.config.actor_rollout_ref.rollout.free_cache_engine
-        )  # otherwise the engine stays in memory during updates
+        )  # otherwise the rollout engine stays in memory during updates
         key = (*outer[: len(TRAINING)], *((0,) * len(ROLLOUT) if free else outer[len(TRAINING) :]))
         if key not in self.seen:
             self.seen[key] = self._fitting(key)
@@ -153,7 +156,7 @@ class _Search:
         return seconds, (*outer, update, forward)
 
     def _fitting(self, outer: Choice) -> tuple[list[int], list[int]]:
-        """Return the budgets of updates with which updates fit, and those of passes without gradient."""
+        """Return the token budgets that fit, for updates and for forward-only passes."""
         lengths = [len(self.space[name]) for name in BUDGETS]
         updates, forwards = set(), set()
         for place in range(max(lengths)):
@@ -166,7 +169,7 @@ class _Search:
             if self._lacking(others, plan) > 0:
                 self._near(others, plan, choice)
             if not all(fit for name, fit in fits.items() if name not in _BY_LEVERS):
-                break  # no budget can change this
+                break  # budgets do not change the memory of these phases
             if all(fits[name] for name in _UPDATES if name in fits):
                 updates.add(choice[-2])
             if all(fits[name] for name in _FORWARDS if name in fits):
@@ -183,7 +186,10 @@ class _Search:
         self.nearest = min(self.nearest, (self._lacking(phases, plan), choice))
 
     def _nearest(self) -> Found:
-        """Return the choice that exceeds the memory least, with the rollout values that add least."""
+        """Return the choice that exceeds the memory least.
+
+        Its rollout values are the values that need the least memory.
+        """
         _, choice = self.nearest
         if not choice:
             return Found({}, None, float("inf"))
@@ -195,9 +201,9 @@ class _Search:
 
 
 def default_space(config: TrainConfig, shape: ModelShape, per_node: int = 8) -> dict[str, Sequence[Any]]:
-    """Return the values that `tandem plan --fit` tries.
+    """Return a dict from each lever to the values that `tandem plan --fit` tries.
 
-    Parallel sizes divide the number of devices and of heads, and do not exceed a node.
+    Parallel sizes divide the numbers of devices and heads, and are at most the devices of a node.
     """
     devices, d = config.trainer.devices_of("actor"), shape.decoder
     sizes = [size for size in (1, 2, 4, 8) if devices % size == 0 and size <= per_node]
@@ -225,7 +231,7 @@ def default_space(config: TrainConfig, shape: ModelShape, per_node: int = 8) -> 
 
 
 def changes(config: TrainConfig, space: Space, choice: Choice) -> dict[str, Any]:
-    """Return the keys that a choice sets, for all trained models and for the reference's parallel sizes."""
+    """Return a dict from config key to value, with all the keys that a choice sets."""
     at = _values(space, choice)
     sections = [f"{_POLICY}.actor", *(["critic"] if config.needs_critic else [])]
     found: dict[str, Any] = {}
@@ -257,9 +263,10 @@ def _values(space: Space, choice: Choice) -> dict[str, Any]:
 
 
 def possible(config: TrainConfig, shape: ModelShape, space: Space, choice: Choice) -> bool:
-    """Return whether a choice is possible.
+    """Return whether a choice is a valid config.
 
-    The sizes must divide the devices, heads and layers. The budgets must hold the longest sequence.
+    The parallel sizes must divide the devices, heads and layers. The token budgets must be at least the
+    longest sequence.
     """
     at = _values(space, choice)
     longest = config.actor_rollout_ref.rollout.longest(config.data)

@@ -1,4 +1,4 @@
-"""The memory of this host, or of the container that this process runs in."""
+"""Functions that return the total and free memory of this host, or of this process's container."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def host_total() -> int:
 
 
 def host_free() -> int:
-    """Return the available bytes, within the container's limit.
+    """Return the available bytes of the host's memory, within the container's limit.
 
-    If the system does not report them, return all bytes.
+    If the system does not report this number, return `host_total`.
     """
     free = _fields(MEMINFO, ":")["MemAvailable"] * 1024 if MEMINFO.exists() else host_total()
     limit = _cgroup_limit()
@@ -36,6 +36,6 @@ def _cgroup_limit() -> int | None:
 
 
 def _fields(path: Path, separator: str) -> dict[str, int]:
-    """Read lines of a name, the separator and a number. A unit may follow the number."""
+    """Parse a file of lines "NAME SEPARATOR NUMBER UNIT" into a dict from name to number."""
     pairs = (line.split(separator, 1) for line in path.read_text(encoding="utf-8").splitlines())
     return {name: int(value.split()[0]) for name, value in pairs}

@@ -1,6 +1,6 @@
-"""The config changes that save memory if a run does not fit, and how much each saves.
+"""The config changes that reduce the memory of a run that does not fit, and the bytes that each saves.
 
-The gain of a change is computed with a new plan.
+The gain of a change is the difference between two memory plans.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tandem.memory.plan import Plan
 
 
 class Lever(NamedTuple):
-    """A change of the config.
+    """A change of the config that saves memory.
 
     Attributes:
         words: the changes, as key=value.
-        gain: bytes that the worst moment of the run, or of a phase, becomes smaller.
-        fits: whether the run then fits.
+        gain: bytes by which the peak memory of the run, or of a phase, decreases.
+        fits: whether the run fits with this change.
     """
 
     words: tuple[str, ...]
@@ -32,14 +32,14 @@ class Lever(NamedTuple):
 def levers(
     config: TrainConfig, replan: Callable[[TrainConfig], Plan], phase: str | None = None
 ) -> list[Lever]:
-    """Return the levers that make the worst moment of a run, or of one phase, smaller.
+    """Return the levers that reduce the peak memory of a run, or of one phase.
 
-    Levers with which the run fits come first, then the order is by gain. No lever changes what is learned,
-    except for rounding and for another optimizer.
+    Levers with which the run fits are first. Within both groups, levers are sorted by gain. No lever changes
+    the training results, except by rounding or by another optimizer.
 
     Args:
         config: the config.
-        replan: returns the plan of a config.
+        replan: a function that returns the memory plan of a config.
         phase: name of the phase; None: the whole run.
     """
     before = _needed(replan(config), phase)
@@ -111,12 +111,12 @@ def _of_engine(config: TrainConfig, role: str, engine: Engine) -> Iterator[dict[
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
-    """Return the section with another value at a dotted key. The value is not checked."""
+    """Return a copy of the section with another value at a dotted key, without validation."""
     return with_values(section, {key: value})
 
 
 def with_values(section: Any, values: Mapping[str, Any]) -> Any:
-    """Return the section with other values at dotted keys. The values are not checked."""
+    """Return a copy of the section with other values at dotted keys, without validation."""
 
     def changed(part: Section, tree: Mapping[str, Any]) -> Section:
         own = {name: getattr(part, name) for name in tree}

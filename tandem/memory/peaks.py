@@ -1,6 +1,7 @@
-"""Published speeds of devices, and the time of links in a step.
+"""Published speeds of devices, and the time that a step needs for links.
 
-The speeds are for devices that `tandem bench` has not measured. Links go between devices and to the host.
+The speeds are used for devices that `tandem bench` has not measured. Links connect devices with each other
+and with the host.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from tandem.memory.shapes import ModelShape
 from tandem.memory.training import reduces_each
 
 EFFICIENCY = (3.0, 1.3, 0.0, 0.0, 0.0)
-"""Default factors of a phase on a device whose kind the user named.
+"""The default factors of a phase on a device whose type the user named (see `seconds.Factors`).
 
-Operations reach a third of the peak: torchtitan publishes 33% for Llama 3 8B with FSDP2 on 8 H100. Bytes
-reach three quarters of the peak, which is an assumption.
+Operations reach a third of the peak speed: torchtitan publishes 33% for Llama 3 8B with FSDP2 on 8 H100.
+Memory traffic reaches three quarters of the peak speed, which is an assumption.
 """
 PER_NODE = 8
 _LATENCY = 10e-6
-"""Seconds of a sum over devices while tokens are generated one by one; an assumption."""
+"""The seconds of an all-reduce of a single decode step; an assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """A kind of device, as described in its vendor's data sheet.
+    """A type of device, as described in the vendor's data sheet.
 
     Attributes:
         size: memory in GB.
-        rates: operations in bf16 without sparsity, and bytes of its memory, per second.
+        rates: operations per second in bf16 without sparsity, and bytes per second of its memory.
         host: bytes per second and direction to the host.
         near: bytes per second and direction to another device of the node.
         far: bytes per second and direction to a device of another node.
@@ -53,15 +54,15 @@ CLASSES = {
     "H100": DeviceClass(80, Rates(989.4e12, 3.35e12), 64e9, 450e9, 50e9, "NVIDIA H100 data sheet"),
     "H200": DeviceClass(141, Rates(989.4e12, 4.8e12), 64e9, 450e9, 50e9, "NVIDIA H200 data sheet"),
 }
-"""The kinds of devices by name.
+"""A dict from name to type of device.
 
-The links between nodes are those of the vendor's own servers: HDR for A100, NDR for H100 and H200. For A10,
-100 Gb/s is an assumption. None of these speeds was measured here.
+The links between nodes are the links in the vendor's servers: HDR for A100, NDR for H100 and H200. For A10,
+100 Gb/s is an assumption. These speeds were not measured here.
 """
 
 
 def nearest_class(gigabytes: float) -> str:
-    """Return the name of the kind with the nearest memory size. Of several, the fastest."""
+    """Return the name of the device type with the nearest memory size, the fastest if several are equal."""
     return min(
         CLASSES,
         key=lambda name: (abs(CLASSES[name].size - gigabytes), -CLASSES[name].rates.operations),
@@ -71,16 +72,16 @@ def nearest_class(gigabytes: float) -> str:
 def link_seconds(
     config: TrainConfig, shape: ModelShape, work: Mapping[str, Work], kind: DeviceClass
 ) -> float:
-    """Return the seconds of a device's links in a step, if they do not overlap with computation.
+    """Return the seconds of communication of one device in a step, without overlap with computation.
 
-    They include: gathering weights and reducing gradients; sums and exchanges of split layers; copies from
-    and to the host; and the time that pipeline stages wait for the first micro-batch.
+    The result includes gathering weights and reducing gradients; the sums and exchanges of split layers;
+    copies from and to the host; and the time that pipeline stages wait for the first micro-batch.
 
     Args:
         config: the config.
-        shape: the shape of the models.
+        shape: the shape of all models.
         work: the work of the step's phases.
-        kind: the kind of device.
+        kind: the type of device.
     """
     reference = config.needs_reference and not config.reference_is_the_actor
     there = {"actor": True, "ref": reference, "critic": config.needs_critic}
@@ -99,7 +100,7 @@ _FORWARDS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 def _role_seconds(
     config: TrainConfig, role: str, shape: ModelShape, work: Mapping[str, Work], kind: DeviceClass
 ) -> float:
-    """Return the seconds of links in the passes over one model."""
+    """Return the seconds of communication in all passes over one model."""
     section: Any = config.critic if role == "critic" else getattr(config.actor_rollout_ref, role)
     model = config.critic.model if role == "critic" else config.actor_rollout_ref.model
     forward, update = work.get(_FORWARDS[role], Work()), work.get(f"update_{role}")
@@ -114,7 +115,7 @@ def _role_seconds(
     if update is not None:
         batch, mini = config.data.train_batch_size, section.ppo_mini_batch_size
         updates = section.ppo_epochs * -(-batch // mini)
-        passes = update.calls * stages / layers  # forward and backward, of each micro-batch
+        passes = update.calls * stages / layers  # the forward pass and the backward pass of each micro-batch
         gathered += 2 * own * 2 * passes / 3
         each = reduces_each(fsdp.gradient_sync, (2 + 4) * own, shards, kind.size * 2**30)
         reduced = 4 * own * (passes / 3 if each else updates)
@@ -131,16 +132,16 @@ def _role_seconds(
 
 
 def _within(section: Any, shape: ModelShape, tokens: float, kind: DeviceClass) -> float:
-    """Return the seconds of links within split layers.
+    """Return the seconds of communication inside split layers.
 
-    Tensor parallelism needs two sums of states per pass. Sequence parallelism exchanges queries, keys,
-    values and outputs.
+    Tensor parallelism needs two all-reduces of hidden states per pass. Sequence parallelism exchanges
+    queries, keys, values and outputs.
 
     Args:
         section: the config section of the model.
         shape: the shape of the model.
-        tokens: number of tokens through a layer, summed over all layers.
-        kind: the kind of device.
+        tokens: number of tokens times number of layers.
+        kind: the type of device.
     """
     tensor, sequence = section.fsdp_config.tensor_parallel_size, section.ulysses_sequence_parallel_size
     d = shape.decoder

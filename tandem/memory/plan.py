@@ -1,7 +1,7 @@
-"""The plan of a run's memory.
+"""The memory plan of a run: an estimate of the memory that each phase of a step needs.
 
-For each phase of a step it tells what fills a device of each pool. It also tells what the host and the disk
-hold. It needs only the config and the shapes of the models.
+For each phase and each pool of devices, the plan lists the use of a device's memory. It also lists the use of
+the host's memory and of the disk. It is computed from the config and the shapes of the models.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tandem.memory.training import Moment
 
 GIB = 2**30
 CONTEXT = 0.6 * GIB
-"""Bytes of a CUDA context with the libraries' handles and work spaces; an assumption."""
+"""Bytes of a CUDA context with the libraries' handles and workspaces; an assumption."""
 CHANNELS = 0.4 * GIB
 """Bytes of NCCL's buffers if there is more than one rank; an assumption."""
 GAPS = 0.05
-"""The share that the allocator loses of a phase's memory without weights and optimizer; an assumption."""
+"""The fraction of a phase's memory, without weights and optimizer, that fragmentation adds; an assumption."""
 _SAMPLE_BYTES = 8 + 1 + 5 * 4 + 4
-"""Bytes of a batch's token on the host: id, mask, five fp32 columns and the policy version."""
+"""Bytes on the host per token of a batch: id, mask, five fp32 columns and the policy version."""
 _PROCESS = 3.0 * GIB
 """Bytes of a worker process on the host with its libraries; not measured on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a step on a device of a pool.
+    """The memory that one phase of a step needs on a device of one pool.
 
     Attributes:
-        name: the phase.
-        pool: the pool.
-        parts: bytes by purpose.
-        moment: the worst moment of the phase.
-        flexible: the bytes that the phase could do without: the KV cache except for one sequence.
+        name: the name of the phase.
+        pool: the name of the pool.
+        parts: a dict from purpose to bytes.
+        moment: a description of the moment of peak memory in the phase.
+        flexible: the bytes that the phase uses but does not need: the KV cache except for one sequence.
     """
 
     name: str
@@ -59,26 +59,26 @@ class Phase:
 
     @property
     def allocated(self) -> float:
-        """Bytes that PyTorch's allocator gives in a training phase.
+        """Bytes that PyTorch's allocator allocates in a training phase.
 
-        Without the context, the allocator's losses and a rollout engine.
+        The CUDA context, fragmentation and a rollout engine are not included.
         """
         return sum(size for part, size in self.parts.items() if part not in ("context", "gaps", "engine"))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run holds in memory and on disk.
+    """The memory and disk space that a run needs.
 
     Attributes:
         phases: the phases of a step, in order.
-        device: bytes of a device.
-        host: bytes on a node's host, by purpose.
+        device: bytes of a device's memory.
+        host: a dict from purpose to bytes of a node's host memory.
         disk: bytes of a checkpoint on disk, over all ranks.
         notes: sentences about choices and assumptions.
-        slots: number of sequences of the greatest length that a rollout engine's cache holds; None: it has
-            no cache.
-        recomputed: what the actor's update recomputes.
+        slots: number of sequences of maximum length that fit into a rollout engine's KV cache; None: the
+            engine has no cache in this process.
+        recomputed: the recomputation mode of the actor's update.
     """
 
     phases: list[Phase]
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        """Bytes free at the worst moment; negative if bytes are missing."""
+        """Bytes that are free at the moment of peak memory; negative if bytes are missing."""
         return self.device - self.worst.needed
 
     @property
@@ -104,10 +104,10 @@ class Plan:
         return self.margin >= 0
 
     def at_worst(self, of: str = "") -> str:
-        """Describe the worst moment: what it needs, and how much is free or missing.
+        """Return a text about the moment of peak memory: the needed bytes, and the free or missing bytes.
 
         Args:
-            of: text after the device's bytes that says whose memory it is.
+            of: text that is inserted after the device's bytes and says whose memory this is.
         """
         worst = self.worst
         at = f", at its {worst.moment}" if worst.moment else ""
@@ -116,12 +116,12 @@ class Plan:
 
 
 def plan(config: TrainConfig, shapes: Callable[[str], ModelShape], device: float) -> Plan:
-    """Return the plan of a run.
+    """Compute the memory plan of a run.
 
     Args:
         config: the loaded config.
-        shapes: returns the shape of the model at a path.
-        device: bytes of a device; of the host, for a run on a CPU.
+        shapes: a function that returns the shape of the model at a path.
+        device: bytes of a device's memory; for a run on a CPU, bytes of the host's memory.
     """
     return _Planner(config, shapes, device).made()
 
@@ -148,7 +148,7 @@ class _Planner:
         self.one_sequence = blocks * self.rollout.block_size * self.token
 
     def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
-        """Yield the models of the roles. A rollout on other devices than the actor has a frozen copy."""
+        """Yield the models of all roles. A rollout on other devices than the actor has a frozen copy."""
         config, policy = self.config, self.config.actor_rollout_ref
         devices = config.trainer.devices_of
 
@@ -177,7 +177,7 @@ class _Planner:
         return Plan(phases, self.device, self._host(), self._disk(), self.notes, self.slots, self.recomputed)
 
     def _beside(self, pool: str, active: str | None = None) -> dict[str, float]:
-        """Return what is always on a device of the pool, except the active model."""
+        """Return a dict from purpose to bytes of all memory on a device except the active model."""
         parts = {"others": 0.0}
         for name, held in self.held.items():
             if self.pools[name] == pool and name != active:
@@ -190,10 +190,10 @@ class _Planner:
     def _phase(
         self, name: str, held: Held, moment: Moment | None, *, trains: bool = False, **more: float
     ) -> Phase:
-        """Return a phase in which a model is on its device, with its optimizer if it is trained."""
+        """Return a phase in which a model, and its optimizer if it is trained, is on the device."""
         pool = self.pools[held.name]
         parts = {"weights": held.weights, "optimizer": held.state if trains else held.idle["optimizer"]}
-        if name == "rollout" and self.cuda:  # the engine has its own copy of the weights
+        if name == "rollout" and self.cuda:  # the engine has a separate copy of the weights
             parts["weights"] = held.idle["weights"]
         if moment is not None:
             parts |= {part: size for part, size in moment._asdict().items() if part in _DYNAMIC}
@@ -211,7 +211,7 @@ class _Planner:
             yield Phase(f"load {name}", self.pools[name], parts)
 
     def _left_over(self) -> float:
-        """Return the bytes that the rollout engine holds outside generation."""
+        """Return the bytes that the rollout engine keeps outside generation."""
         rollout = self.rollout
         if rollout.free_cache_engine or rollout.on_named_servers or rollout.name == "hf":
             return 0.0
@@ -221,9 +221,9 @@ class _Planner:
         return weights + cache
 
     def _native(self) -> tuple[float, float, float]:
-        """Return the bytes of the native engine's weights, of its cache, and of the reserve.
+        """Return the bytes of the native engine's weights, of its KV cache, and of the reserve.
 
-        The cache is as large as its sequences need, but not larger than `DeviceMemory` allows.
+        The cache has the size that its sequences need, but at most the size that `DeviceMemory` allows.
         """
         rollout, held = self.rollout, self.sampler
         weights = held.compute * held.shape.parameters / rollout.split
@@ -244,7 +244,7 @@ class _Planner:
         return weights, max(cache, self.one_sequence), float(memory.reserved)
 
     def _wanted(self) -> float:
-        """Return the bytes of the cache for all sequences that run at the same time, at their longest."""
+        """Return the bytes of a cache for the maximum number of running sequences of maximum length."""
         rollout = self.rollout
         if rollout.num_gpu_blocks_override is not None:
             return rollout.num_gpu_blocks_override * rollout.block_size * self.token
@@ -277,7 +277,7 @@ class _Planner:
             yield self._phase("rollout", held, None, gathered=whole, cache=cache)
 
     def _training_load(self, section: CriticConfig | ActorConfig) -> Load:
-        """Return the load of a mini-batch of a model that is trained."""
+        """Return the samples of a trained model's mini-batch, as a `Load`."""
         samples = section.ppo_mini_batch_size * self.rollout.n
         return Load(samples, self.longest, section.train_batching)
 
@@ -314,12 +314,12 @@ class _Planner:
                 f"at most; recomputation: {again}"
                 + (f"; gradients reduced {reduced}" if count > 1 < held.shards else "")
             )
-            self.recomputed = again  # the actor comes last, so this is the actor's
+            self.recomputed = again  # the actor is the last role, so this is the actor's value
             yield self._phase(phase, held, moment, trains=True)
         yield self._phase("save", self.held["actor"], None, trains=False)
 
     def _host(self) -> dict[str, float]:
-        """Return the bytes on the host of the node with the most processes."""
+        """Return a dict from purpose to bytes of host memory, for the node with the most processes."""
         config, trainer = self.config, self.config.trainer
         processes = {name: max(counts) for name, counts in trainer.pools.items()}
         parts = {"offloaded": 0.0, "activations": 0.0, "checkpoints": 0.0, "processes": 0.0}
@@ -330,7 +330,8 @@ class _Planner:
                 parts["checkpoints"] += here * (held.weights + held.state + held.host_state)
             if held.way().setup.offloaded and held.optim is not None:
                 tokens, _ = held.tokens(self._training_load(self.learn[name]))
-                # the inputs of all layers except those on the device; they are recomputed
+                # the inputs of all layers except the layers on the device; the other activations are
+                # recomputed
                 inputs = tokens * held.shape.decoder.hidden * held.compute * held.gathered.layers
                 parts["activations"] = max(parts["activations"], float(here * inputs))
         parts["processes"] = max(processes.values()) * _PROCESS
@@ -338,7 +339,7 @@ class _Planner:
         return parts
 
     def _disk(self) -> dict[str, float]:
-        """Return the bytes of a checkpoint: one copy of weights and optimizer state of each trained model."""
+        """Return the bytes of a checkpoint: the weights and the optimizer state of each trained model."""
         parts = {}
         for name, held in self.held.items():
             if held.optim is not None:

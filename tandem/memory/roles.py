@@ -1,4 +1,4 @@
-"""A model of a run on one rank: its bytes on the device between phases, and the bytes of a pass over it."""
+"""The memory of one model on one rank, between phases and during forward and backward passes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tandem.memory.training import (
 )
 
 SIZES = {"fp64": 8, "fp32": 4, "bf16": 2}
-CPU_BLOCK = 4096  # on a CPU, micro-batches are cut to this many tokens
+CPU_BLOCK = 4096  # on a CPU, micro-batches have at most this many tokens
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adamw_cpu": 0.0, "muon": 8.0}
-"""Bytes of optimizer state on the device per trained fp32 number; muon's matrices have 4."""
+"""Bytes of optimizer state on the device per trained fp32 element; muon's matrices need 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The samples of a phase, over all ranks.
+    """The samples that a phase processes, over all ranks.
 
     Attributes:
-        samples: number of samples in a mini-batch, or in a whole forward pass.
-        longest: number of tokens of the longest one.
-        batching: how a rank divides its share.
+        samples: number of samples in a mini-batch, or in a forward pass over the whole batch.
+        longest: number of tokens of the longest sample.
+        batching: the rule that splits a rank's samples into micro-batches.
     """
 
     samples: int
@@ -46,19 +46,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A model on one of several ranks.
+    """A model of a role, as placed on one of several ranks.
 
     Attributes:
-        name: the role.
+        name: the name of the role.
         shape: shape of the model.
-        ranks: number of ranks of its pool.
-        model: how the model is run.
-        fsdp: how the model is sharded.
-        sequence: number of ranks that share the tokens.
-        optim: the optimizer, if the model is trained.
-        cuda: whether the model is on a CUDA device, not on a CPU.
-        head: whether the model gives log-probs, not one value per state.
-        entropy: whether its updates need entropies.
+        ranks: number of ranks in the role's pool.
+        model: the config section of the model.
+        fsdp: the config section of the sharding.
+        sequence: number of ranks that share the tokens (Ulysses).
+        optim: the config section of the optimizer; None if the model is frozen.
+        cuda: whether the model is on a CUDA device instead of a CPU.
+        head: whether the model has a language model head instead of a value head.
+        entropy: whether the updates need entropies.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Held:
 
     @property
     def split(self) -> int:
-        """Number of ranks that together hold one copy of the layers, before sharding."""
+        """Number of ranks among which tensor and pipeline parallelism divide the layers, before sharding."""
         return self.fsdp.tensor_parallel_size * self.fsdp.pipeline_parallel_size
 
     @property
@@ -92,7 +92,7 @@ class Held:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that take different samples."""
+        """Number of ranks that process different samples."""
         return max(1, self.ranks // (self.split * self.sequence))
 
     @property
@@ -110,7 +110,7 @@ class Held:
     def weights(self) -> float:
         """Bytes of this rank's shard of the weights.
 
-        Trained weights have the master type; frozen weights next to adapters have the compute type.
+        Trained weights have the master dtype. The frozen base weights of adapters have the compute dtype.
         """
         own = self.gathered
         frozen = own.whole - own.trained if self.optim and self.model.lora_rank else 0.0
@@ -118,7 +118,7 @@ class Held:
 
     @property
     def state(self) -> float:
-        """Bytes of the optimizer's state on the device."""
+        """Bytes of the optimizer state on the device."""
         if self.optim is None:
             return 0.0
         own = self.gathered
@@ -129,14 +129,14 @@ class Held:
 
     @property
     def host_state(self) -> float:
-        """Bytes of the optimizer's state that is always on the host."""
+        """Bytes of the optimizer state that is always on the host."""
         if self.optim is None or self.optim.optimizer != "adamw_cpu" or not self.cuda:
             return 0.0
         return 2 * self.master * self.gathered.trained / self.shards
 
     @property
     def idle(self) -> dict[str, float]:
-        """Bytes that stay on the device between phases."""
+        """Bytes of "weights" and "optimizer" that stay on the device between phases."""
         stays = {"weights": self.weights, "optimizer": self.state}
         if self.cuda and self.fsdp.param_offload:
             stays["weights"] = 0.0
@@ -163,7 +163,7 @@ class Held:
         return -(-most // self.sequence), count
 
     def way(self, micro_batches: int = 1) -> Way:
-        """Return how a pass is run, without recomputation."""
+        """Return the settings of a forward or backward pass over this model, without recomputation."""
         fused = self.cuda and self.model.use_liger is not False and self.shape.kind in PLAIN_DECODERS
         stages, held = self.fsdp.pipeline_parallel_size, 1
         if stages > 1:
@@ -191,24 +191,24 @@ class Held:
         )
 
     def forward(self, load: Load, *, entropy: bool = False) -> Moment:
-        """Return the worst moment of a pass without gradient, with or without entropies."""
+        """Return the moment of peak memory in a forward pass without gradient."""
         tokens, _ = self.tokens(load)
         way = replace(self.way(), entropy=entropy)
         return worst(forward_moments(self.gathered, self.shape.decoder, way, tokens))
 
     def reduces_each(self, device: float) -> bool:
-        """Return whether gradients are reduced in each micro-batch, on a device of so many bytes."""
+        """Return whether gradients are reduced in each micro-batch, on a device of `device` bytes."""
         whole = self.compute * self.gathered.whole + self.master * self.gathered.trained
         return reduces_each(self.fsdp.gradient_sync, whole, self.shards, device)
 
     def update(self, load: Load, free: float, device: float) -> tuple[Moment, str]:
-        """Return the worst moment of an update, and what the update recomputes.
+        """Return the moment of peak memory in an update, and the recomputation mode.
 
         Args:
-            load: the samples.
-            free: bytes of the device that are free for the update. They decide what is recomputed if the
-                config does not.
-            device: all bytes of the device.
+            load: the samples of the update.
+            free: bytes of the device that are free for the update. If the config sets no recomputation mode,
+                the mode depends on these bytes.
+            device: bytes of the device's whole memory.
         """
         tokens, count = self.tokens(load)
         way, own, decoder = self.way(count), self.gathered, self.shape.decoder

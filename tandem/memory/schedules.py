@@ -1,8 +1,11 @@
-"""The schedules of generation and training, and their comparison.
+"""A comparison of schedules for generation and training on the devices of a run.
 
-Each schedule divides the devices. The plan of memory and the model of time give its cost. There are three:
-one after the other on the same devices; one after the other on separate devices; and both at the same time,
-so that training uses the responses of the step before.
+Each schedule assigns devices to generation and training. The memory plan and the time model determine its
+cost. There are three schedules:
+
+- Generation and training alternate on the same devices.
+- They alternate on separate devices.
+- They run at the same time on separate devices, and training uses the responses of the previous step.
 """
 
 from __future__ import annotations
@@ -21,19 +24,21 @@ from tandem.memory.timing import Judge, Stages
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule with its devices.
+    """A schedule, with its division of the devices and its cost.
 
     Attributes:
-        name: a readable name.
-        staleness: how many steps the weights that generate are behind those that are trained. Configs
-            cannot ask for a schedule with a staleness above 0.
-        training: number of devices for training. In a schedule on the same devices, both have all of them.
+        name: a name for the user.
+        staleness: number of steps by which the weights of the rollout are older than the trained weights. A
+            config cannot select a schedule with a staleness above 0.
+        training: number of devices for training. If both use the same devices, `training` and `rollout` are
+            the number of all devices.
         rollout: number of devices for generation.
         stages: the seconds of each stage.
         step: the seconds of a step.
-        waits: the share of a step in which the devices of each side wait for the other.
-        left: bytes free on a device at the worst moment, by pool; negative if bytes are missing.
-        keys: the config keys for this schedule.
+        waits: a dict from "training" and "rollout" to the fraction of a step in which their devices are idle.
+        left: a dict from pool to the free bytes of a device at the moment of peak memory; negative if bytes
+            are missing.
+        keys: a dict from config key to value that selects this schedule.
     """
 
     name: str
@@ -48,21 +53,22 @@ class Schedule:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The sort key, smaller is better: schedules that fit come first, then the faster ones."""
+        """The sort key; smaller is better. Schedules that fit are first, sorted by speed."""
         return min(self.left.values()) < 0, self.step
 
 
 def compare(config: TrainConfig, judge: Judge) -> list[Schedule]:
-    """Return the schedules of a run on its devices: together, apart, and apart one step off.
+    """Return the three schedules of a run: same devices, separate devices, and one step off.
 
-    The last two have the best split of the devices.
+    The schedules with separate devices use the best division of the devices.
 
     Args:
         config: the config.
-        judge: gives the plan and the seconds of a config.
+        judge: the object that computes the memory plan and the seconds of a config.
 
     Raises:
-        ConfigError: see `refuse_apart`; or no split is possible, or there is no source for the seconds.
+        ConfigError: see `refuse_apart`. Also if no division is possible, or if the device is a CPU that was
+            not measured.
     """
     refuse_apart(config)
     tried = []
@@ -86,7 +92,7 @@ def compare(config: TrainConfig, judge: Judge) -> list[Schedule]:
 
 
 def chosen(found: Sequence[Schedule]) -> Schedule:
-    """Return the best schedule that a config can ask for."""
+    """Return the best schedule that a config can select."""
     return min((each for each in found if not each.staleness), key=attrgetter("order"))
 
 
@@ -105,13 +111,14 @@ def _schedule(
 
 
 def _splits(config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield the config keys of each possible split.
+    """Yield the config keys of each possible division into training and rollout devices.
 
-    The rollout gets the last devices of the nodes. Training must be able to divide the others.
+    The rollout gets the last devices of the nodes. The parallel sizes of training must divide the number of
+    remaining devices.
     """
     nodes, per, policy = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.actor_rollout_ref
     sections: dict[str, Any] = {"actor": policy.actor, "ref": policy.ref, "critic": config.critic}
-    units = set[int]()  # the number of training devices must be a multiple of each
+    units = set[int]()  # the number of training devices must be a multiple of each of these
     for role, section in sections.items():
         if role in config.roles:
             fsdp = section.fsdp_config
@@ -133,7 +140,7 @@ def refuse_apart(config: TrainConfig) -> None:
         config: the config.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot run on separate devices, or they cannot overlap.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     filters, sampler = config.algorithm.filter_groups, config.data.sampler

@@ -1,14 +1,18 @@
-"""The seconds of a training step, phase by phase, computed from config and shape.
+"""A model of the seconds of each phase of a training step, computed from config and model shape.
 
-The model knows what a device has to compute, read and write, and how far a device of its kind was measured
-to be from its best speed.
+The prediction uses the operations and the memory traffic of a device. It also uses the ratio of actual time
+to best time, as measured on this type of device.
 
-The time of a phase is the sum of five terms: its operations divided by the device's measured rate, its
-bytes divided by the measured rate of a copy, its calls of layers, its tokens and its samples. Each term has
-a factor. The first two factors tell how far the device is from its best speed. The others are the costs of
-a launch, a token and a sample. `tandem bench` measures the factors (see `tandem.memory.device_file`). No
-term contains the links between devices: for a phase that gathers weights over links, use factors of runs
-that did so too.
+The time of a phase is a weighted sum of five terms:
+
+- its operations divided by the device's measured rate; the factor is the ratio of actual time to best time.
+- its bytes divided by the measured rate of a copy; the factor is the ratio of actual time to best time.
+- its number of layer calls; the factor is the seconds per call.
+- its number of tokens; the factor is the seconds per token.
+- its number of samples; the factor is the seconds per sample.
+
+`tandem bench` measures the factors (see `tandem.memory.device_file`). No term contains the communication
+between devices. For a phase that gathers weights from other devices, use factors of runs that also did so.
 """
 
 from __future__ import annotations
@@ -34,29 +38,29 @@ from tandem.memory.activations import Setup, kept_bytes
 from tandem.memory.shapes import ModelShape
 
 Factors = Mapping[str, Sequence[float]]
-"""The factors of each phase.
+"""A dict from phase to its five factors.
 
-They are the seconds for one second of operations at the best rate, the seconds for one second of copying,
-and the seconds of a call, of a token and of a sample.
+The first two factors are the ratios of actual time to best time, for operations and for copied bytes. The
+other factors are the seconds per layer call, per token and per sample.
 """
 
 _ADAM_BYTES = 40
 """Bytes per trained parameter and update, in fp32.
 
-The gradient, the weight and both moments are read; the last three are written. The gradient is also read
-and written for its norm and clipping, and cleared.
+The gradient, the weight and both moments are read. The weight and both moments are written. The gradient is
+also read and written for its norm and for clipping, and cleared.
 """
 _NOISE = 0.02
-"""The smallest relative difference between repeated measurements; a term must explain more than this."""
+"""The relative difference between repeated measurements. A term must explain more than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The best speeds of a device, as measured.
+    """The best measured speeds of a device.
 
     Attributes:
-        operations: operations per second of a square matrix product, in the compute type.
-        bytes: bytes per second that a copy within its memory reads and writes.
+        operations: operations per second of a square matrix product, in the compute dtype.
+        bytes: bytes per second that a copy within the device's memory reads and writes.
     """
 
     operations: float
@@ -69,9 +73,9 @@ class Work:
 
     Attributes:
         operations: operations of matrix products; a multiplication and an addition count as two.
-        bytes: bytes of weights, optimizer state, keys, values and waiting activations, each read and
-            written once.
-        calls: number of forward and backward calls of a layer.
+        bytes: bytes of weights, optimizer state, keys, values and saved activations; each read and each write
+            is counted.
+        calls: number of forward and backward calls of all layers.
         tokens: number of tokens.
         samples: number of samples.
     """
@@ -83,11 +87,11 @@ class Work:
     samples: float = 0.0
 
     def floor(self, rates: Rates) -> float:
-        """Return the least possible seconds: of the operations or of the bytes, whichever is longer."""
+        """Return the minimum seconds: the maximum of the operations' time and the bytes' time."""
         return max(self.operations / rates.operations, self.bytes / rates.bytes)
 
     def terms(self, rates: Rates) -> NDArray[np.float64]:
-        """Return the five terms that the factors are multiplied with."""
+        """Return the five terms by which the factors are multiplied."""
         own = np.array(astuple(self))
         return own / (rates.operations, rates.bytes, 1, 1, 1)
 
@@ -118,8 +122,8 @@ def step_work(
         config: the config of the run.
         shape: the shape of the policy; critic and reference are assumed to have the same shape.
         prompts: tokens of each prompt of the step.
-        responses: tokens of each response; those of a prompt follow each other.
-        item: bytes of a number in the compute type.
+        responses: tokens of each response; the responses of a prompt are consecutive.
+        item: bytes per element in the compute dtype.
     """
     policy, algorithm, trainer = config.actor_rollout_ref, config.algorithm, config.trainer
     actor, rollout, ref = policy.actor, policy.rollout, policy.ref
@@ -149,7 +153,7 @@ def step_work(
 
 
 class _Batch:
-    """The sequences of a step."""
+    """The sequences of a step, with methods for the work of each phase."""
 
     def __init__(self, shape: ModelShape, prompts: NDArray[Any], responses: NDArray[Any], item: int) -> None:
         self.shape, self.prompts, self.responses, self.item = shape, prompts, responses, item
@@ -161,8 +165,8 @@ class _Batch:
     def forward(self, batching: Batching, fsdp: FSDPConfig, devices: int) -> Work:
         """Return the work of one forward pass over all sequences.
 
-        The head runs only on the tokens of responses. A token attends to half of its sequence on average.
-        Each micro-batch reads the weights, and the hidden states are read and written.
+        The head runs only on the tokens of responses. On average, a token attends to half of its sequence.
+        Each micro-batch reads the weights, and reads and writes the hidden states.
         """
         shape, d = self.shape, self.shape.decoder
         split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
@@ -180,9 +184,9 @@ class _Batch:
         """Return the number of micro-batches of one device.
 
         Args:
-            batching: how the share of a device is divided.
-            devices: number of devices that have different tokens.
-            parts: number of mini-batches.
+            batching: the rule that splits the sequences of a device into micro-batches.
+            devices: number of devices that process different tokens.
+            parts: number of mini-batches in the batch.
         """
         if batching.max_tokens is not None:
             return parts * -(-self.tokens // (devices * parts * batching.max_tokens))
@@ -192,8 +196,8 @@ class _Batch:
     def written(self, rollout: EngineConfig, devices: int) -> Work:
         """Return the work of generation.
 
-        A prompt is computed once for all of its responses. Then each running sequence gets one token per
-        step. A step reads the weights once, and the keys and values of every running sequence.
+        A prompt is computed once for all of its responses. Then each decode step generates one token of each
+        running sequence. A step reads the weights once, and the keys and values of every running sequence.
         """
         shape, d, split = self.shape, self.shape.decoder, rollout.split
         share = self.responses[:: max(1, devices // split)]
@@ -214,10 +218,10 @@ class _Batch:
 def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneConfig, devices: int) -> Work:
     """Return the work of all updates of a role in a step.
 
-    A forward pass is followed by a backward pass with twice the operations, or with as many if only
-    adapters are trained. If whole layers are recomputed, there is one more forward pass. The head's logits
-    are computed again, because they are not kept. Activations that layers keep are written and read. Each
-    pass reads the weights.
+    The backward pass needs twice the operations of the forward pass, or as many as the forward pass if only
+    adapters are trained. If whole layers are recomputed, one more forward pass is added. The head's logits
+    are computed twice, because they are not kept. Saved activations are written and read. Each pass reads the
+    weights.
     """
     shape, d, epochs, fsdp = batch.shape, batch.shape.decoder, section.ppo_epochs, section.fsdp_config
     minis = -(-len(batch.prompts) // section.ppo_mini_batch_size)
@@ -243,7 +247,7 @@ def decode_steps(responses: Sequence[int], slots: int) -> int:
 
     Args:
         responses: tokens of each response, in the order in which they start.
-        slots: how many run at the same time; when one ends, the next one starts.
+        slots: number of sequences that run at the same time. When a sequence ends, the next one starts.
     """
     running = list(responses[:slots])
     heapq.heapify(running)
@@ -255,7 +259,7 @@ def decode_steps(responses: Sequence[int], slots: int) -> int:
 def predict(work: Mapping[str, Work], rates: Rates, factors: Factors) -> dict[str, float]:
     """Return the seconds of each phase, and their sum as `step`.
 
-    A phase without factors takes twice its floor.
+    For a phase without factors, the prediction is twice the minimum `Work.floor`.
     """
     found = {
         phase: float(each.terms(rates) @ np.asarray(factors[phase]))
@@ -267,14 +271,14 @@ def predict(work: Mapping[str, Work], rates: Rates, factors: Factors) -> dict[st
 
 
 def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
-    """Return the factors that explain a phase best. None is negative.
+    """Fit the factors of a phase to measurements. No factor is negative.
 
-    Each set of terms is fitted by least squares of the relative errors. The set is chosen by Schwarz's
-    criterion, which charges for each term. Operations are always among the terms if there are any: a few
-    runs may be explained without them, but larger models would not be.
+    Every subset of the terms is fitted by least squares of the relative errors. The subset is chosen by
+    Schwarz's criterion (BIC), which has a penalty for each term. If there are any operations, the subset
+    always includes their term: without this term, the fit might match a few runs, but not larger models.
 
     Args:
-        observed: the work of each run, and the seconds that it took.
+        observed: the work and the measured seconds of each run.
         rates: the best speeds of the device.
     """
     rows = np.array([work.terms(rates) / seconds for work, seconds in observed])
@@ -298,9 +302,9 @@ def fit(observed: Sequence[tuple[Work, float]], rates: Rates) -> list[float]:
 
 
 def forecast(phases: Mapping[str, float], tokens: int, steps: int, devices: int) -> dict[str, Any]:
-    """Return what a run takes: seconds per phase, tokens per second, days and device hours.
+    """Return the cost of a run: seconds per phase, tokens per second, days and device hours.
 
-    Tokens per second and hours are those of all devices together.
+    Tokens per second and device hours are summed over all devices.
 
     Args:
         phases: the seconds of each phase, from `predict`.

@@ -1,6 +1,6 @@
-"""The shape of a language model: its number of parameters, part by part, and the bytes of keys and values.
+"""The shape of a language model: the numbers of parameters, and the bytes of keys and values.
 
-The shape is known from the model's config.json, or from the name under which it is published.
+The shape is read from the model's config.json, or looked up by the name of a published model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     r"gemma-2-27b": ("gemma2", 4608, 36864, 46, 32, 16, 256000, True, 128),
     r"gemma-3-1b": ("gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 256),
 }
-"""The config.json values of published models, by a pattern of their names.
+"""A dict from a regular expression for names of published models to their config.json values.
 
-The values are those of the keys in `_KEYS`, followed by those of experts.
+The values belong to the keys in `_KEYS`, followed by the keys for experts.
 """
 
 _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_TIED = ("gemma", "gemma2", "gemma3_text")  # their classes tie embeddings by default
+_TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose embeddings are tied by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,12 @@ class ModelShape:
 
     Attributes:
         kind: the model_type.
-        decoder: the layers; with experts, as wide as the experts that one token uses.
+        decoder: the layers. With experts, the width of the MLP is the total width of the experts that one
+            token uses.
         vocabulary: number of vocabulary entries.
         tied: whether embedding and head are the same matrix.
-        layer: parameters of a layer's matrices and biases, which tensor parallelism splits.
-        layer_norms: parameters of a layer's norms, and of a router, which tensor parallelism does not
+        layer: number of parameters in a layer's matrices and biases, which tensor parallelism splits.
+        layer_norms: number of parameters in a layer's norms and router, which tensor parallelism does not
             split.
     """
 
@@ -80,29 +81,29 @@ class ModelShape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding. A separate head has as many."""
+        """Number of parameters of the embedding. An untied head has the same number."""
         return self.vocabulary * self.decoder.hidden
 
     @property
     def matrices(self) -> int:
-        """Weights in the matrices of all layers that a token goes through."""
+        """Number of weights in the matrices of all layers that are used for a token."""
         own = self.decoder
         attention = 2 * own.hidden * own.head_width * (own.heads + own.key_heads)
         return own.layers * (attention + 3 * own.hidden * own.intermediate)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model. A matrix that is used twice counts once."""
+        """Number of parameters of the whole model. A tied matrix is counted once."""
         matrices = self.embedding * (1 if self.tied else 2)
         return matrices + self.decoder.layers * (self.layer + self.layer_norms) + self.decoder.hidden
 
     def kv_bytes(self, itemsize: int, split: int = 1) -> float:
         """Return the bytes of a token's keys and values in all layers, 2 · layers · K · d · itemsize.
 
-        The bytes are those on each of `split` ranks. A rank has at least one key head.
+        If `split` ranks split the heads, these are the bytes on one rank. A rank has at least one key head.
 
         Args:
-            itemsize: bytes of a number.
+            itemsize: bytes per element.
             split: number of ranks that split the heads.
 
         Source: Kwon et al. 2023, "PagedAttention", https://arxiv.org/abs/2309.06180, section 3.
@@ -114,8 +115,8 @@ class ModelShape:
 def published(name: str) -> dict[str, Any] | None:
     """Return the config.json values of a published model, or None if the name is unknown.
 
-    It returns the values that `model_shape` reads. The name can be that of the hub, such as
-    Qwen/Qwen2.5-7B-Instruct, or a folder with such a name.
+    The result has the keys that `model_shape` reads. The name can be a name on the hub, such as
+    Qwen/Qwen2.5-7B-Instruct, or the path of a folder with such a name.
     """
     last = name.rstrip("/").rpartition("/")[2].lower()
     for pattern, values in PUBLISHED.items():
@@ -126,7 +127,7 @@ def published(name: str) -> dict[str, Any] | None:
 
 @functools.cache
 def shape_of(path: str) -> ModelShape:
-    """Return the shape of a model, given its folder or published name.
+    """Return the shape of a model, given the model's folder or its published name.
 
     Raises:
         ConfigError: there is no folder with a config.json, and the name is unknown.
@@ -145,15 +146,16 @@ def shape_of(path: str) -> ModelShape:
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a config.json describes; for a multimodal model, that of its text model.
+    """Return the shape of the model that a config.json describes.
 
-    Symbols: D hidden features, H heads and K key heads of d features, I of the MLP. Each layer has: queries
-    and output 2 D H d; keys and values 2 D K d; gate, up and down 3 D I; biases (H + 2K) d in Qwen2, or for
-    all linear layers if the config asks for them; norms 2 D, or 4 D in Gemma 2 and 3; and head norms 2 d in
-    Qwen3 and Gemma 3. With E experts, each has 3 D I, and the router D E.
+    For a multimodal model, this is the shape of its text model. Symbols: D hidden features, H heads and K key
+    heads of d features each, I features of the MLP. Each layer has: queries and output 2 D H d; keys and
+    values 2 D K d; gate, up and down 3 D I; biases (H + 2K) d in Qwen2, or for all linear layers if the
+    config sets them; norms 2 D, or 4 D in Gemma 2 and 3; and head norms 2 d in Qwen3 and Gemma 3. With E
+    experts, each expert has 3 D I parameters, and the router D E.
 
     Raises:
-        ConfigError: a size is missing.
+        ConfigError: a size is missing in config.json.
     """
     text = {**config, **(config.get("text_config") or {})}
     missing = [key for key in _KEYS[1:5] if not isinstance(text.get(key), int)] + (

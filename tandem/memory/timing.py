@@ -1,4 +1,4 @@
-"""The seconds of a run's step on a kind of device, from measured or published speeds."""
+"""The seconds of a run's step on a type of device, from measured or published speeds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tandem.memory.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The seconds of the stages of a step.
+    """The seconds of the three stages of a step.
 
     Attributes:
         generation: generation of the responses and their rewards.
-        training: everything that follows.
-        transfer: transfer of the new weights to the rollout, in which both sides take part.
+        training: everything after generation.
+        transfer: transfer of the new weights from the training devices to the rollout devices.
     """
 
     generation: float
@@ -31,11 +31,11 @@ class Stages:
     transfer: float
 
     def step(self, *, ahead: bool) -> float:
-        """Return the seconds of one of many steps.
+        """Return the average seconds of a step in a long run.
 
         Args:
-            ahead: whether responses are generated one step ahead. The step then takes the longer of the two
-                sides plus the transfer, otherwise the sum.
+            ahead: whether responses are generated one step ahead. Then the result is the maximum of
+                generation and training, plus the transfer. Otherwise it is the sum of all stages.
         """
         both = max(self.generation, self.training) if ahead else self.generation + self.training
         return both + self.transfer
@@ -43,15 +43,16 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The speeds that give the seconds of a step.
+    """The speeds of a device, from which the seconds of a step are predicted.
 
     Attributes:
         rates: the best speeds of the device; see `tandem.memory.device_file.Device`.
-        item: bytes of a number; see there.
-        factors: the factors of measured phases; None: phases take their floors, or `EFFICIENCY` applies.
-        kind: the kind of device whose links count; None: no links count.
-        named: whether the user named the kind. Default factors then apply.
-        said: a text about the source of these speeds.
+        item: bytes per element; see `tandem.memory.device_file.Device`.
+        factors: a dict from phase to its measured factors. None: the minimum `Work.floor` is used, or the
+            default factors `EFFICIENCY` if `named`.
+        kind: the type of device whose links are included; None: no communication is included.
+        named: whether the user named the type of device. Then the default factors are used.
+        said: a text for the user about the source of these speeds.
     """
 
     rates: Rates
@@ -68,9 +69,9 @@ class Clock:
         """Return the clock of a device, or None for a CPU that was not measured.
 
         Args:
-            measured: the devices of the device file, by name.
-            name: name of a published kind, if the user named one.
-            gigabytes: the device's memory.
+            measured: a dict from name to each device in the device file.
+            name: name of a published type of device, if the user named one.
+            gigabytes: the device's memory in GB.
             cuda: whether the device is a CUDA device.
         """
         chosen = name or nearest_class(gigabytes)
@@ -101,7 +102,8 @@ class Clock:
             config: the config.
             shape: see `step_work`.
             lengths: the lengths of the step's sequences.
-            slots: number of sequences in a rollout engine's cache, if that is fewer than may run.
+            slots: number of sequences that fit into a rollout engine's KV cache, if this limits the running
+                sequences.
         """
         at = "actor_rollout_ref.rollout.max_num_seqs"
         running = config.actor_rollout_ref.rollout.max_num_seqs
@@ -121,9 +123,9 @@ class Clock:
     def stages(
         self, config: TrainConfig, shape: ModelShape, lengths: Lengths, slots: int | None = None
     ) -> Stages:
-        """Return the seconds of a step's two sides; see `step`.
+        """Return the seconds of the stages of a step; see `step`.
 
-        Weights for a rollout on other devices go over a link once.
+        If the rollout is on other devices, the transfer sends the weights over a link once.
         """
         found = self.step(config, shape, lengths, slots)
         whole = with_value(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
@@ -138,14 +140,14 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A rating of configs by memory and time.
+    """An evaluator that computes the memory plan and the time of a config.
 
     Attributes:
-        device: bytes of one device.
-        shapes: returns the shape of the model at a path.
+        device: bytes of one device's memory.
+        shapes: a function that returns the shape of the model at a path.
         clock: the speeds of the device; None for a CPU that was not measured.
         lengths: the lengths of a step's sequences.
-        accepts: returns whether the rules of configs allow these keys.
+        accepts: a function that returns whether the config rules allow the given keys and values.
     """
 
     device: float
@@ -159,10 +161,10 @@ class Judge:
         return plan(config, self.shapes, self.device)
 
     def timer(self, config: TrainConfig) -> tuple[Clock, ModelShape]:
-        """Return the clock, and the policy's shape.
+        """Return the speeds of the device, and the shape of the policy.
 
         Raises:
-            ConfigError: there is no source for the seconds.
+            ConfigError: the device is a CPU that was not measured, so the seconds cannot be predicted.
         """
         if self.clock is None:
             raise ConfigError(
@@ -174,11 +176,14 @@ class Judge:
         return self.clock, self.shapes(config.actor_rollout_ref.model.path)
 
     def seconds(self, config: TrainConfig, slots: int | None) -> float:
-        """Return the seconds of a step with so many sequences in the rollout's cache; None: with all."""
+        """Return the seconds of a step.
+
+        `slots` is the number of sequences that fit into the rollout's KV cache; None: all sequences fit.
+        """
         clock, shape = self.timer(config)
         return clock.step(config, shape, self.lengths, slots)["step"]
 
     def stages(self, config: TrainConfig, made: Plan) -> Stages:
-        """Return the seconds of the two sides of a step, for the plan of a config."""
+        """Return the seconds of the stages of a step, for a config and its memory plan."""
         clock, shape = self.timer(config)
         return clock.stages(config, shape, self.lengths, made.slots)

@@ -1,12 +1,11 @@
-"""The bytes that a forward pass and an update hold on a rank.
+"""The bytes that a forward pass and an update need on a rank.
 
 The shards of weights and optimizer state are not included. The bytes are computed for a few moments of the
-pass, of which one is the worst. Sizes are those of one rank: with tensor parallelism a layer is this rank's
-part of it; in a pipeline the layers are those of the stage; if ranks share the tokens, the tokens are those
-of the rank.
+pass, one of which has the peak. All sizes are per rank: with tensor parallelism a layer is this rank's shard;
+in a pipeline only the layers of the stage count; if ranks share the tokens, only the rank's tokens count.
 
-Symbols: w and r, numbers of a layer and of the root unit (embedding, last norm, head) after gathering; c
-and m, bytes of a number in the compute and the master type; N tokens, D hidden features, I features of the
+Symbols: w and r, parameters of a layer and of the root unit (embedding, last norm, head) after gathering; c
+and m, bytes of an element in the compute and the master dtype; N tokens, D hidden features, I features of the
 gated MLP.
 """
 
@@ -23,21 +22,21 @@ TILE = 256 << 20
 """Bytes of a tile of logits on a GPU."""
 CPU_TILE = 4 << 20
 _AT_ONCE = 1 / 8
-_ENTRIES = 256  # the smallest number of vocabulary entries in a tile
-_SPAN = 2048  # Triton's head keeps three numbers per token for so many vocabulary entries
+_ENTRIES = 256  # the minimum number of vocabulary entries in a tile
+_SPAN = 2048  # Triton's head keeps three numbers per token and this many entries
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The numbers of a model on one rank after gathering.
+    """The parameter counts of a model on one rank after FSDP has gathered all shards.
 
     Attributes:
         layers: number of layers.
-        layer: w, numbers of each layer.
-        root: r, numbers of the unit with everything else.
-        head: the part of r that is the output embedding; 0 if there is none.
-        trained_layer: the trained part of `layer`.
-        trained_root: the trained part of `root`.
+        layer: w, parameters of each layer.
+        root: r, parameters of the root unit, which has all other modules.
+        head: parameters of the output embedding, included in r; 0 if there is none.
+        trained_layer: trained parameters of each layer.
+        trained_root: trained parameters of the root unit.
     """
 
     layers: int
@@ -58,21 +57,20 @@ class Gathered:
         lora_rank: int = 0,
         trained: bool = True,
     ) -> Gathered:
-        """Return the numbers of a model of a given shape on one rank.
+        """Compute the parameter counts on one rank from the shape of a model.
 
-        Tensor parallelism splits matrices, but not norms. In a pipeline the result is for the last stage,
-        which has the head (without a head it is like the others), and for the largest number of layers that
-        a stage has.
+        Tensor parallelism splits matrices, but not norms. In a pipeline, the root unit is that of the last
+        stage, which has the head, and `layers` is the maximum over the stages.
 
         Args:
             shape: the shape of the model.
-            tensor: number of ranks that split each layer. They do not split the side of an adapter that has
-                the hidden features of its layer.
+            tensor: number of ranks that split each layer. The dimension of an adapter with the layer's hidden
+                features is not split.
             stages: number of pipeline stages.
-            head: whether the model has a language model head; otherwise it has one value per state.
+            head: whether the model has a language model head instead of a value head.
             lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
                 trained.
-            trained: whether anything is trained.
+            trained: whether the model is trained.
         """
         own = shape.decoder
         embedding = shape.embedding / tensor
@@ -103,21 +101,21 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a pass over a model is run.
+    """The settings of a forward or backward pass over a model.
 
     Attributes:
-        setup: how the layers are run.
-        master: m.
-        shards: number of ranks over which each number is sharded.
-        mode: what the backward pass recomputes.
-        reshard: whether a layer's gathered weights are freed after its forward.
+        setup: the settings of the decoder layers.
+        master: m, bytes of an element in the master dtype.
+        shards: number of ranks over which each parameter is sharded.
+        mode: the recomputation mode.
+        reshard: whether a layer's gathered weights are freed after the layer's forward.
         prefetch: whether the next layer is gathered during a layer's forward.
         head: the kernels that compute log-probs: "torch" or "triton"; "value": values instead of log-probs;
             "none": a pipeline stage without a head.
         micro_batches: number of micro-batches of an update on this rank.
-        each: whether gradients are reduced in each micro-batch, not only in the last one.
-        entropy: whether the head computes entropies too.
-        share: share of the layers that are recomputed according to `mode`; the others keep everything.
+        each: whether gradients are reduced in each micro-batch instead of only in the last one.
+        entropy: whether the head also computes entropies.
+        share: fraction of the layers to which `mode` applies; the other layers keep all activations.
         tile: bytes of a tile of logits.
     """
 
@@ -136,7 +134,7 @@ class Way:
 
     @property
     def resharding(self) -> bool:
-        """Whether layers are freed: not with one rank, which would have to gather from itself."""
+        """Whether gathered layers are freed. With one rank they never are."""
         return self.reshard and self.shards > 1
 
     @property
@@ -146,27 +144,27 @@ class Way:
 
 
 def reduces_each(asked: str, whole: float, shards: int, device: float) -> bool:
-    """Return whether the gradients of an update are reduced in each of its micro-batches.
+    """Return whether the gradients of an update are reduced in each micro-batch.
 
     Args:
-        asked: value of `fsdp_config.gradient_sync`; "auto": reduce in each if `whole` exceeds an eighth of
-            the device.
-        whole: bytes of the gathered weights and of the whole gradient.
-        shards: number of ranks over which each number is sharded.
+        asked: value of `fsdp_config.gradient_sync`; "auto": in each if `whole` exceeds an eighth of the
+            device.
+        whole: bytes of the gathered weights and the unsharded gradient.
+        shards: number of ranks over which each parameter is sharded.
         device: bytes of the device.
     """
-    if asked != "auto" or shards == 1:  # without sharding, reducing in each gains nothing
+    if asked != "auto" or shards == 1:  # without sharding, reducing in each saves no memory
         return asked == "each"
     return whole > _AT_ONCE * device
 
 
 class Moment(NamedTuple):
-    """The bytes at a moment, by purpose.
+    """The bytes of each purpose at one moment of a pass.
 
     Attributes:
-        name: the moment.
-        gathered: weights in the compute type, and the buffers that they are gathered in.
-        gradients: whole gradients, gradients that wait to be reduced, and their shards.
+        name: a description of the moment.
+        gathered: gathered weights in the compute dtype, and the gather buffers.
+        gradients: unsharded gradients, gradients before their reduction, and gradient shards.
         activations: activations of layers.
         head: tensors of log-probs, values or logits.
     """
@@ -197,16 +195,16 @@ def forward_moments(
     last: float = 0.0,
     gradients: float = 0.0,
 ) -> Iterator[Moment]:
-    """Yield the moments of a forward pass.
+    """Yield the moments of a forward pass that may have the peak memory.
 
-    The root stays gathered. A layer is gathered into a buffer and copied out of it, and FSDP2 keeps the
-    buffer until the next layer is there. Therefore the root and the first layer are there with both of
-    their buffers, and a later layer with its own buffer and that of the layer before. A layer holds the
-    embeddings, its input, the result of attention, the norm of both, and three tensors as wide as the MLP.
-    The head holds its tiles.
+    The root unit stays gathered. A layer is gathered into a buffer and copied out of it. FSDP2 keeps the
+    buffer until the next layer is gathered. So the root and the first layer need both of their buffers, and a
+    later layer needs its buffer and the previous layer's buffer. During a layer, memory has the embeddings,
+    the layer's input, the attention output, the norm of both, and three tensors as wide as the MLP. The head
+    has its tiles.
 
-    For a backward pass, all layers except the last keep `earlier` bytes, and the last one `last`.
-    `gradients` are the bytes of gradients that exist already.
+    If a backward pass follows, all layers except the last together keep `earlier` bytes, and the last layer
+    keeps `last`. `gradients` are the bytes of gradients of earlier micro-batches.
     """
     c, features = way.setup.itemsize, decoder.hidden
     w, r = c * own.layer, c * own.root
@@ -227,24 +225,23 @@ def forward_moments(
 
 
 def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> Iterator[Moment]:
-    """Yield the moments of an update.
+    """Yield the moments of an update that may have the peak memory.
 
-    With one micro-batch, or if each is reduced, gradients are reduced unit by unit as they arrive, and
-    added to the shards of the earlier ones. Otherwise the gradients of several micro-batches are summed in
-    the master type, whole on every rank, m for each trained number, until the last micro-batch. Weights
-    that were gathered for a backward then stay for the next forward.
+    With one micro-batch, or if every micro-batch is reduced, gradients are reduced unit by unit and added to
+    shards. Otherwise gradients are summed over micro-batches in the master dtype, unsharded on every rank, m
+    for each trained parameter. Then the weights stay gathered from a backward to the next forward.
 
-    - Forward: as without gradient, plus what layers keep. If few numbers are trained, the first gather is
-      the worst moment.
-    - Head, backward: the activations of all layers are there, those of the last norm, and the states for
-      the head. The head computes the gradient of its weight, c for each number, and its tiles.
-    - Last layer, backward: what is recomputed is there. Of the MLP's gradients two more tensors than what
-      is saved are held, the gradient of the states, and the gradient of one matrix. The layer before is
+    - Forward: as without gradient, plus the saved activations. If few parameters are trained, the first
+      gather is the peak.
+    - Head, backward: activations of all layers and of the last norm, the head's hidden states, the gradient
+      of the head's weight (c for each parameter), and tiles.
+    - Last layer, backward: the recomputed activations; in the MLP, two gradient tensors more than the saved
+      tensors, the gradient of the hidden states, and the gradient of one matrix. The previous layer is
       gathered.
-    - First layer, backward: the activations of one layer; all gradients; and all weights, if the
-      micro-batch is not the last.
-    - Reduction of the root: its gradients, c, and the buffer for the reduction, m for each of its numbers.
-      On one rank the buffer is copied once more.
+    - First layer, backward: the activations of one layer; all gradients; and all weights, except in the last
+      micro-batch.
+    - Reduction of the root: its gradients, c, and the reduction buffer, m for each parameter. On one rank the
+      buffer is copied once more.
     """
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
     w, r, layers = c * own.layer, c * own.root, own.layers
@@ -288,8 +285,8 @@ def _last_moments(
 ) -> Iterator[Moment]:
     """Yield the moments at the end of an update's backward pass.
 
-    `single` are the bytes of activations in the backward of the first layer, `around` the part of them that
-    belongs to no layer, and `head_gradient` the bytes of the head's gradient.
+    `single` are the bytes of activations in the first layer's backward, `around` the bytes of these that
+    belong to no layer, and `head_gradient` the bytes of the head's gradient.
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
     w, r = c * own.layer, c * own.root
@@ -318,16 +315,16 @@ def _last_moments(
 
 
 def _around(decoder: Decoder, c: int) -> float:
-    """Return the bytes per token of cosines, sines, positions and ids."""
+    """Return the bytes per token of tensors outside layers: cosines, sines, positions and ids."""
     return 2 * c * decoder.head_width + 48
 
 
 def _inside(decoder: Decoder, way: Way) -> float:
-    """Return the largest number of bytes per token that a layer holds in a forward pass.
+    """Return the peak bytes per token inside a layer's forward pass.
 
-    These are the embeddings, its input, the result of attention and its norm, together with activated gate,
-    up and their product (with adapters, also their part of up). Or they are the same without the norm, but
-    with its fp32 input and its square.
+    This is the larger of two sums. First: embeddings, layer input, attention output and its norm, with
+    activated gate, up and their product (with adapters, also the adapter's term of up). Second: embeddings,
+    layer input and attention output, with the norm's fp32 input and its square.
     """
     c, features = way.setup.itemsize, decoder.hidden
     wide = 4 if way.setup.lora_rank else 3
@@ -336,11 +333,11 @@ def _inside(decoder: Decoder, way: Way) -> float:
 
 
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
-    """Return the bytes that a layer's backward holds at most, in addition to what the layer keeps.
+    """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
-    In the MLP these are the gradients of activated gate and up, the gradient of the states, and the
-    gradient of one matrix. In the norm before it, the MLP has freed what it kept: there are four gradients
-    of the states in fp32, one in the compute type, and the gradients of the MLP's matrices.
+    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix. In
+    the norm before the MLP, the MLP's activations are freed. There are four gradients of the hidden states in
+    fp32, one in the compute dtype, and the gradients of the MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
     inner = decoder.intermediate / t
@@ -351,9 +348,9 @@ def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> 
 
 
 def tile_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int, itemsize: int) -> tuple[float, float]:
-    """Return the bytes of the first tile of logits, and the second tile's size as a share of the first.
+    """Return the bytes of the first tile of logits, and the ratio of the second tile's size to them.
 
-    A tile has at most `Way.tile` bytes, but at least `_ENTRIES` entries of the vocabulary.
+    A tile has at most `Way.tile` bytes, but at least `_ENTRIES` vocabulary entries.
     """
     entries = own.head / decoder.hidden
     width = max(_ENTRIES, way.tile // max(1, tokens * itemsize) // _ENTRIES * _ENTRIES)
@@ -361,11 +358,11 @@ def tile_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int, itemsize:
 
 
 def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
-    """Return the bytes of the head in a forward pass.
+    """Return the peak bytes of the head in a forward pass.
 
-    PyTorch's head holds a tile of fp32 logits, the tile before it, and, on a CPU, whose products are in the
-    compute type, half a tile more. Triton's head holds three numbers for each token and span of the
-    vocabulary. A value head holds the states in fp32.
+    PyTorch's head has a tile of fp32 logits, the previous tile, and on a CPU, where products are in the
+    compute dtype, half a tile more. Triton's head has three numbers per token and vocabulary span. A value
+    head has the hidden states in fp32.
     """
     if way.head == "value":
         return tokens * 4.0 * decoder.hidden
@@ -378,10 +375,11 @@ def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -
 
 
 def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
-    """Return the bytes of the head in a backward pass.
+    """Return the peak bytes of the head in a backward pass.
 
-    These are the gradient of the states in fp32. PyTorch's head adds a tile's logits and their gradient in
-    fp32, the gradient in the compute type, and that of the tile before. Triton's head adds the last two.
+    Every head has the gradient of the hidden states in fp32. PyTorch's head adds a tile's logits and their
+    gradient in fp32, the gradient in the compute dtype, and the previous tile's gradient. Triton's head adds
+    only the last two.
     """
     c = way.setup.itemsize
     if way.head == "none":

@@ -1,11 +1,11 @@
-"""Offloading of activations: they wait in host memory for the backward pass.
+"""Offloading of activations to host memory between the forward pass and the backward pass.
 
-When a layer has run, the tensors that it saved for its backward pass are copied to the host. They are copied
-back just before the backward pass needs them. Whole storages are copied, not tensors, so a storage that a
-layer saved twice, or in two views, is copied once.
+When a layer has run, the tensors that it saved for its backward pass are copied to the host. Just before the
+backward pass needs the tensors, they are copied back. Whole storages are copied instead of tensors. So a
+storage that a layer saved twice, or in two views, is copied only once.
 
-The copies of one layer run in parallel to the computation of the next layer, so the device holds the saved
-tensors of two layers at a time. Nothing here makes the host wait for the device.
+The copies of one layer run in parallel with the computation of the next layer. So the device holds the saved
+tensors of two layers at a time. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from tandem.observability.metrics import Metrics
 
 # Smaller storages stay on the device: starting a copy would take longer than the copy itself.
 MIN_BYTES = 1 << 14
-_ALIGNMENT = 64  # of each storage in host memory, in bytes
+_ALIGNMENT = 64  # alignment of each storage in host memory, in bytes
 _NOTHING = nullcontext()
 
 
 class SameStream:
-    """A lane that copies on the stream of the computation, which waits for the copies."""
+    """A copier on the stream of the computation. Later computation waits for the copies."""
 
     def start(
         self, pairs: Sequence[tuple[Tensor, Tensor]], around: AbstractContextManager[None] = _NOTHING
     ) -> Any:
-        """Start to copy sources to targets, after all computation that was issued so far.
+        """Start to copy sources to targets, after all computation that was launched so far.
 
         Args:
-            pairs: (target, source) tensors.
-            around: a context that is entered while the copies are issued.
+            pairs: Pairs (target, source) of tensors.
+            around: a context manager that is active while the copies are launched.
 
         Returns:
-            A mark of the end of the copies, for `wait`.
+            A mark of the end of the copies, such as a CUDA event, for `wait`.
         """
         with around:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
     def wait(self, mark: Any) -> None:
-        """Make later computation wait for the mark. On the same stream this needs no action."""
+        """Make later computation wait for the mark. On the same stream no action is needed."""
 
 
 class SideStream(SameStream):
-    """A lane that copies on a separate CUDA stream, in parallel with the computation."""
+    """A copier on a separate CUDA stream, in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class _Saved:
 
     Attributes:
         nbytes: size in bytes.
-        storage: the storage on the device; None while only the host has the data.
+        storage: the storage on the device; None while the data are only on the host.
         host: (nbytes) uint8, the copy on the host.
     """
 
@@ -102,10 +102,10 @@ class _Layer:
         index: number of the layer.
         outside: addresses of storages that do not belong to the layer's activations: parameters and tensors
             that all layers share.
-        saved: the storages that may be moved, by address.
-        small: sizes in bytes of the storages that are too small to move, by address.
-        mark: the end of copies that nobody has waited for yet.
-        over: whether the micro-batch has ended.
+        saved: a dict from address to each storage that may be moved.
+        small: a dict from address to the size in bytes of each storage that is too small to move.
+        mark: the mark of the last copies, if the computation has not waited for it yet; else None.
+        over: whether the layer's micro-batch has ended.
     """
 
     index: int
@@ -131,10 +131,10 @@ class _Layer:
         self.mark = lane.start(pairs)
 
     def fetch(self, lane: SameStream, device: torch.device) -> None:
-        """Start to copy back every storage that only the host has.
+        """Start to copy every storage that is only on the host back to the device.
 
-        The device memory is allocated and freed on the stream of the computation, so the allocator does not
-        have to know about the copies.
+        The device memory is allocated and freed on the stream of the computation. So the allocator does not
+        need to know about the copies.
         """
         pairs = []
         for saved in self.saved.values():
@@ -153,7 +153,7 @@ class _Layer:
             self.mark = None
 
     def leave(self, lane: SameStream) -> None:
-        """Free the device memory after the copies from or to it have ended."""
+        """Free the device memory of the storages after their copies have ended."""
         self.settle(lane)
         for saved in self.saved.values():
             saved.storage = None
@@ -161,9 +161,9 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """The object that autograd keeps in place of a saved tensor.
+    """The object that autograd stores instead of a saved tensor.
 
-    If `spec` is given, the tensor is a DTensor, and only this rank's part of it is moved.
+    If `spec` is given, the tensor is a DTensor, and only this rank's local tensor is moved.
     """
 
     layer: _Layer
@@ -183,24 +183,28 @@ class _Handle:
 
 
 class ActivationOffload:
-    """The part of a model that moves saved activations to the host and back.
+    """A wrapper around a model's layers that moves saved activations to the host and back.
 
-    The constructor wraps the `forward` of the layers in place. Without gradients the layers run as before.
-    Each forward pass through the layers must be followed by its backward pass and by `report` before the next
-    forward pass starts.
+    The constructor wraps the `forward` of the layers in place. Without gradients the layers run unchanged.
+    After each forward pass, run the backward pass and call `report` before the next forward pass starts.
 
-    These saved tensors stay on the device: parameters; tensors that all layers share (keyword arguments of
-    the layer, such as positions and packing); small tensors; and all tensors of the last layer, because the
-    backward pass starts there. A layer under gradient checkpointing saves its input. Outputs that
-    checkpointing keeps in addition stay on the device.
+    These saved tensors stay on the device:
+
+    - parameters.
+    - tensors that all layers share: keyword arguments of the layer, such as positions and packing.
+    - small tensors.
+    - all tensors of the last layer, because the backward pass starts there.
+    - outputs of operators that gradient checkpointing keeps.
+
+    A layer with gradient checkpointing saves only its input and these outputs.
 
     Args:
         layers: the layers in the order in which they run.
         device: the device on which they run.
-        lane: makes the copies. With None, the bytes are only counted. This is the choice for a CPU, where the
-            copies would go from host memory to host memory.
-        ahead: 1: a layer is copied while its neighbour computes, so the tensors of two layers are on the
-            device. 0: the tensors of one layer.
+        lane: the copier. With None, nothing is copied, and the bytes are only counted. Use None on a CPU,
+            where a copy would only go from host memory to host memory.
+        ahead: 1: a layer is copied while the adjacent layer computes, so the device holds the saved tensors
+            of two layers. 0: the device holds the saved tensors of only one layer.
         min_bytes: smaller storages stay on the device.
     """
 
@@ -226,7 +230,7 @@ class ActivationOffload:
             wrapped.forward = partial(self._forward, index, layer, wrapped.forward)
 
     def report(self, metrics: Metrics) -> None:
-        """End a micro-batch after its backward pass and add its metrics.
+        """End a micro-batch after its backward pass, and add the metrics of the micro-batch.
 
         `activation_offload_bytes` counts the bytes that left the device (or would have left it).
         `activation_resident_bytes` is the peak of the saved bytes that stayed on the device.
@@ -285,7 +289,7 @@ class ActivationOffload:
         layer, lane = packed.layer, self.lane
         if (
             layer is not self._reached
-        ):  # the backward pass is done with later layers and needs the earlier layer next
+        ):  # the backward pass has finished the later layers and needs the earlier layer next
             assert lane is not None
             if layer.over:
                 raise EngineError(
@@ -311,9 +315,9 @@ class ActivationOffload:
 
 
 def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
-    """Return the addresses of the storages that hold no activations of the layer itself.
+    """Return the addresses of the storages that are not activations of the layer.
 
-    Inside FSDP's hooks the layer's parameters are the gathered parameters.
+    Call this inside FSDP's hooks, where the layer's parameters are gathered.
     """
     shared = [*layer.parameters(), *layer.buffers()]
     for leaf in tree_leaves(kwargs):
@@ -325,10 +329,10 @@ def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """Return the local tensor that has a storage.
+    """Return the tensor whose storage has the data.
 
-    For a DTensor that is this rank's part. For the pending result of a collective it is the finished result.
-    All other tensors are returned unchanged.
+    For a DTensor this is the local tensor. For the pending result of a collective it is the finished result.
+    Any other tensor is returned unchanged.
     """
     if isinstance(tensor, DTensor):
         with torch.no_grad():

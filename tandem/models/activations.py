@@ -1,8 +1,8 @@
-"""Activations of the decoder layers: which are recomputed, and which wait in host memory.
+"""Setup of activation recomputation (gradient checkpointing) and activation offloading for decoder layers.
 
 Both techniques wrap the `forward` of a layer before FSDP shards the layer, so that FSDP's hooks surround the
-wrapper. FSDP gathers the parameters before the layer runs and once more before its backward pass. The second
-run of the layer happens after that second gather, so it gathers nothing itself.
+wrapper. FSDP gathers the parameters before the layer runs, and again before the layer's backward pass. The
+recomputation happens after the second gather, so it needs no further gather.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.models.activation_offload import ActivationOffload, SameStream, Side
 _LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
 _KEPT = ("matmul", "attention")
 
-# The operators behind each short name, for all devices. A build of PyTorch may lack some of them.
+# The operators of each short name, for all devices. Some builds of PyTorch lack some of these operators.
 _SHORT = {
     "matmul": ("aten.mm", "aten.addmm", "mkldnn._linear_pointwise", "tandem.onednn_linear"),
     "attention": (
@@ -41,11 +41,11 @@ _SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """What the layers do with their activations.
+    """The recomputation and offloading that were set up for a model's layers.
 
     Attributes:
-        switch: chooses what is recomputed, if this may change between steps; else None.
-        offload: moves activations to the host and counts them; None if offloading is off.
+        switch: the switch of the recomputation mode, if the mode may change between steps; else None.
+        offload: the wrapper that moves activations to the host; None if offloading is off.
     """
 
     switch: Switch | None = None
@@ -53,9 +53,9 @@ class Managed:
 
 
 def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, device: torch.device) -> Managed:
-    """Set up recomputation and offloading of activations as the config says.
+    """Set up recomputation and offloading of activations as set in the config.
 
-    This changes the layers in place and must happen before they are sharded.
+    This changes the layers in place. Call this before the layers are sharded.
 
     A layer with gradient checkpointing keeps only its input and runs again in the backward pass (Chen et al.
     2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Without
@@ -64,9 +64,10 @@ def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, devi
     - "full": every layer runs again.
     - "first": the first `gradient_checkpointing_layers` layers run again.
     - "every": one layer in `gradient_checkpointing_layers` runs again, the last of each such group.
-    - "ops": every layer runs again, but the outputs of some operators are kept and not computed again. These
-      are "matmul" (the products of linear layers), "attention", or operators of PyTorch such as "aten.mm".
-      Compiled layers write most products into their own buffers and compute those again anyway.
+    - "ops": every layer runs again, but the outputs of some operators are kept and not computed again. Name
+      these operators as "matmul" (the matrix products of linear layers), "attention", or by PyTorch's names,
+      such as "aten.mm". Compiled layers write most matrix products into internal buffers, and recompute these
+      products anyway.
 
     Args:
         layers: the decoder layers of a model that is trained.
@@ -95,16 +96,17 @@ def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, devi
 
 
 class Switch:
-    """A switch that makes layers run again in the backward pass as `mode` says.
+    """A switch that sets which layers are recomputed in the backward pass.
 
-    The mode may change between steps. The layers are changed in place. See `manage_activations`.
+    The layers are changed in place. You may set `mode` to another mode between steps. See
+    `manage_activations`.
 
     Args:
         layers: the layers to wrap.
         ops: the operators whose outputs are kept in the mode "ops".
 
     Attributes:
-        mode: "full" until you set it.
+        mode: the mode of recomputation. It is "full" until you set it.
     """
 
     mode: Recomputed
@@ -133,12 +135,12 @@ class Switch:
 
 
 def recomputed_layers(total: int, mode: str, count: int | None) -> range:
-    """Return the indices of the layers that run again; see `manage_activations`.
+    """Return the indices of the layers that are recomputed; see `manage_activations`.
 
     Args:
         total: number of layers of the model.
         mode: "full", "ops", "first" or "every".
-        count: the number that "first" and "every" need.
+        count: the value of `gradient_checkpointing_layers`, which "first" and "every" need.
 
     Raises:
         ConfigError: If `count` is larger than `total`.
@@ -161,7 +163,7 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
     """Return the overloads of the named operators; see `manage_activations`.
 
     Raises:
-        ConfigError: If PyTorch has no operator of that name.
+        ConfigError: If PyTorch has no operator with one of these names.
     """
     found = []
     for name in names:
@@ -178,7 +180,7 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """Return the overloads of "namespace.operator" that return a new tensor.
+    """Return the overloads of the operator "namespace.operator" that return a new tensor.
 
     The list is empty if PyTorch has no such operator.
     """
@@ -186,5 +188,5 @@ def _overloads(name: str) -> list[torch._ops.OpOverload]:
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
         return [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
-    except (AttributeError, RuntimeError):  # which one depends on PyTorch's version
+    except (AttributeError, RuntimeError):  # the type of the error depends on PyTorch's version
         return []

@@ -1,7 +1,7 @@
-"""Checks of a model's architecture: which architectures Tandem can train.
+"""Checks whether Tandem can train a model's architecture.
 
-It can train those that transformers has for the task, if their attention can be replaced by attention over
-packed sequences.
+Tandem can train an architecture if transformers has a model class for the task, and if the model's attention
+can be replaced by attention over packed sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import (
 from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
-_OWN_CODE = "auto_map"  # key of config.json: the folder brings its own model classes
+_OWN_CODE = "auto_map"  # a key of config.json that says that the folder contains model classes
 
 
 def require_known(folder: Path, *, trust_remote_code: bool) -> None:
@@ -34,10 +34,10 @@ def require_known(folder: Path, *, trust_remote_code: bool) -> None:
 
     Args:
         folder: the model's folder.
-        trust_remote_code: whether the folder's own code may run; if so, it defines the architecture.
+        trust_remote_code: whether the folder's code may run; if so, this code defines the architecture.
 
     Raises:
-        ModelError: If transformers does not know the type.
+        ModelError: If transformers does not know the `model_type`.
     """
     stored = stored_config(folder)
     kind, own = stored.get("model_type"), _OWN_CODE in stored
@@ -54,16 +54,16 @@ def require_known(folder: Path, *, trust_remote_code: bool) -> None:
 def require_task(
     folder: str | Path, config: PreTrainedConfig, *, scorer: bool = False, trust_remote_code: bool = False
 ) -> Any:
-    """Return the model class of a folder for the task.
+    """Return the model class of a folder for language modeling or for scoring.
 
     Args:
         folder: the model's folder.
         config: the folder's config, from `load_config`.
         scorer: whether the task needs a classifier instead of a causal language model.
-        trust_remote_code: whether the folder's own code may run.
+        trust_remote_code: whether the folder's code may run.
 
     Returns:
-        A class of transformers; None if the folder's own code defines the class.
+        A class of transformers; None if the folder's code defines the class.
 
     Raises:
         ModelError: If transformers has no model of this architecture for the task.
@@ -82,8 +82,9 @@ def require_packable(
 ) -> None:
     """Check that the architecture can be trained on packed sequences.
 
-    It cannot if its attention cannot be replaced, or if it passes a state from token to token outside
-    attention. For a folder with its own code, only a trial can tell, so the code passes this check.
+    Training is impossible if the architecture's attention cannot be replaced, or if the architecture passes a
+    state from token to token outside attention. A folder with custom model code passes this check, because
+    only a trial run shows whether the code supports packing.
 
     Args:
         folder: the model's folder.
@@ -92,7 +93,7 @@ def require_packable(
         trust_remote_code: see `require_task`.
 
     Raises:
-        ModelError: If the architecture cannot be trained this way; also see `require_task`.
+        ModelError: If the architecture cannot be trained on packed sequences; also see `require_task`.
     """
     model = require_task(folder, config, scorer=scorer, trust_remote_code=trust_remote_code)
     if model is not None and not model.is_backend_compatible():
@@ -112,12 +113,12 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 
 def judges_tokens(config: PreTrainedConfig) -> bool:
-    """Return whether a folder's config is that of a token classifier."""
+    """Return whether the config belongs to a token classifier."""
     return architecture_of(config).endswith("ForTokenClassification")
 
 
 def _task_of(config: PreTrainedConfig, *, scorer: bool) -> tuple[str, Any, Any]:
-    """Return the task's name, transformers' model classes for it by config, and its auto class."""
+    """Return the task's name, transformers' dict from config class to model class, and the auto class."""
     if not scorer:
         return "a causal language model", MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     if judges_tokens(config):

@@ -1,11 +1,11 @@
-"""Causal attention over packed sequences, as an attention function of transformers.
+"""Causal attention over packed sequences, registered as an attention function of transformers.
 
-Many sequences lie in one row, and each token attends only to its own sequence. Models loaded with
-`attention=PACKED` call this function in every layer. The packing plan reaches it through the keyword
-arguments of the model's forward.
+Many sequences are packed into one row, and each token attends only to tokens of the same sequence. Models
+loaded with `attention=PACKED` call this function in every layer. The packing plan is passed through the
+keyword arguments of the model's forward.
 
-Shapes: N packed tokens; H query heads, K key and value heads, D features of a head; a rectangle holds B
-sequences of width T.
+Shapes: N packed tokens; H query heads, K key and value heads, D features of a head; a rectangle (a padded
+block of sequences of similar length) has B sequences of width T.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ def packed_attention(
     kernel: Kernel | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention in the calling convention of transformers.
+    """Compute attention with the signature of transformers' attention interface.
 
     Args:
-        module: the attention layer that calls.
-        query: (1, H, N, D). If ranks share the tokens, all inputs hold only this rank's tokens.
+        module: the attention layer that calls this function.
+        query: (1, H, N, D). If ranks share the tokens (sequence parallelism), all inputs contain only this
+            rank's tokens.
         key: (1, K, N, D).
         value: (1, K, N, D).
-        attention_mask: not used; the packing says where the sequences lie.
+        attention_mask: not used, because `packing` describes the sequences.
         packing: the layout of the sequences.
-        scaling: factor of the scores; None: D^-0.5.
+        scaling: the factor of the scores; None: D^-0.5.
         sliding_window: the window of the layer, in tokens; it must not be shorter than any sequence.
-        kernel: for half precision on a GPU; None: PyTorch's kernel.
+        kernel: the kernel for half precision on a GPU; None: PyTorch's kernel.
         **options: further options of transformers.
 
     Returns:
-        (1, N, H, D), and None in place of attention weights.
+        The output (1, N, H, D), and None instead of attention weights.
 
     Raises:
-        ModelError: If the plan is missing, or the attention is not plain causal attention.
+        ModelError: If `packing` is missing, or if the layer needs more than plain causal attention.
     """
     if packing is None:
         raise ModelError(
@@ -90,7 +91,7 @@ def packed_attention(
 
 
 def rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
-    """Compute attention over rectangles of sequences of similar length.
+    """Compute attention over rectangles, which are padded blocks of sequences of similar length.
 
     Causal attention needs no mask for padding on the right. The outputs at padding are dropped.
     """
@@ -118,11 +119,11 @@ def _causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Ten
 
 
 def written_scores(packing: Packing, itemsize: int) -> int:
-    """Return how many scores of one head a CPU materializes and keeps for the backward pass.
+    """Return the number of scores per head that a CPU materializes and keeps for the backward pass.
 
     Args:
         packing: the layout of the sequences.
-        itemsize: bytes per number of the queries.
+        itemsize: bytes per element of the queries.
     """
     if itemsize != torch.bfloat16.itemsize:
         return 0
@@ -130,9 +131,9 @@ def written_scores(packing: Packing, itemsize: int) -> int:
 
 
 def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
-    """Return softmax(q kᵀ scale + mask) v.
+    """Return softmax(q kᵀ scale + mask) v, with all scores in memory.
 
-    The query heads that share a key head are the rows of one matrix.
+    The query heads that share a key head are the rows of one matrix product.
     """
     B, H, T, D = q_BHTD.shape
     K = k_BKTD.shape[1]
@@ -153,7 +154,7 @@ def _attend_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def no_view(tensor: Tensor) -> Tensor:
-    """Return the tensor in a form that autograd does not treat as a view."""
+    """Return an equal tensor that autograd does not treat as a view."""
     out: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return out
 
@@ -169,9 +170,9 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def attention_name(implementation: str, device: torch.device, head_width: int) -> str:
-    """Return the name by which to load a model that uses `packed_attention` with a kernel.
+    """Register `packed_attention` with a kernel, and return its attention name for transformers.
 
-    The name avoids the word "flash", by which transformers recognizes its own implementations.
+    The name does not contain "flash", because transformers treats such names as its own implementations.
 
     Args:
         implementation: see `choose_kernel`.

@@ -1,6 +1,6 @@
 """GPU kernels for causal attention over packed sequences.
 
-The kernels have the names that transformers gives their packages. PyTorch's own kernel is one of them.
+The kernels are named as in transformers. PyTorch's kernel is available too.
 
 Shapes: N packed tokens; H query heads, K key and value heads, D features of a head.
 """
@@ -26,15 +26,15 @@ _VARLEN_OPTIONS = inspect.signature(varlen.varlen_attn).parameters
 
 
 Kernel = Callable[[Sequence[Tensor], Packing, float], Tensor]
-"""A function that returns attention over packed sequences, (N, H, D).
+"""A function that computes attention over packed sequences, with the result (N, H, D).
 
-Its arguments are query (N, H, D), key and value (N, K, D), in bf16 or fp16; the packing; and the factor of
-the scores.
+The arguments are a list of query (N, H, D), key and value (N, K, D), in bf16 or fp16; the packing; and the
+factor of the scores.
 """
 
 
 def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
-    """Call PyTorch's own `varlen_attn`, whose kernels are those of FlashAttention 2."""
+    """Compute attention with PyTorch's `varlen_attn`, which uses the kernels of FlashAttention 2."""
     q_NHD, k_NKD, v_NKD = rows
     options: dict[str, Any] = {"scale": scale}
     options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
@@ -48,14 +48,14 @@ def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package of kernels whose function `flash_attn_varlen_func` takes packed sequences.
+    """A Python package whose function `flash_attn_varlen_func` computes attention over packed sequences.
 
     Attributes:
         module: the Python module that has the function.
-        distribution: the name under which the package is installed. Two distributions have a module
-            `flash_attn`.
-        generations: major compute capabilities of the GPUs that the package supports.
-        install: how to install the package.
+        distribution: the name of the distribution on PyPI. It is needed because two distributions have a
+            module `flash_attn`.
+        generations: the major compute capabilities of the supported GPUs.
+        install: the command that installs the package.
     """
 
     module: str
@@ -89,7 +89,7 @@ class Package:
             )
             found: Tensor = (
                 out[0] if isinstance(out, tuple) else out
-            )  # version 4 also returns the normalisers
+            )  # version 4 also returns the log normalizers
             return found
 
         return call
@@ -109,15 +109,15 @@ _WIDTHS = (64, 96, 128)  # head widths that all packages support
 
 
 def choose_kernel(name: str, device: torch.device, head_width: int) -> str:
-    """Return the name of the attention kernel to run on a device.
+    """Choose the attention kernel for a device and return the kernel's name.
 
-    "auto" chooses the best kernel that is installed and supports the GPU and the head width. If there is
-    none, it chooses "torch", PyTorch's own kernel.
+    "auto" chooses the best installed kernel that supports the GPU and the head width. If no such kernel is
+    installed, "auto" chooses "torch", PyTorch's kernel.
 
     Args:
-        name: the kernel that the config asks for.
+        name: the kernel that the config names.
         device: the device on which the model runs.
-        head_width: features of an attention head.
+        head_width: the number of features of an attention head.
 
     Raises:
         ConfigError: If the kernel does not run on the device, or its package is not installed.
@@ -132,7 +132,7 @@ def choose_kernel(name: str, device: torch.device, head_width: int) -> str:
 
 
 def make_kernel(name: str) -> Kernel:
-    """Return the kernel of a name from `choose_kernel`."""
+    """Return the kernel with a name that `choose_kernel` returned."""
     return torch_varlen if name == TORCH else PACKAGES[name].kernel()
 
 

@@ -1,7 +1,7 @@
-"""Cost of a model's collectives: seconds and bytes, measured at each call.
+"""Measurement of a model's collectives: their seconds and bytes.
 
-FSDP2 lets you replace its all-gather and reduce-scatter. Tandem's replacements are FSDP2's own operations
-with a meter around them.
+FSDP2 allows you to replace its all-gather and reduce-scatter. Tandem's replacements call FSDP2's operations
+and measure each call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MANY_EVENTS = 1000
 class Meter:
     """A meter that sums the seconds and bytes of operations on this rank.
 
-    On a CPU the seconds are the time spent in the call. On CUDA they are the time between two events around
-    the operation on its own stream, so the operation may overlap with computation.
+    On a CPU, the seconds are the time spent in the call. On CUDA, they are the time between two events before
+    and after the operation on its stream. So the measured operation may overlap with computation.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Meter:
 
     @contextmanager
     def measure(self, device: torch.device, received: int) -> Iterator[None]:
-        """Measure an operation on tensors of `device` that receives `received` bytes."""
+        """Measure the operation inside the context, which receives `received` bytes on `device`."""
         self._bytes += received
         if device.type != "cuda":
             start = time.perf_counter()
@@ -77,18 +77,20 @@ class Meter:
 class CollectiveMeter(Meter):
     """A meter that sums the collectives of one model on this rank.
 
-    Bytes are those that this rank receives from other ranks if every piece travels once. With W ranks, these
-    are: in an all-gather the W - 1 other shards; in a reduce-scatter the W - 1 other contributions to this
-    rank's shard; in an all-reduce, which is a reduce-scatter and an all-gather, 2 (W - 1) / W of the tensor's
-    size. FSDP pads shards to equal size, and the padding counts.
+    The bytes are the bytes that this rank receives from other ranks if every piece is sent once. With W
+    ranks, this is:
 
-    Seconds are the time spent in the call. For a host tensor this includes the wait for the slowest rank. On
-    CUDA they are the time between two events around the operation on its own stream, so the operation may
-    overlap with computation.
+    - in an all-gather: the W - 1 other shards.
+    - in a reduce-scatter: the W - 1 other contributions to this rank's shard.
+    - in an all-reduce, which is a reduce-scatter and an all-gather: 2 (W - 1) / W of the tensor's size.
+
+    FSDP pads shards to equal size, and the padding is included.
+
+    The seconds are measured as in `Meter`. For a host tensor they include the wait for the slowest rank.
     """
 
     def count(self, received: int) -> None:
-        """Add bytes that came from another rank. The time of that transfer is not measured."""
+        """Add bytes that were received from another rank, without measuring the time of the transfer."""
         self._bytes += received
 
     def all_reduce(
@@ -97,7 +99,10 @@ class CollectiveMeter(Meter):
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Reduce in place over the ranks of `group`, or over all ranks; do nothing for one rank."""
+        """Reduce a tensor in place over the ranks of `group` (None: all ranks).
+
+        With a single rank this does nothing.
+        """
         world = dist.get_world_size(group)
         if world > 1:
             with self.measure(tensor.device, all_reduce_bytes(tensor.nbytes, world)):
@@ -116,7 +121,7 @@ class CollectiveMeter(Meter):
 
 
 def exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `there(x)`. Its gradient is `back` of the incoming gradient."""
+    """Return `there(x)`. In the backward pass, the gradient of x is `back` of the incoming gradient."""
     return _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -143,7 +148,7 @@ def _event() -> torch.cuda.Event:
 
 
 class _Counted:
-    """A collective of FSDP with a meter around it."""
+    """A measured collective of FSDP."""
 
     def __init__(self, meter: CollectiveMeter) -> None:
         self._meter = meter

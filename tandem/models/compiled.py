@@ -1,12 +1,12 @@
-"""Decoder layers and the head's tiles, compiled by torch.compile.
+"""Compilation of decoder layers and of the head's tiles with torch.compile.
 
-In a layer, the operations before attention become a few kernels, and so do the operations after attention.
-Attention itself is not compiled: its shapes depend on the sequences of each micro-batch, and with Ulysses it
-exchanges tokens between ranks. In the other parts only the number of tokens varies. So one compilation serves
-every micro-batch and every layer of the same kind.
+In a layer, the operations before attention are compiled to a few kernels, and so are the operations after
+attention. Attention itself is not compiled. Its shapes depend on the sequences of each micro-batch, and with
+Ulysses it exchanges tokens between ranks. In the compiled operations only the number of tokens varies. So one
+compilation is used for every micro-batch and for every layer of the same structure.
 
-A layer runs uncompiled if it is called without a packing, as in a rollout, or with so few tokens that kernels
-do not pay off.
+A layer runs uncompiled if it is called without a packing, as in a rollout, or with so few tokens that
+compiled kernels are not faster.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tandem.models.pipeline import own_layers
 from tandem.models.policy import PackedModel, PolicyModel
 
 FIELD = "fsdp_config.use_torch_compile"
-# With fewer tokens, matrix products use other kernels, and a size of one would need its own compilation.
+# With fewer tokens, matrix products use other kernels, and a size of one would need a separate compilation.
 _MIN_TOKENS = 8
-# Most compilations of one layer's code in the process: with and without gradient, per precision and shape.
+# Maximum compilations of a layer's code per process: with and without gradient, per precision and shape.
 _VARIANTS = 64
 
 
 def require_compiler(device: torch.device) -> None:
-    """Check that the compiler and headers which torch.compile needs are installed.
+    """Check that the compiler and the headers that torch.compile needs are installed.
 
     Raises:
-        ConfigError: If something is missing.
+        ConfigError: If the compiler or a header is missing.
     """
     names = ["gcc", "clang"] if device.type == "cuda" else ["clang++" if sys.platform == "darwin" else "g++"]
     chosen = os.environ.get("CC" if device.type == "cuda" else "CXX")
@@ -62,7 +62,7 @@ def require_compiler(device: torch.device) -> None:
 
 
 def compile_model(model: PackedModel) -> None:
-    """Compile the layers of a model, and PyTorch's head of a policy, in place.
+    """Compile the layers of a model in place. For a policy, also compile the tiled PyTorch head.
 
     A layer runs compiled only if it is called with a packing. Call this before gradient checkpointing is set
     up and before the layers are sharded.
@@ -81,5 +81,5 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     if kwargs.get("packing") is None or hidden_1ND.shape[1] < _MIN_TOKENS:
         return plain(*args, **kwargs)
     out = compiled(*args, **kwargs)
-    # FSDP warns about layers that return views: an in-place change of a view would lose FSDP's hook.
+    # FSDP warns about layers that return views, because an in-place change of a view would lose FSDP's hook.
     return no_view(out) if isinstance(out, Tensor) and out._base is not None else out

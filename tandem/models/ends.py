@@ -1,4 +1,4 @@
-"""The tokens that end a response, from all files of a model's folder that name them."""
+"""Functions that find the tokens that end a response, from all files of a model's folder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MORE = [*_TURNS, {"role": "user", "content": "2"}]
 
 
 def stop_token_ids(model_path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the token ids at which responses end, sorted.
+    """Return the sorted token ids at which responses end.
 
-    These are the ids at which transformers stops for this folder (if there are none, the ids that config.json
-    names for text) and the tokenizer's end-of-sequence token. If none of these ends the assistant's turn in
-    the chat template, the token that does is added.
+    The result contains the ids at which transformers stops for this folder. If there are none, it contains
+    the end tokens of the text model in config.json. The result also contains the tokenizer's end-of-sequence
+    token. If the chat template ends the assistant's message with another token, this token is added.
 
     Args:
         model_path: the model's folder.
-        tokenizer: the model's tokenizer, with the chat template that is used.
+        tokenizer: the model's tokenizer, with the chat template that the run uses.
 
     Raises:
         ModelError: If an end token is not a token id, or a file cannot be read.
@@ -40,7 +40,7 @@ def stop_token_ids(model_path: str | Path, tokenizer: PreTrainedTokenizerBase) -
 def declared_ends(folder: str | Path) -> tuple[int, ...]:
     """Return the end tokens at which `generate` of transformers stops.
 
-    They come from generation_config.json or, if that file does not exist, from config.json.
+    The tokens are read from generation_config.json or, if this file does not exist, from config.json.
 
     Raises:
         ModelError: see `stop_token_ids`.
@@ -50,7 +50,7 @@ def declared_ends(folder: str | Path) -> tuple[int, ...]:
 
 
 def _of_config(folder: str | Path) -> tuple[int, ...]:
-    """Return the end tokens that config.json or its `text_config` names."""
+    """Return the end tokens in config.json, or in the `text_config` inside it."""
     config = _read(Path(folder) / CONFIG)
     return _ends_of(config, folder) or _ends_of(config.get("text_config") or {}, folder)
 
@@ -70,9 +70,9 @@ def _ends_of(stored: dict[str, Any], folder: str | Path) -> tuple[int, ...]:
 
 
 def _tokens_after_answer(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special tokens right after the assistant's last message.
+    """Return the special tokens that the chat template writes right after the assistant's last message.
 
-    If the template writes nothing there, return the tokens that start the next turn.
+    If the template writes nothing there, return the special tokens that start the next message.
     """
     names = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     tokens = sorted(names.keys() - {tokenizer.unk_token, tokenizer.pad_token, ""}, key=len, reverse=True)
@@ -90,7 +90,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -
         return ""
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # a template may raise anything; code that needs the template reports its faults
+    except Exception:  # a template may raise any exception; code that needs the template reports the error
         return ""
     return text.rpartition(_ANSWER)[2].lstrip()
 

@@ -1,12 +1,13 @@
-"""Fused norms and gated layers in Triton, for CUDA devices.
+"""Fused RMS norms and gated MLP activations in Triton, for CUDA devices.
 
-In transformers' modules, the forward pass of a norm takes some ten short kernels and a gate takes three. The
-backward pass takes more, and every kernel makes a trip through memory. Here each direction is one kernel, and
-fewer tensors are kept between the two. The kernels use no atomics, so a run repeats bit for bit.
+In transformers' modules, the forward pass of a norm needs about ten short kernels, and a gate needs three.
+The backward pass needs more, and every kernel reads and writes memory. Here the forward pass is one kernel,
+the backward pass is one kernel, and fewer tensors are kept between them. The kernels use no atomics, so
+results are the same bit for bit in every run.
 
 The kernels replace the `forward` of the modules before the model is compiled, split or sharded. Parameters
-and names stay the same. The original forward runs under torch.compile, in double precision, and if the
-weights have another precision than the hidden states.
+and names stay the same. The original forward still runs in three cases: under torch.compile, in double
+precision, and if the weights have another precision than the hidden states.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from tandem.models.fused_kernels import gate_gradient_kernel, gate_kernel, norm_
 _NORMS = {f"{kind}RMSNorm" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _GATED = {f"{kind}MLP" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = 4096  # elements per block of a norm
+_BLOCK = 4096  # maximum elements per block of a norm
 _TILE = 1024  # elements per block of a gate
-# Programs of a norm's backward pass. Each sums the weight's gradient over its rows. There are four for each
-# multiprocessor of an H100. The number is the same on every device, because it changes how the sum rounds.
+# Programs of a norm's backward pass. Each program sums the weight's gradient over its rows. The number is
+# four per multiprocessor of an H100. It is the same on every device, because it changes how the sum is
+# rounded.
 _PROGRAMS = 528
 
 
 def fuse(model: PreTrainedModel) -> int:
-    """Make all supported norms and gated layers compute through `rms_norm` and `gated`, in place.
+    """Make all supported norms and gated layers use `rms_norm` and `gated`, in place.
 
     Returns:
         The number of modules that were changed.
@@ -56,18 +58,18 @@ def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Return weight · x / sqrt(mean(x²) + eps) over the last dimension, with gradient.
 
     The computation is in fp32. As in transformers' Llama, Mistral and Qwen, the result is rounded to the type
-    of `x` before it is multiplied with the weight.
+    of `x` before it is multiplied by the weight.
 
     Args:
         x: (..., E); float32, bfloat16 or float16.
         weight_E: the same type as `x`.
-        eps: added to the mean square.
+        eps: the constant that is added to the mean square.
     """
     return _Norm.apply(x, weight_E, eps)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) · up, with gradient. silu is rounded to the inputs' type before the product.
+    """Return silu(gate) · up, with gradient. silu(gate) is rounded before the multiplication.
 
     Args:
         gate: float32, bfloat16 or float16.
@@ -154,5 +156,5 @@ def _sizes(features: int) -> dict[str, int]:
 
 
 def _warps(sizes: dict[str, int]) -> int:
-    """Return the number of warps for sixteen elements of a block per thread."""
+    """Return the number of warps with which each thread has sixteen elements of a block."""
     return min(16, max(1, sizes["ROWS"] * sizes["E_PAD"] // 512))

@@ -1,8 +1,8 @@
 """The Triton kernels of `fused`: norms and gates, forward and backward.
 
-Each kernel makes one trip through memory. All compute in float32 and round where transformers' modules round
-in their forward pass. Capital letters are compile-time numbers: E features per row, E_PAD the next power of
-two, ROWS rows per block, TILE elements per block.
+Each kernel reads its inputs once and writes its outputs once. All kernels compute in float32 and round at the
+same points as the forward pass of transformers' modules. Capital letters are compile-time constants: E
+features per row, E_PAD the next power of two, ROWS rows per block, TILE elements per block.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# Kernels have many parameters, so several are on one line. `rows` differs in every micro-batch, so it must
-# not cause another compilation.
+# The kernels have many parameters, so several are written on one line. `rows` differs in every
+# micro-batch, so a new value must not cause another compilation.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -40,9 +40,11 @@ def norm_gradient_kernel(
     weights: tl.tensor, factors: tl.tensor, rows: int, WEIGHT: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:
-    """Compute the gradient of the rows of several blocks and, if WEIGHT is set, their sum for the weight.
+    """Compute the gradients of the RMS norm for several blocks of rows.
 
-    With n = x factor and h = gradient weight, the gradient is factor (h - n mean(h n)).
+    If WEIGHT is set, also sum the weight's gradient over these rows.
+
+    With n = x factor and h = gradient weight, the gradient of x is factor (h - n mean(h n)).
     """
     column = tl.arange(0, E_PAD)
     kind = x.dtype.element_ty
@@ -70,7 +72,7 @@ def norm_gradient_kernel(
 
 @triton.jit
 def gate_kernel(out: tl.tensor, gates: tl.tensor, ups: tl.tensor, size: int, TILE: tl.constexpr) -> None:
-    """Compute silu(gate) * up. silu is rounded before the product."""
+    """Compute silu(gate) * up. silu(gate) is rounded before the multiplication."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     kind = gates.dtype.element_ty

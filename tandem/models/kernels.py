@@ -1,4 +1,4 @@
-"""Choice of the kernels for a model's norms, gated layers and rotary embeddings."""
+"""Functions that choose the kernels for a model's norms, gated layers and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELD = "model.use_liger"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels that a model uses; `str` describes them for the user.
+    """The names of the kernels that a model uses. `str` returns a description for the user.
 
     Attributes:
         layers: the result of `choose_kernels`.
@@ -31,7 +31,7 @@ class Kernels:
 
     @property
     def fused(self) -> bool:
-        """Whether each norm and gated layer is one kernel that keeps only its inputs."""
+        """Whether each norm and gated layer is one kernel that saves only its inputs for backward."""
         return self.layers in ("liger", "triton")
 
     def __str__(self) -> str:
@@ -40,18 +40,17 @@ class Kernels:
 
 
 def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.device, fsdp: FSDPConfig) -> str:
-    """Choose the kernels of a model and put fused kernels into it, in place.
+    """Choose the kernels of a model, and install fused kernels in the model in place.
 
     Fused kernels need a CUDA device. Call this before anything else changes the model.
 
     Args:
         model: the transformers model.
         asked: True: use Liger's kernels. False: use no fused kernels. None: use Liger's kernels if Liger is
-            installed and knows this kind of model, else the kernels of `fused` if they support a layer of the
-            model.
+            installed and supports this model type, else the kernels of `fused` if they support at least one
+            layer of the model.
         device: the device on which the model will run.
-        fsdp: says whether the layers are compiled by torch.compile, and has the settings that exclude Liger's
-            kernels.
+        fsdp: the config section that sets torch.compile and the options that exclude Liger's kernels.
 
     Returns:
         "liger", "triton", "compiled" or "transformers".
@@ -76,17 +75,17 @@ def choose_kernels(model: PreTrainedModel, asked: bool | None, device: torch.dev
 
 
 def use_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Put Liger's kernels into the model; its head stays as it is.
+    """Install Liger's kernels in the model, in place. The head does not change.
 
-    Liger's rotary embeddings take effect for every model of this kind in the process.
+    Liger's rotary embeddings are then used by every model of this type in the process.
 
     Args:
         model: the transformers model; it is changed in place.
         device: the device on which the model will run.
 
     Raises:
-        ConfigError: If the device is not a CUDA device, liger-kernel is not installed, or it does not know
-            this kind of model.
+        ConfigError: If the device is not a CUDA device, liger-kernel is not installed, or Liger does not
+            support this model type.
     """
     problem, got, remedy = "Liger's kernels run only on CUDA devices", "true", "set use_liger=false"
     if device.type != "cuda":
@@ -98,13 +97,13 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def knows(model: PreTrainedModel) -> bool:
-    """Return whether the installed Liger has kernels for this kind of model."""
+    """Return whether the installed Liger has kernels for this model type."""
     liger: Any = import_module("liger_kernel.transformers.monkey_patch")
     return model.config.model_type in liger.MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def patch(model: PreTrainedModel) -> None:
-    """Do what `use_liger` does, without its checks of the device and the package."""
+    """Install Liger's kernels in the model without the checks of `use_liger`."""
     liger: Any = import_module("liger_kernel.transformers.monkey_patch")
     kind = model.config.model_type
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -118,4 +117,4 @@ def patch(model: PreTrainedModel) -> None:
     definitions = vars(import_module(type(model).__module__))
     classes = {name: value for name, value in definitions.items() if isinstance(value, type)}
     liger._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-    definitions.update(classes)  # restore: models loaded later get Liger's layers only if asked
+    definitions.update(classes)  # restores transformers' layers for models loaded later

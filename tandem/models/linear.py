@@ -1,8 +1,9 @@
-"""Matrix products of linear layers, through oneDNN where oneDNN is faster.
+"""Matrix products of linear layers, computed with oneDNN where oneDNN is faster.
 
-PyTorch sends fp32 products on a CPU to MKL, which uses slow kernels on AMD processors. On one core of an EPYC
-(Zen 5), MKL reached 101 GFLOP/s and oneDNN 230, both in IEEE fp32. PyTorch offers oneDNN's product only as an
-operator without a gradient; this module adds the gradient. PyTorch already sends bf16 products to oneDNN.
+On a CPU, PyTorch computes fp32 products with MKL, which uses slow kernels on AMD processors. On one core of
+an EPYC (Zen 5), MKL reached 101 GFLOP/s and oneDNN reached 230 GFLOP/s, both in IEEE fp32. PyTorch has
+oneDNN's product only as an operator without a gradient. This module adds the gradient. PyTorch already
+computes bf16 products with oneDNN.
 
 On Intel processors MKL is faster, mainly for gradients, because oneDNN copies transposed factors. An update
 of 3.2M parameters in fp32 took 1.1 times as long with oneDNN on one core of a Xeon (Cascade Lake).
@@ -31,7 +32,7 @@ _INTEL = (
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return inputs weightᵀ + bias, with gradient.
+    """Return inputs weightᵀ + bias, with gradients.
 
     Args:
         inputs: (..., K).
@@ -39,8 +40,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         bias: (N) or None.
     """
     if not _fast(inputs):
-        # For a weight without gradient, PyTorch multiplies a strided batch by another method, whose result
-        # differs in its bits. A contiguous batch avoids this.
+        # If the weight needs no gradient, PyTorch uses another method for a strided batch, with slightly
+        # different results. A contiguous batch avoids this.
         return F.linear(inputs.contiguous(), weight, bias)
     if not torch.is_grad_enabled():
         return _product(inputs, weight, bias)
@@ -48,7 +49,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left rightᵀ without gradient: (M, K), (N, K) to (M, N).
+    """Return left rightᵀ without gradient, from (M, K) and (N, K) to (M, N).
 
     Either factor may be a transposed view.
     """
@@ -56,10 +57,10 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `product` in fp32, or in fp64 for fp64 factors.
+    """Return left rightᵀ in fp32, or in fp64 for fp64 factors; see `product`.
 
-    On a CUDA device, sums of half-precision products are not rounded to half precision on the way. A CPU has
-    no kernel for this.
+    On a CUDA device, the result of half-precision factors is never rounded to half precision. A CPU has no
+    such kernel, so there the result is rounded.
     """
     out_type = torch.promote_types(left.dtype, torch.float32)
     if left.is_cuda and left.dtype != out_type:
@@ -69,9 +70,9 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether `pack` supports a weight.
+    """Return whether `pack` supports this weight.
 
-    It supports float32 on x86, and bf16 if the processor can multiply it.
+    `pack` supports float32 on x86, and bf16 if the processor has bf16 instructions.
     """
     return (
         _ONEDNN
@@ -84,21 +85,21 @@ def can_pack(weight: Tensor) -> bool:
 def pack(weight: Tensor) -> Tensor:
     """Return a copy of a weight (N, K) in the layout of oneDNN's kernels, for `packed_linear`.
 
-    Without this, products of few rows spend most of their time on converting the weight to that layout. With
-    a bf16 weight (4608, 768) on one core of an EPYC (Zen 5), 8 rows took 301 us plain and 170 us packed; 64
-    rows took 1,410 us and 1,080 us.
+    Without packing, products of few rows spend most of their time on converting the weight to this layout.
+    Measured with a bf16 weight (4608, 768) on one core of an EPYC (Zen 5): 8 rows took 301 us with a plain
+    weight and 170 us with a packed weight. 64 rows took 1,410 us and 1,080 us.
     """
     out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return out
 
 
 def packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `linear` with a weight from `pack`, without gradient: (M, K) to (M, N)."""
+    """Return inputs weightᵀ + bias for a weight from `pack`, without gradient: (M, K) to (M, N)."""
     return _product(inputs, weight, bias)
 
 
 def speed_up_linears(model: nn.Module) -> None:
-    """Make every nn.Linear of the model compute through `linear`, in place.
+    """Make every nn.Linear of the model use `linear`, in place.
 
     Parameters and types stay the same.
     """
@@ -141,7 +142,7 @@ def _shape(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
 
 
-# torch.compile supports PyTorch's own operator only with constant weights, so this operator wraps it.
+# torch.compile supports PyTorch's operator only with constant weights, so this operator wraps it.
 _LIBRARY: Any = torch.library.Library("tandem", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("onednn_linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("onednn_linear", _onednn, "CPU")
@@ -167,9 +168,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_MN: Tensor, inputs_MK: Tensor) -> Tensor:
-    """Return gradᵀ inputs.
+    """Return the weight's gradient, gradᵀ inputs.
 
-    oneDNN copies a transposed left factor, so the narrower factor is on the left.
+    oneDNN copies a transposed left factor. So the narrower of the two is used as the left factor.
     """
     if grad_MN.shape[1] <= inputs_MK.shape[1]:
         return _product(grad_MN.T, inputs_MK.T, None)

@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from local Hugging Face folders."""
+"""Functions that load models and tokenizers from local Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.models.architectures import (
 from tandem.models.attention import PACKED
 from tandem.models.linear import speed_up_linears
 
-# Config keys that change the logits in ways that Tandem's heads do not compute.
+# Config keys that change the logits, but that Tandem's heads do not support.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _unfit = partial(ModelError, field="model.path")
@@ -35,7 +35,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the config of a model's folder, with every dropout set to zero.
+    """Load the config of a model's folder, and set every dropout to zero.
 
     Raises:
         ModelError: If the folder does not exist, its config.json is missing or unreadable, or transformers
@@ -54,7 +54,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
 
 
 def _drop_nothing(config: PreTrainedConfig) -> None:
-    """Set every dropout to zero, also in nested configs. Dropout would make log-probs random."""
+    """Set every dropout to zero, also in nested configs, because dropout would make log-probs random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _drop_nothing(value)
@@ -75,16 +75,16 @@ def load_policy(
 
     Args:
         path: folder with config.json and safetensors (or pytorch_model.bin) weights.
-        dtype: the type of the parameters.
+        dtype: the dtype of the parameters.
         device: the device for the parameters.
-        trust_remote_code: run the model class that the folder brings along.
+        trust_remote_code: whether to run the model code in the folder.
         attention: name of the attention function.
         weights: whether to load the weights. If not, the parameters are on the meta device and the buffers on
             the host, and `device` is ignored.
 
     Raises:
-        ModelError: see `load_config`; also if there are no weights, if the weights do not fit the
-            architecture, or if `require_trainable` refuses the model.
+        ModelError: see `load_config`; also if the folder has no weights, if the weights do not match the
+            architecture, or if `require_trainable` fails.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
@@ -104,20 +104,20 @@ def load_scorer(
 ) -> PreTrainedModel:
     """Load the reward model of a folder, in evaluation mode.
 
-    It is a sequence classifier with one label, or a token classifier with one or two labels.
+    The model is a sequence classifier with one label, or a token classifier with one or two labels.
 
     Args:
         path: folder with config.json and safetensors (or pytorch_model.bin) weights.
-        dtype: the type of the parameters.
-        trust_remote_code: run the model class that the folder brings along.
+        dtype: the dtype of the parameters.
+        trust_remote_code: whether to run the model code in the folder.
         attention: name of the attention function.
-        new_head: allow the folder of a causal language model too. Its new head is drawn with the seed that
-            `torch.manual_seed` was last given.
+        new_head: whether to accept the folder of a causal language model too. Such a model gets a new head
+            with random weights, seeded by the last call of `torch.manual_seed`.
         weights: see `load_policy`.
 
     Raises:
-        ModelError: see `load_policy`; also if the folder holds another kind of model, or one with more
-            labels.
+        ModelError: see `load_policy`; also if the folder contains another type of model, or a classifier with
+            more labels.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     new_head = new_head and lacks_score_head(config)
@@ -129,8 +129,8 @@ def load_scorer(
     absent: Collection[str] = {"score.weight"} if new_head else ()
     model = _build(path, config, options, scorer=True, weights=weights, absent=absent)
     if new_head and weights:
-        # As in Stiennon et al. 2020 (arXiv 2009.01325), so that the first rewards are of order one. The head
-        # is drawn in fp32 with a separate generator, so that it is the same in every precision.
+        # As in Stiennon et al. 2020 (arXiv 2009.01325), so that the first rewards are of order one. The
+        # random head is created in fp32 with a separate generator, so that it is the same in every precision.
         drawn = torch.empty(model.score.weight.shape, dtype=torch.float32)
         std = (config.get_text_config().hidden_size + 1) ** -0.5
         nn.init.normal_(drawn, std=std, generator=torch.Generator().manual_seed(torch.initial_seed()))
@@ -142,9 +142,9 @@ def load_scorer(
 def require_scorer(
     path: str | Path, config: PreTrainedConfig, field: str = "reward_model.model.path"
 ) -> None:
-    """Check that a folder holds a reward model.
+    """Check that a folder contains a reward model.
 
-    That is a sequence classifier with one label, or a token classifier with one or two labels.
+    A reward model is a sequence classifier with one label, or a token classifier with one or two labels.
 
     Args:
         path: the model's folder.
@@ -152,7 +152,7 @@ def require_scorer(
         field: the config key that names the folder.
 
     Raises:
-        ModelError: If the folder holds another kind of model.
+        ModelError: If the folder contains another type of model.
     """
     architecture, by_token = architecture_of(config), judges_tokens(config)
     if not (by_token or architecture.endswith("ForSequenceClassification")):
@@ -174,10 +174,10 @@ def require_scorer(
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the largest number of tokens in a sequence.
+    """Return the maximum number of tokens in a sequence that the model supports.
 
     Returns:
-        The limit; None if the config scales its rotary angles or names no limit.
+        The limit; None if the config scales rotary angles, or has no limit.
     """
     text = config.get_text_config()
     stretched = "factor" in (getattr(text, "rope_parameters", None) or {})
@@ -185,7 +185,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def lacks_score_head(config: PreTrainedConfig) -> bool:
-    """Return whether the checkpoint is that of a causal language model."""
+    """Return whether the checkpoint is a causal language model, which has no score head."""
     return architecture_of(config).endswith("ForCausalLM")
 
 
@@ -198,7 +198,7 @@ def _build(
     weights: bool,
     absent: Collection[str] = (),
 ) -> Any:
-    """Return a model that can be trained for the task.
+    """Build a model, and check that it can be trained for the task.
 
     Args:
         path: the model's folder.
@@ -206,7 +206,7 @@ def _build(
         options: keyword arguments of the auto class.
         scorer: whether the task needs a classifier.
         weights: whether to load the folder's weights.
-        absent: names of weights that the folder may lack.
+        absent: the names of weights that may be missing in the folder.
     """
     require_task(path, config, scorer=scorer, trust_remote_code=options["trust_remote_code"])
     kind = auto_class(config, scorer=scorer)
@@ -219,7 +219,7 @@ def _build(
 def _load(
     kind: Any, path: str | Path, config: PreTrainedConfig, absent: Collection[str], options: dict[str, Any]
 ) -> Any:
-    """Load a model with every weight of the folder. Only the weights named in `absent` may be missing."""
+    """Load a model with its weights. Only the weights named in `absent` may be missing."""
     folder = _folder(path)
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise _unfit(
@@ -230,7 +230,7 @@ def _load(
         )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     verbosity = transformers_logging.get_verbosity()
-    # Silence warnings about missing weights: these are checked below.
+    # Silence warnings about missing weights. The code below checks them.
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         model, report = kind.from_pretrained(
@@ -238,7 +238,7 @@ def _load(
             config=config,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the check below names all of them
+            ignore_mismatched_sizes=True,  # the check below names all mismatches
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
@@ -266,9 +266,9 @@ def _load(
 
 
 def _skeleton(kind: Any, path: str | Path, config: PreTrainedConfig, options: dict[str, Any]) -> Any:
-    """Return the model without weights.
+    """Build the model without loading weights.
 
-    Parameters are on the meta device. Buffers have the values that the architecture gives them.
+    Parameters are on the meta device. Buffers have the values that the architecture computes.
     """
     try:
         with torch.device("meta"):
@@ -282,7 +282,7 @@ def _skeleton(kind: Any, path: str | Path, config: PreTrainedConfig, options: di
         module._is_hf_initialized = False
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
-    model.initialize_weights()  # only the buffers, which have no mark
+    model.initialize_weights()  # only the buffers, because parameters are marked
     return model
 
 
@@ -296,7 +296,7 @@ def load_tokenizer(
     Args:
         path: the tokenizer's folder.
         custom_chat_template: a Jinja template to use instead of the folder's template.
-        trust_remote_code: run the tokenizer class that the folder brings along.
+        trust_remote_code: whether to run the tokenizer code in the folder.
 
     Raises:
         ModelError: If the folder has no tokenizer, or the tokenizer has no end-of-sequence token.
@@ -352,14 +352,14 @@ def _folder(path: str | Path) -> Path:
 
 
 def require_trainable(model: Any, *, scorer: bool = False) -> None:
-    """Check that a model's parts are where training looks for them.
+    """Check that a model has the module structure that training needs.
 
     Args:
         model: a model of transformers.
-        scorer: whether it is a classifier instead of a causal language model.
+        scorer: whether the model is a classifier instead of a causal language model.
 
     Raises:
-        ModelError: If the head is not one plain matrix, or the decoder has no list `layers`.
+        ModelError: If the head is not a single matrix, or the decoder has no list `layers`.
     """
     if scorer:
         if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):

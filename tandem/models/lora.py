@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-An adapted linear layer computes x (W + s B A)ᵀ with frozen W and s = lora_alpha / lora_rank. The layers are
-those of the library peft.
+An adapted linear layer computes x (W + s B A)ᵀ with frozen W and s = lora_alpha / lora_rank. The adapted
+layers are provided by the library peft.
 
 Shapes: A is (rank, inputs), B is (outputs, rank), W is (outputs, inputs).
 """
@@ -31,13 +31,13 @@ _RANK, _TARGETS = "model.lora_rank", "model.target_modules"
 _INSTALL = "pip install 'tandem[lora]'"
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"
-"""The name of the only adapter in peft."""
+"""The name of the only adapter in peft's layers."""
 _OF_PEFT = re.compile(rf"\.base_layer(?=\.)|(?<=\.lora_[AB])\.{ADAPTER}(?=\.)")
 _TASKS = {"policy": "CAUSAL_LM", "value": "FEATURE_EXTRACTION", "score": "SEQ_CLS"}
 
 
 def require_peft(model: BackboneConfig) -> None:
-    """Check that peft is installed if the config uses adapters. Call this before anything is loaded.
+    """Check that peft is installed if the config uses adapters. Call this before the model is loaded.
 
     Raises:
         ConfigError: If peft is not installed.
@@ -52,12 +52,12 @@ def require_peft(model: BackboneConfig) -> None:
 
 
 def lora_config(model: BackboneConfig, kind: str, **more: Any) -> Any:
-    """Return peft's LoraConfig.
+    """Return peft's LoraConfig for a model's config section.
 
     Args:
         model: the config section of the model.
-        kind: the engine's kind: "policy", "value" or "score".
-        **more: further arguments of LoraConfig, which override the others.
+        kind: the type of the model: "policy", "value" or "score".
+        **more: further arguments of LoraConfig, which override the arguments from the config section.
     """
     everything = model.target_modules == (ALL_LINEAR,)
     options: dict[str, Any] = {
@@ -73,17 +73,17 @@ def lora_config(model: BackboneConfig, kind: str, **more: Any) -> Any:
 def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dtype: torch.dtype) -> None:
     """Add adapters to a model in place.
 
-    The model's parameters may still be on the meta device. The adapters have no values until `draw_adapters`.
+    The model's parameters may still be on the meta device. `draw_adapters` later initializes the adapters.
 
     Args:
         backbone: the transformers model.
         model: the config section of the model.
         kind: see `lora_config`.
-        dtype: the type of the adapters.
+        dtype: the dtype of the adapters.
 
     Raises:
         ConfigError: If a target does not exist or is not a linear layer of the model's decoder, or if the
-            folder to start from holds other adapters.
+            folder with initial adapters contains other adapters.
     """
     peft, unmade = import_module("peft"), next(backbone.parameters()).is_meta
     names = [name for name, _ in backbone.named_modules() if name]
@@ -123,20 +123,20 @@ def _bad_target(model: BackboneConfig, got: str, names: list[str], target: str =
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """Return peft's layers by their names in the module; none if the model has no adapters."""
+    """Return a dict from module name to peft's layer. It is empty if the model has no adapters."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter name is that of an adapter."""
+    """Return whether a parameter name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter without the parts that peft's layers add.
+    """Return the name of a parameter without the name components that peft's layers add.
 
-    The name of an adapted weight becomes the name that it has without adapters. The name of an adapter
-    becomes the name that it has in peft's files.
+    For the base weight of an adapted layer, this is the weight's name in the model without adapters. For an
+    adapter's weight, this is the weight's name in peft's files.
     """
     return _OF_PEFT.sub("", name)
 
@@ -146,8 +146,8 @@ def train_adapters_alone(module: nn.Module, head: nn.Module | None, base_dtype: 
 
     Args:
         module: the model.
-        head: a head that Tandem added, which is trained fully; None if there is none.
-        base_dtype: the type of the frozen parameters.
+        head: a head that Tandem added, which is fully trained; None if there is none.
+        base_dtype: the dtype of the frozen parameters.
     """
     ours = set() if head is None else set(head.parameters())
     for name, parameter in module.named_parameters():
@@ -159,15 +159,16 @@ def train_adapters_alone(module: nn.Module, head: nn.Module | None, base_dtype: 
 
 @torch.no_grad()
 def draw_adapters(module: nn.Module, folder: str | None = None) -> None:
-    """Give the adapters, sharded or not, their initial values.
+    """Initialize the adapters, sharded or not.
 
     B is zero, so that the model computes the same as without adapters. A is uniform in ±1/√inputs, as in
-    peft. Each A is drawn whole, in fp32, by its own generator, which is seeded by PyTorch's seed and the
-    name. So A is the same for any number of ranks.
+    peft. Each A is sampled whole, in fp32, with a separate generator, which is seeded by PyTorch's seed and
+    the parameter's name. So A is the same for any number of ranks.
 
     Args:
         module: the model.
-        folder: a folder that `check_adapter_folder` accepted, to read the values from instead.
+        folder: a folder that `check_adapter_folder` accepted. If given, the values are read from this folder
+            instead.
     """
     if folder is not None:
         named: Any = module
@@ -185,10 +186,10 @@ def draw_adapters(module: nn.Module, folder: str | None = None) -> None:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside the context, make the model compute exactly what its base model computes."""
+    """Disable the adapters inside the context, so that the model computes what its base model computes."""
     layers = adapted_layers(module).values()
     for layer in layers:
-        layer._disable_adapters = True  # set as enable_adapters does, but without freezing
+        layer._disable_adapters = True  # the same as enable_adapters, but without freezing
     try:
         yield
     finally:
@@ -197,15 +198,15 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return W + s B A.
+    """Return the merged weight W + s B A.
 
-    For a part of W, pass the matching rows of B and columns of A.
+    For a shard of W, pass the matching rows of B and columns of A.
     """
     return torch.addmm(weight, b, a, alpha=scaling)
 
 
 def scaling_of(layer: Any) -> float:
-    """Return the factor s of one of peft's layers."""
+    """Return the scaling factor s of one of peft's layers."""
     return float(layer.scaling[ADAPTER])
 
 

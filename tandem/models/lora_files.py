@@ -1,4 +1,4 @@
-"""Adapters in the folder format of the library peft."""
+"""Functions that check and read adapter folders in the format of the library peft."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tandem.texts import parse_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""The prefix of the names of the weights in the file."""
+"""The prefix of all weight names in an adapter file."""
 _FIELD = "model.lora_adapter_path"
-# Config keys that need no comparison: they do not change what an adapter computes, the shapes of its weights
-# show them, or another check compares them.
+# Config keys that need no comparison. They do not change what an adapter computes, or they follow from the
+# shapes of the weights, or another check compares them.
 _FREE = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size"),
@@ -29,20 +29,20 @@ _FREE = {
     *("rank_pattern", "alpha_pattern", "ensure_weight_tying"),
 }
 _BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""Kinds of initial values that leave the model's own weights unchanged."""
+"""The values of `init_lora_weights` that do not change the model's base weights."""
 
 
 def check_adapter_folder(model: BackboneConfig, needed: Mapping[str, Sequence[int]]) -> None:
-    """Check that `model.lora_adapter_path` holds the adapters of the model and nothing else.
+    """Check that the folder `model.lora_adapter_path` contains exactly the adapters of the model.
 
-    The error names everything else that peft would apply.
+    If the folder contains anything else that peft would apply, the error names it.
 
     Args:
         model: the config section of the model.
-        needed: shapes of the adapters by name; names as `plain_name` returns them.
+        needed: a dict from adapter name (see `lora.plain_name`) to shape.
 
     Raises:
-        ConfigError: If the folder does not exist, or its adapters have another rank, scale or kind, or belong
+        ConfigError: If the folder does not exist, or its adapters have another rank, scale or type, or belong
             to other layers.
     """
     folder = Path(str(model.lora_adapter_path))
@@ -77,10 +77,10 @@ def check_adapter_folder(model: BackboneConfig, needed: Mapping[str, Sequence[in
 
 
 def _differences(config: dict[str, Any], model: BackboneConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Yield config keys with which peft would compute more than W + s B A with one s for all layers.
+    """Yield the config keys because of which peft would not compute W + s B A with the same s everywhere.
 
     Yields:
-        The key, its value, and the value that it must have.
+        Triples of key, value in the folder, and required value.
     """
     plain: dict[str, Any] = import_module("peft").LoraConfig().to_dict()
     asked = plain | {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
@@ -99,11 +99,11 @@ def _differences(config: dict[str, Any], model: BackboneConfig) -> Iterator[tupl
 
 @torch.no_grad()
 def read_adapters(named: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Fill adapters, sharded or not, from a folder that `check_adapter_folder` accepted.
+    """Load adapters, sharded or not, from a folder that `check_adapter_folder` accepted.
 
     Args:
-        named: the adapters by name; names as `plain_name` returns them.
-        folder: the folder.
+        named: a dict from adapter name (see `lora.plain_name`) to the parameter to fill.
+        folder: the adapter folder.
     """
     with safe_open(Path(folder) / WEIGHTS, framework="pt") as stored:
         for name, parameter in named.items():

@@ -1,12 +1,12 @@
 """A check that packing does not change a model's outputs.
 
-A model must compute for sequences packed into one row what it computes for each sequence alone. If one
-sequence could see another, or positions were counted across sequences, training would use wrong log-probs
-without any error.
+For sequences packed into one row, a model must compute the same outputs as for each sequence alone. If one
+sequence could attend to another, or if positions were counted across sequences, training would use wrong
+log-probs without any error.
 
-An architecture is tried with a small copy in float64 with random weights, so that neither the scale of a
-checkpoint's weights nor rounding hides a fault. The weights that a run trains are tried once more, on the
-run's device and in its precision, when the training engine starts.
+An architecture is tested with a small copy in float64 with random weights. So neither the scale of a
+checkpoint's weights nor rounding hides an error. When the training engine starts, the weights of the run are
+also tested, on the run's device and in the run's precision.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tandem.models.small_copy import LONGEST, angle_limits, small_copy, window_l
 from tandem.protocol import Ragged
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""The largest mean error of a log-prob, in nats, that rounding may cause with a run's own weights."""
+"""The maximum mean error of a log-prob, in nats, that rounding may cause with a run's weights."""
 _unfit = partial(ModelError, field="model.path")
 _LENGTHS = (9, 1, 33, 2, 17)
 _OTHERS, _ALONE = 1e-12, 1e-6
@@ -45,20 +45,20 @@ _GAIN, _SPREAD = 1.5, 0.3
 
 @dataclass(frozen=True, slots=True)
 class PackedCheck:
-    """The results of trying a small copy.
+    """The results of testing an architecture with a small copy.
 
-    Differences are relative for log-probs or scores above 1.
+    Differences of log-probs or scores above 1 are relative.
 
     Attributes:
-        gradient: the largest entry of the gradient of a sequence's log-probs with respect to the embeddings
-            of the other sequences packed next to it.
-        others: the largest change of a sequence's log-probs when the tokens of the other sequences change.
-        alone: the largest difference from transformers' own model run on each sequence alone, for sequences
-            within every window, chunk and angle limit.
-        beyond: the same for sequences beyond all of these limits.
-        failure: why packed sequences beyond the limits cannot be computed at all; None if they can.
-        limit: the number of tokens at which the config's first limit starts to matter; None if it has no
-            limits.
+        gradient: the largest entry of the gradient of one sequence's log-probs with respect to the embeddings
+            of the other sequences in the same row. It must be 0.
+        others: the largest change of one sequence's log-probs when the tokens of the other sequences change.
+        alone: the largest difference from transformers' model, run on each sequence alone. The sequences are
+            shorter than every window, chunk and limit of rotary angles.
+        beyond: the same difference as `alone`, for sequences that are longer than all of these limits.
+        failure: the reason why packed sequences beyond the limits cannot be computed at all; None if they can
+            be computed.
+        limit: the lowest of the config's limits, in tokens; None if the config has no limits.
     """
 
     gradient: float
@@ -70,17 +70,17 @@ class PackedCheck:
 
     @property
     def sound_within(self) -> bool:
-        """Whether sequences of up to `limit` tokens can be trained packed. False for NaN."""
+        """Whether packed sequences of up to `limit` tokens are computed correctly. False for NaN."""
         return self.gradient == 0 and self.others <= _OTHERS and self.alone <= _ALONE
 
     @property
     def sound(self) -> bool:
-        """Whether sequences of any length can be trained packed."""
+        """Whether packed sequences of any length are computed correctly."""
         return self.sound_within and self.failure is None and self.beyond <= _ALONE
 
     @property
     def lines(self) -> list[str]:
-        """The results as sentences."""
+        """The results as sentences for the user."""
         beyond = self.failure or f"{self.beyond:.3g} (limit {_ALONE:g})"
         return [
             f"gradient with respect to other sequences: {self.gradient:.3g} (limit 0)",
@@ -91,26 +91,27 @@ class PackedCheck:
 
 
 def check_sequences(vocabulary: int) -> Ragged:
-    """Return sequences of different lengths to try a model with."""
+    """Return sequences of different lengths for testing a model."""
     return _drawn(_LENGTHS, vocabulary, seed=0)
 
 
 def check_packed(
     path: str | Path, *, scorer: bool = False, trust_remote_code: bool = False
 ) -> tuple[PackedCheck, Any]:
-    """Try the architecture of a folder on the CPU, in float64. The folder's weights are not read.
+    """Test the architecture of a folder on the CPU, in float64. The folder's weights are not read.
 
     Args:
         path: folder with a config.json.
-        scorer: whether it is trained as a reward model instead of a causal language model.
-        trust_remote_code: run the model class that the folder brings along.
+        scorer: whether the model is trained as a reward model instead of a causal language model.
+        trust_remote_code: whether to run the model code in the folder.
 
     Returns:
-        The results, and the small copy: a model of transformers with its own attention, in evaluation mode.
+        The results, and the small copy: a transformers model with transformers' attention, in evaluation
+        mode.
 
     Raises:
-        ModelError: If the folder cannot be used, the architecture cannot be trained, or no small copy can be
-            made.
+        ModelError: If the folder cannot be used, the architecture cannot be trained, or a small copy cannot
+            be created.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
@@ -120,12 +121,12 @@ def check_packed(
 
 
 def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
-    """Check that packed sequences up to a length are computed correctly.
+    """Check that packed sequences of up to `longest` tokens are computed correctly.
 
     Args:
         found: the results of `check_packed`.
         path: the model's folder, for the message.
-        longest: the number of tokens of the longest sequence that is trained.
+        longest: the number of tokens of the longest training sequence.
 
     Raises:
         ModelError: If packed sequences of that length are not computed correctly.
@@ -149,11 +150,11 @@ def require_sound(found: PackedCheck, path: str | Path, longest: int) -> None:
 def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> None:
     """Check that log-probs of packed sequences equal those of single sequences.
 
-    In bf16 a single log-prob may differ by more than the limit, so the mean difference counts.
+    The mean difference is compared with the limit, because in bf16 a single log-prob may differ by more.
 
     Raises:
-        ModelError: If the mean difference is above the limit, or if log-probs are not finite, which has
-            nothing to do with packing.
+        ModelError: If the mean difference is above the limit, or if log-probs are not finite. In the second
+            case, packing is not the cause.
     """
     if not bool(alone.isfinite().all()):
         raise _unfit(
@@ -173,9 +174,10 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
 
 
 def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool) -> tuple[PackedModel, Any]:
-    """Return the small copy twice, with the same weights.
+    """Build the small copy twice, with the same weights.
 
-    The first is the model as it is trained. The second is the model of transformers, in evaluation mode.
+    The first copy is the model that training uses. The second copy is transformers' model, in evaluation
+    mode.
     """
     kind = auto_class(config, scorer=scorer)
     if scorer:
@@ -191,7 +193,7 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
         _draw(model)
         own = kind.from_config(small_copy(config), attn_implementation="eager", **options)
         own.load_state_dict(model.state_dict())
-    except Exception as error:  # a model's class may raise anything
+    except Exception as error:  # a model's class may raise any exception
         raise _unfit(
             "Tandem cannot make a small copy of the model to try it on packed sequences",
             got=f"{path}: {type(error).__name__}: {_first_line(error)}",
@@ -233,10 +235,10 @@ def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[
 
 
 def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -> None:
-    """Check that the model draws no random numbers.
+    """Check that the model's outputs are the same in repeated runs.
 
-    A draw may rarely matter, for instance between experts that are nearly equal. So a model that draws is run
-    many times.
+    Random numbers may change the outputs only rarely, for instance between experts with nearly equal scores.
+    So a model that uses random numbers is run many times.
     """
     inputs, before = _packed(packed, tokens), torch.get_rng_state()
     with torch.no_grad():
@@ -253,7 +255,7 @@ def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -
 
 
 def _leaked(packed: PackedModel, tokens: Ragged) -> float:
-    """Return the largest gradient of a sequence's outcome at the other sequences' embeddings.
+    """Return the largest gradient of a sequence's outputs with respect to other sequences' embeddings.
 
     The result is NaN if no embeddings were found.
     """
@@ -286,7 +288,7 @@ def _leaked(packed: PackedModel, tokens: Ragged) -> float:
 
 
 def _changed(packed: PackedModel, tokens: Ragged) -> float:
-    """Return how much a sequence's outcome changes when all other sequences get other tokens."""
+    """Return how much a sequence's outputs change when all other sequences get other tokens."""
     vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
     rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
     for row in range(len(tokens)):
@@ -298,7 +300,7 @@ def _changed(packed: PackedModel, tokens: Ragged) -> float:
 
 
 def _packing_error(packed: PackedModel, own: Any, tokens: Ragged) -> float:
-    """Return the difference between packed sequences, as in training, and each sequence alone."""
+    """Return the largest difference between packed sequences, as in training, and each sequence alone."""
     together = _outcome(packed, _packed(packed, tokens)).detach()
     return _difference(
         together, torch.cat([_outcome_alone(own, row, scores=packed.whole_sequences) for row in tokens])
@@ -306,10 +308,10 @@ def _packing_error(packed: PackedModel, own: Any, tokens: Ragged) -> float:
 
 
 def _outcome_alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
-    """Return (T) the outcome of a sequence alone.
+    """Return (T) the outputs of transformers' model for a single sequence.
 
-    That is the log-prob of each token given the tokens before it, with 0 for the first token. For a reward
-    model it is the score of the sequence, at its last token.
+    For a causal language model, this is the log-prob of each token given the tokens before it, with 0 for the
+    first token. For a reward model, it is the score of the sequence, at the last token.
     """
     with torch.no_grad():
         logits = own(input_ids=row[None, :], use_cache=False).logits[0]
@@ -330,12 +332,12 @@ def _outcome(packed: PackedModel, inputs: PackedInputs) -> Tensor:
 
 
 def _difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference; NaN if any entry is NaN."""
+    """Return the largest difference between two tensors; NaN if any entry is NaN."""
     return float(((first - second).abs() / second.abs().clamp(min=1)).max())
 
 
 def _larger(first: float, second: float) -> float:
-    """Return the larger number; NaN if one is NaN."""
+    """Return the larger number; NaN if one of the numbers is NaN."""
     return first if math.isnan(first) or second <= first else second
 
 
@@ -345,9 +347,10 @@ def _drawn(lengths: Sequence[int], vocabulary: int, *, seed: int) -> Ragged:
 
 
 def _draw(model: nn.Module) -> None:
-    """Draw weights under which every layer matters, whatever the architecture's initial weights are.
+    """Set random weights with which every layer affects the outputs.
 
-    Attention is selective, gates are open, and biases are not zero.
+    The architecture's initial weights may hide errors. With these weights, attention is selective, gates are
+    open, and biases are not zero.
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     with torch.no_grad():
@@ -368,9 +371,10 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Inside the context, compute in float64 what a model would compute in a narrower type.
+    """Make a model compute in float64 inside the context, even where it would use a narrower dtype.
 
-    Random numbers start over from a fixed seed. Afterwards both settings are as before.
+    Inside, the random generator starts from a fixed seed. Afterwards the dtype settings and the generator are
+    restored.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

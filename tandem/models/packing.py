@@ -1,6 +1,6 @@
-"""The layout of a micro-batch's sequences in one row.
+"""The layout of a micro-batch whose sequences are packed into one row.
 
-It is planned once on the host, before any layer runs.
+The layout is planned once on the host, before any layer runs.
 
 Shapes: B sequences; N input tokens of all sequences together; P entries of the padded buffer for attention
 kernels that need rectangles.
@@ -19,8 +19,8 @@ from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import Ragged
 from tandem.protocol.ragged import span_indices
 
-# Sequences in a rectangle are shorter than its longest one by at most this share or this many tokens. A
-# larger slack would compute more padding; a smaller slack would need more kernel calls than it is worth.
+# A sequence in a rectangle may be shorter than the longest one by this fraction or by this many tokens. A
+# larger slack would compute more padding. A smaller slack would need too many kernel calls.
 _SLACK_SHARE = 8
 _SLACK_TOKENS = 8
 # The length of filler sequences. It is short because attention's work grows with the square of the length.
@@ -28,26 +28,28 @@ _FILLER_TOKENS = 128
 
 
 class Packing:
-    """The plan that attention follows. It is a plain class because FSDP copies the fields of dataclasses.
+    """The layout of packed sequences, which attention needs.
+
+    This is a plain class, because FSDP copies the fields of dataclasses.
 
     Args:
-        lengths: tokens of each sequence, at least one, in the order in which the sequences lie.
+        lengths: the number of tokens of each sequence, at least one, in the order of the row.
         device: the device of the model.
         split: the ranks that share the tokens; their number must divide the number of tokens. None for one
             rank.
 
     Attributes:
-        position_ids: (N) int64, the position of each token in its sequence; only for this rank's share of the
+        position_ids: (N) int64, the position of each token in its sequence, for this rank's shard of the
             tokens.
         cu_seqlens: (B+1) int32, the offsets of the sequences, as variable-length kernels need them.
         tokens: N.
         max_length: the length of the longest sequence.
-        rectangles: (rows, width) of each rectangle, longest first; they follow each other in the padded
-            buffer.
+        rectangles: (rows, width) of each rectangle (a padded block of sequences of similar length), longest
+            first. The rectangles are consecutive in the padded buffer.
         padded_tokens: P, the number of entries of the buffer.
         places: (N) int64, the position of each token in the buffer; None if it equals the token's position in
             the row, so that no copy is needed.
-        split: see above.
+        split: the argument `split`.
     """
 
     __slots__ = (
@@ -87,9 +89,9 @@ class Packing:
 
 
 def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """Return the order of sequences, longest first, and the (rows, width) of the rectangles.
+    """Return the sequences' order, longest first, and the (rows, width) of each rectangle.
 
-    Each rectangle holds successive sequences of that order.
+    Each rectangle contains consecutive sequences of this order.
     """
     order = torch.argsort(lengths_B, descending=True, stable=True)
     rectangles: list[tuple[int, int]] = []
@@ -106,24 +108,26 @@ def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """A micro-batch in the form that the model takes, on the model's device.
+    """The packed inputs of a model for one micro-batch, on the model's device.
 
-    If a model predicts tokens, the last token of a sequence predicts nothing that is needed, so it is left
-    out of the input. If a model scores sequences, the tokens to be scored are asked for.
+    For a model that predicts tokens, the last token of each sequence is left out of the input, because its
+    prediction is not needed. For a model that scores sequences, the outputs are the scores at chosen tokens.
 
-    If ranks share the tokens, each rank has its own inputs, and its K counts only its own tokens.
+    If ranks share the tokens (sequence parallelism), each rank has different inputs, and K counts only the
+    rank's tokens.
 
     Attributes:
         input_ids: (N) int64.
         packing: the layout of the sequences.
-        sources: (K) int64, the input positions whose outcome is needed.
+        sources: (K) int64, the input positions whose outputs are needed.
         targets: (K) int64, the token ids that these positions predict; for scores, the tokens at these
             positions.
         places: (K) int64, the positions of the targets in the micro-batch's flat token column.
-        total: number of entries of that column.
-        hidden: (1, N, D), the output of an earlier pipeline stage; None if the model starts with the ids.
-        reference: (K, D), the last hidden states of the reference policy at the sources; None if there is no
-            comparison with the reference.
+        total: the number of entries of the flat token column.
+        hidden: (1, N, D), the output of an earlier pipeline stage; None if this rank's model starts with the
+            token ids.
+        reference: (K, D), the last hidden states of the reference policy at the sources; None if the
+            reference is not needed.
     """
 
     input_ids: Tensor
@@ -146,21 +150,21 @@ def pack(
     split: SequenceSplit | None = None,
     fill: int = 0,
 ) -> PackedInputs:
-    """Lay out sequences for the model.
+    """Pack sequences into the inputs of a model.
 
     Args:
         tokens: B sequences of token ids, at least one token each, on the host.
-        wanted: (total) bool, the tokens whose outcome is needed; None for all. The first token of a sequence
-            has no outcome and is never among them.
+        wanted: (total) bool, true at tokens whose outputs are needed; None for all tokens. The first token of
+            a sequence has no prediction, so its entry is ignored unless `whole`.
         device: the device of the model.
-        pad_to_longest: extend every sequence to the longest one, as in padded batches. This costs the padding
-            and does not change the result.
-        whole: for models that score sequences instead of predicting tokens. The last token of each sequence
-            is part of the input, and outcomes are those at the wanted tokens; with None, at the last token
-            only.
-        split: the ranks that share the tokens. Filler sequences, whose outcome nobody needs, make the number
-            of tokens a multiple of the number of ranks.
-        fill: filler sequences make the number of tokens at least this.
+        pad_to_longest: whether to pad every sequence to the longest length, as in padded batches. This
+            computes the padding and does not change the result.
+        whole: whether the model scores sequences instead of predicting tokens. Then the last token of each
+            sequence is part of the input. The outputs are the scores at the tokens in `wanted`; if that is
+            None, at the last token only.
+        split: the ranks that share the tokens. Unused filler sequences make the number of tokens a multiple
+            of the number of ranks.
+        fill: the minimum number of tokens, which is reached by adding filler sequences.
     """
     lengths_B = tokens.lengths
     widths_B = input_lengths(lengths_B, pad_to_longest=pad_to_longest, whole=whole)
@@ -168,7 +172,8 @@ def pack(
     ends_N = (lengths_B - 1).repeat_interleave(widths_B)
     picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
 
-    # The start of each row has moved by `shift`. Token t is predicted by input t - 1 and scored at input t.
+    # The start of each sequence has moved by `shift`. Token t is predicted at input t - 1 and scored at input
+    # t.
     shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
     if whole:
         places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
@@ -196,7 +201,7 @@ def pack(
 
 
 def input_lengths(lengths_B: Tensor, *, pad_to_longest: bool, whole: bool) -> Tensor:
-    """Return (B) how many tokens of each sequence the model sees; see `pack`."""
+    """Return (B) the number of input tokens of each sequence; see `pack`."""
     widths_B = lengths_B if whole else (lengths_B - 1).clamp(min=1)
     return widths_B.max().expand_as(widths_B) if pad_to_longest else widths_B
 

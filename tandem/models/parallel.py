@@ -1,4 +1,4 @@
-"""The process group, the device mesh and FSDP sharding."""
+"""Functions that start the process group, create the device meshes and shard a model with FSDP."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows of a batch that a rank takes.
+    """The shard of a batch's rows that a rank processes.
 
     Attributes:
-        rank: the number of the share, from 0. Ranks that share sequences have the same number.
-        size: the number of shares.
-        leads: whether the rank's outputs are used. Of the ranks with the same share, one leads.
+        rank: the number of the shard, from 0. Ranks that process the same rows have the same number.
+        size: the number of shards.
+        leads: whether the rank's outputs are used. This is true for one rank of each shard.
     """
 
     rank: int
@@ -41,17 +41,20 @@ class Share:
 
 @dataclass(frozen=True)
 class Grid:
-    """The division of a model over ranks.
+    """The device meshes over which a model is divided: data, sequence, tensor and pipeline parallelism.
 
-    Neighbouring ranks share the tokens of a micro-batch. Ranks that do not share tokens take different rows.
-    Weights are sharded over all ranks, or over groups of neighbours that hold one copy each (hybrid
-    sharding). The nearest neighbours may split each layer (tensor parallelism): they take the same tokens,
-    and FSDP shards each rank's part of the layer. With pipeline parallelism, all of this exists once per
-    stage, with the first stage on the first ranks. Ranks at the same place of every stage take the same rows.
+    - Sequence parallelism: consecutive ranks share the tokens of a micro-batch. Ranks that do not share
+      tokens process different rows.
+    - Weights are sharded over all ranks, or over groups of consecutive ranks, each of which has one copy
+      (hybrid sharding).
+    - Tensor parallelism: groups of consecutive ranks, the innermost groups, split each layer. The ranks of a
+      group process the same tokens, and FSDP shards each rank's part of a layer further.
+    - Pipeline parallelism: there is one set of all these groups per stage. The first stage is on the first
+      ranks. Ranks at the same position of each stage process the same rows.
 
     Attributes:
         weights: mesh ("pp", "replicate", "shard", "tp"): the stages, the copies of a stage's weights, the
-            shards of a copy, and the parts of each layer.
+            shards of a copy, and the ranks that split each layer.
         work: mesh ("pp", "data", "sequence", "tp"): the stages, the ranks of a stage with different rows, the
             ranks that share each row, and the ranks that split the layers.
     """
@@ -66,8 +69,8 @@ class Grid:
         """Create the grid over all ranks.
 
         Args:
-            device: the kind of device.
-            fsdp_size: number of ranks over which each part of a layer is sharded; -1: all.
+            device: the type of device.
+            fsdp_size: number of ranks over which FSDP shards the weights; -1: all.
             sequence: number of ranks that share the tokens of each micro-batch.
             tensor: number of ranks that split each layer.
             stages: number of pipeline stages.
@@ -95,7 +98,7 @@ class Grid:
 
     @property
     def share(self) -> Share:
-        """This rank's share of the rows of a batch."""
+        """This rank's shard of the rows of a batch."""
         data, sequence, tensor, stage = (self.work[name] for name in ("data", "sequence", "tp", "pp"))
         leads = sequence.get_local_rank() == 0 and tensor.get_local_rank() == 0
         leads = leads and stage.get_local_rank() == stage.size() - 1
@@ -103,7 +106,7 @@ class Grid:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh for `fully_shard`. It has one dimension unless there are copies of the weights."""
+        """The mesh for FSDP2's `fully_shard`. With several copies of the weights it has two dimensions."""
         copies = self.weights["replicate"].size() > 1
         return self.weights["replicate", "shard"] if copies else self.weights["shard"]
 
@@ -119,16 +122,16 @@ def _check_divides(field: str, size: int, ranks: int) -> None:
 
 
 def require_plain(kind: str, field: str, size: int, problem: str) -> None:
-    """Check that an architecture consists of an embedding, layers and a norm.
+    """Check that an architecture consists only of an embedding, layers and a norm.
 
     Args:
-        kind: a config's model_type.
-        field: the config key that divides the model among `size` ranks.
+        kind: the model_type of a config.
+        field: the config key with the number of ranks that divide the model.
         size: the value of that key.
         problem: the message of the error.
 
     Raises:
-        ModelError: If the architecture is not known to be of this form.
+        ModelError: If the architecture is not known to have this structure.
     """
     if kind not in PLAIN_DECODERS:
         raise ModelError(
@@ -141,15 +144,16 @@ def require_plain(kind: str, field: str, size: int, problem: str) -> None:
 
 
 def init_distributed(device: torch.device, *, timeout_s: float | None = None) -> None:
-    """Start the process group unless one exists.
+    """Start torch.distributed's process group if there is none.
 
-    With torchrun's environment variables it is torchrun's group, else a group with only this process, without
-    a network port. Host tensors always use gloo, so that counting does not wait for a GPU.
+    If torchrun's environment variables are set, this is torchrun's group. Otherwise it is a group with only
+    this process, without a network port. Host tensors always use gloo, so that collectives of counts do not
+    wait for a GPU.
 
     Args:
         device: the device of the model.
-        timeout_s: timeout of one collective, in seconds, for a group that is started here; None: PyTorch's
-            default.
+        timeout_s: the timeout of one collective, in seconds, if this function starts the group; None:
+            PyTorch's default.
     """
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
@@ -163,9 +167,9 @@ def init_distributed(device: torch.device, *, timeout_s: float | None = None) ->
 
 
 def collective_timeout() -> timedelta:
-    """Return the timeout of a collective of the process group.
+    """Return the timeout of a collective in the process group of all ranks.
 
-    Groups of some of the ranks need it, because they would otherwise get PyTorch's default.
+    Pass it to subgroups, which would otherwise get PyTorch's default.
     """
     world: Any = dist.distributed_c10d._get_default_group()
     limit: timedelta = world._get_backend(torch.device("cpu")).options._timeout
@@ -173,11 +177,12 @@ def collective_timeout() -> timedelta:
 
 
 def leave_distributed(*, together: bool = False) -> None:
-    """End the process group if there is one. The process's exit calls this too.
+    """End the process group if there is one. This function also runs when the process exits.
 
     Args:
-        together: first wait until all ranks get here. A rank that closes its connections while another rank
-            still uses them may be aborted, so scripts of several ranks set this at their end.
+        together: whether to wait first until all ranks call this function. If a rank closes its connections
+            while another rank still uses them, that rank may be aborted. So scripts with several ranks should
+            set this at their end.
     """
     if dist.is_initialized():
         if together:
@@ -196,18 +201,18 @@ def shard(
     forward_prefetch: bool,
     meter: CollectiveMeter,
 ) -> list[FSDPModule]:
-    """Apply FSDP2 in place.
+    """Shard a model with FSDP2, in place.
 
-    Parameters stay in `master_dtype`. Computation sees them in `compute_dtype`. Gradients are summed over
-    ranks, not averaged, in `master_dtype`. `parts` are the modules that share a unit, as
-    `tandem.models.wrap.wrapped` returns them; the root unit has all others. `meter` measures the units'
-    collectives.
+    Parameters are stored in `master_dtype` and cast to `compute_dtype` for computation. Gradients are summed
+    over ranks, not averaged, in `master_dtype`. Each entry of `parts` lists the modules of one FSDP unit, as
+    returned by `tandem.models.wrap.wrapped`. The root unit has all other modules. `meter` measures the
+    collectives of all units.
 
     Returns:
-        The units, each by its first module, with the root last.
+        The first module of each FSDP unit, with the root unit last.
 
     Raises:
-        ConfigError: If a trained parameter has another type than `master_dtype`.
+        ConfigError: If a trained parameter has another dtype than `master_dtype`.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     wrong = next((name for name, p in trained if p.dtype != master_dtype), None)
@@ -234,10 +239,10 @@ def shard(
     if forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
-    # The backward pass of each unit prefetches only the layer before it; that of the first unit prefetches
-    # the root. FSDP's own choice depends on the forward passes since the last backward pass. A rollout runs
-    # different numbers of them on different ranks, and the ranks would then wait for each other in different
-    # gathers.
+    # In the backward pass, each unit prefetches only the layer before it, and the first unit prefetches the
+    # root. FSDP's default depends on the forward passes since the last backward pass. A rollout runs
+    # different numbers of forward passes on different ranks. The ranks would then wait for each other in
+    # different gathers.
     for earlier, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([earlier])
     if len(units) > 1:
@@ -246,9 +251,9 @@ def shard(
 
 
 def _shard_dimension(parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension that FSDP cuts: rows, or columns if tensor parallelism split rows unevenly.
+    """Return the dimension that FSDP shards: rows, or columns if tensor parallelism split rows unevenly.
 
-    PyTorch has no placement for uneven rows that are cut once more.
+    PyTorch has no placement for uneven rows that are sharded a second time.
     """
     if not isinstance(parameter, DTensor):
         return None

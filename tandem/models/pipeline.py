@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each stage's ranks hold some successive layers of the model.
+"""Pipeline parallelism: the ranks of each stage have some consecutive layers of the model.
 
 A micro-batch goes through the stages one after the other (Huang et al. 2018, "GPipe",
 https://arxiv.org/abs/1811.06965). The first stage starts with the embedding. The last stage ends with the
-norm and the head. If embedding and head share one matrix, both stages hold it.
+norm and the head. If embedding and head share one matrix (tied weights), both stages have this matrix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.models.policy import PackedModel, hidden_states
 
 FIELD = "fsdp_config.pipeline_parallel_size"
 HIDDEN = "hidden"
-"""The output of every stage but the last, (1, N, D)."""
+"""The name of the output of every stage except the last, (1, N, D) hidden states."""
 
 
 def check_pipeline(config: Any, stages: int) -> None:
@@ -53,14 +53,15 @@ def check_pipeline(config: Any, stages: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """This rank's place in its pipeline.
+    """The pipeline of this rank, with collectives between its stages.
 
     Attributes:
         stage: this rank's stage.
         size: the number of stages.
-        group: one rank of each stage, in the order of the stages; they take the same rows.
-        ends: the first and the last rank of the group; None on the ranks between them.
-        meter: measures what is exchanged.
+        group: the process group with one rank of each stage, in the order of the stages. These ranks process
+            the same rows.
+        ends: the process group of the first and the last rank; None on the other ranks.
+        meter: the meter for exchanged bytes.
     """
 
     stage: int
@@ -74,8 +75,8 @@ class Pipeline:
         """Create this rank's pipeline. All ranks must call this together.
 
         Args:
-            ranks: the ranks of all pipelines; the first dimension is that of the stages.
-            meter: measures what is exchanged.
+            ranks: the mesh of all pipelines. The first dimension is the stages.
+            meter: the meter for exchanged bytes.
         """
         rank, timeout = dist.get_rank(), collective_timeout()
         found: Any = None
@@ -94,7 +95,7 @@ class Pipeline:
         return self.stage == self.size - 1
 
     def broadcast(self, tensor: Tensor, stage: int) -> Tensor:
-        """Overwrite a contiguous tensor with that of a stage.
+        """Broadcast a contiguous tensor in place, from one stage to the other stages of this pipeline.
 
         All ranks of the pipeline must call this together.
         """
@@ -103,7 +104,7 @@ class Pipeline:
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the last stage's object, which must be picklable.
+        """Broadcast a picklable object from the last stage, and return it.
 
         All ranks of the pipeline must call this together.
         """
@@ -112,22 +113,22 @@ class Pipeline:
         return held[0]
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """Return the stage of one of the model's layers.
+        """Return the stage of the layer with index `layer`, for a model with `layers` layers.
 
-        The stages' numbers of layers differ by at most one. The last stage, which also has the head, never
-        has more layers than another stage.
+        The numbers of layers of the stages differ by at most one. The last stage, which also has the head,
+        never has more layers than another stage.
         """
         return next(stage for stage in range(self.size) if layer * self.size < layers * (stage + 1))
 
     def cut(self, module: PackedModel) -> tuple[dict[str, torch.Size], dict[str, int], bool]:
-        """Reduce a whole model, in place, to the parts of this stage.
+        """Remove all modules of other stages from a whole model, in place.
 
-        Call this before the model is sharded. Layers keep their places and names.
+        Call this before the model is sharded. Layers keep their indices and names.
 
         Returns:
-            The shapes of all weights of the model by Hugging Face name, tied weights once; the stage of each
-            weight; and whether embedding and output head are tied, so that the first and the last stage have
-            their matrix.
+            A dict from Hugging Face name to the shape of each weight of the whole model, with tied weights
+            once. A dict from name to the stage of each weight. Whether embedding and output head are tied, so
+            that both the first and the last stage have the matrix.
         """
         decoder: Any = module.decoder
         head = module.output_layer
@@ -163,18 +164,18 @@ def own_layers(module: PackedModel) -> list[nn.Module]:
 
 
 def present(units: Sequence[Sequence[nn.Module]], module: PackedModel) -> list[list[nn.Module]]:
-    """Return those of the whole model's units that belong to this rank's stage."""
+    """Return the FSDP units of the whole model that belong to this rank's stage."""
     left = {part for part in module.modules() if any(True for _ in part.parameters())}
     here = [[part for part in unit if part in left] for unit in units]
     return [unit for unit in here if unit]
 
 
 def _empty(module: nn.Module) -> None:
-    """Remove a module's weights, which belong to another stage."""
+    """Remove the weights of a module that belongs to another stage."""
     for name, _ in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, None)
 
 
 def _hidden_outputs(module: PackedModel, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-    """Run the forward pass of a stage that is not the last."""
+    """Run the forward pass of a stage other than the last, and return its hidden states."""
     return {HIDDEN: hidden_states(module.decoder, inputs)}

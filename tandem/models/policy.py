@@ -1,4 +1,4 @@
-"""The policy model: packed token ids in, log-probs and entropies out.
+"""The policy model, which computes log-probs and entropies of packed token ids.
 
 Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token column, D hidden features.
 """
@@ -23,13 +23,16 @@ from tandem.models.tensor_group import TensorGroup, local
 
 
 class PackedModel(nn.Module):
-    """A model over packed sequences. Its inputs are ids only, because FSDP may cast floating-point arguments.
+    """The base class of models over packed sequences.
+
+    All inputs are integer ids, because FSDP may cast floating-point arguments.
 
     Attributes:
-        kind: "policy", "value" or "score".
+        kind: the type of the model: "policy", "value" or "score".
         outputs: the names of its outputs.
         whole_sequences: whether the model scores sequences instead of predicting tokens; see `pack`.
-        starts_at_zero: parameters that a model folder does not hold.
+        starts_at_zero: the names of parameters that no model folder contains. They are initialized with
+            zeros.
         kernels: the kernels that compute the layers and outputs.
     """
 
@@ -42,19 +45,19 @@ class PackedModel(nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The embedding, layers and norm below the head."""
+        """The decoder: embedding, layers and final norm, without the head."""
         return self.model.model
 
     @property
     @abstractmethod
     def output_layer(self) -> Any:
-        """The layer that computes outputs from a hidden state."""
+        """The layer that computes outputs from hidden states."""
 
     def check_outputs(self, asked: Iterable[str]) -> None:
-        """Check that the model has the outputs.
+        """Check that the model has all the outputs in `asked`.
 
         Raises:
-            EngineError: If this kind of model lacks one of them.
+            EngineError: If this type of model does not have one of the outputs.
         """
         unknown = sorted(set(asked) - self.outputs)
         if unknown:
@@ -68,15 +71,16 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal language model and its head.
+    """A causal language model with the head that computes log-probs and entropies.
 
     Args:
         model: the transformers model, loaded with `attention=PACKED`.
-        temperature: divides the logits of every output; use the temperature of the rollout.
-        head: computes the outputs from the hidden states.
+        temperature: the divisor of all logits. Use the temperature of the rollout.
+        head: the function that computes log-probs and entropies from hidden states; see `Head`.
 
     Attributes:
-        tensor_group: the ranks that share the layers and the vocabulary; None: this rank has the whole model.
+        tensor_group: the tensor-parallel group of ranks that split the layers and the vocabulary; None: this
+            rank has the whole model.
         reference_head: (V, D), the whole output embedding of the reference policy, in compute dtype, for
             `ref_kl`; None until it is set.
 
@@ -100,7 +104,7 @@ class PolicyModel(PackedModel):
 
     @property
     def decoder(self) -> Any:
-        """The embedding, layers and norm below the head."""
+        """The decoder: embedding, layers and final norm, without the head."""
         return self.model.get_decoder()
 
     @property
@@ -109,19 +113,20 @@ class PolicyModel(PackedModel):
         return self.model.get_output_embeddings()
 
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
-        """Return the wanted outputs, each (T) in fp32 (fp64 for an fp64 model).
+        """Compute the named outputs, each (T) in fp32 (fp64 for an fp64 model).
 
-        Entries are zero at tokens that were not asked for.
+        Entries are zero at tokens whose outputs are not needed.
 
         Args:
             inputs: the packed micro-batch.
-            outputs: names among these: "log_probs" and "entropy", in nats; "sum_pi_squared", without
-                gradient; "ref_kl", KL(policy || reference) in nats. All are of the distribution from which
-                the token was drawn. "hidden" is (T, D), the last hidden state that predicts the token, in the
-                compute dtype.
+            outputs: names of outputs. "log_probs" and "entropy" are in nats. "sum_pi_squared" has no
+                gradient. "ref_kl" is KL(policy || reference) in nats. All of these belong to the distribution
+                that predicts the token. "hidden" is (T, D), the last hidden state that predicts the token, in
+                the compute dtype.
 
         Raises:
-            EngineError: If a policy does not have an output, or the reference's data for it is missing.
+            EngineError: If a policy does not have one of the outputs, or the reference's data for "ref_kl"
+                are missing.
         """
         self.check_outputs(outputs)
         hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
@@ -140,7 +145,7 @@ class PolicyModel(PackedModel):
         return {name: at_positions(value, inputs) for name, value in asked.items()}
 
     def _reference(self, hidden_KD: Tensor, reference_KD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the reference's hidden states and its head, or this rank's part of the head."""
+        """Return the reference's hidden states, and its output embedding or this rank's rows of it."""
         if self.reference_head is None or reference_KD is None:
             missing = "output head" if self.reference_head is None else "hidden states"
             raise EngineError(
@@ -155,12 +160,12 @@ class PolicyModel(PackedModel):
 
 @contextmanager
 def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator[None]:
-    """Inside the context, let the model compute without its adapters or at another temperature.
+    """Inside the context, make the model compute without adapters or with another temperature.
 
     Args:
         module: the model.
         adapter: whether the adapters are active.
-        temperature: the temperature of a policy; None: the policy's own.
+        temperature: the temperature of a policy; None: the policy's configured temperature.
     """
     own = getattr(module, "temperature", None)
     with nullcontext() if adapter else without_adapters(module):
@@ -175,12 +180,12 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
 
 
 def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
-    """Return (N, D) the last hidden states of the packed tokens, after the final norm."""
+    """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm."""
     return hidden_states(decoder, inputs).squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
-    """Return (1, N, D) the decoder's output for the tokens, or for the hidden states that replace them."""
+    """Return (1, N, D) the decoder's output for the token ids, or for an earlier stage's hidden states."""
     tokens = {"input_ids": inputs.input_ids.unsqueeze(0)}
     out = decoder(
         **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
@@ -193,16 +198,16 @@ def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
 
 
 def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:
-    """Return the values at their positions in the token column, with zero elsewhere.
+    """Scatter values to their positions in the token column, with zero elsewhere.
 
-    If ranks share the tokens, every rank gets the values of all ranks.
+    If ranks share the tokens (sequence parallelism), every rank gets the values of all ranks.
 
     Args:
         values_K: (K) or (K, D), the values of the predicted tokens.
         inputs: the packed micro-batch, which has the positions.
 
     Returns:
-        (T) or (T, D).
+        (T) or (T, D), the token column.
     """
     values_T = values_K.new_zeros(inputs.total, *values_K.shape[1:])
     values_T = values_T.index_copy(0, inputs.places, values_K)

@@ -1,4 +1,4 @@
-"""The reward model: packed token ids in, a score of each sequence or of some of its tokens out.
+"""The reward model, which computes scores of packed sequences, or of some of their tokens.
 
 Shapes: N input tokens, T entries of the micro-batch's token column.
 """
@@ -16,7 +16,7 @@ from tandem.models.value import head_outputs
 class ScoreModel(PackedModel):
     """A language model's decoder with the trained head of a sequence classifier or token classifier.
 
-    A sequence classifier has one label.
+    A sequence classifier must have one label, and a token classifier one or two labels.
 
     Args:
         model: the model from `load_scorer`.
@@ -37,11 +37,11 @@ class ScoreModel(PackedModel):
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         """Return {"scores": (T)} in fp32 (fp64 for an fp64 model).
 
-        The score is the head's output at the last token of each sequence, or at the tokens to be scored. With
-        two labels it is the probability of the second label. Entries are zero elsewhere.
+        A score is the head's output at the last token of each sequence, or at the tokens to be scored. With
+        two labels, a score is the probability of the second label. Entries at all other tokens are zero.
 
         Raises:
-            EngineError: If a score model does not have an output.
+            EngineError: If a score model does not have one of the outputs.
         """
         self.check_outputs(outputs)
         return {"scores": at_positions(head_outputs(self, inputs), inputs)}

@@ -1,8 +1,8 @@
-"""Ulysses sequence parallelism: ranks share the tokens of a micro-batch and, in attention, its heads.
+"""Ulysses sequence parallelism: ranks share the tokens of a micro-batch and, in attention, the heads.
 
-See Jacobs et al. 2023 (https://arxiv.org/abs/2309.14509). Everything but attention works token by token, so
-each of S ranks takes one S-th of the packed tokens. Around attention the ranks exchange data: each rank sends
-its tokens' other heads away and receives all tokens of its own heads.
+See Jacobs et al. 2023 (https://arxiv.org/abs/2309.14509). All operations except attention work token by
+token. So each of S ranks processes one S-th of the packed tokens. Before attention, the ranks exchange data,
+so that each rank has all tokens for some of the heads. After attention, they exchange the results back.
 
 Shapes: S ranks; N packed tokens, n = N / S on this rank; H heads, h = H / S on this rank; D features of a
 head.
@@ -28,10 +28,10 @@ class SequenceSplit:
     """The ranks that share the tokens of each micro-batch.
 
     Attributes:
-        place: the number of this rank among them.
+        place: the number of this rank in the group.
         size: the number of ranks, S.
-        group: their process group; None for one rank.
-        meter: measures what they exchange.
+        group: the process group; None for one rank.
+        meter: the meter for exchanged bytes.
     """
 
     place: int
@@ -41,7 +41,7 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, ranks: DeviceMesh, meter: CollectiveMeter) -> SequenceSplit | None:
-        """Return this rank's group; None if the rank shares its tokens with no other rank."""
+        """Return this rank's group; None if the group has only one rank."""
         if ranks.size() == 1:
             return None
         return cls(ranks.get_local_rank(), ranks.size(), ranks.get_group(), meter)
@@ -62,14 +62,15 @@ class SequenceSplit:
             )
 
     def span(self, tokens: int) -> slice:
-        """Return this rank's slice of `tokens` tokens, a multiple of S."""
+        """Return this rank's slice of the tokens. Their number `tokens` must be a multiple of S."""
         share = tokens // self.size
         return slice(self.place * share, (self.place + 1) * share)
 
     def to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Turn queries, keys and values (n, H, D) of this rank's tokens into (N, h, D) of its heads.
+        """Exchange (n, H, D) with this rank's tokens for (N, h, D) with this rank's heads.
 
-        If S does not divide the number of key heads, the key and value heads are repeated first.
+        The tensors are queries, keys and values. If S does not divide the number of key heads, the key and
+        value heads are repeated first.
         """
         wide = []
         for part_nKD in parts:
@@ -84,20 +85,20 @@ class SequenceSplit:
         return list(torch.split(found.flatten(0, 1), heads, 1))
 
     def to_tokens(self, heads_NhD: Tensor) -> Tensor:
-        """Turn (N, h, D) of this rank's heads into (n, H, D) of its tokens."""
+        """Exchange (N, h, D) with this rank's heads for (n, H, D) with this rank's tokens."""
         found_SnhD = exchanged(heads_NhD.reshape(self.size, -1, *heads_NhD.shape[1:]), self.swap, self.swap)
         return found_SnhD.transpose(0, 1).flatten(1, 2)
 
     def gather(self, values_T: Tensor) -> Tensor:
-        """Return the sum over ranks. Each rank has its own entries and zero elsewhere.
+        """Return the entries of all ranks, as a sum. Each rank passes its entries, and zero elsewhere.
 
-        Every rank computes the same from the result, so the gradient of a rank's entries needs no further
-        sum.
+        Every rank computes the same loss from the result. So the gradient of a rank's entries needs no sum
+        over ranks.
         """
         return exchanged(values_T, lambda x: self.meter.total(x, self.group), lambda gradient: gradient)
 
     def swap(self, rows_Sn: Tensor) -> Tensor:
-        """Send row s to rank s, and receive that rank's row for this rank."""
+        """Send row s to rank s, and receive this rank's row from every rank (all-to-all)."""
         rows_Sn = rows_Sn.contiguous()
         found_Sn = torch.empty_like(rows_Sn)
         with self.meter.measure(rows_Sn.device, rows_Sn.nbytes * (self.size - 1) // self.size):

@@ -1,7 +1,7 @@
-"""Small copies of a model's config, for tests of its architecture.
+"""Functions that create a small copy of a model's config, for testing the architecture.
 
-A copy has the same kinds of layers with few features. Its windows, chunks and angle limits are so small that
-short sequences exceed them.
+The copy has the same types of layers, with fewer features. The copy's windows, chunks and limits of rotary
+angles are so small that short sequences exceed them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LONGEST = 40
 """The length of a sequence, in tokens, that exceeds every window, chunk and angle limit of a small copy."""
 _VOCABULARY = 96
 _WINDOW, _POSITIONS, _STRETCHED = 8, 64, 16
-_WINDOWS = ("window", "chunk", "block_size")  # parts of config keys that name a limit
+_WINDOWS = ("window", "chunk", "block_size")  # substrings of config keys that set a limit
 _NO_WINDOWS = ("layer", "pattern", "feed_forward")
 _POSITION_LIMITS = ("position", "n_ctx", "max_seq", "seq_len")
 _ALL_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -27,9 +27,10 @@ _SMALLEST_SIZE = 32
 
 
 def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a config of the same architecture that a CPU runs in well under a second.
+    """Return a small config of the same architecture, which a CPU runs in well under a second.
 
-    All sizes are divided by one number, so that their relations stay. At least one layer of each kind stays.
+    All sizes are divided by the same number, so that their ratios stay the same. At least one layer of each
+    type is kept.
     """
     copy = deepcopy(config)
     text = copy.get_text_config()
@@ -46,14 +47,14 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
                     smaller = min(value, _STRETCHED)
                 if smaller != value:
                     setattr(part, name, smaller)
-    copy._experts_implementation = "eager"  # others do not support float64 on a CPU
+    copy._experts_implementation = "eager"  # other implementations do not support float64 on a CPU
     return copy
 
 
 def window_limits(config: PreTrainedConfig) -> list[int]:
-    """Return the lengths, in tokens, above which a model may treat sequences differently, sorted.
+    """Return the sorted lengths, in tokens, above which a model may treat sequences differently.
 
-    They come from windows, chunks, and limits of rotary angles.
+    These are the lengths of windows and chunks, and the limits of rotary angles.
     """
     found = []
     for part in _parts(config):
@@ -67,7 +68,7 @@ def window_limits(config: PreTrainedConfig) -> list[int]:
 def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
     """Yield the lengths above which rotary angles change.
 
-    There are none if the angles depend only on the position.
+    If the angles depend only on the position, nothing is yielded.
     """
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -78,7 +79,7 @@ def angle_limits(config: PreTrainedConfig) -> Iterator[int]:
 
 
 def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rotary parameters, either one set or one per kind of layer."""
+    """Yield the rotary parameters: one dict for all layers, or one dict per type of layer."""
     if isinstance(parameters, dict):
         yield parameters
         for value in parameters.values():
@@ -86,7 +87,7 @@ def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield the config and the configs inside it."""
+    """Yield the config and all configs nested inside it."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
@@ -94,9 +95,9 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _factor(text: Any) -> int:
-    """Return the number that divides all sizes.
+    """Return the number by which all sizes are divided.
 
-    It is the largest power of two that leaves heads of `_HEAD` features.
+    It is the largest power of two with which heads still have `_HEAD` features.
     """
     hidden = getattr(text, "hidden_size", None)
     heads = getattr(text, "num_attention_heads", None)
@@ -112,7 +113,7 @@ def _factor(text: Any) -> int:
 
 
 def _smaller(name: str, value: Any, factor: int) -> Any:
-    """Return the value of a key in the small copy."""
+    """Return the value of the key `name` in the small copy."""
     if isinstance(value, list) and value and all(_is_int(each) and each >= _SMALLEST_SIZE for each in value):
         return [_smaller(name, each, factor) for each in value]
     if not _is_int(value):
@@ -130,9 +131,9 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
 
 
 def _most(name: str, value: int) -> int | None:
-    """Return the upper bound for a config key; None if the key has none.
+    """Return the maximum value of a config key in the small copy; None if there is no maximum.
 
-    A vocabulary, a token id, a window and a number of positions have an upper bound.
+    The sizes of the vocabulary and of windows, token ids, and numbers of positions have a maximum.
     """
     if "token" in name and ("id" in name or "index" in name):
         return _VOCABULARY - 1
@@ -146,7 +147,7 @@ def _most(name: str, value: int) -> int | None:
 
 
 def _smaller_rope(parameters: Any, factor: int) -> Any:
-    """Return rotary parameters whose limits `LONGEST` exceeds, and whose lists fit the narrow heads."""
+    """Return rotary parameters with limits below `LONGEST`, and with lists that fit the smaller heads."""
     if not isinstance(parameters, dict):
         return parameters
     smaller: dict[str, Any] = {}
@@ -165,7 +166,7 @@ def _smaller_rope(parameters: Any, factor: int) -> Any:
 
 
 def _fewer_layers(config: Any) -> None:
-    """Keep the first layers, up to the longest period of a pattern, and the first of each other kind."""
+    """Keep the first layers, up to the longest period of a pattern, and one layer of each other type."""
     name = next((name for name in _ALL_LAYERS if _is_int(vars(config).get(name))), None)
     if name is None or vars(config)[name] <= 2:
         return
@@ -198,19 +199,19 @@ def _fewer_layers(config: Any) -> None:
 
 
 def _is_per_layer(name: str, value: Any, depth: int) -> bool:
-    """Return whether a value has one entry per layer: a list, or a pattern of one letter each."""
+    """Return whether a value has one entry per layer: a list, or a string with one letter per layer."""
     written = isinstance(value, (list, tuple)) or (isinstance(value, str) and "pattern" in name)
     return written and len(value) == depth and "token" not in name
 
 
 def _names_layers(name: str, value: Any, depth: int) -> bool:
-    """Return whether a value lists the numbers of some layers."""
+    """Return whether a value is a list of layer indices."""
     told = any(word in name for word in ("layer", "idx", "indices")) and isinstance(value, (list, tuple))
     return told and len(value) < depth and all(_is_int(each) and 0 <= each < depth for each in value)
 
 
 def _is_window(name: str, value: int) -> bool:
-    """Return whether a value limits how many earlier tokens a token sees or is computed with."""
+    """Return whether a value limits the number of earlier tokens on which a token depends."""
     named = any(word in name for word in _WINDOWS) and not any(word in name for word in _NO_WINDOWS)
     return named or ("topk" in name and value >= _SMALLEST_SIZE)
 

@@ -1,4 +1,4 @@
-"""The ranks that share every layer of a model, and their collectives."""
+"""The tensor-parallel group of ranks that split every layer of a model, and its collectives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.models.collectives import CollectiveMeter, exchanged
 
 
 class TensorGroup:
-    """A tensor-parallel group. Its ranks run the same rows, each with its part of the weights.
+    """A tensor-parallel group. Its ranks process the same rows, each with a shard of every layer.
 
     Args:
-        mesh: a mesh of one dimension.
-        meter: measures what is exchanged.
+        mesh: the mesh of the ranks, with one dimension.
+        meter: the meter for exchanged bytes.
 
     Attributes:
         rank: the number of this rank in the group.
@@ -34,9 +34,9 @@ class TensorGroup:
         self._meter = meter
 
     def entries(self, vocabulary: int) -> slice:
-        """Return this rank's entries of a vocabulary.
+        """Return the slice of a vocabulary with this rank's entries.
 
-        All ranks have the same number, rounded up; the last rank may have fewer.
+        All ranks have the same number of entries, rounded up. The last rank may have fewer entries.
         """
         each = -(-vocabulary // self.size)
         return slice(self.rank * each, min(vocabulary, (self.rank + 1) * each))
@@ -47,16 +47,18 @@ class TensorGroup:
         return tensor
 
     def copied(self, x: Tensor) -> Tensor:
-        """Return x, which is the same on all ranks, as the input of parts that differ between ranks.
+        """Return x, the same on all ranks, as an input of modules that are split over the ranks.
 
-        The gradients of the ranks are summed ("f" in Shoeybi et al. 2019, arXiv 1909.08053).
+        In the backward pass, the gradients of all ranks are summed ("f" in Shoeybi et al. 2019, arXiv
+        1909.08053).
         """
         return exchanged(x, lambda x: x.view_as(x), self._total)
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks, the same on all ranks.
+        """Return the sum of x over all ranks.
 
-        Each rank gets the whole gradient ("g" in the same paper).
+        In the backward pass, each rank gets the whole gradient ("g" in Shoeybi et al. 2019, arXiv
+        1909.08053).
         """
         return exchanged(x, self._total, lambda gradient: gradient)
 
@@ -65,20 +67,20 @@ class TensorGroup:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; it shares the tensor's memory."""
+    """Return this rank's local tensor, which shares the memory of the given tensor or DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def joined(part: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return the DTensor of which this rank has `part` and other ranks have theirs."""
+    """Return a DTensor whose local tensor on this rank is `part`."""
     return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def take(value: Tensor, whole: Any) -> None:
-    """Overwrite this rank's part of a tensor.
+    """Overwrite this rank's shard of a tensor.
 
     Args:
-        value: the tensor.
+        value: the tensor, which may be a DTensor.
         whole: the values of the whole tensor, or a slice of a safetensors file.
     """
     part = local(value)
@@ -87,7 +89,7 @@ def take(value: Tensor, whole: Any) -> None:
 
 
 def place(value: Tensor) -> tuple[slice, ...]:
-    """Return the position of this rank's part in the whole tensor."""
+    """Return the slices of the whole tensor that this rank's shard covers."""
     if not isinstance(value, DTensor):
         return tuple(slice(0, size) for size in value.shape)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

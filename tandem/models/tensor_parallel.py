@@ -1,10 +1,11 @@
 """Tensor parallelism for training: the plan that splits a model's layers over the ranks of a group.
 
-It follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some heads and some
-columns of the MLP. Query, key, value, gate and up projections are cut by their outputs. Output and down
-projections are cut by their inputs, and their results are summed. Embedding and output head are cut by
-vocabulary entries. Everything else is whole on every rank. Plain tensors flow between the modules. Parameters
-are DTensors, so that FSDP can cut them further and checkpoints know which part they hold.
+The plan follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some of the
+heads and some of the MLP columns. Query, key, value, gate and up projections are split by outputs. Output and
+down projections are split by inputs, and their results are summed over the ranks. Embedding and output head
+are split by vocabulary entries. All other weights are whole on every rank. Activations are plain tensors.
+Parameters are DTensors, so that FSDP can shard them further, and so that checkpoints know which shard each
+rank has.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
     Args:
         config: a transformers config of a language model.
         size: number of ranks that split each layer.
-        sequence: number of ranks that share the tokens of each micro-batch and, in attention, each rank's
-            heads.
-        shards: number of ranks over which FSDP cuts each rank's part.
+        sequence: number of ranks that share the tokens of each micro-batch. In attention, these ranks divide
+            each rank's heads.
+        shards: number of ranks over which FSDP shards each rank's part of the weights.
 
     Raises:
-        ModelError: If there is no plan for the architecture.
+        ModelError: If the architecture has no plan.
         ConfigError: If heads, MLP columns or the vocabulary cannot be divided.
     """
     if size == 1:
@@ -81,12 +82,12 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
 
 
 def parallelize(model: PackedModel, group: TensorGroup) -> None:
-    """Split a whole model, which is the same on all ranks of the group, in place.
+    """Split a whole model over a group, in place. The model must be the same on all ranks of the group.
 
     Call this before FSDP shards the model.
 
     Raises:
-        ModelError: If a layer has weights that the plan does not know.
+        ModelError: If a layer has weights that the plan does not contain.
     """
     decoder, split = model.decoder, Split(group)
     tied = model.output_layer.weight is decoder.embed_tokens.weight
@@ -113,10 +114,11 @@ def parallelize(model: PackedModel, group: TensorGroup) -> None:
 
 
 def _with_adapters(layer: nn.Module, split: Split) -> Plan:
-    """Return the plan of a layer in which some linear layers may have adapters.
+    """Return the plan of a decoder layer whose linear layers may have adapters.
 
-    If outputs are cut, the rows of B are cut too, and each rank has a share of the gradient of A. If inputs
-    are cut, the columns of A are cut too, and the output of A, a few numbers per token, is summed.
+    If a linear layer is split by outputs, the rows of B are split too, and the gradient of A is summed over
+    the ranks. If it is split by inputs, the columns of A are split too, and the output of A, a few numbers
+    per token, is summed.
     """
     plan: Plan = {
         "input_layernorm": split.whole,
@@ -140,7 +142,7 @@ def _with_adapters(layer: nn.Module, split: Split) -> Plan:
 
 
 def _follow(module: nn.Module, plan: Plan) -> None:
-    """Apply a plan to the parts that a module has. An architecture may lack some parts."""
+    """Apply a plan to the submodules that a module has. An architecture may lack some submodules."""
     parts = dict(module.named_modules())
     for name, change in plan.items():
         if name in parts:
@@ -148,7 +150,7 @@ def _follow(module: nn.Module, plan: Plan) -> None:
 
 
 class Split:
-    """The changes that split the parts of a model over a group. Each method changes a module in place."""
+    """Methods that split modules of a model over a tensor-parallel group, in place."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
@@ -166,7 +168,7 @@ class Split:
     def by_inputs(self, module: Any) -> None:
         """Split a linear layer so that each rank has some inputs.
 
-        The outputs are summed, and the bias is added once.
+        The outputs are summed over the ranks, and the bias is added once.
         """
         self.place(module, weight=Shard(1))
 
@@ -177,21 +179,21 @@ class Split:
         module.forward = forward
 
     def whole(self, module: Any) -> None:
-        """Keep a module whole on every rank. All ranks give it the same inputs."""
+        """Keep a module whole on every rank, for modules with the same inputs on all ranks."""
         self._on_parameters(module, local)
 
     def whole_different_inputs(self, module: Any) -> None:
-        """Keep a module whole on every rank, although ranks give it different inputs.
+        """Keep a module whole on every rank, for modules with different inputs on each rank.
 
-        The gradients of its weights are summed.
+        The gradients of the module's weights are summed over the ranks.
         """
         self._on_parameters(module, lambda parameter: self.group.copied(local(parameter)))
 
     def copied_input(self, module: Any) -> None:
-        """Let each rank's part of a module work on the whole input.
+        """Pass the whole input to the split submodules of a module.
 
-        The input is the first argument or `hidden_states`. The gradients that the parts return for it are
-        summed once.
+        The input is the first argument or `hidden_states`. In the backward pass, the gradient of the input is
+        summed over the ranks once.
         """
         plain: Callable[..., Any] = module.forward
 
@@ -205,7 +207,7 @@ class Split:
     def vocabulary(self, module: Any) -> None:
         """Split an embedding so that each rank has some entries.
 
-        Each rank looks up its own entries, and the sum over ranks is the result.
+        Each rank looks up its entries, and the result is the sum over ranks.
         """
         first = self.group.entries(module.num_embeddings).start
         self.place(module, weight=Shard(0))
@@ -223,9 +225,9 @@ class Split:
         module.forward = forward
 
     def place(self, module: nn.Module, **cut: Placement) -> None:
-        """Turn the module's own parameters into DTensors that hold this rank's part.
+        """Replace the module's direct parameters by DTensors with this rank's shard.
 
-        Parameters without a placement in `cut` stay whole.
+        `cut` maps parameter names to placements. All other parameters stay whole.
         """
         for name, parameter in list(module.named_parameters(recurse=False)):
             placements = [cut.get(name, Replicate())]
@@ -234,7 +236,7 @@ class Split:
             module.register_parameter(name, nn.Parameter(placed, requires_grad=learns))
 
     def _on_parameters(self, module: Any, seen: Callable[[Tensor], Tensor]) -> None:
-        """Run the module's forward on a copy of the module whose parameters `seen` creates."""
+        """Make the module's forward use `seen(parameter)` in place of each parameter."""
         self.place(module)
         plain = module.forward.__func__
 

@@ -1,4 +1,4 @@
-"""The value model: packed token ids in, the expected return before each token out.
+"""The value model, which computes the expected return before each token of packed sequences.
 
 Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token column, D features.
 """
@@ -20,10 +20,10 @@ from tandem.models.tensor_group import local
 class ValueModel(PackedModel):
     """A language model's decoder with a linear head that starts at zero.
 
-    The first values are 0 for any language model, and nothing in the head is random.
+    So the first values are 0 for any language model, and no weight of the head is random.
 
     Args:
-        model: a causal language model, loaded with `attention=PACKED`; its own head is dropped.
+        model: a causal language model, loaded with `attention=PACKED`; its language model head is dropped.
     """
 
     kind, outputs = "value", frozenset({"values"})
@@ -41,7 +41,7 @@ class ValueModel(PackedModel):
 
     @property
     def decoder(self) -> Any:
-        """The whole language model below the head."""
+        """The whole language model without its head."""
         return self.model
 
     @property
@@ -52,24 +52,27 @@ class ValueModel(PackedModel):
     def forward(self, inputs: PackedInputs, outputs: frozenset[str]) -> dict[str, Tensor]:
         """Return {"values": (T)} in fp32 (fp64 for an fp64 model).
 
-        Entry t is predicted from the tokens before t. Entries are zero at tokens that were not asked for.
+        Entry t is predicted from the tokens before t. Entries are zero at tokens whose values are not needed.
 
         Raises:
-            EngineError: If a value model does not have an output.
+            EngineError: If a value model does not have one of the outputs.
         """
         self.check_outputs(outputs)
         return {"values": at_positions(head_outputs(self, inputs), inputs)}
 
     def hf_name(self, name: str) -> str:
-        """Return the name of a parameter in a folder that `load_policy` reads. The head has its own name."""
+        """Return the name that a parameter has in the folder of a causal language model.
+
+        The value head, which such folders do not contain, keeps its name.
+        """
         return plain_name(name)
 
 
 def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:
-    """Return (K) the head's output at each position that was asked for.
+    """Return (K) the head's output at each needed position.
 
-    With two outputs it is the probability of the second. The precision is at least fp32, because bf16 would
-    round the result to three digits.
+    If the head has two outputs, the result is the probability of the second. The precision is at least fp32,
+    because bf16 would round the result to three digits.
     """
     head = module.output_layer
     hidden_KD = decode(module.decoder, inputs).index_select(0, inputs.sources)

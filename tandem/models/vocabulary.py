@@ -1,6 +1,6 @@
-"""Checks of the vocabulary of models that read the policy's responses.
+"""Checks whether models that read the policy's responses have the policy's vocabulary.
 
-Such a model reads the policy's token ids, or it reads text if its tokens are different.
+Such a model reads the policy's token ids, or text if its vocabulary is different.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def check_vocabulary(
 
     Args:
         path: the model's folder.
-        vocabulary: the number of token ids that the model knows.
+        vocabulary: the number of token ids of the model.
         tokenizer: the policy's tokenizer.
         field: the config key that names the folder.
-        trust_remote_code: run the tokenizer class that the folder brings along.
+        trust_remote_code: whether to run the tokenizer code in the folder.
 
     Raises:
-        ModelError: If the model knows fewer ids than the tokenizer has, or the folder's tokenizer gives
-            tokens other ids.
+        ModelError: If the model has fewer ids than the tokenizer, or if some tokens have other ids in the
+            folder's tokenizer.
     """
     check_size(path, vocabulary, tokenizer, field=field)
     own = _tokenizer_in(path, trust_remote_code=trust_remote_code)
@@ -51,7 +51,7 @@ def check_vocabulary(
 
 
 def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizerBase, *, field: str) -> None:
-    """Check that a model knows all token ids of the tokenizer; see `check_vocabulary`."""
+    """Check that a model's vocabulary has all token ids of the tokenizer; see `check_vocabulary`."""
     asked = 1 + max(tokenizer.get_vocab().values(), default=-1)
     if vocabulary < asked:
         raise ModelError(
@@ -67,7 +67,7 @@ def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizer
 def check_reader(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, field: str, trust_remote_code: bool = False
 ) -> None:
-    """Check that a folder's model knows all token ids of the tokenizer; see `check_size`."""
+    """Check that the model in a folder has all token ids of the tokenizer; see `check_size`."""
     text = load_config(path, trust_remote_code=trust_remote_code).get_text_config()
     check_size(path, text.vocab_size, tokenizer, field=field)
 
@@ -75,7 +75,7 @@ def check_reader(
 def tokenizer_of(
     model: ModelConfig | SampledModelConfig | EvalModelConfig, at: str = "model"
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that a config names. The model must be able to read its ids.
+    """Load the tokenizer that a config names, and check that the model has all its token ids.
 
     Args:
         model: the config section of the model.
@@ -104,18 +104,18 @@ def tokenizer_of_scorer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer with which a reward model reads conversations from text.
+    """Load a reward model's tokenizer if the model cannot read the policy's token ids.
 
     Args:
         path: the reward model's folder.
         policys: the policy's tokenizer.
-        tokenizer_path: another folder that has the reward model's tokenizer.
+        tokenizer_path: another folder with the reward model's tokenizer.
         chat_template: a chat template to use instead of the folder's template.
-        trust_remote_code: run the tokenizer class that the folder brings along.
+        trust_remote_code: whether to run the tokenizer code in the folder.
 
     Returns:
-        The tokenizer; None if the reward model can read the policy's ids. That is so if its tokenizer gives
-        the policy's tokens the same ids and its chat template, if it has one, is the same.
+        The tokenizer; None if the reward model can read the policy's ids. It can if the policy's tokens have
+        the same ids in its tokenizer, and if its chat template is missing or the same.
 
     Raises:
         ModelError: see `load_tokenizer`.
@@ -129,7 +129,7 @@ def tokenizer_of_scorer(
 
 
 def other_ids(policys: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> list[str]:
-    """Return the policy's tokens to which the other tokenizer gives another id, sorted."""
+    """Return the sorted tokens of the policy that have a different id in the other tokenizer."""
     ours, theirs = policys.get_vocab(), own.get_vocab()
     return sorted(token for token, index in ours.items() if theirs.get(token, index) != index)
 

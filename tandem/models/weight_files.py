@@ -1,6 +1,6 @@
-"""Reading of safetensors files piece by piece into a sharded module.
+"""Functions that read safetensors files into a sharded module, shard by shard.
 
-No rank ever holds more of the model than its own shards.
+A rank never has more of the model in memory than its shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class WeightFiles:
-    """The safetensors files of a Hugging Face folder and the tensors in each.
+    """The safetensors files of a Hugging Face folder, and the names of the tensors in each file.
 
     Args:
         files: the folder's safetensors files.
@@ -48,11 +48,11 @@ class WeightFiles:
 
     @classmethod
     def find(cls, folder: str | Path) -> WeightFiles | None:
-        """Find the files that transformers would read.
+        """Find the files of a folder that transformers would read.
 
         Returns:
-            The files; None if there are none or one cannot be read. transformers then gives a better error
-            message.
+            The files; None if there are no files or a file cannot be read. Then use transformers, which
+            raises a better error.
         """
         path = Path(folder).expanduser()
         try:
@@ -66,39 +66,39 @@ class WeightFiles:
         return None
 
     def hold(self, module: PackedModel) -> bool:
-        """Return whether the files hold each weight of the module under its name and in its shape.
+        """Return whether the files contain every weight of the module, with the same name and shape.
 
         If not, transformers may still be able to convert the folder.
         """
         return self.fit(module.model, {name: value.shape for name, value in _stored(module).items()})
 
     def fit(self, model: nn.Module, needed: Mapping[str, Sequence[int]]) -> bool:
-        """Return whether the files hold each weight of a transformers model.
+        """Return whether the files contain every weight of a transformers model.
 
         Args:
             model: the transformers model.
-            needed: the shapes by name.
+            needed: a dict from weight name to shape.
         """
         tied = getattr(model, "all_tied_weights_keys", {})
         twice = any(target in self._file and source in self._file for target, source in tied.items())
         return not twice and all(self._shape.get(name) == tuple(shape) for name, shape in needed.items())
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors of the files, one after the other, in their stored type."""
+        """Yield the name and the whole tensor of each given name, in the dtype of the file."""
         for name in names:
             with _opened(self._file[name]) as stored:
                 yield name, stored.get_tensor(name)
 
     @torch.no_grad()
     def fill(self, module: PackedModel, device: torch.device) -> None:
-        """Allocate the memory of a sharded module on the meta device and read each of its shards.
+        """Allocate memory for a sharded module that is on the meta device, and read this rank's shards.
 
-        Values are converted to the type of the shard. Parameters that no folder holds start at zero, except
-        adapters.
+        Values are converted to the dtype of the shard. Parameters that no folder contains (`starts_at_zero`)
+        are set to zero. Adapters are not initialized.
 
         Args:
-            module: a module that the files `hold`.
-            device: the device for its parameters.
+            module: a module for which `hold` returns true.
+            device: the device for the module's parameters.
         """
         empty = partial(torch.empty_like, device=device)
         module._apply(lambda value: empty(value) if value.is_meta else value)  # type: ignore[no-untyped-call]
@@ -118,9 +118,9 @@ class WeightFiles:
 
 
 def _stored(module: PackedModel) -> dict[str, Tensor]:
-    """Return the tensors of a module that a folder holds, by Hugging Face name.
+    """Return a dict from Hugging Face name to each tensor of a module that a model folder contains.
 
-    These are parameters, with tied ones once, and persistent buffers, but no adapters.
+    These are parameters (tied parameters once) and persistent buffers, but not adapters.
     """
     persistent = module.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in module.named_buffers() if name in persistent}
@@ -133,7 +133,7 @@ def _stored(module: PackedModel) -> dict[str, Tensor]:
 
 
 def _read(handle: Any, name: str, part: tuple[slice, ...]) -> Tensor:
-    """Return a part of a stored tensor without reading the rest."""
+    """Return a slice of a stored tensor without reading the remaining tensor."""
     value: Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
     return value
 

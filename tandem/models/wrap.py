@@ -1,4 +1,4 @@
-"""Choice of the modules that become FSDP units. FSDP gathers and frees each unit as a whole."""
+"""A function that chooses which modules become FSDP units, which FSDP gathers and frees as a whole."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from tandem.config.section import nearest_remedy
 from tandem.errors import ConfigError
 
 _FIELD = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # these modules have no forward
 
 
 def wrapped(model: Any, policy: WrapPolicyConfig) -> list[list[nn.Module]]:
     """Return the FSDP units except the root unit, which gets all other parameters.
 
-    Each unit is a list of the modules that share it, in the order in which they run. A unit comes before the
-    units inside it.
+    Each unit is a list of modules, in the order in which the modules run. A unit is listed before the units
+    inside it.
 
-    The units are modules of the classes that the policy names, or the decoder layers if it names none. If the
-    policy sets a minimum number of parameters, successive modules share a unit until they reach that number
-    together. The rest at the end joins the last unit, or the root if there is no unit.
+    The units are modules of the classes that the wrap policy names, or the decoder layers if it names no
+    class. If the policy sets a minimum number of parameters, consecutive modules are put into one unit until
+    the unit has this number of parameters. The remaining modules at the end are added to the last unit, or to
+    the root unit if there is no other unit.
 
     Args:
         model: a model with a `decoder`, before it is sharded.
         policy: the config section of the wrap policy.
 
     Raises:
-        ConfigError: If no module within the decoder has a named class, if no module of the class can be a
-            unit, or if modules of the classes lie inside each other and there is a minimum number of
-            parameters.
+        ConfigError: If no module of the decoder has a named class, or if no module of a named class can be a
+            unit. Or if the policy sets a minimum number of parameters and modules of the named classes are
+            nested.
     """
     names = policy.transformer_layer_cls_to_wrap
     modules = _of_classes(model, names) if names else list(model.decoder.layers)
@@ -78,9 +79,10 @@ def _of_classes(model: Any, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _can_be_unit(module: nn.Module, outside: set[nn.Parameter]) -> bool:
-    """Return whether a module's forward is called and no other module uses its parameters.
+    """Return whether a module can be an FSDP unit.
 
-    An embedding that is also the output head is used by two modules.
+    Its forward must be called, and no other module may use its parameters. An embedding with tied weights,
+    for instance, is also used by the output head.
 
     Args:
         module: the module.

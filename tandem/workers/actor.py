@@ -1,6 +1,6 @@
-"""The policy's worker: actor, rollout and reference, alone or together in one process.
+"""The worker for the policy. It runs actor, rollout and reference, alone or together in one process.
 
-In one process, the module that is trained can also be the module that samples.
+If actor and rollout are in one process, the trained module can also be used for sampling.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ _MAX_OVER_RANKS = frozenset({"decode_steps", "peak_running", "cache_bytes", "cac
 
 @offers(actor=ActorPart, rollout=RolloutPart, ref=ReferencePart)
 class ActorWorker(EngineWorker):
-    """The policy's worker. Its parts do the work.
+    """The worker for the policy. Its parts (actor, rollout, reference) provide its methods.
 
-    A rollout without an actor holds a frozen copy of the policy. It receives the weights of an actor in
-    another worker group, one bucket after another; see `export_weights` and `load_weights`.
+    A worker with a rollout but without an actor holds a frozen copy of the policy. This copy receives the
+    weights of the actor in another worker group, one bucket after another. See `export_weights` and
+    `load_weights`.
 
-    A subclass overrides methods, or sets its own class for a part.
+    A subclass may override methods, or use another class for a part.
 
     Args:
         config: The resolved run config.
         parts: The parts in this worker, from "actor", "rollout" and "ref".
-        tokenizer: The tokenizer, which decodes text to find stop strings. Its eos token ends responses.
+        tokenizer: The tokenizer. It decodes text to find stop strings, and its eos token ends responses.
         total_steps: The number of training steps, for the learning rate schedule.
-        updates_per_step: The optimizer steps of each training step.
+        updates_per_step: The number of optimizer steps per training step.
         device: See `EngineWorker`.
         run: See `EngineWorker`.
         recompute_old: Whether updates read an `old_log_probs` column.
-        old_outputs: Further outputs of `compute_log_prob`, from "sum_pi_squared", "ref_kl" and "entropy".
-        reference: Which of several reference policies the part "ref" is.
+        old_outputs: The further outputs of `compute_log_prob`, chosen from "sum_pi_squared", "ref_kl" and
+            "entropy".
+        reference: The name of the reference policy of the part "ref", if the config has several.
 
     Raises:
-        ModelError: A reference policy uses other tokens than the policy.
+        ModelError: The vocabulary of a reference policy differs from that of the policy.
         ConfigError: The rollout engine cannot receive weights, but the policy is trained.
     """
 
@@ -96,7 +98,7 @@ class ActorWorker(EngineWorker):
         elif "rollout" in parts:
             engine = self._add_engine("rollout", policy.actor)
         if "ref" in parts:
-            borrowed = "actor" in parts and policy.model.lora_rank > 0  # the actor's base is the reference
+            borrowed = "actor" in parts and policy.model.lora_rank > 0  # its base is the reference
             if borrowed:
                 self.register_mesh("ref", engine.share.rank, engine.share.size, collects=engine.share.leads)
             own = engine if borrowed else self._reference_engine(tokenizer, reference)
@@ -147,7 +149,7 @@ class ActorWorker(EngineWorker):
 
     def _rollout_engine(self, tokenizer: PreTrainedTokenizerBase, policy: TrainEngine) -> RolloutEngine:
         model, rollout = self._config.actor_rollout_ref.model, self._config.actor_rollout_ref.rollout
-        say = functools.partial(ActorWorker.say, weakref.proxy(self))  # the engine must not keep its worker
+        say = functools.partial(ActorWorker.say, weakref.proxy(self))  # a weak reference to the worker
         engine = make_rollout_engine(
             rollout.name,
             rollout,
@@ -175,9 +177,9 @@ class ActorWorker(EngineWorker):
         return engine
 
     def _split(self, size: int) -> LayerSplit:
-        """Create the process groups of ranks that split the rollout engine's layers among them.
+        """Create the tensor-parallel process groups of the rollout engine.
 
-        Each group has consecutive ranks.
+        The ranks of a group split the layers among themselves. Their numbers are consecutive.
         """
         place = self.rank % size
         self.register_mesh("rollout", self.rank // size, self.world_size // size, collects=place == 0)
@@ -188,9 +190,9 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """Return the metrics of `EngineWorker.take_observed`, and counters of the rollout engine.
+        """Return the metrics of `EngineWorker.take_observed`, and the counters of the rollout engine.
 
-        A counter's name is `rollout/COUNTER`.
+        The metric of a counter is named `rollout/COUNTER`.
         """
         observed = super().take_observed()
         counted = self.parts["rollout"].engine.stats() if "rollout" in self.parts else {}
@@ -203,5 +205,5 @@ class ActorWorker(EngineWorker):
 
     @property
     def actor(self) -> TrainEngine:
-        """The engine of the trained policy."""
+        """The training engine of the policy."""
         return self.trained("actor")

@@ -1,4 +1,4 @@
-"""The trained policy in a worker: its log-probs, its updates, and the export of its weights."""
+"""The part of a worker that trains the policy: log-probs, updates and export of weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 
 class ActorPart:
-    """The policy that is trained.
+    """The part of a worker that trains the policy.
 
     Args:
         config: The resolved run config.
         engine: The training engine.
         recompute_old: Whether updates read an `old_log_probs` column.
-        old_outputs: Further outputs of `compute_log_prob`, from "sum_pi_squared", "ref_kl" and "entropy".
+        old_outputs: The further outputs of `compute_log_prob`, chosen from "sum_pi_squared", "ref_kl" and
+            "entropy".
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", blocking=False, balance="tokens")
     def compute_log_prob(self, worker: EngineWorker, batch: DataProto) -> DataProto:
-        """Return `old_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
+        """Return the log-probs `old_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
 
-        This method also measures how far the rollout's own log-probs are from them. It returns the columns in
-        `old_outputs` too: `sum_pi_squared`, `entropy` in nats, and `ref_kl` in nats, for which the batch
-        needs `ref_hidden`.
+        The result also has the columns in `old_outputs`: `sum_pi_squared`, `entropy` in nats, and `ref_kl` in
+        nats. For `ref_kl` the batch needs the column `ref_hidden`. This method also measures the difference
+        between the computed log-probs and the rollout engine's log-probs.
         """
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
@@ -70,7 +71,9 @@ class ActorPart:
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", collect="first")
     def explain_gap(self, worker: EngineWorker, batch: DataProto) -> None:
-        """Measure which possible fault would explain the difference to the rollout; see `add_experiments`.
+        """Measure which fault would explain different log-probs in rollout and training.
+
+        See `tandem.workers.experiments.add_experiments`.
 
         Args:
             worker: The worker.
@@ -100,14 +103,14 @@ class ActorPart:
     ) -> Metrics:
         """Take one optimizer step on a mini-batch.
 
-        If the batch has no earlier log-probs of the policy that sampled it, this method also measures how far
-        the rollout's own log-probs are from the update's.
+        This method also measures how much the rollout engine's log-probs differ from the update's log-probs,
+        if the batch has no recomputed log-probs of the old policy.
 
         Args:
             worker: The worker.
             batch: The mini-batch.
-            first: Whether this is the first update on the batch.
-            entropy_coeff: The coefficient of the entropy bonus; None takes the coefficient of the config.
+            first: Whether this is the first update of the training step.
+            entropy_coeff: The coefficient of the entropy bonus. None means the config's coefficient.
         """
         loss = self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
@@ -119,26 +122,26 @@ class ActorPart:
             return self.step_on(worker, without_rejected(batch), loss, rejects=rejects)
 
     def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
-        """Take the optimizer step of an update, on the tokens of the batch that the loss keeps.
+        """Take the optimizer step of an update. Only the tokens that the loss keeps contribute.
 
         Args:
             worker: The worker.
             batch: The mini-batch.
             loss: The loss.
-            rejects: Whether some tokens may be left out.
+            rejects: Whether the loss may leave out tokens.
         """
         return worker.guarded_step("actor", batch, loss, self._actor, rejects=rejects)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worker: EngineWorker, worst: WorstBatch) -> None:
-        """Run the largest micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
+        """Run the largest possible micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
         run_worst_batch(worker, "actor", self.loss.outputs, self._actor.train_batching, worst)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hold_reference_head(self, worker: EngineWorker, head: Tensor) -> None:
         """Keep the reference's output embedding (V, D) next to the actor, for the exact KL.
 
-        On each rank it takes as many bytes as the actor's own output embedding in compute dtype.
+        On each rank this matrix needs as many bytes as the actor's output embedding in compute dtype.
         """
         self.engine.hold_reference_head(head)
 
@@ -172,7 +175,7 @@ class ActorPart:
                 self._export.enter_context(worker.on_device(engine))
             tensors = {}
             for name, value in engine.weights(dtype=engine.compute_dtype, names=packed[number]):
-                if worker.rank == 0:  # with one process the tensor may be the actor's own, so copy it
+                if worker.rank == 0:  # in one process the tensor may be a parameter, so copy it
                     tensors[name] = value.to("cpu", copy=worker.world_size == 1)
             sent = Sent(engine.version, engine.digest()) if last else None
             if last:

@@ -1,6 +1,6 @@
-"""The inputs of advantages: a check that they are finite, and the components of rewards as one column.
+"""Functions that check the inputs of advantages and collect the components of rewards in one column.
 
-Some estimators weight the components of a reward separately.
+The column of components is for advantage estimators that weight each component of a reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _DIVERGED = "the policy has diverged: lower its learning rate, or resume from an
 def refuse_non_finite(batch: DataProto, columns: Iterable[str]) -> None:
     """Check that there is no NaN and no infinity in these columns.
 
-    Rewards are checked everywhere. Other columns with one value per token are checked at response tokens.
+    Rewards are checked at all tokens. Other columns with one value per token are checked at response tokens
+    only.
 
     Args:
         batch: A batch with `response_mask` (ragged).
@@ -66,13 +67,14 @@ def reward_components(extras: Sequence[Mapping[str, float]], keys: Sequence[str]
     """Return the components of each sample's reward, (B, K) fp64.
 
     Args:
-        extras: (B) For each sample: the finite numbers by name that the reward returned, except "score".
-        keys: The components in the order of the columns. If empty, all numbers are used in the order of their
-            names, and all samples must have the same names.
+        extras: (B) One dict per sample, from name to finite number, with everything that the reward returned
+            except "score".
+        keys: The names of the components, in the order of the columns. If empty, all numbers are used, sorted
+            by name. Then all samples must have the same names.
 
     Raises:
-        RewardError: A sample lacks a component or has other components than the first sample, or there are no
-            components.
+        RewardError: A sample has no value for a component, a sample has other components than the first
+            sample, or there are no components.
     """
     names = tuple(keys) or tuple(sorted(extras[0]))
     if not names:

@@ -1,13 +1,13 @@
-"""The gradient of each policy update, divided among samples and tokens.
+"""Functions that compute the gradient of a policy update and the share of each sample and token in it.
 
-It is computed in float64 with transformers' own forward pass. It is a reference for the training engine, and
-replays inspect it.
+The gradient is computed in float64 with transformers' forward pass. It is the reference for tests of the
+training engine, and replays of a run inspect it.
 
-Let g be the unclipped gradient of an update's loss L. L is a sum over samples of functions of their outputs
-o, which are the log-probs and entropies of their tokens. The share of token t is ⟨∂L/∂o_t · ∂o_t/∂θ, g⟩ /
-|g|². All shares add up to one, and a sample's share is the sum of its tokens' shares. ∂o/∂θ · g is one
-forward-mode product. Adam turns g into another direction, so the shares describe the gradient and not the
-change of the weights.
+Let g be the unclipped gradient of an update's loss L. L is a sum over samples. Each sample's term is a
+function of the sample's outputs o: the log-probs and entropies of its tokens. The share of token t is
+⟨∂L/∂o_t · ∂o_t/∂θ, g⟩ / |g|². The shares of all tokens add up to one. A sample's share is the sum of its
+tokens' shares. ∂o/∂θ · g is one forward-mode product. Adam changes the direction of g, so the shares describe
+the gradient and not the change of the weights.
 
 Shapes: T tokens of a sample.
 """
@@ -36,20 +36,21 @@ from tandem.workers.base import EngineWorker
 from tandem.workers.losses import ActorLoss
 
 OUTPUTS = ("log_probs", "entropy")
-"""The outputs of a model that the reference computes."""
+"""The names of the model outputs that `Reference` computes."""
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class UpdateGradient:
-    """The gradient of one update.
+    """The gradient of one policy update, and the share of each token in it.
 
     Attributes:
         gradient: The gradient of each parameter, float64.
         norm: The norm of the gradient.
-        samples: (B) The uid and the number of each sample of the mini-batch.
-        shares: (B) The shares of each sample's tokens (T), float64. Empty if they were not requested.
-        seconds: The time that the computation took.
+        samples: (B) The uid and the sample number of each sample of the mini-batch.
+        shares: (B) For each sample, the shares of its tokens (T), float64. Empty if shares were not
+            requested.
+        seconds: The duration of the computation.
     """
 
     gradient: Weights
@@ -64,7 +65,7 @@ class Reference:
 
     Args:
         path: The path of the model, for its architecture.
-        weights: The weights by Hugging Face name.
+        weights: A dict from Hugging Face name to weight.
         temperature: The temperature, which divides the logits.
         options: Further options for loading the model's config.
     """
@@ -81,7 +82,7 @@ class Reference:
         self.parameters = {name: value.detach() for name, value in self._model.named_parameters()}
 
     def outputs(self, parameters: Weights, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (T) log-probs and entropies in nats, which are zero outside the mask."""
+        """Return the log-probs (T) and the entropies (T) in nats. They are zero outside the mask."""
         given = (ids_T[None], torch.ones_like(ids_T)[None])
         logits = torch.func.functional_call(self._model, parameters, given, {"use_cache": False}).logits[0]
         log_probs_TV = torch.log_softmax(logits[:-1] / self._temperature, -1)
@@ -98,7 +99,7 @@ def attribute(reference: Reference, batch: DataProto, loss: ActorLoss, *, shares
         reference: The policy.
         batch: The mini-batch, with the columns that the loss reads.
         loss: The loss.
-        shares: Whether to compute the shares. This takes one forward-mode product per sample.
+        shares: Whether to compute the shares, which needs one forward-mode product per sample.
     """
     began = time.perf_counter()
     loss = replace(loss, compared=frozenset())
@@ -147,11 +148,11 @@ def dot(a: Weights, b: Weights) -> float:
 
 
 class WatchedActorPart(ActorPart):
-    """An actor that computes and keeps the gradient of each update before the update.
+    """An actor part that also computes and stores the gradient of each update.
 
     Attributes:
-        found: The gradients since the last call of `take_gradients`.
-        shares: Whether the gradients are divided among samples and tokens.
+        found: The gradients of all updates since the last call of `take_gradients`.
+        shares: Whether to compute the shares of samples and tokens.
     """
 
     def __init__(self, config: TrainConfig, engine: TrainEngine, **options: Any) -> None:
@@ -161,7 +162,7 @@ class WatchedActorPart(ActorPart):
         self.shares = False
 
     def step_on(self, worker: EngineWorker, batch: DataProto, loss: ActorLoss, *, rejects: bool) -> Metrics:
-        """Take the step. If there are tokens to learn from, compute the gradient first."""
+        """Take the optimizer step. If the loss keeps at least one token, compute the gradient first."""
         if bool(batch.ragged("response_mask").values.any()):
             weights = dict(self.engine.weights(dtype=torch.float64))
             options = {"trust_remote_code": self._model.trust_remote_code}
@@ -171,18 +172,18 @@ class WatchedActorPart(ActorPart):
 
 
 class WatchedActor(ActorWorker):
-    """An actor of one process that keeps the gradient of each update."""
+    """An actor worker for a single process that stores the gradient of each update."""
 
     actor_part = WatchedActorPart
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def take_apart(self) -> None:
-        """Divide gradients among samples and tokens from now on."""
+        """Compute the shares of samples and tokens for all later updates."""
         self.parts["actor"].shares = True
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def take_gradients(self) -> list[UpdateGradient]:
-        """Return the gradients since the last call."""
+        """Return the gradients of all updates since the last call."""
         part = self.parts["actor"]
         found, part.found = part.found, []
         return list(found)

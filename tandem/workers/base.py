@@ -1,7 +1,7 @@
 """The base classes of workers.
 
-They provide timed phases and observed metrics. A worker with an engine also has a device, a share of the
-process group, and a record of updates that failed.
+A worker has timed phases, metrics and messages for the user. A worker with an engine also has a device and a
+process group, and saves the batch of an update that failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tandem.runtime import Dispatch, Worker, register
 
 AnyEngine = TypeVar("AnyEngine", bound=TrainEngine)
 Learning = ActorConfig | CriticConfig | SupervisedConfig
-"""The config section of a model that is trained."""
+"""The config sections that belong to a trained model."""
 
 
 def micro_batching(batching: Batching) -> MicroBatching:
@@ -50,9 +50,10 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> list
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed random draws inside the block, such as weights that are not in any file, equally on every rank.
+    """Seed the random generator inside the block, with the same seed on every rank.
 
-    After the block, the random generator continues as if nothing had been drawn.
+    This is used for random initial weights. After the block, the generator has the same state as before the
+    block.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -64,8 +65,9 @@ class TimedWorker(Worker):
 
     Args:
         run: The run folder. Phases are written to its timeline, and messages to its log.
-        name: The worker's name in the timeline, which is its role.
-        device: The device of its work, if the clock must wait for the device.
+        name: The name of the worker in the timeline. This is the worker's role.
+        device: The device on which the worker computes. If it is a GPU, the clock waits for the GPU at the
+            end of a phase.
     """
 
     def __init__(self, run: RunFolder, name: str, device: torch.device | None = None) -> None:
@@ -89,20 +91,20 @@ class TimedWorker(Worker):
             self.tell(sentence)
 
     def say_once(self, about: str, sentence: str) -> None:
-        """Write a message, unless a message about the same topic was written before."""
+        """Write a message with `say`, unless a message about the topic `about` was written before."""
         if about not in self._said_topics:
             self._said_topics.add(about)
             self.say(sentence)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """Return the metrics that were observed since the last call, apart from the results of methods."""
+        """Return the metrics that the worker has recorded since the last call and no method has returned."""
         observed, self.observed = self.observed, Metrics()
         return observed
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_timings(self) -> dict[str, float]:
-        """Return the seconds per phase since the last call, as `timing/PHASE`."""
+        """Return the seconds of each phase since the last call. The keys are `timing/PHASE`."""
         return self.timeline.take()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -113,7 +115,7 @@ class TimedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_profile(self, folder: Path, memory: bool) -> None:
-        """End the profile and write it into the folder; see `tandem.observability.profile.end`."""
+        """Stop the profile and write it into the folder; see `tandem.observability.profile.end`."""
         profile.end(folder, memory=memory)
 
 
@@ -123,8 +125,8 @@ class EngineWorker(TimedWorker):
     Args:
         run: See `TimedWorker`. The batch of a non-finite update is saved in its log folder.
         name: See `TimedWorker`.
-        device: The device of the models: "auto", "cpu" or "cuda". It is chosen in the worker's own process.
-        collective_timeout_s: The time limit of one collective, in seconds; None takes PyTorch's own limit.
+        device: The device of the models: "auto", "cpu" or "cuda". "auto" is resolved in the worker's process.
+        collective_timeout_s: The time limit of one collective, in seconds. None means PyTorch's default.
     """
 
     def __init__(
@@ -134,12 +136,14 @@ class EngineWorker(TimedWorker):
         init_distributed(self.device, timeout_s=collective_timeout_s)
         super().__init__(run, name, self.device)
         self.engines: dict[str, TrainEngine] = {}
-        self._consecutive_skips = Counter[str]()  # by role: the number of steps skipped in a row
+        self._consecutive_skips = Counter[str]()  # role → the number of consecutive skipped steps
         self._skipped = Counter[str]()
         self._writes = defaultdict[str, BackgroundWrite](BackgroundWrite)
 
     def trained(self, role: str = "") -> TrainEngine:
-        """Return the engine whose state goes into checkpoints: the engine of a role, or the worker's own.
+        """Return the engine whose state is stored in checkpoints.
+
+        This is the engine of `role`. If `role` is empty, it is the engine whose role is the worker's name.
 
         Raises:
             EngineError: This worker has no such engine.
@@ -156,12 +160,15 @@ class EngineWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, role: str = "") -> None:
-        """Write a model, its optimizer state and its version into the empty folder `path`; see `trained`."""
+        """Write the model, optimizer state and version of an engine into the empty folder `path`.
+
+        `trained` defines which engine a role has.
+        """
         self.trained(role).save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_save(self, path: Path, role: str = "") -> None:
-        """Start a save in the background, and return once the state is copied to the host.
+        """Start a save in the background, and return when the state has been copied to the host.
 
         The folder's `written_mark` appears after all ranks have written their state.
         """
@@ -170,7 +177,7 @@ class EngineWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_save(self, role: str = "") -> None:
-        """Check the save that `begin_save` started.
+        """Check whether the save that `begin_save` started has failed.
 
         Raises:
             Exception: The error that stopped the save.
@@ -183,16 +190,19 @@ class EngineWorker(TimedWorker):
         self.trained(role).load(path)
 
     def say_for(self, role: str) -> Callable[[str], None]:
-        """Return a function that writes messages of a role's engine. It keeps no reference to the worker."""
+        """Return a function that writes messages of a role's engine to the log.
+
+        The function holds no reference to the worker.
+        """
         worker = weakref.proxy(self)
         return lambda sentence: worker.say(f"{role}: {sentence}")
 
     def hold(self, role: str, engine: AnyEngine) -> AnyEngine:
         """Register a new engine under a role, and offload it.
 
-        Its collectives are reported under `role`, and batches for it are divided over the mesh of that name.
-        A message tells the user how many parameters are trained if not all are, and on a CUDA device which
-        kernels the engine uses.
+        The engine's collectives are reported under `role`, and batches for the engine are sharded over the
+        mesh with the name `role`. If only some parameters are trained, a message tells the user how many. On
+        a CUDA device, a message also names the kernels that the engine uses.
         """
         self.engines[role] = engine
         if self.device.type == "cuda":
@@ -207,13 +217,14 @@ class EngineWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_observed(self) -> Metrics:
-        """Return the metrics that were observed since the last call, apart from the results of methods.
+        """Return the metrics that the worker has recorded since the last call and no method has returned.
 
-        They include the seconds and bytes of collectives by role, `perf/collective_s/ROLE` and
-        `perf/collective_bytes/ROLE`, and the number of threads of CPU kernels, `perf/threads/ROLE`, which
-        affects the exact bits of results. If state was copied to the host or back, the seconds and bytes of
-        these copies are `perf/offload_s/ROLE`, `perf/onload_s/ROLE` and `_bytes`. Seconds and bytes are
-        averaged over ranks.
+        Further metrics for each role, with seconds and bytes averaged over ranks:
+
+        - `perf/collective_s/ROLE` and `perf/collective_bytes/ROLE`: the seconds and bytes of collectives.
+        - `perf/threads/ROLE`: the number of threads of CPU kernels, which affects the exact bits of results.
+        - `perf/offload_s/ROLE`, `perf/onload_s/ROLE` and the same names with `_bytes`: the seconds and bytes
+          of copies of state to the host and back. They are present only if state was copied.
         """
         observed = super().take_observed()
         for role, engine in self.engines.items():
@@ -236,8 +247,8 @@ class EngineWorker(TimedWorker):
             training: Whether to load the optimizer state too.
 
         Raises:
-            DeviceMemoryError: The device did not have enough memory. The error lists what the memory was used
-                for.
+            DeviceMemoryError: The device did not have enough memory. The message lists how the memory was
+                used.
         """
         engine.onload(optimizer=training)
         try:
@@ -258,11 +269,11 @@ class EngineWorker(TimedWorker):
             engine.offload()
 
     def _add_memory_use(self, short: DeviceMemoryError, engine: TrainEngine, *, training: bool) -> None:
-        """Add the use of the device's memory to the error.
+        """Add a list of how the device's memory was used to the error's message.
 
-        PyTorch's memory is divided into that of this engine, that of other engines, and the rest, which
-        belongs to the pass. The error also names memory that the allocator could not use because of gaps, and
-        memory outside PyTorch.
+        The list has the memory of this engine, the memory of other engines, and the remaining memory of
+        PyTorch's allocator, which the running pass uses. It also has the memory that the allocator could not
+        use because of fragmentation, and the memory outside PyTorch.
         """
         bytes_of = {
             role: [size for key, size in each.state_info().items() if f"@{self.device.type}" in key]
@@ -283,9 +294,9 @@ class EngineWorker(TimedWorker):
 
     @contextmanager
     def working(self, phase: str, engine: TrainEngine, *, training: bool = False) -> Iterator[None]:
-        """Time a phase that has the engine on its device; see `on_device`.
+        """Time a phase during which the engine is on its device; see `on_device`.
 
-        On a GPU, the peak memory of PyTorch's allocator is the metric `perf/memory_peak_bytes/PHASE`.
+        On a GPU, the peak memory of PyTorch's allocator is recorded as `perf/memory_peak_bytes/PHASE`.
         """
         peak = self.counted_memory(f"perf/memory_peak_bytes/{phase}", beyond=False)
         with self.timeline.phase(phase), peak, self.on_device(engine, training=training):
@@ -297,7 +308,7 @@ class EngineWorker(TimedWorker):
 
         Args:
             name: The name of the metric.
-            beyond: Whether to count only memory beyond what was in use before.
+            beyond: Whether to subtract the memory that was in use before the block.
         """
         if self.device.type != "cuda":
             yield
@@ -313,21 +324,21 @@ class EngineWorker(TimedWorker):
     ) -> Metrics:
         """Take one optimizer step, and skip the step if its loss or gradient is not finite.
 
-        A step is skipped only if fewer than `skip_non_finite_steps` steps were skipped right before it. Then
-        nothing changes, also not the version and the learning rate schedule. If steps may be skipped, the
-        metrics include `skipped_steps`, the number since this worker started. A skipped step has no other
-        metrics.
+        A step is skipped only if fewer than `skip_non_finite_steps` consecutive steps were skipped
+        immediately before. A skipped step changes no state: weights, version and learning rate schedule stay
+        the same. If steps may be skipped, the metrics include `skipped_steps`, the number of skipped steps
+        since this worker started. A skipped step has no other metrics.
 
         Args:
             role: The role of the trained engine.
             batch: The mini-batch.
             loss: The loss.
-            section: The config section with the batching of the updates and the optimizer.
+            section: The config section that sets the optimizer and the batching of updates.
             rejects: Whether the loss may leave out every token.
 
         Raises:
-            NonFiniteError: The error that the engine raised on every rank, with the path of this rank's saved
-                share of the batch.
+            NonFiniteError: The error that the engine raised on every rank, with the path of the file in which
+                this rank saved its shard of the batch.
         """
         engine, optim = self.engines[role], section.optim
         before, version = self._consecutive_skips[role], engine.version

@@ -1,6 +1,7 @@
-"""Computations over a whole batch: KL in the reward, advantages, metrics and sample files.
+"""The worker for computations over a whole batch: KL in the reward, advantages, metrics and sample files.
 
-They need all samples of a group together. So one process does them, outside the controller.
+These computations need all samples of a prompt together. So a single process does them, outside the
+controller.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ class BatchWorker(TimedWorker):
         config: The resolved `algorithm` section.
         run: The run folder.
         actor: The actor's section, whose loss may select tokens over the whole batch.
-        special: Special tokens for the checks of a batch, see `tandem.watch.batches`.
-        certain: A threshold for the checks of a batch, see `tandem.watch.batches`.
-        references: For each reference policy: the weight of its KL, by the column of its log-probs.
+        special: The special tokens that the checks of a batch look for; see `tandem.watch.batches`.
+        certain: The threshold that the checks of a batch use; see `tandem.watch.batches`.
+        references: A dict from the column of a reference policy's log-probs to the weight of this policy's
+            KL.
     """
 
     stand_in = shaping.stand_in
@@ -80,14 +82,15 @@ class BatchWorker(TimedWorker):
         """Compute advantages for all response tokens.
 
         The result has `token_level_rewards`, `advantages` and `returns`, ragged fp32 (fp64 if a column is
-        fp64), and the columns of the rollout correction. Rejected tokens also get advantages. The updates
-        leave them out, but a reward at a rejected token still counts for the tokens before it. If the policy
-        loss treats some tokens separately, the result has `selected_tokens`, ragged bool.
+        fp64), and the columns of the rollout correction. Rejected tokens also get advantages: the updates
+        leave these tokens out, but their rewards still count for earlier tokens. If the policy loss treats
+        some tokens separately, the result has `selected_tokens`, ragged bool.
 
         Args:
-            batch: The columns that the estimator's signature names. If the reward has a KL penalty, also
-                `old_log_probs` and the references' log-probs, or `ref_kl` if the KL is exact.
-            kl_coef: The reward per nat of KL; 0 leaves the reward unchanged.
+            batch: A batch with the columns that the estimator's signature names. For a KL penalty in the
+                reward, the batch also needs `old_log_probs` and the references' log-probs, or `ref_kl` if the
+                KL is exact.
+            kl_coef: The coefficient of the KL penalty, in reward per nat. 0 leaves the reward unchanged.
 
         Raises:
             RewardError: A reward is not finite.
@@ -116,10 +119,10 @@ class BatchWorker(TimedWorker):
             return DataProto(found)
 
     def _without_signal(self, batch: DataProto) -> Tensor:
-        """Return (B) bool: the samples that give no learning signal.
+        """Return (B) bool: true for the samples that give no learning signal.
 
-        These are samples whose score failed. If the estimator compares the samples of a prompt, a sample also
-        counts if all other samples of its prompt failed.
+        These are the samples that could not be scored. If the estimator compares the samples of a prompt, a
+        sample also gives no signal if all other samples of the prompt could not be scored.
         """
         failed_B = failed(batch)
         if FAILED not in batch or "group" not in self.spec.columns:
@@ -157,11 +160,12 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def left_out(self, batch: DataProto, truncated: bool) -> np.ndarray:
-        """Return (B) bool: the samples that no update uses.
+        """Return (B) bool: true for the samples that no update uses.
 
         Args:
-            batch: `finish_reason` and `uid`, and `reward_failed` if samples with failed scores are left out.
-            truncated: Whether responses that were cut at the maximum length are left out.
+            batch: A batch with `finish_reason` and `uid`, and with `reward_failed` if samples that could not
+                be scored are left out.
+            truncated: Whether responses that reached the maximum length are left out.
         """
         cut_B = torch.from_numpy(np.asarray(batch.non_tensor_batch["finish_reason"] == "length", dtype=bool))
         out: np.ndarray = (self._without_signal(batch) | cut_B & truncated).numpy()
@@ -169,9 +173,9 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def reward_baselines(self, scores: DataProto) -> DataProto:
-        """Return the total rewards of other responses to the same prompts, row by row.
+        """Return the total reward of each row of `scores`, as the column `reward_baselines` (B).
 
-        The column is `reward_baselines` (B).
+        The rows are separate responses to the prompts of the batch, in the same order.
         """
         return DataProto({"reward_baselines": scores.dense("scores")})
 
@@ -179,8 +183,8 @@ class BatchWorker(TimedWorker):
     def measure(self, batch: DataProto) -> Metrics:
         """Return metrics of rewards, lengths, advantages, values and KL to the reference.
 
-        They include the share of prompts whose responses all have the same score, and the explained variance
-        of the critic.
+        The metrics include the fraction of prompts whose responses all have the same score, and the explained
+        variance of the critic.
         """
         with self.timeline.phase("measure"):
             mask = batch.ragged("response_mask")
@@ -213,10 +217,10 @@ class BatchWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def measure_validation(self, batch: DataProto) -> Metrics:
-        """Return `val/accuracy` and `val/reward`, both also per data source, and response lengths.
+        """Return `val/accuracy` and `val/reward`, in total and per data source, and response lengths.
 
-        A sample is correct if its reward says so with `acc`. Without `acc`, it is correct if its score is at
-        least 1.
+        A sample is correct if the reward function returns a true `acc`. If the function returns no `acc`, a
+        sample is correct if its score is at least 1.
         """
         metrics = score_metrics(batch, "val", "reward")
         scores = batch.dense("scores").tolist()
@@ -236,8 +240,8 @@ class BatchWorker(TimedWorker):
 
         Args:
             batch: The batch.
-            kl_coef: The reward per nat of KL.
-            references: The weights of the KLs, by column; None takes those of the config.
+            kl_coef: The coefficient of the KL penalty, in reward per nat.
+            references: A dict from log-prob column to the weight of its KL. None means the config's weights.
         """
         references = references or self.references
         mask = batch.ragged("response_mask")
@@ -263,7 +267,7 @@ class BatchWorker(TimedWorker):
         Args:
             step: The training step.
             batch: The samples.
-            part: A name that distinguishes several files of one step.
+            part: A name that distinguishes this file from other files of the same step.
         """
         with self.timeline.phase("write_samples"):
             self.run.write_samples(step, {**batch.batch, **batch.non_tensor_batch}, part=part)
@@ -285,7 +289,7 @@ def group_ids(uids: np.ndarray) -> Tensor:
 def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
     """Return metrics of the scores, over all samples and per data source.
 
-    They include the means of the other numbers that the reward returned.
+    The metrics include the means of the other numbers that the reward function returned.
     """
     metrics = Metrics()
     scores_B, arrays = batch.dense("scores"), batch.non_tensor_batch
@@ -301,9 +305,9 @@ def score_metrics(batch: DataProto, prefix: str, mean: str) -> Metrics:
 
 
 def _add_groups(metrics: Metrics, batch: DataProto) -> None:
-    """Add the share of prompts whose responses all have the same score.
+    """Add the fraction of prompts whose responses all have the same score to the metrics.
 
-    Only prompts with several responses count.
+    Prompts with a single response are ignored.
     """
     groups: dict[str, set[float]] = {}
     sizes = Counter(batch.non_tensor_batch["uid"])

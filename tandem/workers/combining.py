@@ -1,4 +1,7 @@
-"""Methods of the batch worker that combine the scores of several parts into one reward."""
+"""Methods of the batch worker that combine several scores per sample into one reward.
+
+Each score comes from a part of the reward: a reward function or a reward model.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from tandem.workers.reward import at_last_token, failed, scored_batch
 def running_scores(
     worker: TimedWorker, before: Mapping[str, Running], combination: Combination, *scored_parts: DataProto
 ) -> dict[str, Running]:
-    """Return the running statistics of the scores that are normalized, updated with a batch.
+    """Return the running statistics of the normalized scores, updated with a new batch.
 
     Args:
         worker: The worker.
-        before: The statistics of earlier batches, by part.
+        before: A dict from part to the statistics of earlier batches.
         combination: How the parts are combined.
         scored_parts: The result of each part's worker.
     """
@@ -47,17 +50,17 @@ def combine_scores(
 
     Args:
         worker: The worker.
-        batch: `response_mask` and `index`.
-        running: The statistics that normalize scores, by part.
+        batch: A batch with `response_mask` and `index`.
+        running: A dict from part to the statistics that normalize its scores.
         combination: How the parts are combined.
         scored_parts: The result of each part's worker.
 
     Returns:
-        The same columns as the result of one reward worker. If samples with failed scores are left out, also
-        `reward_failed`.
+        The columns that a single reward worker returns (see `RewardWorker.compute_rewards`). If samples that
+        could not be scored are left out, also `reward_failed`.
 
     Raises:
-        RewardError: A score failed, and `reward.on_error` is raise.
+        RewardError: A sample could not be scored, and `reward.on_error` is raise.
     """
     with worker.timeline.phase("combine"):
         mask = batch.ragged("response_mask")
@@ -87,7 +90,7 @@ def combine_scores(
 def _counted(
     worker: TimedWorker, part: Part, scored: DataProto, running: Mapping[str, Running], mask: Ragged
 ) -> tuple[Tensor, Ragged]:
-    """Return a part's final scores of samples and of tokens, normalized if the part asks for it."""
+    """Return a part's scores per sample and per token, normalized if the part's config sets it."""
     scores_B = scored.dense("scores")
     if not part.normalize:
         return scores_B, scored.ragged("token_level_scores")
@@ -100,13 +103,13 @@ def _counted(
 
 
 def _failures(worker: TimedWorker, part: Part, scored: DataProto, batch: DataProto, on_error: str) -> Tensor:
-    """Return the samples that a part could not score; the first failure of a model is shown to the user.
+    """Return which samples a part could not score, and show the user a model's first failure.
 
     Raises:
-        RewardError: A model's score failed, and `reward.on_error` is raise.
+        RewardError: A model could not score a sample, and `reward.on_error` is raise.
     """
     failed_B = failed(scored)
-    if part.functions is not None:  # their own worker reports their failures
+    if part.functions is not None:  # reward functions report failures in their worker
         return failed_B
     if on_error != "raise":
         worker.observed.add_mean(f"reward/failed/{part.name}", failed_B.sum(), len(failed_B))
@@ -129,9 +132,9 @@ class _SampleScores:
     """The results of all parts for one sample.
 
     Attributes:
-        by_name: The scores that the user's function receives.
-        extra: Numbers for metrics and samples.
-        whys: Explanations for metrics and samples.
+        by_name: A dict from part to score, the argument of the user's combining function.
+        extra: Further numbers for metrics and sample files.
+        whys: Explanations of the scores for sample files.
     """
 
     by_name: dict[str, float] = field(default_factory=dict)
@@ -142,7 +145,7 @@ class _SampleScores:
 def _add_part(
     rows: Sequence[_SampleScores], part: Part, scored: DataProto, counted_B: Tensor, combination: Combination
 ) -> None:
-    """Add a part's result for each sample: raw score, final score, other numbers and explanation."""
+    """Add a part's results to each sample: raw score, final score, other numbers and explanation."""
     arrays = scored.non_tensor_batch
     whys = arrays.get("reward_why", [""] * len(rows))
     numbers = scored.dense("scores").tolist(), counted_B.tolist()

@@ -1,13 +1,14 @@
-"""The rollout correction of a run: importance weights and rejection, as the config sets them.
+"""The rollout correction: importance weights and rejection of tokens, as set in the config.
 
-It is assembled from the pure functions of the algorithms and applied here.
+The equations are in `tandem.algorithms.corrections`. This module selects and applies them.
 
-If the batch has a column of old log-probs, they are compared with the rollout's log-probs once, before the
-updates, and the batch gets the columns `rollout_is_weights` and `kept_mask`. If old log-probs are not
-recomputed, the loss compares the log-probs of each micro-batch. This is the case with one update per batch,
-whose own log-probs are the old ones, and in bypass mode, which compares the trained policy with the rollout.
-Then the number of kept tokens is known only after all micro-batches. The gradient is proportional to one over
-that number, so it is rescaled at the end.
+If the batch has a column of recomputed old log-probs, this column is compared with the rollout's log-probs
+once, before the updates. The batch then gets the columns `rollout_is_weights` and `kept_mask`.
+
+If old log-probs are not recomputed, the loss makes the comparison in each micro-batch. This happens in two
+cases: with one update per batch, whose log-probs serve as old log-probs, and in bypass mode, which compares
+the trained policy with the rollout. Then the number of kept tokens is known only after all micro-batches. The
+gradient is divided by that number, so it is rescaled at the end.
 
 Shapes: N tokens of all sequences together, B sequences.
 """
@@ -39,14 +40,14 @@ from tandem.protocol import DataProto, Ragged
 from tandem.watch.gap import SAMPLED
 
 KEPT = "kept_mask"
-"""The column of response tokens that were not rejected, ragged bool."""
+"""The name of the column that is true at response tokens that were not rejected, ragged bool."""
 WEIGHTS = "rollout_is_weights"
 PREFIX = "rollout_corr/"
 _TOKENS, _SEQUENCES = f"{PREFIX}kept_tokens", f"{PREFIX}kept_sequences"
 
 
 class Corrected(NamedTuple):
-    """The result of a correction.
+    """The result of a rollout correction.
 
     Attributes:
         weights: (N) Detached weights, zero outside the mask. None if there are no importance weights.
@@ -58,14 +59,16 @@ class Corrected(NamedTuple):
 
 
 class Correction:
-    """Importance weights and rejection, and metrics of both.
+    """The rollout correction of a run: importance weights, rejection of tokens, and their metrics.
 
     Args:
-        config: The resolved section.
+        config: The resolved config section of the rollout correction.
 
     Attributes:
-        weight: The importance weight of a token before it is bounded; None if there is none.
-        rejections: The statistics, each with its bounds. A token is kept if it is within all bounds.
+        weight: The function that computes importance weights before they are truncated. None if there are no
+            weights.
+        rejections: The statistics that reject tokens, each with its bounds. A token is kept if all its
+            statistics are within their bounds.
 
     Raises:
         ConfigError: A function given by the user cannot be used.
@@ -81,13 +84,13 @@ class Correction:
     def __call__(
         self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, offsets: Tensor, metrics: Metrics
     ) -> Corrected:
-        """Compare the training engine's log-probs with the rollout's.
+        """Compute the importance weights and the kept tokens of a batch.
 
         Args:
             log_probs: (N) The training engine's log-probs, in nats.
             rollout_log_probs: (N) The rollout's log-probs, in nats.
-            mask: (N) bool, response tokens.
-            offsets: (B+1) int64.
+            mask: (N) bool, true at response tokens.
+            offsets: (B+1) int64, the index of each sequence's first token. The last entry is N.
             metrics: The metrics to which `rollout_corr/...` are added.
         """
         columns = {
@@ -139,7 +142,7 @@ class Correction:
 def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None:
     """Add observations to the metrics, under `rollout_corr/`.
 
-    The observations of several parts combine to those of the whole.
+    Observations of micro-batches can be added one after the other.
     """
     for name, (values, counted, reduction) in found.items():
         name, values = PREFIX + name, values.double()
@@ -156,10 +159,11 @@ def add_observations(metrics: Metrics, found: Mapping[str, Observation]) -> None
 
 
 def correction_columns(correction: Correction, batch: DataProto, metrics: Metrics) -> dict[str, Ragged]:
-    """Return the columns of the correction that are known before the updates.
+    """Return the new columns of a batch that the correction can compute before the updates.
 
-    In bypass mode this is `old_log_probs`, with the rollout's log-probs. Otherwise, if old log-probs were
-    recomputed, these are `rollout_is_weights` and `kept_mask`, as far as the config asks for them.
+    In bypass mode the only column is `old_log_probs`, which contains the rollout's log-probs. Otherwise, if
+    old log-probs were recomputed, the columns are `rollout_is_weights` and `kept_mask`, if the config enables
+    them.
 
     Args:
         correction: The correction.
@@ -184,7 +188,7 @@ def correction_columns(correction: Correction, batch: DataProto, metrics: Metric
 
 
 def with_bypass_loss(actor: ActorConfig, loss_type: str) -> ActorConfig:
-    """Return the section with the policy loss of bypass mode."""
+    """Return the actor's config section with the policy loss of bypass mode."""
     kwargs = {**actor.policy_loss.kwargs, "loss_type": loss_type}
     loss = actor.policy_loss.model_copy(update={"loss_mode": "bypass_mode", "kwargs": kwargs})
     return actor.model_copy(update={"policy_loss": loss})
@@ -194,7 +198,7 @@ def check_rollout_log_probs(batch: DataProto) -> None:
     """Check that every response token has a finite log-prob of the rollout.
 
     Raises:
-        EngineError: There are no log-probs, or one is not finite.
+        EngineError: The batch has no rollout log-probs, or a log-prob is not finite.
     """
     what, got = "no log-probs", None
     if SAMPLED in batch:
@@ -233,9 +237,9 @@ def count_kept(metrics: Metrics, kept: Tensor, offsets: Tensor) -> None:
 
 
 def recount_factor(metrics: Metrics, counts: Counts, mode: str) -> float:
-    """Return the factor that rescales the gradient of a loss whose micro-batches counted what they kept.
+    """Return the factor that rescales the gradient of a loss after all micro-batches are counted.
 
-    `mode` is the aggregation of the loss; see `RecountingLoss.recount`.
+    `mode` is the aggregation mode of the loss; see `RecountingLoss.recount`.
     """
     tokens, sequences = (float(metrics.pop(name).value) for name in (_TOKENS, _SEQUENCES))
     if tokens == 0:

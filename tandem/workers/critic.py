@@ -1,4 +1,4 @@
-"""The critic: a training engine with a value head."""
+"""The worker for the critic, which is a training engine with a value head."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.workers.worst_batch import WorstBatch, run_worst_batch
 
 
 class CriticWorker(EngineWorker):
-    """The worker that estimates and learns values.
+    """The worker that estimates values and trains the critic.
 
     Args:
         config: The resolved critic section.
         norm_length: The divisor of "seq-mean-token-sum-norm", in tokens.
         total_steps: The number of training steps, for the learning rate schedule.
-        updates_per_step: The optimizer steps of each training step.
+        updates_per_step: The number of optimizer steps per training step.
         seed: The seed of weights that are not in any file, such as adapters. The value head starts at zero.
         device: See `EngineWorker`.
         collective_timeout_s: See `EngineWorker`.
@@ -60,7 +60,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_worst_batch(self, worst: WorstBatch) -> None:
-        """Run the largest micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
+        """Run the largest possible micro-batches; see `tandem.workers.worst_batch.run_worst_batch`."""
         run_worst_batch(self, "critic", self.loss.outputs, self.config.train_batching, worst)
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="critic", blocking=False, balance="tokens")
@@ -74,7 +74,7 @@ class CriticWorker(EngineWorker):
     def update_critic(self, batch: DataProto) -> Metrics:
         """Take one optimizer step on a mini-batch with `values`, `returns` and `response_mask`.
 
-        Rejected tokens are left out.
+        Tokens that the rollout correction rejected are left out.
         """
         with self.working("update_critic", self.engine, training=True):
             share = without_rejected(batch)

@@ -1,4 +1,4 @@
-"""The worker that reads, checks and tokenizes data files in its own process, parallel to the controller."""
+"""The worker that reads, checks and tokenizes data files, in a process parallel to the controller."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tandem.workers.base import TimedWorker
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """The facts about the data that the controller needs.
+    """The properties of the data that the controller needs.
 
     Attributes:
         rows: The number of training prompts.
         val_batches: The number of validation batches; 0 without validation data.
-        digest: A digest of all training prompts in their order.
+        digest: A digest of all training prompts, which depends on their order.
         sources: The data sources of training and validation data, sorted.
         longest_prompt: The length in tokens of the longest prompt in training and validation data; 0 if the
             rows are examples with responses.
@@ -50,14 +50,14 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Read:
-    """Data files that were read, checked and tokenized.
+    """The contents of data files after reading, checking and tokenizing.
 
     Attributes:
         train: The training rows.
         batches: The batches of the training rows.
         validation: The batches of the validation rows, if there are any.
         sources: The data sources of training and validation data.
-        longest_prompt: The length of the longest prompt in both, in tokens.
+        longest_prompt: The length of the longest training or validation prompt, in tokens.
     """
 
     train: Dataset
@@ -110,7 +110,7 @@ def read_examples(config: SupervisedDataConfig, read: Callable[[tuple[str, ...]]
 
     Args:
         config: The resolved data section.
-        read: A function that makes a dataset from files.
+        read: A function that creates a dataset from a tuple of file paths.
 
     Raises:
         DataError: Something is wrong with the files or their rows, or there are too few rows for a batch.
@@ -128,14 +128,14 @@ class DatasetWorker(TimedWorker):
     resume.
 
     Args:
-        read: A function that reads the rows. It runs in the worker's process.
+        read: A function that reads the data. It runs in the worker's process.
         run: The run folder.
     """
 
     def __init__(self, read: Callable[[], Read], run: RunFolder) -> None:
         self._read = read()
         self.train, self.validation = self._read.batches, self._read.validation
-        super().__init__(run, "data")  # last, so that invalid data leave the run folder unchanged
+        super().__init__(run, "data")  # last, so that the run folder does not change if the data are invalid
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def describe(self) -> DataFacts:
@@ -148,19 +148,19 @@ class DatasetWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def grow(self, stretches: tuple[Stretch, ...]) -> None:
-        """Set how many rows there were in earlier epochs; see `BatchOrder`."""
+        """Set how many rows the data had in earlier epochs; see `BatchOrder`."""
         assert isinstance(self.train, BatchLoader), "a sampler draws from all rows"
         self.train.stretches = stretches
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def train_batch(self, number: int) -> DataProto:
-        """Return the training batch with this number, from 0; see the dataset's `batch`."""
+        """Return the training batch with this number, counted from 0."""
         with self.timeline.phase("data"):
             return self.train.batch(number)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def val_batch(self, number: int) -> DataProto:
-        """Return the validation batch with this number, from 0."""
+        """Return the validation batch with this number, counted from 0."""
         assert self.validation is not None, "there is no validation data"
         with self.timeline.phase("data"):
             return self.validation[number]
@@ -198,12 +198,12 @@ class DataWorker(DatasetWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sampler_state(self) -> dict[str, Any]:
-        """Return the state for `load_sampler_state`."""
+        """Return the sampler's state for `load_sampler_state`."""
         return self._sampler_batches().state_dict()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_sampler_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved."""
+        """Restore the sampler's state, a result of `sampler_state`."""
         self._sampler_batches().load_state_dict(state)
 
     def _sampler_batches(self) -> DrawnBatches:
@@ -212,7 +212,7 @@ class DataWorker(DatasetWorker):
 
 
 def _sampler_batches(config: DataConfig, prompts: PromptDataset) -> DrawnBatches | None:
-    """Return the batches of the sampler that the config names, or None."""
+    """Return the batches that the config's sampler draws, or None if the config has no sampler."""
     sampler, size = config.sampler, config.prompts_at_a_time
     if sampler.class_name is None:
         return None
@@ -260,7 +260,7 @@ def prompt_dataset(
 
 
 def prompt_form(config: DataConfig, reads: Reads) -> PromptForm:
-    """Return the form of the rows of prompts."""
+    """Return the settings for converting rows of data files to prompts."""
     return PromptForm(
         prompt_key=config.prompt_key,
         apply_chat_template=config.apply_chat_template,

@@ -1,7 +1,7 @@
-"""Experiments that find out why the log-probs of rollout and training differ.
+"""Experiments that find the reason why the log-probs of rollout and training differ.
 
-The training engine's forward pass is repeated, each time with one change that imitates a known fault. The
-fault that makes the difference vanish is the cause.
+The training engine's forward pass is repeated, each time with one change that imitates a known fault. If the
+difference disappears under a change, the corresponding fault is the cause.
 
 Shapes: T tokens of all samples, flat.
 """
@@ -22,15 +22,15 @@ from tandem.watch.gap import AS_IT_IS, EXPERIMENT, compared, gap_columns
 def add_experiments(
     metrics: Metrics, engine: TrainEngine, batch: DataProto, *, adapters: bool, temperature: float
 ) -> None:
-    """Add mean |log p - log q| over response tokens, in nats, without a fault and under each fault.
+    """Add mean |log p - log q| over response tokens to the metrics, with each fault and without.
 
-    p is the training engine's probability of a token, and q is the rollout's. Collective.
+    p is the training engine's probability of a token, and q is the rollout's. The unit is nats. Collective.
 
-    - `again`: between two forward passes that should be equal.
-    - `alone`: each sample in its own forward pass.
-    - `without_adapters`: the base model, if adapters are trained.
-    - `unscaled`: at temperature 1.
-    - `headless`: samples without their first token.
+    - `again`: the difference between two forward passes that should be equal.
+    - `alone`: each sample in a separate forward pass.
+    - `without_adapters`: with the base model, if adapters are trained.
+    - `unscaled`: with temperature 1.
+    - `headless`: with samples that lack their first token.
     - `early`, `late`: with q shifted by one token.
 
     Args:

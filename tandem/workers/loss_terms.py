@@ -1,14 +1,15 @@
-"""The terms of the policy's loss, which is their sum.
+"""The terms of the policy's loss. The loss is the weighted sum of the terms.
 
-A new term is a class like these and a line in `configured_terms`. Each term has:
+To add a term, write a class like the classes here, and add it in `configured_terms`. Each term has:
 
-- `outputs`: the outputs of the model that it reads; see `LossFn`.
-- `columns`: the columns of the batch that it reads, besides `response_mask`.
-- `coefficient`: its weight in the sum. A term with weight 0 has no gradient and is only reported.
-- `share`: the metric that reports its aggregated value before the coefficient; None for no metric.
-- a call that receives outputs and columns (T), which are zero outside the response, and `offsets`. It returns
-  the term's value for each token (T), and values (T) by metric, which are averaged over the response tokens
-  and reported.
+- `outputs`: the model outputs that the term reads; see `LossFn`.
+- `columns`: the batch columns that the term reads, besides `response_mask`.
+- `coefficient`: the term's weight in the sum. A term with weight 0 has no gradient and is only reported.
+- `share`: the name of the metric for the aggregated value of the term, without the coefficient. None means no
+  metric.
+- `__call__`, which receives outputs and columns (T), which are zero outside the response, and `offsets`. It
+  returns the term's value for each token (T), and a dict from metric to values (T). The metrics report the
+  means of these values over the response tokens.
 
 Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 """
@@ -33,7 +34,10 @@ ENTROPY = "entropy"
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy loss, times the weights of the rollout correction unless the loss itself reads them.
+    """The term for the policy loss.
+
+    The loss is multiplied by the importance weights of the rollout correction, unless the loss function reads
+    these weights itself.
 
     Attributes:
         spec: The policy loss.
@@ -62,11 +66,11 @@ class PolicyTerm:
 
 @dataclass(frozen=True)
 class OutputTerm:
-    """An output of the model, used unchanged.
+    """A term that is an unchanged output of the model: the entropy or the exact KL.
 
-    `entropy` is the entropy of the policy's distribution at each token, in nats. With a negative coefficient
-    it is a bonus. `ref_kl` is the exact KL to the reference over the vocabulary, in nats. For it, the model
-    holds the reference's output head and reads the reference's hidden states.
+    `entropy` is the entropy of the policy's distribution at each token, in nats. With a negative coefficient,
+    the entropy is a bonus. `ref_kl` is the exact KL to the reference over the vocabulary, in nats. For
+    `ref_kl`, the model holds the reference's output head and reads the reference's hidden states.
 
     Attributes:
         output: The name of the output.
@@ -89,13 +93,13 @@ class OutputTerm:
 
 @dataclass(frozen=True)
 class SampledKLTerm:
-    """The KL to the reference in nats, estimated from the sampled tokens.
+    """The term for the KL to the reference in nats, estimated from the sampled tokens.
 
-    With several references, it is the weighted sum of their KLs.
+    With several references, the value is the weighted sum of the KLs to all references.
 
     Attributes:
-        kind: The estimator; see `kl_penalty`.
-        references: For each reference: the weight of its KL, by the column of its log-probs.
+        kind: The name of the KL estimator; see `kl_penalty`.
+        references: A dict from the column of a reference's log-probs to the weight of this reference's KL.
     """
 
     coefficient: float
@@ -123,7 +127,7 @@ Term = PolicyTerm | OutputTerm | SampledKLTerm
 
 
 def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_REFERENCE) -> tuple[Term, ...]:
-    """Return the terms of the policy's loss that the config asks for.
+    """Return the terms of the policy's loss, as set in the config.
 
     The entropy is reported even if there is no bonus.
 
@@ -144,7 +148,7 @@ def configured_terms(actor: ActorConfig, references: Mapping[str, float] = ONE_R
 
 
 def configured_loss(actor: ActorConfig) -> tuple[PolicyLossSpec, dict[str, Any]]:
-    """Return the policy loss that the config names, and its options.
+    """Return the policy loss that the config names, and a dict with the options of this loss.
 
     Raises:
         ConfigError: The loss does not accept an option, or an option has the wrong type.

@@ -1,7 +1,7 @@
 """The losses that workers pass to a training engine.
 
-They combine the pure functions of the algorithms as the config says, and are normalized over the global
-mini-batch.
+The losses combine the functions in `tandem.algorithms`, as set in the config. They are normalized over the
+global mini-batch.
 
 Shapes: T tokens of a micro-batch, flat; offsets (B+1).
 """
@@ -28,9 +28,10 @@ from tandem.workers.loss_terms import ENTROPY, OutputTerm, Term, configured_term
 
 Named = Mapping[str, Tensor]
 TOKEN_SHARE = "trust/token_share"
-"""The tokens of all micro-batches divided by the tokens that the loss was divided by.
+"""The metric that compares the tokens of all micro-batches with the divisor of the loss.
 
-Any value except 1 means that the scale of the loss is wrong.
+Its value is the number of tokens of all micro-batches, divided by the number of tokens that the loss was
+divided by. Any value except 1 means that the scale of the loss is wrong.
 """
 
 
@@ -41,16 +42,17 @@ class ActorLoss:
     The terms are the policy loss, the entropy bonus and the KL to the reference, in this order.
 
     If the batch has no `old_log_probs` column, the trained policy is the policy that wrote the batch (one
-    update per batch). Then the update's own log-probs, detached, replace the old ones.
+    update per batch). Then the detached log-probs of the update itself are used as old log-probs.
 
     Attributes:
         terms: See `Term`.
-        agg_mode: How token values are aggregated into one number.
+        agg_mode: The mode in which token values are aggregated into one number.
         norm_length: The length that some aggregations divide by.
         recomputed: Whether `old_log_probs` is a column of the batch.
-        compared: Columns of the rollout's log-probs to compare with the update's own; see `add_rollout_gap`.
+        compared: The columns of rollout log-probs that are compared with the update's log-probs; see
+            `add_rollout_gap`.
         weighted: Whether the batch has a column of importance weights.
-        correction: The rollout correction, if the loss applies it; see `tandem.workers.correction`.
+        correction: The rollout correction, if the loss applies one; see `tandem.workers.correction`.
     """
 
     terms: tuple[Term, ...]
@@ -63,12 +65,12 @@ class ActorLoss:
 
     @property
     def outputs(self) -> frozenset[str]:
-        """The outputs of the model that the loss reads; see `LossFn`."""
+        """The model outputs that the loss reads; see `LossFn`."""
         return frozenset({"log_probs"}.union(*(term.outputs for term in self.terms)))
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns of the batch that the loss reads; see `LossFn`."""
+        """The batch columns that the loss reads; see `LossFn`."""
         columns = {"response_mask"}.union(*(term.columns for term in self.terms)) - {WEIGHTS}
         columns -= set() if self.recomputed else {"old_log_probs"}
         columns |= {SAMPLED} if self.correction is not None else set()
@@ -88,7 +90,7 @@ class ActorLoss:
         Args:
             actor: The actor's section.
             recomputed: Whether old log-probs are recomputed before the updates.
-            correction: The section of the rollout correction; None for no correction.
+            correction: The config section of the rollout correction. None means no correction.
             references: See `SampledKLTerm`.
         """
         correction = correction or RolloutCorrectionConfig()
@@ -123,7 +125,7 @@ class ActorLoss:
         self._correct(given, metrics)
         mask = given["response_mask"]
         for name in given.keys() - {"offsets"}:
-            if given[name].is_floating_point():  # keeps NaN outside the mask out of loss and gradient
+            if given[name].is_floating_point():  # NaN outside the mask must not reach loss and gradient
                 given[name] = torch.where(mask, given[name], 0)
         shares = []
         for term in self.terms:
@@ -141,7 +143,7 @@ class ActorLoss:
         return loss, metrics
 
     def _correct(self, given: dict[str, Tensor], metrics: Metrics) -> None:
-        """Apply the rollout correction, if the loss does so: add weights and mask rejected tokens out."""
+        """Apply the rollout correction, if there is one: add weights, and mask out rejected tokens."""
         if self.correction is not None:
             mask, offsets = given["response_mask"], given["offsets"]
             found = self.correction(given["log_probs"].detach(), given[SAMPLED], mask, offsets, metrics)
@@ -165,7 +167,7 @@ class ActorLoss:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """The clipped squared error of the values against the returns (PPO's value loss)."""
+    """The loss of the critic: the clipped squared error of values against returns (PPO's value loss)."""
 
     cliprange_value: float
     agg_mode: str
@@ -204,10 +206,10 @@ class NextTokenLoss:
 class PreferenceLoss:
     """The Bradley-Terry loss over the pairs of sequences of a batch, averaged over the mini-batch.
 
-    A row of the batch holds a pair, the chosen sequence first.
+    Each row of the batch is a pair of sequences: first the chosen sequence, then the rejected one.
 
     Attributes:
-        center_coefficient: The weight of (r_chosen + r_rejected)².
+        center_coefficient: The coefficient of the additional term (r_chosen + r_rejected)².
     """
 
     center_coefficient: float = 0.0
@@ -216,7 +218,7 @@ class PreferenceLoss:
 
     def __call__(self, out: Named, columns: Named, offsets: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
         scores = out["scores"][offsets[1:] - 1]
-        pairs = len(scores) // 2  # an empty rank's placeholder batch is one sequence and has no pair
+        pairs = len(scores) // 2  # 0 for the placeholder batch of a rank without data
         chosen_P, rejected_P = scores[: 2 * pairs].view(pairs, 2).unbind(1)
         margin_P = columns["margin"][:pairs].to(scores.dtype)
         losses_P = bradley_terry_loss(
@@ -238,7 +240,7 @@ class PreferenceLoss:
 def _aggregated(
     loss: ActorLoss | CriticLoss, values_T: Tensor, mask: Tensor, offsets: Tensor, counts: Counts
 ) -> Tensor:
-    """Aggregate the tokens' values into one number, as the loss says."""
+    """Aggregate the values of the tokens into one number, in the loss's aggregation mode."""
     return aggregate(
         values_T,
         mask,

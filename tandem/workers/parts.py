@@ -1,7 +1,8 @@
-"""The parts of a worker, such as actor, rollout and reference.
+"""A mechanism to build a worker from parts, such as actor, rollout and reference.
 
-A worker offers the methods of its parts as its own. A part's method receives the worker after `self`, for its
-timeline, its metrics and its process group. The part keeps no reference to the worker.
+The registered methods of the parts become methods of the worker. A part's method receives the worker as its
+first argument after `self`. It uses the worker's timeline, metrics and process group. The part stores no
+reference to the worker.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ W = TypeVar("W", bound=type[Worker])
 
 
 def offers(**parts: type[Any]) -> Callable[[W], W]:
-    """Give a worker class the registered methods of its parts, with their registrations and docstrings.
+    """Return a class decorator that adds the registered methods of parts to a worker class.
 
-    The worker has its parts in `parts`, by name. If the class of a part is a subclass of the class given
-    here, the subclass may override these methods.
+    The methods keep their registrations and docstrings. The worker's attribute `parts` is a dict from name to
+    part. A part may also be an instance of a subclass of the class given here. The subclass may override
+    methods.
 
     Args:
-        parts: The classes of the parts, by name.
+        parts: The class of each part. The keyword is the part's name.
     """
 
     def add(worker: W) -> W:
@@ -38,10 +40,11 @@ def offers(**parts: type[Any]) -> Callable[[W], W]:
 
 
 def _delegating(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a worker's method that calls the method of one of its parts.
+    """Return a method for the worker that calls the method of a part.
 
     Raises:
-        EngineError: (when the method is called) The worker does not have the part.
+        EngineError: The worker does not have the part. The returned method raises this error when it is
+            called.
     """
 
     @functools.wraps(method)

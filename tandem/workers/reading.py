@@ -1,7 +1,7 @@
-"""Prepare the sequences that a reward model reads, and the places in them that it scores.
+"""Functions that prepare the input sequences of a reward model and the positions that it scores.
 
-A reward model reads the policy's token ids. If it has another tokenizer or chat template, it reads the
-conversation, formatted again from text.
+A reward model with the policy's tokenizer and chat template reads the policy's token ids. Otherwise the
+conversation is formatted and tokenized again from text.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from tandem.rewards.steps import ending_tokens, step_ends, steps_of_ids
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The sequences of some samples for a reward model.
+    """The input sequences of a reward model for a batch of samples.
 
     Attributes:
-        tokens: B sequences of the model's own token ids.
-        judged: Ragged bool like `tokens`, true where steps are scored. None if each sequence is scored at
-            its last token.
-        places: (K) int64, for each scored token in order: the place of the step's end in the samples' flat
-            `tokens`. None if each sequence is scored at its last token.
-        failures: By row: why a sample cannot be read. Such a row has a single token instead.
+        tokens: B sequences of token ids of the reward model.
+        judged: Ragged bool like `tokens`, true at the tokens where steps are scored. None if each sequence is
+            scored at its last token.
+        places: (K) int64, for each scored token in order: the index of the step's last token in the flat
+            `tokens` of the samples. None if each sequence is scored at its last token.
+        failures: A dict from row to the reason why the sample cannot be read. Such a row has a single
+            placeholder token.
     """
 
     tokens: Ragged
@@ -43,19 +44,19 @@ class Reading:
 
 
 class UnreadableSample(Exception):
-    """A sample that the model cannot read. The text says why."""
+    """The error when a reward model cannot read a sample. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A converter from samples to the sequences that a reward model reads.
+    """A converter from samples to the input sequences of a reward model.
 
     Attributes:
         policy_tokenizer: The policy's tokenizer.
-        own: The model's tokenizer, with which conversations are formatted again. None if the model reads the
-            policy's ids.
+        own: The reward model's tokenizer, which formats conversations again. None if the model reads the
+            policy's token ids.
         separator: The text that ends a step. None if whole responses are scored.
-        most: The length of the model's longest sequence, in tokens. None if there is no limit.
+        most: The maximum length of an input sequence, in tokens. None if there is no limit.
     """
 
     policy_tokenizer: PreTrainedTokenizerBase
@@ -64,10 +65,10 @@ class Reader:
     most: int | None = None
 
     def read(self, batch: DataProto, texts: list[str]) -> Reading:
-        """Return the sequences for the model.
+        """Return the input sequences for a batch of samples.
 
         Args:
-            batch: `tokens`, `response_mask`, `messages`.
+            batch: A batch with `tokens`, `response_mask` and `messages`.
             texts: The responses as text.
         """
         tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask")
@@ -92,7 +93,8 @@ class Reader:
                     raise UnreadableSample(f"{len(read)} tokens, but at most {self.most} are allowed")
                 if steps and text.rpartition(self.separator or "\n")[2].strip():
                     steps[-1], at[-1] = wrote[-1], len(read) - 1  # the last step includes the end token
-                # Drop steps that end in the same token as the next step, in either sequence.
+                # Drop steps that end in the same token as the next step, in the policy's or the model's
+                # sequence.
                 last = {step: place for place, step in dict(zip(at, steps, strict=True)).items()}
                 steps, at = list(last), list(last.values())
             except UnreadableSample as problem:
@@ -113,7 +115,7 @@ class Reader:
     def _row(
         self, ids: Tensor, written: Tensor, messages: Any, text: str, steps: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the ids that the model reads for a sample, and the places of its steps among them."""
+        """Return the input token ids for a sample, and the indices of the steps' last tokens in them."""
         if self.own is None:
             return ids.tolist(), steps
         pieces = self._pieces(ids, written, messages, text)
@@ -123,12 +125,12 @@ class Reader:
         if len(at) != len(steps):
             raise UnreadableSample(f"the response has {len(steps)} steps, but the model reads {len(at)}")
         alone = not (messages and messages[0]["role"])
-        if alone and parts[-1][-1:].tolist() != [self.own.eos_token_id]:  # like `tandem rm`
+        if alone and parts[-1][-1:].tolist() != [self.own.eos_token_id]:  # as `tandem rm` does
             read.append(int(self.own.eos_token_id))
         return read, at
 
     def _pieces(self, ids: Tensor, written: Tensor, messages: Any, text: str) -> list[Piece]:
-        """Return the conversation as text, with the response last."""
+        """Return the conversation as pieces of text. The last piece is the response."""
         assert self.own is not None
         template = ChatTemplate(self.own, None, "custom_chat_template")
         if not messages or not messages[0]["role"]:
@@ -145,9 +147,9 @@ class Reader:
         return pieces
 
     def _steps(self, response: str, text: str, total: int) -> list[int]:
-        """Return the tokens in which the steps of a response end.
+        """Return the indices of the tokens in which the steps of a response end.
 
-        The response is at the end of a sequence of `total` tokens.
+        The response must be at the end of a sequence of `total` tokens.
         """
         start, inner = response.rfind(text), text
         if start < 0:

@@ -1,6 +1,7 @@
-"""The reference policy of KL terms in a worker.
+"""The part of a worker for the reference policy of KL terms.
 
-It computes log-probs and the inputs of an exact KL, and it receives the actor's weights when it is reset.
+It computes log-probs and the inputs of an exact KL. When the reference is reset, it receives the actor's
+weights.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from tandem.workers.parts import missing
 
 
 class ReferencePart:
-    """The reference policy.
+    """The part of a worker for the reference policy.
 
     Args:
         config: The resolved run config.
         engine: The reference's own engine, or the engine of an actor that trains adapters. The base model of
             such an actor is the reference.
-        borrowed: Whether the engine is the actor's.
+        borrowed: Whether `engine` is the actor's engine.
         role: The name of the reference in `config.actor_rollout_ref.ref.references`.
     """
 
@@ -39,10 +40,10 @@ class ReferencePart:
 
     @property
     def _own_engine(self) -> TrainEngine:
-        """The engine, if its weights may be changed.
+        """The engine of the reference, if the reference has its own engine.
 
         Raises:
-            EngineError: The engine is the actor's.
+            EngineError: The engine is the actor's engine, whose weights must not be changed.
         """
         if self._borrowed:
             raise missing("ref, with weights of its own", "actor and ref over the same weights")
@@ -50,11 +51,11 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="ref", blocking=False, balance="tokens")
     def compute_ref_log_prob(self, worker: EngineWorker, batch: DataProto) -> DataProto:
-        """Return `ref_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
+        """Return the reference's log-probs `ref_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
 
         With several references the column is `ref_log_probs.NAME`. If a KL term is exact, the result also has
-        `ref_hidden`, ragged (T, D) in the compute dtype: the last hidden states that predict each token.
-        `ref_hidden` takes one hidden state of the model per token.
+        `ref_hidden`, ragged (T, D) in the compute dtype: for each token, the last hidden state that predicts
+        the token. `ref_hidden` needs the memory of one hidden state per token.
         """
         micro = micro_batching(self._batching)
         with worker.working("ref", self.engine):
@@ -76,13 +77,13 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_reference(self, worker: EngineWorker, bucket: WeightBucket) -> None:
-        """Load a bucket of the actor's weights; each rank takes its shards. See `export_weights`.
+        """Load a bucket of the actor's weights (see `export_weights`). Each rank copies only its shards.
 
         After the last bucket, the reference equals the current actor.
 
         Raises:
             EngineError: The weights belong to another model.
-            WeightSyncError: A bucket is missing, or a weight differs from what was sent.
+            WeightSyncError: A bucket is missing, or a weight differs from the sent weight.
         """
         engine = self._own_engine
         self._arrival.expect(bucket)
@@ -94,5 +95,5 @@ class ReferencePart:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, collect="first")
     def reference_version(self, worker: EngineWorker) -> int:
-        """Return the number of updates that the actor had done when the reference received its weights."""
+        """Return the number of updates of the actor before its weights were copied to the reference."""
         return self._own_engine.version

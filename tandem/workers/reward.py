@@ -1,6 +1,7 @@
-"""Score responses with reward functions.
+"""The worker that scores responses with reward functions.
 
-The worker decodes the responses, calls the functions, and puts each score at the response's last token.
+The worker decodes the responses, calls the reward functions, and stores each score at the response's last
+token.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from tandem.watch.gap import FINGERPRINT, SCORED, fingerprint
 from tandem.workers.base import TimedWorker, response_texts
 
 FAILED = "reward_failed"
-"""The column of the samples that could not be scored."""
+"""The name of the column that is true for samples that could not be scored."""
 
 
 class RewardWorker(TimedWorker):
     """The worker that scores responses with reward functions.
 
     Args:
-        tokenizer: The tokenizer, which decodes responses.
-        reward: The user's reward function; None takes the function of each data source.
-        config: The settings for calls of the functions.
+        tokenizer: The tokenizer that decodes the responses.
+        reward: The user's reward function. None means the built-in function for each sample's data source.
+        config: The config section with the settings for calling the functions.
         run: The run folder. The output of the functions goes to its log/rewards-RANK.log.
     """
 
@@ -45,7 +46,7 @@ class RewardWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_rewards(self, batch: DataProto) -> DataProto:
-        """Score the responses of some samples.
+        """Score the responses of a batch of samples.
 
         Args:
             batch: The samples.
@@ -53,8 +54,8 @@ class RewardWorker(TimedWorker):
         Returns:
             `scores` (B) fp32; `token_level_scores` ragged fp32, with the score at the last response token;
             `reward_extra` (B) dicts of numbers; `reward_why` (B) texts that explain the scores; and the
-            decoded `response_text`. If samples with failed scores are left out, also `reward_failed` (B)
-            bool.
+            decoded `response_text`. If samples that could not be scored are left out, also `reward_failed`
+            (B) bool.
         """
         with self.timeline.phase("reward"):
             texts = response_texts(self.tokenizer, batch)
@@ -83,7 +84,7 @@ class RewardWorker(TimedWorker):
     compute_scores = compute_rewards
 
     def _observe(self, scored: Sequence[Scored]) -> None:
-        """Add metrics of failures since the last batch, and show the user the first failure of a run."""
+        """Add the metrics of the batch's failures, and show the user the first failure of a run."""
         counts, self.pool.counts = self.pool.counts, Counter()
         for name in ("retried", "timeouts", "died", "recycled"):
             if counts[name]:
@@ -101,7 +102,7 @@ class RewardWorker(TimedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_call_seconds(self) -> list[float]:
-        """Return the seconds that each recent sample took to be scored, since the last call."""
+        """Return the scoring time, in seconds, of each sample that was scored since the last call."""
         found = list(self.pool.seconds)
         self.pool.seconds.clear()
         return found
@@ -118,11 +119,11 @@ def scored_batch(
     whys: Sequence[str],
     texts: Sequence[str],
 ) -> DataProto:
-    """Return a table in the form that reward workers return; see `RewardWorker.compute_rewards`.
+    """Build the table that reward workers return; see `RewardWorker.compute_rewards`.
 
     Args:
         scores_B: The score of each sample.
-        placed: The scores at their places in the responses.
+        placed: The scores per token: each score is stored at the token that it belongs to.
         failed_B: The samples that could not be scored, if this column is needed.
         extras: Further numbers of each sample.
         whys: The explanation of each score.
@@ -135,14 +136,14 @@ def scored_batch(
 
 
 def failed(batch: DataProto) -> torch.Tensor:
-    """Return (B) bool: the samples that could not be scored, which is none if the column is missing."""
+    """Return (B) bool: true for samples that could not be scored. All false if there is no such column."""
     return batch.dense(FAILED) if FAILED in batch else torch.zeros(len(batch), dtype=torch.bool)
 
 
 def at_last_token(scores_B: torch.Tensor, mask: Ragged) -> Ragged:
-    """Return each sample's score at its last true entry of `mask`, and zero elsewhere.
+    """Return scores per token: each sample's score at its last true entry of `mask`, zero elsewhere.
 
-    A sample without response tokens has no place for its score and keeps zeros.
+    A sample without response tokens has only zeros.
     """
     values_T = torch.zeros(len(mask.values), dtype=scores_B.dtype)
     place_T = torch.where(mask.values, mask.positions() + 1, 0)

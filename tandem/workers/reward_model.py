@@ -1,6 +1,6 @@
-"""A trained reward model: a classifier that reads prompt and response.
+"""The worker for a trained reward model, which is a classifier that reads prompt and response.
 
-It scores the whole response or each of its steps.
+The model scores the whole response, or each step of the response.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.workers.reward import at_last_token, scored_batch
 
 
 class RewardModelWorker(EngineWorker):
-    """The worker that scores sequences, or their steps, with a model.
+    """The worker that scores sequences, or the steps of sequences, with a reward model.
 
     Args:
         config: The resolved `reward_model` section.
@@ -37,8 +37,8 @@ class RewardModelWorker(EngineWorker):
         role: The name of the model in `config.scorers`.
 
     Raises:
-        ModelError: The folder is not a reward model, or the model does not know the tokens that it would have
-            to read.
+        ModelError: The folder does not contain a reward model, or the model's vocabulary does not contain the
+            policy's tokens.
     """
 
     def __init__(
@@ -117,17 +117,18 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="reward_model", blocking=False, balance="tokens")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Score prompt and response together.
+        """Score the prompt and response of each sample.
 
         Args:
             batch: The samples.
 
         Returns:
-            `scores` (B) fp32: the head's output at the last token, or, with steps, the combination that
-                `step_score` sets of the outputs at the ends of the steps; `token_level_scores` ragged fp32,
-                with the score at the last response token, or the steps' scores where the steps end;
-                `reward_failed` (B) bool and `reward_why` (B): whether and why a sample could not be read;
-                `reward_extra` (B) empty dicts; the decoded `response_text`.
+            A table with these columns. `scores` (B) fp32 is the head's output at the last token; with steps,
+            it is the combination of the outputs at the steps' last tokens that `step_score` sets.
+            `token_level_scores` ragged fp32 has the score at the last response token; with steps, it has each
+            step's score at the step's last token. `reward_failed` (B) bool and `reward_why` (B) say whether
+            and why a sample could not be read. `reward_extra` (B) are empty dicts. `response_text` (B) are
+            the decoded responses.
         """
         micro, mask = micro_batching(self.config.forward_batching), batch.ragged("response_mask")
         texts = response_texts(self.tokenizer, batch)
@@ -156,13 +157,13 @@ class RewardModelWorker(EngineWorker):
 
 
 def combine_step_scores(values_K: Tensor, rows_K: Tensor, samples: int, term: ScorerTerm) -> Tensor:
-    """Return (B): the combined step scores of each sample, as `term.step_score` says; 0 without steps.
+    """Return (B) the score of each sample, combined from its step scores; 0 without steps.
 
     Args:
         values_K: The scores of the steps, sample by sample.
         rows_K: The sample of each step.
         samples: B.
-        term: The settings of the model.
+        term: The config section of the model. Its `step_score` names the combination, such as the minimum.
     """
     counts_B = torch.bincount(rows_K, minlength=samples)
     if term.step_score == "sum":

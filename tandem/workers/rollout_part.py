@@ -1,6 +1,7 @@
-"""The rollout in a worker.
+"""The part of a worker that generates responses.
 
-It consists of a rollout engine and the policy that provides its weights, and returns samples as a batch.
+The rollout consists of a rollout engine and the policy that provides the engine's weights. It returns samples
+as a batch.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from tandem.workers.base import EngineWorker
 from tandem.workers.parts import missing
 from tandem.workers.samples import requests_of, rollout_batch
 
-# A stream has about this many parts: enough to overlap work, few enough to add no cost.
+# The approximate number of parts of a stream: enough to overlap work, few enough to add no cost.
 _PARTS = 4
 
 
 class RolloutPart:
-    """The rollout.
+    """The part of a worker that generates responses with a rollout engine.
 
-    After every weight sync, the digests of sender and receiver are compared before anything is sampled.
+    After every weight sync, the digests of sent and received weights are compared before anything is sampled.
 
     Args:
         config: The resolved run config.
-        policy: The engine with the weights: the actor's engine, or a frozen engine that receives the weights
-            of an actor elsewhere.
+        policy: The training engine with the policy's weights. This is the actor's engine, or a frozen engine
+            that receives the weights of an actor in another worker group.
         engine: The rollout engine.
-        follows: Whether `policy` is such a frozen engine; see `load_weights`.
+        follows: Whether `policy` is a frozen engine; see `load_weights`.
     """
 
     def __init__(
@@ -52,19 +53,19 @@ class RolloutPart:
         self._follows = follows
         self._rollout = config.actor_rollout_ref.rollout
         self._longest = self._rollout.longest(config.data)
-        self._sent: dict[str, Sent] = {}  # by receiver: the last sent weights
+        self._sent: dict[str, Sent] = {}  # receiver → the last weights that were sent to it
         self._arrival = Arrival()
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, mesh="rollout")
     def generate_sequences(
         self, worker: EngineWorker, prompts: DataProto, n: int, params: SamplingParams, *, phase: str = "gen"
     ) -> DataProto:
-        """Generate n responses to each prompt, ordered by prompt, in a phase of the name `phase`.
+        """Generate n responses to each prompt, ordered by prompt. `phase` names the timed phase.
 
         The result has the further columns `tokens`, `response_mask`, `rollout_log_probs`, `policy_version`,
-        `token_fingerprint`, `sample` and `finish_reason`. If the sampling parameters reshape the
-        distribution, it also has `rollout_log_probs_untruncated`, which is NaN if the engine does not provide
-        it.
+        `token_fingerprint`, `sample` and `finish_reason`. If the sampling parameters truncate or edit the
+        distribution, the result also has `rollout_log_probs_untruncated`. This column is NaN if the engine
+        does not report these log-probs.
         """
         requests = self.requests(prompts, n, params)
         done = {
@@ -79,7 +80,7 @@ class RolloutPart:
     ) -> Iterator[Part]:
         """Yield the rows of `generate_sequences` in parts, as soon as they are finished.
 
-        A part has about a quarter of this worker's share. An empty share has no parts.
+        A part has about a quarter of this worker's rows. Without rows there are no parts.
         """
         requests = self.requests(prompts, n, params)
         place = {request.id: row for row, request in enumerate(requests)}
@@ -91,7 +92,7 @@ class RolloutPart:
                 yield Part(rows, self.batch(table[rows], [requests[row] for row in rows], samples, params))
 
     def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
-        """Return the requests for the engine: n per prompt, ordered by prompt."""
+        """Return the requests for the engine: n requests per prompt, ordered by prompt."""
         return requests_of(prompts, n, params, self._longest)
 
     def _finished_samples(
@@ -100,8 +101,8 @@ class RolloutPart:
         """Yield samples as they are finished.
 
         All ranks must call this method, with or without requests, because gathering the weights is
-        collective. At the end, also after an error, the engine sleeps and the model is sharded. The clock
-        does not run while the caller handles the samples.
+        collective. At the end, also after an error, the engine sleeps and the model is sharded. The time in
+        which the caller handles the samples is not counted.
         """
         sampling = "generate_sequences" if phase == "gen" else f"{phase}_sequences"
         limit_s = stall_timeout_s(self._rollout)
@@ -122,7 +123,7 @@ class RolloutPart:
             with (
                 worker.timeline.phase(phase),
                 suppress(EngineError),
-            ):  # it follows from the error raised below
+            ):  # this is a consequence of the error raised below
                 held.close()
             raise
         finally:
@@ -132,12 +133,12 @@ class RolloutPart:
     def _give_weights(self, worker: EngineWorker, held: ExitStack) -> None:
         """Give the policy's weights to the rollout engine.
 
-        If the engine can share the policy's own module, the module stays unsharded while `held` is open, or
-        until the engine has copied it. Otherwise the weights are streamed, and the trained model may be
-        offloaded afterwards. An engine that cannot receive weights keeps its own.
+        If the engine can use the policy's module directly, the module stays unsharded while `held` is open,
+        or until the engine has copied the weights. Otherwise the weights are streamed, and the trained model
+        may be offloaded afterwards. An engine that cannot receive weights keeps its weights.
 
         Raises:
-            WeightSyncError: The engine's weights differ from what was sent.
+            WeightSyncError: The engine's weights differ from the sent weights.
         """
         tags = SLEEP_TAGS if self._rollout.free_cache_engine else ()
         policy, engine = self.policy, self.engine
@@ -168,10 +169,10 @@ class RolloutPart:
     def _check(self, worker: EngineWorker, receiver: str, sent: Sent, found: Digest) -> None:
         """Check the digest of received weights, and count the updates since the previous weight sync.
 
-        Updates that changed no weight are counted separately.
+        The updates that changed no weight are counted separately.
 
         Raises:
-            WeightSyncError: The receiver's weights differ from what was sent.
+            WeightSyncError: The receiver's weights differ from the sent weights.
         """
         before = self._sent.get(receiver)
         check_arrival(sent, found, engine=self._rollout.name, before=before)
@@ -183,23 +184,22 @@ class RolloutPart:
     def batch(
         self, table: DataProto, requests: list[Request], samples: list[Sample], params: SamplingParams
     ) -> DataProto:
-        """Return the samples as a batch; see `rollout_batch`.
+        """Convert the samples to a batch; see `rollout_batch`.
 
-        Log-probs have the dtype of the policy's outputs.
+        The log-probs of the batch have the dtype of the policy's outputs.
         """
         dtype = self.policy.output_dtype
         return rollout_batch(table, requests, samples, dtype=dtype, reshaped=params.reshapes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, worker: EngineWorker, bucket: WeightBucket) -> None:
-        """Load a bucket of weights; each rank takes its shards.
+        """Load a bucket of the actor's weights. Each rank copies only its shards.
 
-        After the last bucket, the rollout samples from these weights.
+        After the last bucket, the rollout samples from the new weights.
 
         Raises:
-            EngineError: The weights belong to another model, or the policy in this worker is the actor
-                itself.
-            WeightSyncError: A bucket is missing, or a weight differs from what was sent.
+            EngineError: The weights belong to another model, or the policy in this worker is the actor.
+            WeightSyncError: A bucket is missing, or a weight differs from the sent weight.
         """
         if not self._follows:
             raise missing("rollout, apart from the actor", "actor and rollout over the same weights")

@@ -1,4 +1,4 @@
-"""Convert prompts to requests for a rollout engine, and its samples to a batch."""
+"""Functions that convert prompts to requests for a rollout engine, and samples to a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def requests_of(prompts: DataProto, n: int, params: SamplingParams, longest: int
         prompts: The prompts.
         n: The number of responses per prompt.
         params: The sampling parameters.
-        longest: The largest number of tokens of a prompt and its response together.
+        longest: The maximum number of tokens of prompt and response together.
     """
     requests = []
     for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True):
@@ -41,18 +41,19 @@ def rollout_batch(
     dtype: torch.dtype,
     reshaped: bool,
 ) -> DataProto:
-    """Return the samples as a batch.
+    """Convert samples to a batch.
 
-    Each sample is one row, prompt first and then response. All columns are aligned with `tokens`.
+    Each sample is one row: the tokens of the prompt, then the tokens of the response. All ragged columns are
+    aligned with `tokens`.
 
     Args:
-        table: The other columns of the prompts, already with one row per sample.
+        table: The other columns of the prompts, repeated so that there is one row per sample.
         requests: The requests.
         samples: The finished samples, in the order of the requests.
         dtype: The dtype of log-probs.
-        reshaped: Whether the sampled distributions differ from softmax(logits / temperature). If so, the
-            log-probs under softmax(logits / temperature) are added; they are NaN if the engine does not
-            provide them.
+        reshaped: Whether the sampled distributions differ from softmax(logits / temperature). If so, a column
+            with the log-probs under softmax(logits / temperature) is added. It is NaN if the engine does not
+            report these log-probs.
     """
     prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
     response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Methods of the batch worker that select the samples to learn from, and that punish long responses."""
+"""Methods of the batch worker that select samples for training and penalize long responses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tandem.workers.base import TimedWorker
 from tandem.workers.reward import at_last_token, failed
 
 SCORE = "score"
-"""The entry of `reward_extra` with the reward before the punishment of long responses."""
+"""The key of `reward_extra` for the reward before the penalty on long responses."""
 
 
 class Spread(NamedTuple):
-    """Facts about the prompts of a generation batch.
+    """The result of `group_spread` for the prompts of a generation batch.
 
     Attributes:
-        differs: (P) bool, whether the responses to a prompt differ in the metric.
+        differs: (P) bool, true for each prompt whose responses have different values of the metric.
         reward: The mean reward of all responses.
     """
 
@@ -33,16 +33,17 @@ class Spread(NamedTuple):
 
 @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
 def stand_in(worker: TimedWorker, batch: DataProto) -> DataProto:
-    """Replace failed scores, so that they carry no information about the prompt or the batch.
+    """Replace failed scores by neutral values.
 
-    A failed score becomes the mean score of the other responses to the same prompt, or 0 if there are none.
+    A failed score becomes the mean score of the other responses to the same prompt, or 0 if no response to
+    the prompt has a score. So a replaced score does not change the mean of its prompt.
 
     Args:
         worker: The worker.
-        batch: `response_mask`, `uid`, and the columns that a reward worker returns.
+        batch: A batch with `response_mask`, `uid`, and the columns that a reward worker returns.
 
     Returns:
-        `scores`, `token_level_scores`.
+        The columns `scores` and `token_level_scores`.
     """
     failed_B, scores_B = failed(batch), batch.dense("scores").clone()
     mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
@@ -58,20 +59,20 @@ def stand_in(worker: TimedWorker, batch: DataProto) -> DataProto:
 def punish_overlong(
     worker: TimedWorker, batch: DataProto, max_length: int, buffer: int, penalty_factor: float, log: bool
 ) -> DataProto:
-    """Add the punishment of long responses to the scores, at the last response token.
+    """Add the penalty on long responses to the scores, at the last response token.
 
     Args:
         worker: The worker.
-        batch: `response_mask` and the columns that a reward worker returns.
+        batch: A batch with `response_mask` and the columns that a reward worker returns.
         max_length: See `soft_overlong_punishment`.
         buffer: See `soft_overlong_punishment`.
         penalty_factor: See `soft_overlong_punishment`.
-        log: Whether to add the punishment, `overlong_reward`, and whether there is one, `overlong`, to
+        log: Whether to add `overlong_reward` (the penalty) and `overlong` (whether there is a penalty) to
             `reward_extra`.
 
     Returns:
-        The columns of the reward worker with new `scores` and `token_level_scores`. `reward_extra` also holds
-        the `score` before the punishment.
+        The columns of the reward worker with new `scores` and `token_level_scores`. `reward_extra` also has
+        the `score` before the penalty.
     """
     with worker.timeline.phase("overlong"):
         mask, scored = batch.ragged("response_mask"), batch.ragged("token_level_scores")
@@ -95,14 +96,14 @@ def punish_overlong(
 
 @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
 def group_spread(worker: TimedWorker, batch: DataProto, n: int, metric: str) -> Spread:
-    """Find the prompts whose responses differ.
+    """Find the prompts whose responses have different values of a metric.
 
     Args:
         worker: The worker.
-        batch: `scores` and `reward_extra`, ordered by prompt, with n rows each. With `reward_failed`, samples
-            whose score failed are ignored.
+        batch: A batch with `scores` and `reward_extra`, ordered by prompt, with n rows per prompt. If it has
+            `reward_failed`, samples that could not be scored are ignored.
         n: The number of responses per prompt.
-        metric: See `algorithm.filter_groups.metric`.
+        metric: The name of the metric; see the config key `algorithm.filter_groups.metric`.
 
     Raises:
         RewardError: The reward function does not return the metric, or a value is not finite.
@@ -125,9 +126,9 @@ def group_spread(worker: TimedWorker, batch: DataProto, n: int, metric: str) -> 
 
 
 def metric_values(batch: DataProto, metric: str) -> torch.Tensor:
-    """Return the metric of each response, (B) float64.
+    """Return the value of the metric for each response, (B) float64.
 
-    "acc" is the score if the reward does not return `acc`.
+    If the metric is "acc" and the reward function returns no `acc`, the score is used.
 
     Raises:
         RewardError: The reward function does not return the metric.

@@ -1,4 +1,4 @@
-"""A model that learns from examples: a training engine with a loss."""
+"""The worker that trains a model on examples, with a training engine and a supervised loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tandem.workers.base import EngineWorker, micro_batching, seeded
 
 
 class SupervisedWorker(EngineWorker):
-    """The worker that trains on examples and validates on others.
+    """The worker that trains on examples and computes the loss on validation examples.
 
     Args:
         config: The resolved config.
         role: The name of the worker in the run.
-        kind: The kind of model.
+        kind: The type of model, which determines its head.
         loss: The loss to minimize. Validation reports the same metrics as the loss.
         total_steps: The optimizer steps of the whole run, for the learning rate schedule.
         run: See `EngineWorker`.
@@ -65,7 +65,7 @@ class SupervisedWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, collect="first", balance="tokens")
     def validate(self, batch: DataProto) -> Metrics:
-        """Return the loss's metrics on a batch, over all ranks."""
+        """Return the metrics of the loss on a validation batch, over all ranks."""
         with self.timeline.phase("validate"), self.on_device(self.engine):
             micro = micro_batching(self.config.train_batching)
             out = self.engine.forward(batch, outputs=self.loss.outputs, micro=micro)
@@ -73,6 +73,6 @@ class SupervisedWorker(EngineWorker):
                 {name: flat(out, name) for name in self.loss.outputs},
                 {name: flat(batch, name) for name in self.loss.columns},
                 sequences(batch).offsets,
-                Counts(tokens=1, sequences=1),  # only the value of the loss needs them, and it is not used
+                Counts(tokens=1, sequences=1),  # only the loss's value needs them, and it is not used
             )
             return metrics.all_reduced(None, torch.device("cpu"))

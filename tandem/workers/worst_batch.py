@@ -1,6 +1,6 @@
-"""Run the largest possible micro-batches before the first update.
+"""A test run of the largest possible micro-batches before the first update.
 
-If the memory is too small, the run fails at once and not after hours.
+If the memory is too small, the run fails immediately instead of after hours.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tandem.workers.base import EngineWorker, micro_batching
 
 
 class WorstBatch(NamedTuple):
-    """The largest micro-batches of a rank.
+    """The sizes of the largest micro-batches that a rank may get.
 
     Attributes:
         rows: The number of sequences in one micro-batch.
-        length: The tokens of each sequence.
-        several: Whether an update has more than one micro-batch. Then two are run, because gradients add up
-            between them.
-        on_cpu: Whether to run it on a CPU too.
+        length: The number of tokens of each sequence.
+        several: Whether an update has more than one micro-batch. Then two micro-batches are run, because
+            gradients are accumulated from one to the next.
+        on_cpu: Whether to run the micro-batches on a CPU too.
     """
 
     rows: int
@@ -38,7 +38,7 @@ class WorstBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _NoStepLoss:
-    """A loss without a step: it reports that no tokens are left, so the engine takes no optimizer step."""
+    """A loss that reports zero remaining tokens, so that the engine takes no optimizer step."""
 
     outputs: frozenset[str]
     columns: frozenset[str] = frozenset()
@@ -59,14 +59,14 @@ def run_worst_batch(
 ) -> None:
     """Run forward and backward passes of the largest micro-batches without an optimizer step. Collective.
 
-    All tokens are the same. Afterwards weights, moments, gradients, version and random generators are bit for
-    bit as before.
+    All tokens have the same id. Afterwards weights, moments, gradients, version and random generators are bit
+    for bit the same as before.
 
     Args:
         worker: The worker.
         role: The role of the engine.
-        outputs: The outputs of the model that its loss reads.
-        batching: The batching of its updates.
+        outputs: The model outputs that the engine's loss reads.
+        batching: The config of the batching of the engine's updates.
         worst: The largest micro-batches.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, and `finished` and `generate`, which run requests to their end."""
+"""The protocol of rollout engines, and functions that run requests until all samples are finished."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
 
 @dataclass(frozen=True, slots=True)
 class SharedModule:
-    """Weights that need no transfer: the trainer's own module, unsharded in place.
+    """A source of weights that needs no transfer: the trainer's module, unsharded in place.
 
     Attributes:
         module: A transformers causal LM in compute dtype. It is valid while the trainer holds it unsharded.
-        release: Frees the memory of the weights. An engine that has copied the weights may call it once. The
-            module's config stays.
+        release: A function that frees the memory of the weights. An engine that has copied the weights may
+            call it once. The module's config stays.
     """
 
     module: nn.Module
@@ -33,10 +33,10 @@ class SharedModule:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Weights that arrive one tensor after the other.
+    """A source of weights that delivers one tensor after the other.
 
     Attributes:
-        tensors: Whole tensors by Hugging Face name, in compute dtype, on any device. The iterator can be read
+        tensors: Pairs of Hugging Face name and whole tensor, in compute dtype, on any device. You can iterate
             once. Each tensor is valid only until the next one is requested.
     """
 
@@ -48,11 +48,14 @@ WeightSource = SharedModule | WeightStream
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """An engine that generates responses. Engines in this process do their work inside `poll`."""
+    """The protocol of an engine that generates responses.
+
+    Engines in this process do all their work inside `poll`.
+    """
 
     @property
     def takes(self) -> frozenset[type[SharedModule] | type[WeightStream]]:
-        """Return the kinds of `WeightSource` that the engine accepts.
+        """Return the types of `WeightSource` that the engine accepts.
 
         The set is empty for an engine whose weights cannot be changed.
         """
@@ -62,11 +65,11 @@ class RolloutEngine(Protocol):
 
         Raises:
             EngineError: A request can never run: prompt and max_tokens exceed the cache or the model's
-                positions, or its id is already in use. Then no request of this call is queued.
+                positions, or the request's id is already in use. Then no request of this call is queued.
         """
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Work for at most about `timeout_s` seconds and return the samples finished since the last poll."""
+        """Generate for at most about `timeout_s` seconds. Return the samples finished since the last poll."""
 
     def pending(self) -> int:
         """Return the number of requests that were submitted and not yet returned."""
@@ -75,17 +78,18 @@ class RolloutEngine(Protocol):
         """Drop requests and return their partial samples if `keep_partial` is set.
 
         The partial samples have finish_reason "abort". A request that has finished but was not polled yet
-        keeps its own finish_reason.
+        keeps its real finish_reason.
         """
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Set the weights to sample from until the next call, and drop all cached prefixes.
 
         Returns:
-            The digest of the weights as the engine now holds them.
+            The digest of the weights that are now in the engine.
 
         Raises:
-            EngineError: The weights belong to another model, or are of a kind that the engine does not take.
+            EngineError: The weights belong to another model, or the engine does not accept this type of
+                source.
         """
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
@@ -98,7 +102,7 @@ class RolloutEngine(Protocol):
         """
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Allocate the memory again. Dropped weights come back with the next `update_weights`."""
+        """Allocate the freed memory again. Dropped weights are loaded again by the next `update_weights`."""
 
     def close(self) -> None:
         """Stop the processes and connections that the engine started. Further calls do nothing."""
@@ -110,35 +114,35 @@ class RolloutEngine(Protocol):
         """
 
     def stats(self) -> dict[str, float]:
-        """Return the counters since the last call and reset them to zero.
+        """Return the counters of the work since the last call and reset the counters to zero.
 
         - generated_tokens.
         - prefill_tokens: prompt tokens that were computed.
-        - cached_prefix_tokens: prompt tokens that were found in the cache instead.
+        - cached_prefix_tokens: prompt tokens whose keys and values were already in the cache.
         - decode_steps.
-        - peak_running: the most sequences that ran at the same time.
+        - peak_running: the maximum number of sequences that ran at the same time.
         - cache_bytes: bytes of the cache that these requests could fill. The cache may have grown larger for
           earlier requests.
-        - cache_use: the largest share of cache_bytes that was in use.
-        - preemptions: sequences that lost their part of the cache and must be computed again.
+        - cache_use: the largest fraction of cache_bytes that was in use.
+        - preemptions: sequences that lost their cache entries and must be computed again.
         """
 
 
 def finished(
     engine: RolloutEngine, requests: Sequence[Request], *, at_least: int = 1, stall_timeout_s: float = 600.0
 ) -> Generator[list[Sample], None, None]:
-    """Run all requests to their end and yield the samples as they finish.
+    """Run all requests and yield the samples as they finish.
 
     If the caller stops early, or an error is raised, the requests that are still pending are dropped.
 
     Args:
         engine: The engine that runs the requests.
         requests: The requests.
-        at_least: The least number of samples to yield at a time. The last time may have fewer.
+        at_least: The minimum number of samples per yielded list. The last list may be shorter.
         stall_timeout_s: Seconds without a new token after which the engine counts as stalled.
 
     Yields:
-        The samples that have finished since the last time.
+        Lists of the samples that have finished since the last yield.
 
     Raises:
         EngineError: The engine generated no token for `stall_timeout_s` seconds while requests were pending.
@@ -171,7 +175,7 @@ def finished(
 def generate(
     engine: RolloutEngine, requests: Sequence[Request], *, stall_timeout_s: float = 600.0
 ) -> list[Sample]:
-    """Run all requests to their end and return the samples in the order of the requests.
+    """Run all requests and return their samples in the order of the requests.
 
     Raises:
         EngineError: See `finished`.

@@ -1,4 +1,4 @@
-"""A context in which generation uses the trainer's module and leaves it unchanged."""
+"""A context manager that lends the trainer's module to a rollout engine and then restores the module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from transformers import PreTrainedConfig
 def borrowed(module: nn.Module, attention: str) -> Iterator[None]:
     """Prepare the module for generation inside the context, and restore it afterwards.
 
-    Inside, the module is in evaluation mode and uses transformers' attention implementation of the given
-    name. The hooks by which FSDP2 gathers weights are removed: the weights are whole already, and the hooks
-    make other streams wait for each layer, which a CUDA graph cannot record.
+    Inside, the module is in evaluation mode and uses the attention implementation that transformers has
+    registered under the given name. The hooks with which FSDP2 gathers weights are removed, because the
+    weights are already unsharded. The hooks would also make other CUDA streams wait for each layer, and a
+    CUDA graph cannot record that.
 
     Args:
         module: The trainer's module.
@@ -52,7 +53,7 @@ def _without_fsdp(part: FSDPModule) -> list[tuple[_Hooks, _Hooks]]:
     """Remove FSDP's forward hooks.
 
     Returns:
-        Each dictionary of hooks, and a copy of its content before.
+        Each dictionary of hooks, and a copy of its content before the removal.
     """
     state = part._get_fsdp_state()
     tables: list[_Hooks] = [part._forward_pre_hooks, part._forward_hooks]  # type: ignore[attr-defined]
@@ -64,7 +65,7 @@ def _without_fsdp(part: FSDPModule) -> list[tuple[_Hooks, _Hooks]]:
 
 
 def _is_of(hook: object, state: object) -> bool:
-    """Return whether the hook is a method of the state or wraps one.
+    """Return whether the hook is a method of the FSDP state, or a wrapper around such a method.
 
     Modules that share an FSDP unit have wrapped hooks.
     """

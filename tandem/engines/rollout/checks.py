@@ -1,4 +1,4 @@
-"""Checks of a request before an engine queues it, and of its logits afterwards."""
+"""Checks that an engine makes before it queues a request, and of the logits that it computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tandem.protocol import Request
 def check_new(
     requests: Sequence[Request], known: Collection[tuple[str, int]], max_length: int, can_decode: bool
 ) -> None:
-    """Check that none of the requests is one that can never run.
+    """Check that the engine is able to run all of the requests.
 
     Args:
         requests: The new requests.
         known: The ids of the pending requests.
-        max_length: The most tokens that prompt and response may have together.
+        max_length: The maximum number of tokens of prompt and response together.
         can_decode: Whether the engine can find stop strings.
 
     Raises:
@@ -89,8 +89,8 @@ def check_fits_model(requests: Sequence[Request], config: Any) -> None:
         config: The transformers config of the model.
 
     Raises:
-        EngineError: A sequence is longer than the model's positions, or a prompt token or biased token is
-            outside the vocabulary.
+        EngineError: A sequence is longer than the model's number of positions, or a prompt token or biased
+            token is outside the vocabulary.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -107,11 +107,11 @@ def check_fits_model(requests: Sequence[Request], config: Any) -> None:
 
 
 def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> None:
-    """Check that the tokens of the requests exist.
+    """Check that the prompt tokens and biased tokens of the requests exist in the vocabulary.
 
     Args:
         requests: The requests.
-        vocabulary: The number of tokens. None means that it is not known here, and nothing is checked.
+        vocabulary: The size of the vocabulary. None means that the size is unknown, and nothing is checked.
 
     Raises:
         EngineError: A prompt token or a biased token is not among the first `vocabulary` tokens.
@@ -134,7 +134,7 @@ def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> Non
 
 
 def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions_R: np.ndarray) -> None:
-    """Check that the logits of a step have a finite entry and no NaN.
+    """Check that each row of a step's logits has a finite entry and no NaN.
 
     Args:
         log_probs_R: Log-probs computed from the logits. They are not finite if the logits are wrong.
@@ -142,7 +142,8 @@ def check_finite(log_probs_R: np.ndarray, requests: Sequence[Request], positions
         positions_R: The position in the response of each row.
 
     Raises:
-        EngineError: Names the first such request and the position in its response.
+        EngineError: Some logits are NaN, or all logits of a row are infinite. The message names the first
+            such request and the position in its response.
     """
     bad = np.flatnonzero(~np.isfinite(log_probs_R))
     if len(bad):

@@ -1,4 +1,4 @@
-"""An engine's counters and its periodic log line."""
+"""The counters of a rollout engine and its periodic log line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOG_EVERY_S = 2.0
 
 @dataclass(slots=True)
 class _Sums:
-    """The counters, with the names that the protocol gives them."""
+    """The counters that are summed, named as in `RolloutEngine.stats`."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -24,7 +24,7 @@ class _Sums:
 
 
 class Counters(_Sums):
-    """Counters since the last `take`, and a log line about every two seconds of work.
+    """The counters since the last `take`, and a log line about every two seconds of work.
 
     Attributes:
         written: Tokens generated since the engine was created.
@@ -38,7 +38,7 @@ class Counters(_Sums):
         self._logged_tokens = 0
 
     def take(self) -> dict[str, float]:
-        """Return the counters by the protocol's names and reset them to zero."""
+        """Return the counters, named as in `RolloutEngine.stats`, and reset them to zero."""
         out = {part.name: float(getattr(self, part.name)) for part in fields(_Sums)}
         self._logged_tokens -= self.generated_tokens
         _Sums.__init__(self)
@@ -52,11 +52,11 @@ class Counters(_Sums):
         self.peak_running = max(self.peak_running, rows)
 
     def cache(self, size: int, use: float) -> None:
-        """Record the size and use of the cache.
+        """Record the size of the KV cache and how much of it is in use.
 
         Args:
             size: Bytes of the cache that the pending requests can fill.
-            use: The share of these bytes that sequences hold.
+            use: The fraction of these bytes that sequences occupy.
         """
         self.cache_bytes, self.cache_use = max(self.cache_bytes, size), max(self.cache_use, use)
 

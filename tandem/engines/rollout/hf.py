@@ -1,8 +1,8 @@
-"""A rollout engine on transformers' own `generate` with padded batches: the slow reference engine.
+"""The slow reference engine, which calls transformers' `generate` on padded batches.
 
-A batch is filled from the queue in order and runs until its last sequence has finished. The keyed sampler of
-the native engine draws the tokens here too. It runs as a logits processor that leaves a single token
-possible, and `generate` then takes this token.
+A batch is filled from the queue in order and runs until its last sequence has finished. The tokens are
+sampled by the keyed sampler of the native engine (see `draws.keyed`). The sampler runs as a logits processor:
+it bars all tokens except the sampled token, so that `generate` chooses this token.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class HFEngine(ModuleEngine):
 
     Args:
         device: The device of the model.
-        max_num_seqs: The most sequences of one batch.
-        max_num_batched_tokens: The most prompt tokens of one batch, padding included. A longer prompt runs
-            alone.
-        logprobs_mode: What samples carry as `log_probs`.
+        max_num_seqs: The maximum number of sequences of one batch.
+        max_num_batched_tokens: The maximum number of prompt tokens of one batch, padding included. A longer
+            prompt runs alone.
+        logprobs_mode: Which log-probs samples store in `log_probs`.
         max_length: See `ModuleEngine`.
         own: See `ModuleEngine`.
         decode: See `ModuleEngine`.
@@ -80,7 +80,7 @@ class HFEngine(ModuleEngine):
         return len(self._waiting)
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        """Drop waiting requests. Nothing runs between polls, so all partial samples are empty."""
+        """Drop waiting requests. Requests run only inside `poll`, so all partial samples are empty."""
         wanted = set(ids)
         dropped = [request for request in self._waiting if request.id in wanted]
         self._waiting = deque(request for request in self._waiting if request.id not in wanted)
@@ -98,7 +98,7 @@ class HFEngine(ModuleEngine):
             self._drop_weights()
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Run one batch to its end."""
+        """Run one batch until all its sequences are finished, and return the samples."""
         if not self._waiting:
             return []
         batch = self._next_batch()
@@ -162,7 +162,7 @@ class HFEngine(ModuleEngine):
 def _no_generation_defaults(module: Any) -> Iterator[None]:
     """Hide the checkpoint's generation_config.json inside the context.
 
-    Its stop tokens and penalties were not requested by the user.
+    The user did not request the stop tokens and penalties of this file.
     """
     before = module.generation_config
     module.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
@@ -175,8 +175,8 @@ def _no_generation_defaults(module: Any) -> Iterator[None]:
 class _Writer(LogitsProcessor):
     """A logits processor that samples the next token of each unfinished row.
 
-    It leaves the sampled token as the only possible one. It reads the logits from the model's output by a
-    forward hook, because `generate` always passes float32 on.
+    The processor bars all tokens except the sampled token. A forward hook reads the logits from the model's
+    output, because `generate` passes logits on only as float32.
     """
 
     def __init__(self, rows: Rows, version: int, decode: Decode | None) -> None:
@@ -203,5 +203,5 @@ class _Writer(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_R[:, None], 0.0)
 
     def finished(self, input_ids: Tensor, scores: object, **options: object) -> Tensor:
-        """Return which rows are done. This is a stopping criterion."""
+        """Return which rows are finished, as a stopping criterion of `generate`."""
         return torch.from_numpy(self.done.copy()).to(input_ids.device)

@@ -1,7 +1,7 @@
-"""The base of engines in this process that sample from a transformers module.
+"""The base class of rollout engines in this process that sample from a transformers module.
 
-The module is the trainer's own, or a separate model that weight streams fill. The separate model is for
-trainers whose module is split over ranks, has adapters, or lives in another process.
+The module is the trainer's module, or a separate model that is filled from weight streams. The separate model
+is for trainers whose module is split over ranks, has adapters, or is in another process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SHOWN = 3  # names in a message
 
 
 class OwnWeights:
-    """A causal language model that is built from the config in a folder and filled by weight streams.
+    """The separate model of an engine, built from a model folder's config and filled from weight streams.
 
-    The weights take no memory before the first stream, nor between `free` and the next stream.
+    The weights occupy no memory before the first stream, nor between `free` and the next stream.
 
     Args:
         model_path: The model folder. Its weights are not read.
-        device: The device for the weights.
+        device: The device of the weights.
         trust_remote_code: Whether to run the model class that the folder contains.
     """
 
@@ -45,24 +45,24 @@ class OwnWeights:
         self._device = device
         self._trust = trust_remote_code
         self._module: nn.Module | None = None
-        self._names: dict[str, list[str]] = {}  # first name → all names of a parameter; several if it is tied
-        self._held: dict[str, nn.Parameter] = {}  # parameters that have memory, or had it before `free`
+        self._names: dict[str, list[str]] = {}  # first name → all names of a parameter (several if tied)
+        self._held: dict[str, nn.Parameter] = {}  # parameters that have memory, or had memory before `free`
 
     def load(self, source: WeightStream) -> SharedModule:
-        """Load a whole stream. Each weight keeps the dtype in which it arrives.
+        """Load all weights of a stream. Each weight keeps the dtype of its tensor in the stream.
 
         The weights that were loaded before are lost, even if the stream fails.
 
         Args:
-            source: Each parameter of the model once, by its Hugging Face name. A tied parameter comes under
-                its first name.
+            source: Each parameter of the model once, by its Hugging Face name. A tied parameter has its first
+                name.
 
         Returns:
             The model with the new weights.
 
         Raises:
             EngineError: A weight is missing, arrives twice, has another shape or does not belong to the
-                model; or the model has buffers that its config does not determine.
+                model. Or the model has buffers that its config does not determine.
         """
         loaded: set[str] = set()
         for name, tensor in source.tensors:
@@ -88,9 +88,9 @@ class OwnWeights:
             parameter.untyped_storage().resize_(0)
 
     def _build(self, dtype: torch.dtype) -> nn.Module:
-        """Return the model, and build it if there is none.
+        """Return the model. Build it on the first call.
 
-        Its parameters have no memory yet. Its buffers are computed from the config.
+        The parameters of a new model have no memory yet. The buffers are computed from the config.
         """
         if self._module is not None:
             return self._module
@@ -140,7 +140,7 @@ class OwnWeights:
             )
 
     def _memory_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the weight's memory, and allocate it if there is none."""
+        """Return the memory of a weight. Allocate it if the weight has none."""
         held = self._held.get(name)
         if held is None or held.dtype != dtype:
             data = torch.empty(module.get_parameter(name).shape, dtype=dtype, device=self._device)
@@ -153,13 +153,13 @@ class OwnWeights:
 
 
 class ModuleEngine:
-    """The base of engines in this process that sample from a transformers module.
+    """The base class of engines in this process that sample from a transformers module.
 
     Args:
-        max_length: The most tokens that prompt and response may have together.
-        own: The engine's own model, for a weight stream. None means that the engine takes no stream.
-        decode: Decodes token ids to text, for stop strings.
-        log: Receives a line about every two seconds of work. None means no log.
+        max_length: The maximum number of tokens of prompt and response together.
+        own: The engine's own model, which weight streams fill. None means that the engine accepts no stream.
+        decode: A function that decodes token ids to text, for stop strings.
+        log: A function that receives a log line about every two seconds of work. None means no log.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class ModuleEngine:
             check_fits_model(requests, self._source.module.config)
 
     def _take_source(self, source: WeightSource) -> SharedModule:
-        """Return the module to sample from.
+        """Accept new weights and return the module to sample from.
 
         This is the shared module, or the engine's own model with the weights of the stream. If the stream
         fails, the engine has no weights afterwards.
 
         Raises:
-            EngineError: The engine takes no stream; or see `OwnWeights.load`.
+            EngineError: The engine accepts no stream, or `OwnWeights.load` failed.
         """
         own = self._own
         if isinstance(source, SharedModule):
@@ -208,16 +208,15 @@ class ModuleEngine:
         return own.load(source)
 
     def _drop_weights(self) -> None:
-        """Drop the weights."""
         self._source = None
         if self._own is not None:
             self._own.free()
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Do nothing: the cache is allocated when its size is known, at the first step that needs it."""
+        """Do nothing. The cache is allocated at the first step that needs it, when its size is known."""
 
     def close(self) -> None:
-        """Do nothing: the engine lives in this process and has nothing to stop."""
+        """Do nothing. The engine has no processes or connections to stop."""
 
     def stats(self) -> dict[str, float]:
         return self._counters.take()
@@ -227,7 +226,7 @@ class ModuleEngine:
 
 
 def kinds_taken(own: OwnWeights | None) -> frozenset[type[SharedModule] | type[WeightStream]]:
-    """Return the kinds of weight source that an engine takes."""
+    """Return the types of weight source that an engine accepts."""
     return frozenset({SharedModule}) if own is None else frozenset({SharedModule, WeightStream})
 
 

@@ -1,4 +1,4 @@
-"""The rollout engines, by name."""
+"""A factory that creates the rollout engine with a given name."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ def make_rollout_engine(
     dtype: torch.dtype | None = None,
     log_file: Path | None = None,
 ) -> RolloutEngine:
-    """Return the engine of this name. It has no weights yet.
+    """Create the engine with the given name, without weights.
 
     Args:
-        name: The engine's name. A ConfigError is raised if it does not exist or its package is missing.
-        rollout: Batching, memory and runner. Sampling parameters come with each request.
-        tokenizer: For stop strings. None if no request has any.
+        name: The engine's name. ConfigError if there is none or its package is missing.
+        rollout: The engine's config: batching, memory and runner. Sampling parameters are part of each
+            request.
+        tokenizer: Decodes tokens for stop strings. None if no request has stop strings.
         device: The device of the engine.
-        max_length: The most tokens that prompt and response may have together.
-        log: Receives the engine's statistics, unless `rollout.disable_log_stats` is set.
-        say: Receives what the user should know about the engine's memory (native).
-        share: (number, count) of the workers that divide the servers of `rollout.server` among themselves.
-        split: This worker's share of each layer (native, vllm).
-        model_path: The model folder, for an engine with its own weights (vllm, or native and hf by stream).
+        max_length: The maximum number of prompt and response tokens together.
+        log: A function that receives the engine's statistics, unless `rollout.disable_log_stats` is set.
+        say: A function that receives sentences for the user about the engine's memory (native only).
+        share: (number of this worker, count of workers) that share the servers of `rollout.server`.
+        split: This worker's shard of each layer (native, vllm).
+        model_path: The model folder, for engines with own weights (vllm; native and hf with streams).
         trust_remote_code: Whether native and hf run the model class that the folder contains.
         dtype: The dtype of the weights that the engine will get (vllm).
-        log_file: Receives what a server that is started here prints. None means a temporary file.
+        log_file: The file for the output of a server that is started here. None means a temporary file.
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
@@ -90,8 +91,8 @@ def make_rollout_engine(
 def stall_timeout_s(rollout: EngineConfig) -> float:
     """Return the seconds without a new token after which an engine counts as stalled.
 
-    With servers, a request that hangs first uses its whole timeout, and then the same time on another server.
-    That server may report its tokens only when the answer is complete.
+    With servers, a request that hangs uses its whole timeout, and is then sent to another server with the
+    same timeout. The second server may report the tokens only when the answer is complete.
     """
     return _STALL_S + (2 * rollout.server.request_timeout if rollout.on_servers else 0.0)
 
@@ -99,7 +100,7 @@ def stall_timeout_s(rollout: EngineConfig) -> float:
 def _native_options(rollout: EngineConfig) -> dict[str, Any]:
     share = rollout.gpu_memory_utilization
     if share is None and isinstance(rollout, RolloutConfig) and not rollout.free_cache_engine:
-        share = _SHARE_OF_A_CACHE_THAT_STAYS  # the weight update needs the rest
+        share = _SHARE_OF_A_CACHE_THAT_STAYS  # the weight update needs the remaining memory
     return {
         "gpu_memory_utilization": share,
         "block_size": rollout.block_size,

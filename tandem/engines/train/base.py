@@ -1,7 +1,7 @@
 """The protocol of training engines.
 
-A training engine holds one model, sharded over its ranks. It knows nothing about algorithms: callers pass a
-loss together with the columns that the loss needs.
+A training engine holds one model, sharded over its ranks. It does not depend on the algorithm: callers pass a
+loss, and a batch with the columns that the loss needs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
 JUDGED = "judged_tokens"
-"""Name of the column that marks the tokens to score (ragged bool).
+"""The name of the column that marks the tokens to score (ragged bool).
 
 Without this column, each sequence's last token is scored.
 """
 REFERENCE = "ref_hidden"
-"""Name of the column with the reference policy's last hidden states, ragged (T, D), for the exact KL."""
+"""The name of the column with the reference policy's last hidden states, ragged (T, D).
+
+The exact KL needs this column.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,8 @@ class Counts:
 
     Attributes:
         tokens: number of response tokens (true entries of `response_mask`).
-        sequences: number of sequences with at least one response token. An empty response, or a response that
-            is rejected as a whole, counts in no mean of the loss. `response_length/mean` and `reward/mean` do
-            count it.
+        sequences: number of sequences with at least one response token. The means of the loss exclude empty
+            responses and fully rejected responses. `response_length/mean` and `reward/mean` include them.
     """
 
     tokens: int
@@ -47,9 +49,9 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """The rule that cuts one rank's share of a mini-batch into micro-batches.
+    """The rule that splits one rank's shard of a mini-batch into micro-batches.
 
-    Set at most one of the two attributes. If both are None, the share is one micro-batch.
+    Set at most one of the two attributes. If both are None, the shard is one micro-batch.
 
     Attributes:
         max_samples: sequences per micro-batch.
@@ -60,22 +62,24 @@ class MicroBatching:
     max_tokens: int | None = None
 
     def over(self, ranks: int) -> MicroBatching:
-        """Return the rule for micro-batches whose tokens are shared by this number of ranks."""
+        """Return the rule for micro-batches whose tokens are divided among `ranks` ranks."""
         return self if self.max_tokens is None else MicroBatching(max_tokens=self.max_tokens * ranks)
 
 
 class LossFn(Protocol):
-    """A function that computes the loss of one micro-batch as its share of the mini-batch's loss.
+    """The protocol of a loss: a function that computes a micro-batch's term of the mini-batch's loss.
 
     `outputs` names the model outputs that the loss needs ("log_probs", "entropy", "ref_kl", "values",
-    "scores"). `columns` names ragged or dense columns of the batch.
+    "scores"). `columns` names the ragged or dense columns of the batch that the loss needs.
 
-    Outputs and ragged columns arrive as flat tensors over the tokens of the micro-batch. They are aligned
-    with `offsets` (B+1 numbers, on the same device as the tensors). If a row holds several sequences,
-    `offsets` are those of the sequences. Dense columns arrive with one entry per row.
+    Outputs and ragged columns are passed as flat tensors over the tokens of the micro-batch. These tensors
+    are aligned with `offsets` (B+1 numbers, on the same device as the tensors). If a row contains several
+    sequences, `offsets` has one entry per sequence instead of one per row. Dense columns are passed with one
+    entry per row.
 
-    The sum of the returned scalars over all micro-batches of all ranks is the loss, because `counts` are
-    global. A ghost micro-batch (a placeholder on a rank without rows) has a response mask that is all false.
+    `counts` are global. So the loss of the mini-batch is the sum of the returned scalars over all
+    micro-batches of all ranks. A ghost micro-batch (a placeholder on a rank without rows) has a response mask
+    that is all false.
     """
 
     @property
@@ -91,51 +95,52 @@ class LossFn(Protocol):
 
 @runtime_checkable
 class RecountingLoss(Protocol):
-    """A loss that leaves out tokens that only the forward pass can identify.
+    """The protocol of a loss that leaves out tokens which are known only after the forward pass.
 
-    The `counts` of such a loss are too large.
+    The `counts` passed to such a loss include the tokens that are left out, so the loss is divided by too
+    large a number.
     """
 
     def recount(self, metrics: Metrics, counts: Counts) -> float:
         """Return the factor by which the loss and its gradient must be multiplied.
 
-        The factor is the same on every rank. It is 1 if nothing was left out, and 0 if everything was left
-        out. The engine calls this once per mini-batch, before the optimizer steps.
+        The factor is the same on every rank. It is 1 if no token was left out, and 0 if all tokens were left
+        out. The engine calls this method once per mini-batch, before the optimizer step.
 
         Args:
-            metrics: the loss's own metrics over all micro-batches and ranks. The metrics that the factor
-                affects are multiplied by it in place.
+            metrics: the metrics of the loss over all micro-batches and ranks. Metrics that are divided by the
+                same counts are multiplied by the factor in place.
             counts: the denominators that the loss used.
         """
 
 
 @runtime_checkable
 class TrainEngine(Protocol):
-    """The interface of a training engine.
+    """The protocol of a training engine.
 
     All methods are collective: every rank of the engine must call them. Each method leaves the model sharded
     when it ends.
     """
 
     version: int
-    """Number of optimizer steps taken."""
+    """The number of optimizer steps taken."""
     share: Share
-    """The rows of a batch that this rank takes."""
+    """The shard of a batch's rows that this rank processes."""
     unshards: bool
     """Whether `unsharded` can return the module.
 
-    It cannot if the ranks use tensor or pipeline parallelism, or if the model has adapters.
+    False if the ranks use tensor or pipeline parallelism, or if the model has adapters.
     """
     kernels: Kernels
     """The kernels that compute the layers and the log-probs."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the type of the forward and backward pass, and of the unsharded weights."""
+        """Return the dtype of the forward and backward pass, and of the unsharded weights."""
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """Return the type of outputs: fp32, or fp64 if the model computes in fp64."""
+        """Return the dtype of outputs: fp32, or fp64 if the model computes in fp64."""
 
     def forward(
         self,
@@ -150,22 +155,22 @@ class TrainEngine(Protocol):
 
         Outputs are fp32, or fp64 if the model computes in fp64. In log_probs, entropy and values, entry t
         belongs to token t given the tokens before it, and entry 0 is zero. In scores, the last entry is the
-        score of the sequence and the others are zero, unless the column `judged_tokens` marks other tokens to
-        score.
+        score of the sequence, and all other entries are zero. If the batch has the column `judged_tokens`,
+        the tokens that it marks have scores instead.
 
         Args:
             batch: this rank's rows.
             outputs: names of the outputs to compute.
-            micro: rule for the micro-batches.
-            adapter: False: use the base model without its adapters. The result is the base model's, bit for
-                bit.
-            temperature: temperature of a policy. None: the policy's own.
+            micro: the rule that splits the rows into micro-batches.
+            adapter: False: use the base model without its adapters. The result is bit for bit the same as
+                that of the base model.
+            temperature: temperature of a policy. None: the policy's configured temperature.
         """
 
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
-        """Take one optimizer step over this rank's share of a mini-batch.
+        """Take one optimizer step over a mini-batch, of which `batch` is this rank's shard.
 
-        The returned metrics are already reduced over ranks. They hold the loss's own metrics, grad_norm and
+        The returned metrics are already reduced over ranks. They are the metrics of the loss, grad_norm and
         lr.
 
         Raises:
@@ -173,24 +178,25 @@ class TrainEngine(Protocol):
         """
 
     def unsharded(self) -> AbstractContextManager[nn.Module]:
-        """Return a context that gives the transformers model with whole weights in the compute dtype.
+        """Return a context manager that yields the transformers model with whole weights in compute dtype.
 
         Do not call `train_step` inside this context.
 
         Raises:
-            EngineError: no rank has all layers whole, or the model has adapters; see `unshards`.
+            EngineError: the model is split by tensor or pipeline parallelism, or has adapters; see
+                `unshards`.
         """
 
     def weights(
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors by Hugging Face name.
+        """Yield the Hugging Face name and the whole tensor of each weight.
 
-        Each tensor is valid only until you ask for the next one. Tied weights are yielded once. The order is
+        Each tensor is valid only until you request the next one. Tied weights are yielded once. The order is
         the same on all ranks. Adapters are merged into their base weights.
 
         Args:
-            dtype: type of the tensors. None: the master precision.
+            dtype: dtype of the tensors. None: the dtype of the master weights.
             names: yield only these weights. None: all weights.
         """
 
@@ -199,22 +205,23 @@ class TrainEngine(Protocol):
         """Return the shapes of the tensors that `weights` yields, in the same order."""
 
     def digest(self, dtype: torch.dtype | None = None) -> Digest:
-        """Return the digest of the whole weights; it is the same on all ranks.
+        """Return the digest of the whole weights, which is the same on all ranks.
 
         The digest is computed from the shards, without gathering them.
 
         Args:
-            dtype: type in which the weights are digested. None: the type that `unsharded` gives.
+            dtype: dtype to which the weights are converted for the digest. None: the compute dtype, as in
+                `unsharded`.
         """
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
-        """Load whole tensors by Hugging Face name, as `weights` yields them. Each rank keeps its shards.
+        """Load a stream of names and whole tensors, as yielded by `weights`. Each rank copies its shards.
 
         Args:
-            stream: names and tensors.
-            version: version of the engine that the weights come from.
-            whole: True: the stream must hold every weight. False: weights that are not in the stream stay as
-                they are.
+            stream: pairs of Hugging Face name and whole tensor.
+            version: version of the engine from which the weights come.
+            whole: True: the stream must contain every weight. False: weights that are not in the stream do
+                not change.
 
         Raises:
             EngineError: a weight is missing, unknown, given twice or of another shape, or the model has
@@ -222,50 +229,53 @@ class TrainEngine(Protocol):
         """
 
     def reset_optimizer(self) -> None:
-        """Reset the optimizer's moments.
+        """Reset the moments of the optimizer.
 
-        Weights, version and the position in the schedule stay.
+        The weights, the version and the position in the learning-rate schedule do not change.
         """
 
     def output_head(self) -> Tensor:
         """Return a policy's whole output embedding, (V, D) in the compute dtype, on every rank.
 
-        This does not work for a model in pipeline stages.
+        This is not supported with pipeline parallelism.
         """
 
     def hold_reference_head(self, head: Tensor) -> None:
-        """Store the whole output embedding of the reference policy. The policy's output "ref_kl" needs it."""
+        """Store the whole output embedding (V, D) of the reference policy for the output "ref_kl"."""
 
     def take_collectives(self) -> tuple[float, int]:
-        """Return seconds and bytes of this rank's collectives since the last call; see `CollectiveMeter`."""
+        """Return the seconds and bytes of this rank's collectives since the last call.
+
+        See `CollectiveMeter`.
+        """
 
     def save(self, path: Path) -> None:
         """Save this model's shards, optimizer state and version into the folder `path`.
 
-        The version gives the position in the schedule.
+        The version also determines the position in the learning-rate schedule.
         """
 
     def stage(self, path: Path) -> Callable[[], None]:
-        """Copy what `save` would write now to the host.
+        """Copy the state that `save` would write to the host.
 
         Returns:
-            A function that writes the copy. Call it once on every rank, on any thread. The engine can go on
-            meanwhile.
+            A function that writes the copy to disk. Call this function once on every rank, on any thread.
+            Meanwhile the engine can be used.
         """
 
     def load(self, path: Path) -> None: ...
 
     def offload(self) -> None:
-        """Move to the host what the config says (parameters, optimizer state). Used between phases."""
+        """Move parameters and optimizer state to the host, as set in the config. Use this between phases."""
 
     def onload(self, *, optimizer: bool) -> None:
-        """Move offloaded parameters back to the device, and with `optimizer` also the optimizer's state."""
+        """Move offloaded parameters back to the device. With `optimizer`, also move the optimizer state."""
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
-        """Return seconds and bytes of the copies of this rank's state since the last call.
+        """Return the seconds and bytes of offloading and onloading state since the last call.
 
-        The keys are "offload" and "onload".
+        The result maps "offload" and "onload" to (seconds, bytes).
         """
 
     def state_info(self) -> dict[str, Any]:
-        """Return the size and place of the state: number of parameters, bytes per kind and device."""
+        """Return the number of parameters, and the bytes of parameters and optimizer state on each device."""

@@ -1,12 +1,13 @@
-"""Deterministic kernels: the same steps give the same bits in every run.
+"""Deterministic kernels, with which the same steps compute the same bits in every run.
 
-On a CPU, PyTorch's kernels are repeatable for the same shapes and the same number of threads, with or without
-this option. On CUDA, some kernels add numbers in the order in which their threads arrive. Most of these have
-a deterministic replacement, also for the backward pass of attention. An operation without a replacement is
-refused. Gradients are then summed over ranks in ring order.
+On a CPU, PyTorch's kernels are always repeatable for the same shapes and the same number of threads. On CUDA,
+some kernels add numbers in the order in which their threads finish. Most of these kernels have a
+deterministic replacement, including the backward pass of attention. An operation without a replacement raises
+an error. Gradients are summed over ranks in ring order.
 
 Two environment variables stay set in the process, because cuBLAS and NCCL read them only once. The choice of
-kernels is limited to the engine's own work: a rollout and other models in the process keep their kernels.
+kernels applies only to the computations of the training engine. A rollout and other models in the process
+keep their kernels.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _WORKSPACES = (":4096:8", ":16:8")  # the settings with which cuBLAS guarantees 
 
 
 def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
-    """Set the environment variables that deterministic work on a GPU needs.
+    """Set the environment variables that deterministic kernels on a GPU need.
 
-    Call this before an engine's first work on its device, and before its process group starts. Without
-    `full_determinism`, and on a CPU, it does nothing.
+    Call this before an engine first uses its device, and before the engine's process group starts. Without
+    `full_determinism`, and on a CPU, this function does nothing.
 
     Raises:
         ConfigError: the process has already started to compute with another setting of cuBLAS.
@@ -52,16 +53,16 @@ def prepare(fsdp: FSDPConfig, device: torch.device) -> None:
 
 
 def repeatable(fsdp: FSDPConfig) -> AbstractContextManager[None]:
-    """Return a context that allows only deterministic kernels, if the config asks for it."""
+    """Return a context manager that allows only deterministic kernels, if the config requires them."""
     return deterministic_kernels() if fsdp.full_determinism else nullcontext()
 
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Allow only deterministic PyTorch kernels inside this context, and restore the choice afterwards.
+    """Allow only deterministic PyTorch kernels inside this context, and restore the setting afterwards.
 
-    PyTorch would also fill new memory with NaN. This is switched off, because nothing reads memory before it
-    is written.
+    PyTorch would also fill new memory with NaN. This is switched off, because no kernel reads memory before
+    writing to it.
 
     Raises:
         EngineError: an operation has no deterministic kernel.

@@ -1,4 +1,4 @@
-"""The division of an engine's model over its ranks, checked before any weight is loaded."""
+"""The process groups that divide an engine's model over ranks, checked before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tandem.models.tensor_parallel import check_tensor_parallel
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """The place of this rank in the grid of ranks.
+    """The groups of this rank for sequence, tensor and pipeline parallelism.
 
     Attributes:
-        grid: the whole grid.
-        sequence: the ranks that share the tokens of each micro-batch. None: no sequence parallelism.
-        tensor: the ranks that split each layer. None: no tensor parallelism.
-        pipeline: the place of this rank among the pipeline stages. None: no pipeline parallelism.
+        grid: the device meshes of all ranks.
+        sequence: the group of ranks that share the tokens of each micro-batch. None: no sequence parallelism.
+        tensor: the group of ranks that split each layer. None: no tensor parallelism.
+        pipeline: the pipeline of this rank. None: no pipeline parallelism.
     """
 
     grid: Grid
@@ -42,12 +42,12 @@ class Division:
             model_path: the model's folder.
             settings: the engine's config sections and device.
             sequence_parallel: number of ranks that share the tokens of each micro-batch.
-            meter: counts the communication of these groups.
+            meter: the meter for the communication in these groups.
 
         Raises:
-            ConfigError: a parallel size does not divide the number of ranks, or a part of the model.
+            ConfigError: a parallel size does not divide the number of ranks, or a dimension of the model.
             ModelError: the attention heads cannot be divided, the layers cannot be split, or the model cannot
-                be cut into pipeline stages.
+                be split into pipeline stages.
         """
         fsdp, device = settings.fsdp, settings.device
         init_distributed(device)
@@ -73,7 +73,7 @@ class Division:
         return cls(grid, split, group, pipeline)
 
     def check_whole(self) -> None:
-        """Check that each rank has whole layers, and all of them.
+        """Check that each rank has all layers, and that no layer is split.
 
         Raises:
             EngineError: the model is split by tensor or pipeline parallelism.

@@ -1,4 +1,4 @@
-"""The execution of a step's micro-batches, one after the other."""
+"""The executor that runs the micro-batches of a step one after the other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Run = tuple[MicroBatch, Mapping[str, Tensor]]
 
 
 def synchronize(root: FSDPModule, *, last: bool, each: bool) -> None:
-    """Set whether the next backward pass reduces gradients and frees the gathered weights.
+    """Set whether FSDP's next backward pass reduces gradients and frees the gathered weights.
 
-    Over the ranks that share the weights, gradients are reduced in the last micro-batch of a mini-batch, or
-    in every micro-batch if `each` is set. In the same micro-batches the gathered weights are freed. Over
-    copies of the weights, gradients are reduced in the last micro-batch only.
+    Each copy of the weights is sharded over a group of ranks. Over this group, gradients are reduced in the
+    last micro-batch of a mini-batch, or in every micro-batch if `each` is set. These micro-batches also free
+    the gathered weights. Over several copies of the weights (hybrid sharding), gradients are always reduced
+    in the last micro-batch only.
 
     Args:
         root: the root FSDP unit.
@@ -40,9 +41,10 @@ def collected(runs: Iterable[Run], names: Collection[str], tokens: Ragged) -> Da
     """Join the outputs of all micro-batches into columns on the host, in the order of the rows.
 
     Args:
-        runs: at least one micro-batch, which may be a ghost.
+        runs: micro-batches with their outputs; at least one, which may be a ghost (a placeholder without
+            rows).
         names: names of the outputs to keep.
-        tokens: the column that the outputs are aligned with.
+        tokens: the ragged column whose row lengths the results have.
     """
     out: Mapping[str, Tensor] = {}
     rows: list[int] = []
@@ -69,14 +71,15 @@ def collected(runs: Iterable[Run], names: Collection[str], tokens: Ragged) -> Da
 class Execution:
     """An executor that runs micro-batches one after the other.
 
-    All methods are collective over the ranks that take the same rows.
+    All methods are collective over the ranks that process the same rows.
 
     Args:
         module: the sharded model.
         root: the root FSDP unit of the model.
         device: the device of the model.
-        each: True: gradients are reduced in every micro-batch. False: in the last one only.
-        offload: moves the activations to the host. None: activations stay on the device.
+        each: True: gradients are reduced in every micro-batch. False: gradients are reduced only in the last
+            micro-batch.
+        offload: the wrapper that offloads activations to the host. None: activations stay on the device.
     """
 
     def __init__(
@@ -92,19 +95,19 @@ class Execution:
         self._each, self._offload = each, offload
 
     def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
-        """Yield each micro-batch with the model's outputs for it, without gradients."""
+        """Yield each micro-batch together with the model's outputs, without gradients."""
         for part in parts:
             yield part, self._module(part.inputs, wanted)
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """Run forward and backward, and add the gradients of these micro-batches to the parameters.
+        """Run forward and backward passes, and accumulate the gradients of all micro-batches.
 
         The last backward pass reduces the gradients over all ranks. Between micro-batches whose gradients are
         not reduced, the weights stay gathered.
 
         Returns:
-            The metrics and the fp64 sum of losses, both of this rank. On ranks that do not see the loss, they
-            are empty and zero.
+            The metrics and the fp64 sum of the losses, both of this rank. On ranks that do not compute the
+            loss, the metrics are empty and the sum is zero.
         """
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -122,7 +125,7 @@ class Execution:
     def broadcast(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:
         """Return the metrics and the loss on every rank of the pipeline.
 
-        Where only some ranks see the loss, they send both to the others. In this class every rank sees the
-        loss.
+        This class returns its arguments unchanged, because every rank computes the loss. In a subclass where
+        only some ranks compute the loss, these ranks send both to the other ranks.
         """
         return metrics, total

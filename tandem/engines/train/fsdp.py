@@ -1,4 +1,4 @@
-"""The training engine on FSDP2 (fully_shard). One rank runs the same code as many ranks."""
+"""The training engine on FSDP2 (fully_shard), for one or many ranks."""
 
 from __future__ import annotations
 
@@ -50,27 +50,29 @@ from tandem.protocol import DataProto, Ragged
 
 
 class FSDPEngine:
-    """A policy, value or score model, sharded over all ranks. `TrainEngine` describes the methods.
+    """A training engine for a policy, value or score model, sharded over all ranks with FSDP2.
+
+    `TrainEngine` documents the methods.
 
     Args:
         model_path: Hugging Face folder of the model.
-        kind: "policy" (outputs log_probs, entropy), "value" (values) or "score" (scores).
+        kind: the type of model: "policy" (outputs log_probs, entropy), "value" (values) or "score" (scores).
         model: config section of the backbone.
         fsdp: config section of sharding, precision and offload.
         optim: config section of the optimizer. None: the model is frozen.
         total_steps: number of steps in the learning-rate schedule, unless `optim` sets it.
-        updates_per_step: number of optimizer steps that count as one step of the schedule.
-        temperature: divides the policy's logits.
-        sequence_parallel: number of ranks that share the tokens of each micro-batch (Ulysses). They take the
-            same rows.
+        updates_per_step: number of optimizer steps per step of the schedule.
+        temperature: the divisor of the policy's logits.
+        sequence_parallel: number of ranks that share the tokens of each micro-batch (Ulysses). These ranks
+            process the same rows.
         device: device of the model.
-        say: receives messages for the user. None: there are no messages.
+        say: a function that receives messages for the user. None: there are no messages.
 
     Raises:
-        ModelError: the folder cannot be used, or the model cannot be divided in this way.
-        ConfigError: a parallel size does not divide the number of ranks or a part of the model, the optimizer
-            needs a package that is not installed, or kernels cannot run here. In these cases nothing has been
-            loaded.
+        ModelError: the folder cannot be used, or the model cannot be divided over the ranks.
+        ConfigError: a parallel size does not divide the number of ranks or a dimension of the model, the
+            optimizer needs a package that is not installed, or kernels cannot run here. In these cases no
+            weight has been loaded.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class FSDPEngine:
         division = Division.of(model_path, settings, sequence_parallel, self._meter)
         self.grid, self.share, self._division = division.grid, division.grid.share, division
         self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
-        self._data_group = self.grid.work["data"].get_group()  # the ranks with other rows
+        self._data_group = self.grid.work["data"].get_group()  # the ranks with different rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         self.kernels = self.module.kernels
         units = wrapped(self.module, fsdp.wrap_policy)
@@ -120,15 +122,15 @@ class FSDPEngine:
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
     def _sharded(self, units: list[list[nn.Module]]) -> tuple[list[FSDPModule], Switch | None]:
-        """Shard the module and prepare its activations.
+        """Set up recomputation, offloading and compilation, then shard the module.
 
-        Everything that changes how layers run happens before the sharding.
+        Everything that changes how layers run must happen before the sharding.
 
         Returns:
-            The FSDP units, the root last; and the switch that sets which layers are recomputed.
+            The FSDP units, with the root last, and the switch that sets which layers are recomputed.
         """
         settings, fsdp = self._settings, self._fsdp
-        # With one rank, resharding would free parameters that the rank then gathers from itself.
+        # With one rank, resharding would only free parameters that the rank must then copy again.
         self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
         if fsdp.use_torch_compile:
             compile_model(self.module)
@@ -151,11 +153,12 @@ class FSDPEngine:
     def _warm_up(self, kind: Kind, model_path: str | Path) -> None:
         """Run the first forward passes through the root module.
 
-        FSDP treats the module that runs first as its root. Without this, that could be a layer that the
-        rollout calls. For a policy, check that packed sequences get the same log-probs as sequences alone.
+        FSDP treats the first module that runs as its root. Without these passes, this could be a layer that
+        the rollout calls. For a policy, this method also checks that packed sequences get the same log-probs
+        as single sequences.
 
         Raises:
-            ModelError: packed sequences get other log-probs.
+            ModelError: packed sequences get different log-probs.
         """
         if kind != "policy":
             token = DataProto({"tokens": Ragged.from_list([[0]], dtype=torch.int64)})
@@ -200,11 +203,11 @@ class FSDPEngine:
     ) -> DataProto:
         """Run the model without gradients; see `TrainEngine.forward`.
 
-        If the batch has a `response_mask`, outputs are computed where it is true and are zero elsewhere. The
-        outputs come back on the host.
+        If the batch has a `response_mask`, outputs are computed only where the mask is true, and are zero
+        elsewhere. The outputs are returned on the host.
 
         Raises:
-            EngineError: this kind of model does not have one of the outputs.
+            EngineError: this type of model does not have one of the outputs.
         """
         try:
             varies = varied(self.module, adapter=adapter, temperature=temperature)
@@ -217,14 +220,14 @@ class FSDPEngine:
     def train_step(self, batch: DataProto, loss: LossFn, *, micro: MicroBatching) -> Metrics:
         """Take one optimizer step over a mini-batch; see `TrainEngine.train_step`.
 
-        The metrics are the loss's own, grad_norm (before clipping) and lr. With activation offload, the
-        metrics of `ActivationOffload.report` over all ranks are added. If the loss leaves out every token,
-        only the loss's own metrics are returned and nothing has changed, the version included.
+        The metrics are the metrics of the loss, grad_norm (before clipping) and lr. With activation offload,
+        the metrics of `ActivationOffload.report` over all ranks are added. If the loss leaves out every
+        token, only the metrics of the loss are returned. Then no state has changed, including the version.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite. Nothing has changed.
+            NonFiniteError: the loss or the gradient norm is not finite. No state has changed.
             DataError: a column that the loss needs is missing.
-            NoTokensError: the mini-batch has no response token. Nothing has changed.
+            NoTokensError: the mini-batch has no response token. No state has changed.
             EngineError: the model is frozen, or an earlier step was interrupted by another error.
         """
         if self._optim is None:
@@ -276,10 +279,11 @@ class FSDPEngine:
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        """Give the whole module, in eval mode; see `TrainEngine.unsharded`.
+        """Yield the whole module, in evaluation mode; see `TrainEngine.unsharded`.
 
         Raises:
-            EngineError: no rank has all layers whole, or the model has adapters; see `unshards`.
+            EngineError: the model is split by tensor or pipeline parallelism, or has adapters; see
+                `unshards`.
         """
         self._division.check_whole()
         self._state.adapters.check_whole()
@@ -299,10 +303,10 @@ class FSDPEngine:
     def weights(
         self, *, dtype: torch.dtype | None = None, names: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole weights by name; see `TrainEngine.weights`.
+        """Yield name and whole tensor of each weight; see `TrainEngine.weights`.
 
-        Shards are merged with their adapters and converted to `dtype` before they are gathered. Only one
-        gathered tensor exists at a time.
+        Adapters are merged into the shards, and the shards are converted to `dtype` before they are gathered.
+        Only one gathered tensor exists at a time.
         """
         yield from self._state.weights(dtype or self._settings.master, names)
 
@@ -320,7 +324,7 @@ class FSDPEngine:
         return dict(zip(sums, total.tolist(), strict=True))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int, *, whole: bool = True) -> None:
-        """Load whole tensors by name; see `TrainEngine.load_weights`."""
+        """Load a stream of names and whole tensors; see `TrainEngine.load_weights`."""
         self._state.copy_in(stream, whole=whole)
         self.version = version
 
@@ -337,14 +341,14 @@ class FSDPEngine:
         self.module.reference_head = head.to(self.device, self.compute_dtype)
 
     def take_collectives(self) -> tuple[float, int]:
-        """Return seconds and bytes of collectives; see `TrainEngine.take_collectives`.
+        """Return the seconds and bytes of collectives; see `TrainEngine.take_collectives`.
 
-        The few numbers exchanged for the gradient norm and for checkpoints are not counted.
+        The small collectives for the gradient norm and for checkpoints are not included.
         """
         return self._meter.take()
 
     def save(self, path: Path) -> None:
-        """Save model, optimizer and version into the folder `path`; each rank writes its own shards."""
+        """Save model, optimizer state and version into the folder `path`. Each rank writes its shards."""
         self._state.save(path, self.version)
 
     def stage(self, path: Path) -> Callable[[], None]:
@@ -352,7 +356,7 @@ class FSDPEngine:
         return self._state.stage(path, self.version)
 
     def load(self, path: Path) -> None:
-        """Load what `save` wrote, on the same or another number of ranks.
+        """Load a checkpoint that `save` wrote, from the same or a different number of ranks.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or belongs to another model.
@@ -360,7 +364,7 @@ class FSDPEngine:
         self.version = self._state.load(path)
 
     def offload(self) -> None:
-        """Move what the config says to the host. An engine on a CPU moves nothing."""
+        """Move parameters and optimizer state to the host, as set in the config. On a CPU, do nothing."""
         if self.device.type != "cpu":
             self._state.offload(parameters=self._fsdp.param_offload, optimizer=self._fsdp.optimizer_offload)
 
@@ -370,11 +374,11 @@ class FSDPEngine:
         self._state.onload(parameters=self._fsdp.param_offload, optimizer=optimizer)
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
-        """Return seconds and bytes of state copies; see `TrainEngine.take_transfers`."""
+        """Return the seconds and bytes of state copies; see `TrainEngine.take_transfers`."""
         return self._state.take_transfers()
 
     def state_info(self) -> dict[str, Any]:
-        """Return counts of parameters, dtypes, number of ranks, and this rank's bytes by kind and device."""
+        """Return parameter counts, dtypes, number of ranks, and this rank's bytes of state on each device."""
         return {
             **self._state.counts(),
             "master_dtype": str(self._settings.master),

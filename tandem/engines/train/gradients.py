@@ -1,4 +1,4 @@
-"""The gradient of a whole sharded model: its norm, its clipping, and the check that it is finite."""
+"""Functions for the gradient of a whole sharded model: norm, clipping, and a check that it is finite."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PIECE = 2**16
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of the whole gradient. Each element counts once.
+    """Return the Euclidean norm of the whole gradient, with each element of the gradient counted once.
 
-    Parameters may lie on several meshes, may be sharded over some dimensions of a mesh and replicated over
-    others, or may lie on no mesh. Collective over those meshes. Every rank must pass the same parameters in
-    the same order.
+    Parameters may be on different device meshes, or on no mesh. On a mesh, they may be sharded over some
+    dimensions and replicated over others. This function is collective over these meshes. Every rank must pass
+    the same parameters in the same order.
 
     Returns:
         A float64 scalar on the gradients' device. Nothing is copied to the host.
@@ -33,7 +33,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
             by_layout.setdefault(_layout(parameter.grad), []).append(local(parameter.grad))
     squares = []
     for (mesh, dimensions), gradients in by_layout.items():
-        # On a CPU, the norm of a long tensor loses digits in fp32 and is slow in fp64, so use short pieces.
+        # On a CPU, the norm of a long tensor is inaccurate in fp32 and slow in fp64, so it is computed in
+        # pieces.
         if gradients[0].device.type == "cpu":
             pieces = [piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE)]
             norms = torch._foreach_norm(pieces, 2)
@@ -49,7 +50,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Return the mesh of a gradient, and the mesh dimensions over which its elements are divided."""
+    """Return the mesh of a gradient, and the mesh dimensions over which the gradient is sharded."""
     if not isinstance(gradient, DTensor):
         return None, ()
     assert not any(placement.is_partial() for placement in gradient.placements), "gradient is not reduced"
@@ -58,12 +59,12 @@ def _layout(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 
 
 def clip(parameters: Iterable[Tensor], norm: Tensor, longest: float) -> None:
-    """Scale the gradients in place to the norm `longest` if their norm is larger.
+    """Scale the gradients in place so that their norm is at most `longest`.
 
     Args:
-        parameters: the parameters that have the gradients.
+        parameters: the parameters whose gradients are scaled.
         norm: the norm of the gradients.
-        longest: the largest norm allowed.
+        longest: the maximum norm.
     """
     scale(parameters, (longest / (norm + 1e-6)).clamp(max=1.0))
 
@@ -79,7 +80,7 @@ def scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 
 
 def check_finite(loss: Tensor, norm: Tensor) -> None:
-    """Check that the loss and the gradient norm are finite. This copies once to the host.
+    """Check that the loss and the gradient norm are finite, with a single copy to the host.
 
     Raises:
         NonFiniteError: the loss or the gradient norm is NaN or infinite.

@@ -1,4 +1,4 @@
-"""AdamW that keeps its state and runs its update in host memory."""
+"""An AdamW optimizer that keeps its state in host memory and runs on the host's processor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tandem.models.tensor_group import local
 
 
 def adamw_state(parameter: Tensor, *, device: torch.device | str, counter: torch.device | str) -> Any:
-    """Return the optimizer state of one parameter before the first step.
+    """Create the optimizer state of one parameter before the first step.
 
     Args:
-        parameter: the parameter that the state belongs to.
+        parameter: the parameter to which the state belongs.
         device: device of the moments.
         counter: device of the step counter.
     """
@@ -32,13 +32,13 @@ class HostAdamW(torch.optim.Optimizer):
 
     AdamW: Loshchilov and Hutter 2019. ZeRO-Offload: Ren et al. 2021, https://arxiv.org/abs/2101.06840.
 
-    The device holds no moments. For each update, a shard and its gradient are copied to the host through
-    pinned memory, which has the size of the largest shard. The new shard is copied back. With fp32 that is 12
-    bytes per parameter and step. Parameters that lie on the host are updated in place.
+    The moments are never on the device. For each update, a shard and its gradient are copied to the host
+    through pinned memory, which has the size of the largest shard. The new shard is copied back. In fp32,
+    these copies are 12 bytes per parameter and step. Parameters on the host are updated in place.
 
     Args:
         groups: parameter groups with `params` and `weight_decay`.
-        fused: use one fused kernel. False: use several kernels.
+        fused: True: use one fused kernel. False: use several kernels.
         numbers: lr, betas and eps.
     """
 
@@ -69,13 +69,13 @@ class HostAdamW(torch.optim.Optimizer):
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"foreach": not self._fused, "fused": self._fused, "amsgrad": False, "maximize": False}
         adamw([weight], [gradient], *moments, [], [state["step"]], **options)
-        if on_device:  # same stream: the next fetch into this memory starts after this copy has read it
+        if on_device:  # the same stream, so the next fetch overwrites this memory only after this copy
             shard.copy_(weight, non_blocking=True)
 
     def _fetched(self, name: str, shard: Tensor) -> Tensor:
         """Copy the shard into pinned host memory and return it.
 
-        The copy is asynchronous: synchronize the stream before you read it.
+        The copy is asynchronous. Synchronize the stream before you read the result.
         """
         pinned = self._pinned.get(name)
         if pinned is None:

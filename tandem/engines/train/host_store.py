@@ -1,8 +1,8 @@
 """Host memory for tensors that are offloaded from a device between updates.
 
-The memory is allocated once and kept. If the device is a GPU, the memory is page-locked. One buffer holds
-many tensors, so that they are copied in a few large copies, at the speed of the bus, on a separate stream.
-CUDA events make the computation wait for the copies.
+The memory is allocated once and never freed. If the device is a GPU, the memory is page-locked. One buffer
+contains many tensors. So the tensors are transferred in a few large copies, at the speed of the bus, on a
+separate stream. CUDA events make the computation wait for the copies.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tandem.models.activation_offload import SameStream, SideStream
 from tandem.models.collectives import Meter
 from tandem.models.tensor_group import joined
 
-_BUFFER_BYTES = 1 << 30  # size of a buffer, unless one tensor needs more; larger ones are hard to allocate
-_ALIGNMENT = 256  # bytes; alignment of a tensor within its buffer
+_BUFFER_BYTES = 1 << 30  # size of a buffer, unless one tensor needs more; larger buffers are hard to allocate
+_ALIGNMENT = 256  # alignment of a tensor within its buffer, in bytes
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """Return the plain tensors that a tensor consists of.
+    """Return the plain tensors of which a tensor subclass consists.
 
-    For a sharded tensor, this is the rank's shard. For an 8-bit tensor, these are its codes and scales.
+    For a DTensor, this is the rank's shard. For an 8-bit tensor, these are the codes and the scales.
     """
     if isinstance(value, DTensor):
         return leaves(value._local_tensor)
@@ -38,11 +38,12 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
-    """Rebuild a tensor from other plain tensors, taking as many as `leaves` returns for it.
+    """Rebuild a tensor like `value` from new plain tensors.
 
     Args:
         value: the tensor to rebuild.
-        parts: yields the plain tensors, in the order of `leaves`.
+        parts: an iterator over plain tensors, in the order of `leaves`. As many are taken as `leaves(value)`
+            has.
     """
     if isinstance(value, DTensor):
         return joined(remade(value._local_tensor, parts), value._spec)
@@ -55,12 +56,12 @@ def remade(value: Any, parts: Iterator[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The layout of tensors of given types and shapes in buffers.
+    """The layout of tensors in buffers, for given dtypes and shapes.
 
     Attributes:
-        kinds: type and shape of each tensor.
+        kinds: the dtype and shape of each tensor.
         places: for each tensor, the index of its buffer and its start in that buffer, in elements.
-        buffers: for each buffer, its type and its number of elements.
+        buffers: for each buffer, its dtype and its number of elements.
     """
 
     kinds: list[tuple[torch.dtype, torch.Size]]
@@ -72,7 +73,7 @@ class _Layout:
         places: list[tuple[int, int]] = []
         buffers: list[tuple[torch.dtype, int]] = []
         packings: dict[torch.dtype, Packing] = {}
-        last: dict[torch.dtype, int] = {}  # for each type, the index of the buffer that is being filled
+        last: dict[torch.dtype, int] = {}  # dtype → the index of the buffer that is being filled
         for tensor in tensors:
             dtype = tensor.dtype
             size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -92,10 +93,10 @@ class _Layout:
         ]
 
     def pairs(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the (target, source) copies that fill the buffers with these tensors.
+        """Return the copies that fill the buffers, as pairs (target, source) of tensors.
 
-        If the tensors already lie in a buffer of the same layout, the whole buffer is one copy. Otherwise
-        each tensor is a copy.
+        If all tensors of a buffer are already in one buffer of the same layout, the whole buffer is one pair.
+        Otherwise each tensor is one pair.
         """
         views, found = self.views(buffers), []
         for number, buffer in enumerate(buffers):
@@ -106,11 +107,11 @@ class _Layout:
         return found
 
     def _whole(self, number: int, tensors: Mapping[int, Tensor]) -> Tensor | None:
-        """Return the buffer that holds exactly these tensors, or None.
+        """Return the buffer that contains exactly these tensors, or None if there is none.
 
         Args:
             number: index of the buffer in the layout.
-            tensors: the tensors by their start in the buffer.
+            tensors: a dict from the start in the buffer to the tensor.
         """
         (dtype, size), first = self.buffers[number], next(iter(tensors.values()))
         storage = first.untyped_storage()
@@ -124,7 +125,7 @@ class _Layout:
 
 
 class HostStore:
-    """Host memory for a fixed set of tensors of a device.
+    """Host memory to which a fixed set of device tensors is offloaded.
 
     Args:
         device: the device that computes with the tensors.
@@ -132,7 +133,7 @@ class HostStore:
 
     Attributes:
         buffers: the host buffers. Empty before the first offload.
-        holds: whether the tensors are on the host now.
+        holds: whether the tensors are currently on the host.
     """
 
     def __init__(self, device: torch.device, *, limit: int = _BUFFER_BYTES) -> None:
@@ -145,15 +146,15 @@ class HostStore:
         self._taken = {"offload": Meter(), "onload": Meter()}
 
     def offload(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the tensors to host memory and return them once the copies have finished.
+        """Copy tensors to host memory, wait for the copies, and return the host tensors.
 
-        The device memory is free as soon as nobody else refers to the old tensors. Tensors may be sharded or
-        may wrap other tensors.
+        The device memory is freed as soon as no other object refers to the old tensors. The tensors may be
+        DTensors or other tensor subclasses.
         """
         return self._moved(values, there=True)
 
     def onload(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors on the device. Computation that is queued from now on waits for the copies."""
+        """Copy the tensors back and return the device tensors. Later computation waits for the copies."""
         return self._moved(values, there=False)
 
     def _moved(self, values: Sequence[Tensor], *, there: bool) -> list[Tensor]:
@@ -166,13 +167,13 @@ class HostStore:
         mark = self._lane.start(pairs, taken.measure(self._device, nbytes))
         self._lane.wait(mark)
         if there and self._cuda:
-            mark.synchronize()  # afterwards the host may read the tensors
+            mark.synchronize()  # after this, the host may read the tensors
         self.holds = there
         parts = iter(layout.views(buffers))
         return [remade(value, parts) for value in values]
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """Return seconds and bytes of the copies since the last call, by "offload" and "onload"."""
+        """Return a dict from "offload" and "onload" to seconds and bytes since the last call."""
         return {name: taken.take() for name, taken in self._taken.items()}
 
     def _laid_out(self, tensors: Sequence[Tensor]) -> _Layout:

@@ -1,7 +1,7 @@
-"""The adapters of an engine's model.
+"""Merging and checkpoints of the LoRA adapters of an engine's model.
 
-Adapters are merged into their base weights shard by shard. Checkpoints hold the trained parameters and
-checksums of the frozen ones.
+Adapters are merged into their base weights shard by shard. A checkpoint contains the trained parameters, and
+checksums of the frozen parameters.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from tandem.models.parallel import Grid
 from tandem.models.tensor_group import joined, local, place
 
 BASE, SCALING = "base", "lora_scaling"
-"""Keys of a checkpoint.
+"""The keys of a checkpoint of a model with adapters.
 
-BASE: checksums of the frozen weights in `BASE_TYPE`, by name. SCALING: lora_alpha / lora_rank.
+BASE is a dict from the name of each frozen weight to its checksum in the dtype `BASE_TYPE`. SCALING is
+lora_alpha / lora_rank.
 """
-BASE_TYPE = torch.bfloat16  # the least precise type in which an engine may hold the frozen weights
+BASE_TYPE = torch.bfloat16  # the least precise dtype in which an engine may store the frozen weights
 _SHOWN = 3
 
 
 class Adapters:
-    """The adapters of a sharded model. For a model without adapters, this changes nothing.
+    """The adapters of a sharded model. For a model without adapters, the methods change nothing.
 
     Args:
-        module: the sharded module, with every parameter in its final place.
-        meter: counts collectives.
-        grid: the ranks that hold parts of one copy of the model.
+        module: the sharded module. Its parameters must not be replaced later.
+        meter: the meter for collectives.
+        grid: the device meshes of the engine.
     """
 
     def __init__(self, module: nn.Module, meter: CollectiveMeter, grid: Grid) -> None:
@@ -52,9 +53,9 @@ class Adapters:
     def merged(self, weight: Tensor) -> Tensor:
         """Return the weight merged with its adapter: W + s B A.
 
-        The result has the adapter's type and is sharded like the weight. Each rank adds to its shard the part
-        of B A that belongs there. A weight without an adapter is returned unchanged. Collective: the two
-        factors are gathered, the weight is not.
+        The result has the adapter's dtype and is sharded like the weight. Each rank adds the matching rows
+        and columns of B A to its shard. A weight without an adapter is returned unchanged. This method is
+        collective: the factors A and B are gathered, but not the weight.
         """
         layer = self._layers.get(weight)
         if layer is None:
@@ -66,7 +67,7 @@ class Adapters:
         return joined(part, weight._spec)
 
     def check_whole(self) -> None:
-        """Check that the model has no adapters, so that the module's weights are all it computes with.
+        """Check that the model has no adapters, so that its outputs depend only on the base weights.
 
         Raises:
             EngineError: the model has adapters.
@@ -79,10 +80,10 @@ class Adapters:
             )
 
     def state(self, named: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the entries of a checkpoint besides the trained parameters. Collective on the first call.
+        """Return the checkpoint's entries other than trained parameters. Collective on the first call.
 
         Args:
-            named: all parameters by name.
+            named: a dict from name to parameter, with all parameters.
         """
         if self._base is None:
             learns = trained(named)
@@ -95,16 +96,16 @@ class Adapters:
         return {BASE: dict(self._base), SCALING: torch.tensor(scaling, dtype=torch.float64)}
 
     def check_saved(self, path: Path, state: dict[str, Any]) -> None:
-        """Check that a checkpoint has the same base model and adapters, before anything is loaded.
+        """Check that a checkpoint has the same base model and adapters. Call this before loading.
 
         Collective.
 
         Args:
             path: folder of the checkpoint.
-            state: what would be saved now.
+            state: the current result of `state`.
 
         Raises:
-            CheckpointError: something differs; the message names it.
+            CheckpointError: the base model or the adapters differ. The message names the difference.
         """
         reader = ShardReader(path)
         saved = reader.contents.state_dict_metadata
@@ -152,5 +153,5 @@ class Adapters:
 
 
 def trained(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the trained parameters of a model with adapters."""
+    """Return a dict from name to parameter with only the trained parameters of `named`."""
     return {name: p for name, p in named.items() if p.requires_grad or is_adapter(name)}

@@ -1,4 +1,4 @@
-"""Tools that cut one rank's share of a mini-batch into micro-batches."""
+"""Functions that split one rank's shard of a mini-batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CPU_BLOCK_TOKENS = 4096
 
 
 def global_counts(batch: DataProto, meter: CollectiveMeter, group: dist.ProcessGroup) -> Counts:
-    """Count the denominators of the global mini-batch on the host. Collective.
+    """Count the loss's denominators over the global mini-batch, on the host. Collective.
 
     Args:
-        batch: this rank's share.
-        meter: counts the collective.
-        group: the ranks that have other rows.
+        batch: this rank's shard of the mini-batch.
+        meter: the meter for the collective.
+        group: the process group of the ranks with different rows.
 
     Raises:
         NoTokensError: the whole mini-batch has no response token.
@@ -54,19 +54,20 @@ def cut_alike(
     block_tokens: int | None = None,
     least: int = 1,
 ) -> list[list[int]]:
-    """Cut the rows on every rank into the same number of micro-batches. Collective, on the host.
+    """Split the rows into micro-batches, the same number on every rank. Collective, on the host.
 
-    The number must be the same because ranks wait for each other in each micro-batch. It is at least `least`.
-    Under a token budget, a rank that needs fewer micro-batches makes smaller ones. So ranks with similar
-    token counts have micro-batches of similar sizes at every turn. If a rank has too few rows, or the rule
-    leaves no choice, empty micro-batches are added, which run as ghosts.
+    The number must be the same, because ranks wait for each other in each micro-batch. It is at least
+    `least`. With a token budget, a rank that needs fewer micro-batches makes smaller micro-batches. So ranks
+    with similar token counts always run micro-batches of similar sizes at the same time. If a rank has too
+    few rows, or a fixed number of samples per micro-batch, empty micro-batches are added. These run as
+    ghosts, which are placeholders without rows.
 
     Args:
-        lengths: tokens of each row of the share.
+        lengths: the number of tokens of each row.
         micro: the rule for the micro-batches.
-        meter: counts the collective.
+        meter: the meter for the collective.
         block_tokens: see `cut`.
-        least: the smallest number of micro-batches.
+        least: the minimum number of micro-batches.
 
     Raises:
         ConfigError: see `cut`.
@@ -81,11 +82,11 @@ def cut_alike(
 
 
 def most_of_ranks(number: int, meter: CollectiveMeter | None = None) -> int:
-    """Return the largest of all ranks' numbers. Collective, on the host.
+    """Return the maximum of a number over all ranks. Collective, on the host.
 
     Args:
         number: this rank's number.
-        meter: counts the exchange. None: the exchange is not counted.
+        meter: the meter for the collective. None: the collective is not measured.
     """
     largest = torch.tensor(number)
     (meter or CollectiveMeter()).all_reduce(largest, dist.ReduceOp.MAX)
@@ -95,18 +96,18 @@ def most_of_ranks(number: int, meter: CollectiveMeter | None = None) -> int:
 def cut(
     lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None, at_least: int = 1
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch.
+    """Split rows into micro-batches, and return the row indices of each micro-batch.
 
-    Where the rule leaves a choice, sequences of similar length share a micro-batch. The longest sequence
-    stands first in its micro-batch. The micro-batch with the longest sequences comes first, so that the
-    largest memory need shows up at once.
+    As far as the rule permits, sequences of similar length are put into the same micro-batch. Within a
+    micro-batch, the longest sequence is first. The micro-batch with the longest sequences is first, so that a
+    lack of memory is detected immediately.
 
     Args:
-        lengths: tokens of each row of the share.
+        lengths: the number of tokens of each row.
         micro: the rule for the micro-batches.
-        block_tokens: cut micro-batches further so that none has more tokens than this. A single long sequence
-            may still have more.
-        at_least: number of micro-batches to make under a token budget, if there are that many rows.
+        block_tokens: maximum number of tokens of a micro-batch. Larger micro-batches are split further. A
+            single long sequence may still have more tokens. None: no maximum.
+        at_least: minimum number of micro-batches with a token budget, if there are enough rows.
 
     Raises:
         ConfigError: a single row exceeds the token budget.
@@ -130,14 +131,14 @@ def cut(
 
 
 def _spread(parts: list[list[int]], lengths: Sequence[int], least: int) -> list[list[int]]:
-    """Split micro-batches until there are at least `least` of them, if there are that many rows.
+    """Split micro-batches until their number is at least `least`, if there are enough rows.
 
-    In each step, the largest micro-batch is cut in two.
+    In each iteration, the largest micro-batch is split into two.
 
     Args:
-        parts: rows of each micro-batch, longest first.
-        lengths: tokens of each row of the share.
-        least: the smallest number of micro-batches.
+        parts: row indices of each micro-batch, longest row first.
+        lengths: the number of tokens of each row.
+        least: the minimum number of micro-batches.
     """
     parts = list(parts)
     while len(parts) < least:
@@ -155,11 +156,11 @@ class MicroBatch:
     """The inputs of one micro-batch, for the model and for the loss.
 
     Attributes:
-        rows: the rows of the share in this micro-batch. Empty for a ghost.
+        rows: the indices of the micro-batch's rows in the rank's batch. Empty for a ghost.
         inputs: the model's inputs.
-        columns: the loss's columns, flat over the rows' tokens.
-        offsets: (B+1) int64, offsets of the sequences. Like `inputs` and `columns`, on the model's device.
-        lengths: tokens per row, on the host.
+        columns: the columns for the loss, flat over the tokens of all rows.
+        offsets: (B+1) int64, offsets of the sequences, on the model's device like `inputs` and `columns`.
+        lengths: number of tokens per row, on the host.
     """
 
     rows: list[int]
@@ -180,17 +181,19 @@ def assemble(
 ) -> MicroBatch:
     """Build one micro-batch on the model's device.
 
-    Without rows, this builds a ghost: one sequence of one token. All of its columns are zero and its
-    `response_mask` is false. A ghost takes part in every collective and adds nothing.
+    Without rows, this function builds a ghost: a placeholder with one sequence of one token. Its columns are
+    zero and its `response_mask` is false. The rank then takes part in every collective, but adds nothing to
+    the loss.
 
     Args:
-        batch: the rank's share. It must have `tokens`. `response_mask` limits the outputs to response tokens.
-            `sequence_lengths` is needed if a row holds several sequences, `ref_hidden` for a comparison with
-            the reference policy, and `judged_tokens` for a model that scores more than the last tokens.
-        rows: the rows of the micro-batch.
-        columns: ragged or dense columns for the loss.
+        batch: the rank's rows. The column `tokens` is required. `response_mask` limits the outputs to
+            response tokens. `sequence_lengths` is needed if a row contains several sequences, `ref_hidden`
+            for the exact KL to the reference policy, and `judged_tokens` for a model that scores other tokens
+            than the last.
+        rows: the row indices of the micro-batch.
+        columns: the names of ragged or dense columns for the loss.
         device: the model's device.
-        whole: option of `pack`.
+        whole: see `pack`.
         options: further options of `pack`.
 
     Raises:
@@ -218,11 +221,11 @@ def assemble(
 def most_tokens(
     batch: DataProto, parts: Sequence[Sequence[int]], *, pad_to_longest: bool = False, whole: bool = False
 ) -> int:
-    """Return the number of tokens that the model sees in the largest micro-batch; at least 1, as in a ghost.
+    """Return the number of input tokens of the largest micro-batch; at least 1, as in a ghost.
 
     Args:
         batch: see `assemble`.
-        parts: rows of each micro-batch.
+        parts: row indices of each micro-batch.
         pad_to_longest: see `pack`.
         whole: see `pack`.
     """
@@ -233,7 +236,7 @@ def most_tokens(
 
 
 def sequences(batch: DataProto) -> Ragged:
-    """Return the sequences that the model sees, in order.
+    """Return the sequences of a batch, in order.
 
     Each row's `tokens` are one sequence, unless the batch has a column `sequence_lengths` (ragged int64).
     Then a row has as many sequences as this column has entries in the row.
@@ -245,7 +248,7 @@ def sequences(batch: DataProto) -> Ragged:
 
 
 def flat(part: DataProto, name: str) -> Tensor:
-    """Return a column in the form that a loss takes: the values of all rows joined, or one value per row."""
+    """Return a column as the tensor that a loss receives: flat over all rows, or one value per row."""
     return part.dense(name) if isinstance(part.batch.get(name), Tensor) else part.ragged(name).values
 
 

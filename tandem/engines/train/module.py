@@ -1,4 +1,4 @@
-"""Checks of an engine's options, and the building of its model before it is sharded."""
+"""Functions that check an engine's options and build its model before sharding."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ class Settings:
 
     @property
     def master(self) -> torch.dtype:
-        """Return the type of the stored (master) weights and of the gradients."""
+        """Return the dtype of the stored (master) weights and of the gradients."""
         return _DTYPES[self.fsdp.model_dtype]
 
     @property
     def compute(self) -> torch.dtype:
-        """Return the type of the forward and backward pass."""
+        """Return the dtype of the forward and backward pass."""
         own = torch.bfloat16 if self.device.type == "cuda" else self.master
         return _DTYPES.get(self.fsdp.dtype, own)
 
     @property
     def output(self) -> torch.dtype:
-        """Return the type of the model's outputs."""
+        """Return the dtype of the model's outputs."""
         return torch.promote_types(self.compute, torch.float32)
 
 
 def check_options(settings: Settings) -> None:
-    """Check an engine's options before anything is loaded or started.
+    """Check an engine's options. Call this before anything is loaded or started.
 
     Raises:
         ConfigError: two options contradict each other, or an option needs a package that is not installed.
@@ -74,15 +74,16 @@ def check_options(settings: Settings) -> None:
 def unsharded_module(
     kind: Kind, path: str | Path, settings: Settings, *, temperature: float
 ) -> tuple[PackedModel, WeightFiles | None]:
-    """Build the model, and find the files from which to load its weights once it is sharded.
+    """Build the model, and find the files from which its weights can be loaded after sharding.
 
-    If the files in the folder match the model weight by weight, the model has no weights yet and you fill it
-    from the returned files. Otherwise the model comes with its weights and no files are returned. This is the
-    case for pytorch_model.bin, for other weight names, and for a tied weight that is stored twice.
+    If the folder's files have every weight with the same name and shape, the model is returned without
+    weights. Fill it from the returned files. Otherwise the returned model has its weights, and no files are
+    returned. This happens for pytorch_model.bin, for other weight names, and for a tied weight that is stored
+    twice.
 
-    Without an optimizer, no parameter takes a gradient. In a model with adapters, only the adapters and an
-    output layer that Tandem added take gradients. The frozen base weights of such a model have the type of
-    the forward pass.
+    Without an optimizer, no parameter requires a gradient. In a model with adapters, only the adapters and an
+    output layer that Tandem added require gradients. The frozen base weights of such a model have the dtype
+    of the forward pass.
 
     Args:
         kind: see `FSDPEngine`.
@@ -92,8 +93,7 @@ def unsharded_module(
 
     Raises:
         ModelError: the folder cannot be used, or the architecture cannot be trained.
-        ConfigError: the chosen kernels cannot run here, or the adapters name layers that the model does not
-            have.
+        ConfigError: the chosen kernels cannot run here, or an adapter's layer does not exist.
     """
     model, device, trains = settings.model, settings.device, settings.optim is not None
     require_peft(model)

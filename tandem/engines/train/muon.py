@@ -1,4 +1,4 @@
-"""Muon, an optimizer for the matrices of hidden layers that makes each momentum update orthogonal."""
+"""Muon, an optimizer for the matrices of hidden layers that orthogonalizes each momentum update."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
         A = X Xᵀ;  X ← a X + (b A + c A²) X,
 
-    bring the singular values close to 1, between 0.7 and 1.2 (Jordan et al. 2024,
+    move the singular values close to 1, between 0.7 and 1.2 (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon).
 
     Args:
-        matrix: (M, N), any floating type. The result is computed and returned in that type.
+        matrix: (M, N), any floating dtype. The result is computed and returned in this dtype.
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -49,18 +49,18 @@ class Muon(torch.optim.Optimizer):
 
         B ← μ B + G;  O = orthogonalised(G + μ B);  W ← W - η (λ W + 0.2 √max(M, N) O)
 
-    The factor 0.2 √max(M, N) gives the update the size of AdamW's update, so that both optimizers share η and
-    λ (Liu et al. 2025, equation 4, https://arxiv.org/abs/2502.16982).
+    With the factor 0.2 √max(M, N), the update has the size of AdamW's update, so that both optimizers can use
+    the same η and λ (Liu et al. 2025, equation 4, https://arxiv.org/abs/2502.16982).
 
-    If the rows of the matrices are divided over the ranks, each rank receives some whole matrices,
-    orthogonalises them and sends the rows back. Other matrices are gathered by every rank. Newton-Schulz runs
-    in bf16 on CUDA. On other devices it runs in fp32, or in the weight's own type if that is wider.
+    If the rows of the matrices are sharded over the ranks, each rank receives some whole matrices,
+    orthogonalizes them and sends the rows back. All other matrices are gathered by every rank. Newton-Schulz
+    runs in bf16 on CUDA. On other devices it runs in fp32, or in the weight's dtype if that is wider.
 
     Args:
         groups: parameter groups with `params` (matrices) and `weight_decay`.
         lr: the learning rate η.
         momentum: the momentum μ.
-        meter: counts the collectives.
+        meter: the meter for the collectives.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
 
     def _momentum(self, matrix: Tensor, momentum: float) -> Tensor:
-        """Update B and return this rank's part of G + μ B, in the type that Newton-Schulz runs in."""
+        """Update B, and return this rank's shard of G + μ B in the dtype for Newton-Schulz."""
         assert matrix.grad is not None
         gradient, buffer = local(matrix.grad), local(self.state[matrix]["momentum_buffer"])
         buffer.mul_(momentum).add_(gradient)
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(torch.bfloat16 if update.device.type == "cuda" else wide)
 
     def _orthogonalised(self, matrices: Sequence[Tensor], updates: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield this rank's parts of the orthogonalised updates."""
+        """Yield this rank's shard of each orthogonalized update."""
         mesh = _dealing_mesh(matrices[0])
         if mesh is not None:
             yield from self._exchanged(mesh, matrices, updates)
@@ -106,9 +106,9 @@ class Muon(torch.optim.Optimizer):
     def _exchanged(
         self, mesh: DeviceMesh, matrices: Sequence[Tensor], updates: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield this rank's parts of the updates, each orthogonalised whole on one rank.
+        """Yield this rank's shard of each update, after one rank has orthogonalized the whole update.
 
-        The r-th matrix is sent to rank r, and its rows are sent back.
+        Rank r receives the whole r-th matrix, and sends its rows back after the computation.
         """
         ranks, rank = mesh.size(), mesh.get_local_rank()
 
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
         taken = [0] * ranks
         if rank < len(matrices):
             height, width = matrices[rank].shape
-            most = -(-height // ranks)  # FSDP gives this many rows to the first ranks, the rest to the last
+            most = -(-height // ranks)  # FSDP's rows per rank, except the last ranks
             taken = [max(0, min(most, height - most * at)) * width for at in range(ranks)]
         sent = torch.cat([update.reshape(-1) for update in updates])
         whole = sent.new_empty(sum(taken))
@@ -145,9 +145,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def _dealing_mesh(matrix: Tensor) -> DeviceMesh | None:
-    """Return the mesh over which the matrix's rows are divided.
+    """Return the mesh over which the matrix's rows are sharded.
 
-    Return None unless the mesh has one dimension and more than one rank.
+    The result is None unless the mesh has one dimension and more than one rank.
     """
     if not isinstance(matrix, DTensor) or matrix.device_mesh.size() == 1:
         return None
@@ -158,8 +158,8 @@ def _dealing_mesh(matrix: Tensor) -> DeviceMesh | None:
 def _batches(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the matrices that have a gradient, in batches of one matrix per rank.
 
-    All matrices of a batch are on one mesh and have similar sizes, so that no rank waits for another rank's
-    larger matrix.
+    All matrices of a batch are on the same mesh. They have similar sizes, so that no rank waits for a rank
+    with a larger matrix.
     """
     meshes: dict[DeviceMesh | None, list[Tensor]] = {}
     for matrix in sorted(matrices, key=lambda matrix: -matrix.numel()):

@@ -8,21 +8,22 @@ from tandem.config.optim import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of one step (the first step is 0).
+    """Return the learning rate of a step, counted from 0.
 
-    It depends only on the step number, so a resumed run needs no schedule state.
+    The learning rate depends only on the step number, so a resumed run needs no schedule state.
 
-    Warm-up rises linearly from 0 over w steps: lr · step / w. As in transformers, the first step of a
-    warm-up changes nothing. After the warm-up, with x = (step - w) / (total - w), at most 1:
+    During warm-up, the learning rate rises linearly from 0 over w steps: lr · step / w. As in transformers,
+    the first step of a warm-up changes nothing. After the warm-up, with x = (step - w) / (total - w), at most
+    1:
 
         constant  lr
         linear    lr · max(m, 1 - x),  m = min_lr_ratio
         cosine    lr · (m + (1 - m) (1 + cos πx) / 2)
                   (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts)
         wsd       lr until step d. From step d on, with y = (step - d) / (total - d), at most 1:
-                  lr · (m + (1 - m) (1 - y)). The style 1-sqrt uses √y instead of y
-                  (Hu et al. 2024, https://arxiv.org/abs/2404.06395). The decay takes the share
-                  lr_wsd_decay_ratio of all steps. It never starts before the warm-up has ended.
+                  lr · (m + (1 - m) (1 - y)). The style 1-sqrt uses √y instead of y (Hu et al. 2024,
+                  https://arxiv.org/abs/2404.06395). The decay takes the fraction lr_wsd_decay_ratio of all
+                  steps. It never starts before the warm-up has ended.
 
     Args:
         optim: the optimizer's config section.

@@ -1,4 +1,4 @@
-"""Optimizers by name, the kinds of weights, and the optimizer state before the first step."""
+"""Functions that build the optimizers of a model, with their initial state, from the config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Groups = list[dict[str, Any]]
 
 
 def require_optimizer(optim: OptimConfig | None) -> None:
-    """Check that the optimizer is available, before anything is loaded.
+    """Check that the optimizer's package is installed. Call this before anything is loaded.
 
     Raises:
         ConfigError: the optimizer needs a package that is not installed.
@@ -37,9 +37,9 @@ def require_optimizer(optim: OptimConfig | None) -> None:
 
 
 def weight_kinds(module: nn.Module) -> dict[Tensor, Kind]:
-    """Return the kind of each parameter, from the class of its layer and from its name.
+    """Return a dict from parameter to its kind, which follows from the layer's class and the name.
 
-    A tied parameter has the kind of its first occurrence.
+    The kind determines weight decay and the optimizer. A tied parameter has the kind of its first occurrence.
     """
     kinds: dict[Tensor, Kind] = {}
     for layer in module.modules():
@@ -59,16 +59,16 @@ def _kind(layer: nn.Module, name: str) -> Kind:
 def build_optimizers(
     module: nn.Module, layers: Iterable[nn.Module], optim: OptimConfig, meter: CollectiveMeter
 ) -> list[Optimizer]:
-    """Build the optimizers that together update every parameter that takes a gradient.
+    """Build the optimizers that together update every parameter that requires a gradient.
 
-    Their state is allocated at once. So the memory use is known from the start, and a checkpoint of version 0
-    is complete.
+    The state of the optimizers is allocated immediately. So the memory use is known from the start, and a
+    checkpoint of version 0 is complete.
 
     Args:
-        module: the sharded module, with every parameter in its final place.
+        module: the sharded module. Its parameters must not be replaced later.
         layers: the hidden layers of the module; muon updates their matrices.
         optim: the optimizer's config section.
-        meter: counts the collectives of an optimizer.
+        meter: the meter for the collectives of an optimizer.
 
     Raises:
         ConfigError: see `require_optimizer`.
@@ -104,7 +104,8 @@ def _adamw(groups: Groups, options: dict[str, Any], *, fused: bool) -> Optimizer
     optimizer = torch.optim.AdamW(groups, **options, fused=fused, foreach=not fused)
     for group in groups:
         for parameter in group["params"]:
-            # The fused kernel needs its step counter on the device; the others read it on the host.
+            # The fused kernel needs the step counter on the device. The other kernels read the counter on the
+            # host.
             counter = parameter.device if fused else "cpu"
             optimizer.state[parameter] = adamw_state(parameter, device=parameter.device, counter=counter)
     return optimizer
@@ -113,8 +114,8 @@ def _adamw(groups: Groups, options: dict[str, Any], *, fused: bool) -> Optimizer
 def _adamw_8bit(groups: Groups, options: dict[str, Any]) -> Optimizer:
     """Build the 8-bit AdamW and allocate its state.
 
-    The optimizer allocates its state in its first step. So this takes a step with zero gradients and no
-    weight decay, which changes no weight, and sets the step counters back to zero.
+    The optimizer allocates its state in its first step. So this function takes a step with zero gradients and
+    no weight decay, which changes no weight. Then it sets the step counters back to zero.
     """
     optimizer: Optimizer = import_module("torchao.optim").AdamW8bit(groups, **options)
     decays = [group["weight_decay"] for group in optimizer.param_groups]

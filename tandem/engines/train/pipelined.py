@@ -1,7 +1,8 @@
-"""The execution of micro-batches in pipeline stages, in the order of one of PyTorch's schedules.
+"""The executor that runs micro-batches through pipeline stages with PyTorch's pipeline schedules.
 
-For each micro-batch, a schedule sees only its index and the hidden states that pass from stage to stage. The
-hidden states must have one shape, so every micro-batch of a step is padded to the same number of tokens.
+A schedule receives only the index of each micro-batch, and the hidden states that are passed from stage to
+stage. All hidden states must have the same shape. So every micro-batch of a step is padded to the same number
+of tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metric, Metrics
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-# Without gradients, this many micro-batches per stage run in one schedule. With more of them, stages wait
-# less for the first one to arrive, but all hidden states are kept until the last one has finished.
+# Without gradients, this many micro-batches per stage run in one schedule. With more micro-batches, stages
+# wait for a smaller fraction of the time, but all hidden states are kept until the last micro-batch ends.
 _PER_STAGE = 4
 
 
@@ -36,11 +37,12 @@ class Pipelined(Execution):
     """An executor that runs micro-batches through the pipeline stages; see `Execution`.
 
     Args:
-        module: the model of this rank's stage, sharded.
+        module: the sharded model of this rank's stage.
         root: the root FSDP unit of the module.
-        settings: config sections, which contain the schedule of a training step.
-        stages: the place of this stage among the others.
-        each: True: gradients are reduced in every micro-batch. False: in the last one only.
+        settings: the engine's config sections, which name the schedule of a training step.
+        stages: the pipeline stages of the model.
+        each: True: gradients are reduced in every micro-batch. False: gradients are reduced only in the last
+            micro-batch.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class Pipelined(Execution):
         self._stages, self._pipeline, self._settings = stages, stages.pipeline, settings
 
     def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
-        """Yield each micro-batch with the model's outputs for it, on all stages; see `Execution`."""
-        self._module.check_outputs(wanted)  # on every stage: if one stage raises alone, the others hang
+        """Yield each micro-batch together with the model's outputs, on all stages; see `Execution`."""
+        self._module.check_outputs(wanted)  # on every stage, or the other stages would hang
         remaining, last = iter(parts), self._pipeline.size - 1
         while lot := list(islice(remaining, _PER_STAGE * self._pipeline.size)):
             found = self._run(ScheduleGPipe, lot, wanted) or [{}] * len(lot)
@@ -63,9 +65,9 @@ class Pipelined(Execution):
                 yield part, told
 
     def gradients(self, parts: Sequence[MicroBatch], loss: LossFn, counts: Counts) -> tuple[Metrics, Tensor]:
-        """Run forward and backward for all micro-batches; see `Execution`.
+        """Run forward and backward passes of all micro-batches; see `Execution`.
 
-        Only the last stage sees the loss.
+        Only the last stage computes the loss.
         """
         self._module.check_outputs(loss.outputs)
         found: list[Metrics] = []
@@ -101,17 +103,17 @@ class Pipelined(Execution):
         wanted: frozenset[str],
         share_of: Callable[[Mapping[str, Tensor], MicroBatch], Tensor] | None = None,
     ) -> list[Mapping[str, Tensor]]:
-        """Run the micro-batches through a schedule.
+        """Run micro-batches through a pipeline schedule.
 
         Args:
-            schedule: class of the PyTorch schedule.
+            schedule: the class of PyTorch's schedule.
             parts: the micro-batches.
             wanted: names of the outputs.
-            share_of: computes the loss of a micro-batch from the outputs of the last stage. Gradients are
-                taken of this loss. None: no gradients.
+            share_of: a function that computes the loss of a micro-batch from the outputs of the last stage.
+                The backward pass starts from this loss. None: no backward pass.
 
         Returns:
-            The outputs of each micro-batch on the last stage if there is no loss; otherwise an empty list.
+            On the last stage without a loss, the outputs of each micro-batch. Otherwise an empty list.
 
         Raises:
             TandemError: the error that `share_of` raised, on the last stage.
@@ -131,7 +133,7 @@ class Pipelined(Execution):
             found.append(out)
             return ended
 
-        # PyTorch needs no trial run to find the shapes, because they are passed in.
+        # The shapes are passed in, so PyTorch needs no trial run to find them.
         shape = 1, len(parts[0].inputs.input_ids), self._module.decoder.config.hidden_size
         hidden = torch.empty(shape, dtype=self._settings.compute, device="meta", requires_grad=trains)
         stage = _Stage(
@@ -157,7 +159,7 @@ class Pipelined(Execution):
 
 
 class _Stage(PipelineStage):
-    """A pipeline stage that reduces gradients over its ranks in the last backward pass, or in each."""
+    """A pipeline stage that reduces gradients in the last backward pass or in every backward pass."""
 
     root: FSDPModule
     each: bool
@@ -176,9 +178,9 @@ class _Stage(PipelineStage):
 
 
 class _Through(nn.Module):
-    """The module that the schedule calls. It runs the stage for the index of a micro-batch.
+    """The module that the schedule calls with the index of a micro-batch, and that runs the stage.
 
-    It is not an FSDP module, because the schedule would then change when gradients are reduced.
+    This is not an FSDP module, because the schedule would otherwise set when gradients are reduced.
     """
 
     def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:

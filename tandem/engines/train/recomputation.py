@@ -1,8 +1,8 @@
-"""The choice of the activations that are recomputed in the backward pass, based on free memory.
+"""The choice of which activations are recomputed in the backward pass, based on free memory.
 
-The choice is made at the first update. At that time everything else that lives on the device, from this model
-and from others, is already there and is measured. The choice is made again for a micro-batch with more tokens
-than the choice allowed for.
+The choice is made at the first update. At this time, all other memory of the models is already allocated on
+the device. So the free memory can be measured. The choice is made again if a micro-batch has more tokens than
+the choice was made for.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
 
 _FIELD = "gradient_checkpointing_mode"
-# The share of free memory that stays unused: on a GPU because of fragmentation, on a host for other programs.
+# The fraction of free memory that stays unused: on a GPU because of fragmentation, on a host for other
+# programs.
 _RESERVED = {"cuda": 0.1, "cpu": 0.5}
-# Without a token budget, the choice allows for this many times the tokens of the largest micro-batch.
+# Without a token budget, the choice is made for this many times the tokens of the largest micro-batch.
 _GROWTH = 1.25
 
 
 class Recomputation:
-    """The choice of what a model's layers recompute in the backward pass. All ranks choose the same.
+    """The choice of which activations a model's layers recompute, the same on all ranks.
 
     Args:
-        switch: sets what the layers recompute. None: the config fixes what they recompute.
+        switch: the switch that sets which activations are recomputed. None: the config determines this.
         module: the sharded model.
-        units: the FSDP units, the root last.
-        division: the place of this rank in the grid.
+        units: the FSDP units, with the root last.
+        division: the parallel groups of this rank.
         settings: the engine's config sections and device.
-        say: receives messages for the user. None: there are no messages.
+        say: a function that receives messages for the user. None: there are no messages.
 
     Attributes:
         reduces_each: whether gradients are reduced in each micro-batch; see `fsdp_config.gradient_sync`.
@@ -75,21 +76,22 @@ class Recomputation:
         whole = settings.compute.itemsize * own.whole + settings.master.itemsize * own.trained
         asked, total = settings.fsdp.gradient_sync, _total_bytes(self._device)
         self.reduces_each = bool(most_of_ranks(reduces_each(asked, whole, self._shards, total)))
-        self._tokens = 0  # the number of tokens that the choice allows for
+        self._tokens = 0  # the number of tokens for which the choice was made
         self._sentence = ""
 
     def fit(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
-        """Choose what to recompute before these micro-batches run, unless an earlier choice covers them.
+        """Choose which activations to recompute, unless an earlier choice covers these micro-batches.
 
-        Collective if there is a choice to make.
+        Call this before the micro-batches run. Collective if a choice is made.
 
         Args:
             parts: the micro-batches.
-            micro: the rule that cut the micro-batches. On a GPU, its token budget must fit into memory.
+            micro: the rule that made the micro-batches. On a GPU, micro-batches with the whole token budget
+                must fit into memory.
         """
         if self._switch is None:
             return
-        budget = None if self._device.type == "cpu" else micro.max_tokens  # on a CPU, they are cut further
+        budget = None if self._device.type == "cpu" else micro.max_tokens  # a CPU splits further
         tokens = most_of_ranks(max(budget or 0, *(len(part.inputs.input_ids) for part in parts)))
         if tokens <= self._tokens:
             return
@@ -106,7 +108,7 @@ class Recomputation:
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
-        """Turn an out-of-memory error of the GPU into an error that names the keys to set.
+        """Convert an out-of-memory error of the GPU to an error that names the config keys to change.
 
         Raises:
             DeviceMemoryError: the GPU ran out of memory inside this context.
@@ -152,10 +154,10 @@ class Recomputation:
         )
 
     def _needed(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> dict[Recomputed, int]:
-        """Return, for each choice, the most bytes that an update needs besides weights and optimizer state.
+        """Return for each mode the maximum bytes of an update, without weights and optimizer state.
 
-        If a token budget cuts the micro-batches, their number changes from step to step. The result then
-        covers the most expensive case.
+        With a token budget, the number of micro-batches changes from step to step. The result is then for the
+        most expensive case.
         """
         several = len(parts) > 1 or micro.max_tokens is not None
         policy = self._module.kind == "policy"
@@ -175,11 +177,11 @@ class Recomputation:
         return {
             mode: round(worst(update_moments(own, decoder, replace(way, mode=mode), self._tokens)).total)
             for mode in FASTEST_FIRST
-            if mode != "ops" or not self._compiled  # compiled layers do not let "ops" keep matrix products
+            if mode != "ops" or not self._compiled  # with compiled layers, "ops" cannot keep matrix products
         }
 
     def _tell(self, sentence: str) -> None:
-        """Tell the user a sentence, unless the previous sentence announced the same choice."""
+        """Send the user a message about the choice, unless the previous message was about the same choice."""
         if self._say is not None and sentence.split(":")[:2] != self._sentence.split(":")[:2]:
             self._say(sentence)
         self._sentence = sentence
@@ -208,7 +210,7 @@ class Recomputation:
         )
 
     def _gathered(self) -> Gathered:
-        """Return the sizes of this rank's part of the model when all shards are gathered."""
+        """Return the sizes of this rank's layers and root unit when all FSDP shards are gathered."""
         shards, layers = self._shards, own_layers(self._module)
         inside, learns = (
             sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
@@ -232,16 +234,16 @@ def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free bytes of this rank's device, or this rank's share of the free host memory."""
+    """Return the free bytes of this rank's device. On a CPU, divide the free host memory by the ranks."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that the allocator caches counts as free once it is released
+        torch.cuda.empty_cache()  # memory that the allocator caches is free after it is released
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     return host_free() // _ranks_here()
 
 
 def _total_bytes(device: torch.device) -> int:
-    """Return the total bytes of this rank's device, or this rank's share of the host memory."""
+    """Return the total bytes of this rank's device. On a CPU, divide the host memory by the ranks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_total() // _ranks_here()

@@ -1,6 +1,6 @@
-"""The shard of a parameter that a rank holds after tensor parallelism and FSDP have cut it.
+"""Functions for the shard that a rank has of a parameter, after tensor parallelism and FSDP.
 
-This module computes the shard's part of the whole weight's checksum, and gathers the whole weight.
+They compute the shard's summand of the whole weight's checksum, and gather the whole weight.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from tandem.models.tensor_group import local, place
 
 
 def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return this rank's part of the weight's `checksum` in `dtype`.
+    """Return this rank's summand of the whole weight's `checksum` in `dtype`.
 
-    The parts of the ranks that hold one copy add up to the checksum of the whole weight. If tensor
-    parallelism gave the same weight to several ranks, only the first of them counts it.
+    The summands of the ranks of one copy of the model add up to the checksum of the whole weight. If tensor
+    parallelism keeps a weight whole on several ranks, only the first of these ranks returns a checksum other
+    than 0.
     """
     assert isinstance(value, DTensor), "the weight is not sharded: the model is unsharded now"
     part, mesh = local(value).to(dtype), value.device_mesh
@@ -37,14 +38,15 @@ def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tensor:
-    """Return the whole tensor in `dtype`. Collective.
+    """Gather the whole tensor in `dtype`. Collective.
 
-    FSDP's shards are gathered directly into the result. `full_tensor` would hold the tensor twice.
+    FSDP's shards are gathered directly into the result. PyTorch's `full_tensor` would need memory for two
+    copies.
     """
     part = local(value).to(dtype)
     if not isinstance(value, DTensor):
         return part
-    # Tensor parallelism cuts before FSDP does, so FSDP's shards are joined first.
+    # Tensor parallelism splits before FSDP does, so FSDP's shards are joined first.
     for dimension, placement in enumerate(value.placements):
         axis = _axis(placement)
         if axis is not None and value.device_mesh.size(dimension) > 1:
@@ -54,14 +56,14 @@ def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tenso
 
 
 def _joined(part: Tensor, value: DTensor, dimension: int, axis: int, meter: CollectiveMeter) -> Tensor:
-    """Join the parts of the ranks along one mesh dimension. No part is longer than the first.
+    """Concatenate the shards of the ranks along one mesh dimension. The first shard must be the longest.
 
     Args:
-        part: this rank's part.
+        part: this rank's shard.
         value: the sharded tensor.
         dimension: the mesh dimension.
-        axis: the tensor dimension that is cut.
-        meter: counts the exchange.
+        axis: the tensor dimension that is sharded.
+        meter: the meter for the collective.
     """
     mesh, length = value.device_mesh, value.shape[axis]
     for later in range(dimension + 1, mesh.ndim):
@@ -79,6 +81,6 @@ def _joined(part: Tensor, value: DTensor, dimension: int, axis: int, meter: Coll
 
 
 def _axis(placement: Placement) -> int | None:
-    """Return the tensor dimension that the placement cuts, or None."""
+    """Return the tensor dimension that the placement shards, or None for a replicated tensor."""
     cut: Any = placement
     return None if placement.is_replicate() else int(cut.dim)

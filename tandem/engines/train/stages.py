@@ -1,4 +1,4 @@
-"""Tools for a model in pipeline stages that give each stage a view of the whole model."""
+"""A class that gives each pipeline stage access to the weights of the whole model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from tandem.models.tensor_group import local
 
 
 class Stages:
-    """The weights of a model that is cut into pipeline stages, seen as one whole from each stage.
+    """The weights of a whole model whose layers are divided into pipeline stages.
 
-    Creating an instance cuts the whole model in place down to this rank's stage, before the model is sharded.
+    The constructor removes the layers of other stages from the whole model, in place. Create the instance
+    before the model is sharded.
 
     Args:
-        pipeline: the place of this rank in the pipeline.
+        pipeline: the pipeline of this rank.
         module: the whole model, not yet sharded.
 
     Attributes:
-        pipeline: see above.
-        shapes: the shapes of all weights of the whole model, by Hugging Face name. They are the same on all
-            ranks.
+        pipeline: the pipeline of this rank.
+        shapes: a dict from Hugging Face name to the shape of each weight of the whole model. It is the same
+            on all ranks.
     """
 
     def __init__(self, pipeline: Pipeline, module: PackedModel) -> None:
@@ -33,18 +34,18 @@ class Stages:
         self.shapes, self._owners, self._tied = pipeline.cut(module)
 
     def has(self, name: str) -> bool:
-        """Return whether this stage is the source of a weight."""
+        """Return whether this stage is the stage that broadcasts a weight."""
         return self._owners[name] == self.pipeline.stage
 
     def sent(self, name: str, value: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the whole weight on all stages: its source stage broadcasts it.
+        """Broadcast a whole weight from its stage to all stages, and return it.
 
         Collective over the pipeline.
 
         Args:
             name: Hugging Face name of the weight.
             value: the weight. None on stages that do not have it.
-            dtype: type of the weight.
+            dtype: dtype of the weight.
             device: device on which the other stages receive the weight.
         """
         if value is None:
@@ -52,20 +53,20 @@ class Stages:
         return self.pipeline.broadcast(value.contiguous(), self._owners[name])
 
     def completed(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of this stage, with zeros for the weights of the other stages.
+        """Return the values in `sums`, with zeros added for the weights of the other stages.
 
-        A weight that two stages hold counts on the first of them only.
+        For a tied weight, which two stages have, the second stage returns zero.
 
         Args:
-            sums: a number for each weight of this stage, by name.
+            sums: a dict from the name of each weight of this stage to a number.
         """
         zero = torch.zeros_like(next(iter(sums.values())))
         return {name: sums[name] if self.has(name) else zero for name in self.shapes}
 
     def sum_tied(self) -> None:
-        """Sum the gradients of a matrix that embedding and output head share, on both of its stages.
+        """Sum the gradients of a tied embedding and output head over the first and the last stage.
 
-        Afterwards both stages hold the same sum, so their copies of the matrix stay equal bit by bit.
+        Afterwards both stages have the same gradient, so their copies of the matrix stay equal bit by bit.
         Collective over these two stages.
         """
         weight = self._module.decoder.embed_tokens.weight
@@ -73,7 +74,7 @@ class Stages:
             self.pipeline.meter.all_reduce(local(weight.grad), group=self.pipeline.ends)
 
     def gradient_norm(self) -> Tensor:
-        """Return the gradient norm of all stages; see `gradient_norm` in gradients.py. Collective."""
+        """Return the gradient norm over all stages; see `gradient_norm` in gradients.py. Collective."""
         twice = self._module.decoder.embed_tokens.weight if self.pipeline.last and self._tied else None
         square = gradient_norm(p for p in self._module.parameters() if p is not twice).square()
         self.pipeline.meter.all_reduce(square, group=self.pipeline.group)

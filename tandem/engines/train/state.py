@@ -1,6 +1,6 @@
-"""The state that a training step changes: sharded parameters and the optimizer's state.
+"""The state that a training step changes: sharded parameters and optimizer state.
 
-This module updates the state, moves it between devices and saves it.
+This module updates the state, moves it between device and host, and saves it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class TrainState:
     """The parameters of a sharded module and the optimizers that update them.
 
     Args:
-        module: the module, sharded by FSDP2, with every parameter in its final place.
+        module: the module, sharded by FSDP2. Its parameters must not be replaced later.
         optim: the optimizer's config section. None: the module is frozen.
-        meter: counts the optimizer's collectives.
-        grid: the ranks that hold parts of one copy of the model.
-        stages: the weights of the other pipeline stages. None: the module is not a pipeline stage.
+        meter: the meter for the optimizer's collectives.
+        grid: the device meshes of the engine.
+        stages: the pipeline stages of the model. None: no pipeline parallelism.
 
     Raises:
         ConfigError: the optimizer needs a package that is not installed.
@@ -68,7 +68,7 @@ class TrainState:
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """Build the optimizers again, in the state before the first step. A frozen module gets none."""
+        """Build the optimizers with their initial state. A frozen module has no optimizers."""
         layers: Any = self.module.decoder.layers
         optim, meter = self._optim, self._meter
         self.optimizers = [] if optim is None else build_optimizers(self.module, layers, optim, meter)
@@ -76,18 +76,18 @@ class TrainState:
         self._slots = {p: slots for each in self.optimizers for p, slots in each.state.items()}
 
     def gradient_norm(self) -> Tensor:
-        """Return the Euclidean norm of the whole gradient over all ranks, a float64 scalar on the device."""
+        """Return the Euclidean norm of the gradient over all ranks, a float64 scalar on the device."""
         if self._stages is not None:
             return self._stages.gradient_norm()
         return gradient_norm(self.module.parameters())
 
     def step(self, lr: float, grad_norm: Tensor, clip_grad: float) -> None:
-        """Take one optimizer step. If the gradient's norm exceeds `clip_grad`, scale it to that norm.
+        """Take one optimizer step with the clipped gradient.
 
         Args:
             lr: the learning rate.
-            grad_norm: norm of the gradient before clipping.
-            clip_grad: the largest norm allowed.
+            grad_norm: the norm of the gradient before clipping.
+            clip_grad: the maximum norm. A gradient with a larger norm is scaled to this norm.
         """
         assert self.optimizers
         clip(self.module.parameters(), grad_norm, clip_grad)
@@ -96,7 +96,7 @@ class TrainState:
             optimizer.step()
 
     def offload(self, *, parameters: bool, optimizer: bool) -> None:
-        """Move parameters and optimizer state to the host, if requested and not there yet."""
+        """Move parameters and optimizer state to the host, if requested and not on the host yet."""
         if parameters and not self._parameters_host.holds:
             self._take_parameters(self._parameters_host.offload)
         if optimizer and not self._host_optimizer and not self._optimizer_host.holds:
@@ -113,26 +113,26 @@ class TrainState:
         mine: list[Tensor] = list(self.module.parameters())
         moved = dict(zip(mine, move(mine), strict=True))
         module: Any = self.module
-        module._apply(lambda tensor: moved.pop(tensor, tensor))  # a tied parameter comes twice
+        module._apply(lambda tensor: moved.pop(tensor, tensor))  # a tied parameter occurs twice
 
     def _take_moments(self, move: Callable[[list[Tensor]], list[Tensor]]) -> None:
         places = [
             (slots, name)
             for slots in self._slots.values()
             for name, value in slots.items()
-            if value.ndim  # scalar step counters stay where the update reads them
+            if value.ndim  # scalar step counters stay on the device where the update reads them
         ]
         moved = move([slots[name] for slots, name in places])
         for (slots, name), value in zip(places, moved, strict=True):
             slots[name] = value
 
     def take_transfers(self) -> dict[str, tuple[float, int]]:
-        """Return seconds and bytes of the state copies since the last call; see `TrainEngine`."""
+        """Return the seconds and bytes of state copies; see `TrainEngine.take_transfers`."""
         first, second = self._parameters_host.take(), self._optimizer_host.take()
         return {way: (first[way][0] + second[way][0], first[way][1] + second[way][1]) for way in first}
 
     def bytes_by_device(self) -> dict[str, int]:
-        """Return the bytes of this rank's shards, by "parameters@DEVICE" and "optimizer@DEVICE"."""
+        """Return a dict from "parameters@DEVICE" and "optimizer@DEVICE" to this rank's bytes."""
         total: Counter[str] = Counter()
         moments = [value for slots in self._slots.values() for value in slots.values()]
         for kind, tensors in (("parameters", self.module.parameters()), ("optimizer", moments)):
@@ -142,11 +142,13 @@ class TrainState:
         return dict(total)
 
     def copy_in(self, stream: Iterable[tuple[str, Tensor]], *, whole: bool) -> None:
-        """Load whole tensors by Hugging Face name. Each rank keeps its shards; the optimizer state stays.
+        """Load a stream of names and whole tensors. Each rank copies its shards.
+
+        The optimizer state does not change.
 
         Args:
-            stream: names and tensors.
-            whole: whether the stream must hold every weight of the model.
+            stream: pairs of Hugging Face name and whole tensor.
+            whole: whether the stream must contain every weight of the model.
 
         Raises:
             EngineError: a weight is missing, unknown, given twice or of another shape, or the model has
@@ -175,17 +177,17 @@ class TrainState:
             )
 
     def checksums(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the `checksum` of this rank's shards in `dtype`, by Hugging Face name.
+        """Return a dict from Hugging Face name to the `checksum` of this rank's shard in `dtype`.
 
-        The checksums of the ranks that hold one copy add up to the checksum of the whole weight. Collective
-        if the model has adapters.
+        The checksums of the ranks of one copy of the model add up to the checksum of the whole weight.
+        Collective if the model has adapters.
         """
         mine = self._base_weights().items()
         sums = {name: shards.part_checksum(self.adapters.merged(value), dtype) for name, value in mine}
         return sums if self._stages is None else self._stages.completed(sums)
 
     def weights(self, dtype: torch.dtype, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole weights by name; see `TrainEngine.weights`."""
+        """Yield name and whole tensor of each weight; see `TrainEngine.weights`."""
         mine, stages = self._base_weights(), self._stages
         device = local(next(iter(mine.values()))).device
         for name in self.shapes():
@@ -205,16 +207,16 @@ class TrainState:
         return head
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of all weights of the whole model by Hugging Face name, without adapters.
+        """Return a dict from Hugging Face name to shape, for all weights of the model except adapters.
 
-        They include the weights that this rank does not hold.
+        It includes the weights of other pipeline stages.
         """
         if self._stages is not None:
             return dict(self._stages.shapes)
         return {name: parameter.shape for name, parameter in self._base_weights().items()}
 
     def counts(self) -> dict[str, int]:
-        """Return `parameters` (of the whole model, with adapters) and `trainable_parameters`."""
+        """Return the counts `parameters` (of the whole model, with adapters) and `trainable_parameters`."""
         mine = self.named().items()
         whole = sum(shape.numel() for shape in self.shapes().values())
         whole += sum(p.numel() for name, p in mine if is_adapter(name))
@@ -225,21 +227,21 @@ class TrainState:
         return {"parameters": whole, "trainable_parameters": learns}
 
     def _base_weights(self) -> dict[str, Tensor]:
-        """Return the parameters in `named` that are not adapters."""
+        """Return the parameters in `named` except the adapters."""
         return {name: p for name, p in self.named().items() if not is_adapter(name)}
 
     def named(self) -> dict[str, Tensor]:
-        """Return the parameters of this rank's pipeline stage by Hugging Face name; tied ones once.
+        """Return a dict from Hugging Face name to parameter, for this rank's pipeline stage.
 
-        Adapters have the names that peft gives them.
+        Tied parameters occur once. Adapters have peft's names.
         """
         return {self.module.hf_name(name): p for name, p in self.module.named_parameters()}
 
     def _state_dict(self, version: int) -> dict[str, Any]:
-        """Return the tensors of a checkpoint by Hugging Face name. Loading writes into these same tensors.
+        """Return the contents of a checkpoint. Loading a checkpoint overwrites the tensors in the result.
 
-        For a model with adapters, these are the trained parameters only, together with checksums that
-        identify the base model.
+        The tensors have Hugging Face names. For a model with adapters, the checkpoint contains only the
+        trained parameters, and checksums that identify the base model.
         """
         named = self.named()
         state: dict[str, Any] = self.adapters.state(named) if self.adapters else {}
@@ -251,21 +253,21 @@ class TrainState:
         return state
 
     def save(self, path: Path, version: int) -> None:
-        """Save the state into the folder `path`; every rank writes its own shards. Collective.
+        """Save the state into the folder `path`. Every rank writes its shards. Collective.
 
         Raises:
-            OSError, RuntimeError: the error that the first failing rank met while writing.
+            OSError, RuntimeError: the error of the first rank that failed to write.
         """
         _write(self._state_dict(version), path, None)
 
     def stage(self, path: Path, version: int) -> Callable[[], None]:
-        """Copy what `save` writes to the host, so that it can be written while training goes on. Collective.
+        """Copy the state to the host, so that it can be written while training continues. Collective.
 
         Returns:
-            A function that writes the copy. Call it on every rank, on any thread. It raises what `save`
-            raises.
+            A function that writes the copy, with the same result and errors as `save`. Call this function on
+            every rank, on any thread.
         """
-        if self._writers is None:  # the writing thread needs its own group, apart from training's collectives
+        if self._writers is None:  # separate from training's collectives
             self._writers = dist.new_group(backend="gloo")
         state = tree_map(_host_copy, self._state_dict(version))
         if torch.cuda.is_available():
@@ -273,7 +275,7 @@ class TrainState:
         return functools.partial(_write, state, path, self._writers)
 
     def load(self, path: Path) -> int:
-        """Load what `save` wrote, resharded if the number of ranks has changed. Collective.
+        """Load a checkpoint that `save` wrote, also with another number of ranks. Collective.
 
         Returns:
             The version of the saved weights.
@@ -301,14 +303,14 @@ class TrainState:
 def _write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
     try:
         save_shards(state, checkpoint_id=path, process_group=group)
-    except CheckpointException as error:  # a BaseException, but callers clean up after an Exception
+    except CheckpointException as error:  # a BaseException, but callers expect an Exception
         raise next(cause for cause, _ in error.failures.values()) from error
 
 
 def _host_copy(value: Tensor) -> Tensor:
-    """Copy this rank's part of a tensor to the host.
+    """Copy this rank's shard of a tensor to the host.
 
-    Copies from a GPU go into pinned memory, so that the copies of all tensors overlap.
+    Copies from a GPU use pinned memory, so that the copies of all tensors overlap.
     """
     shard = local(value)
     host = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)

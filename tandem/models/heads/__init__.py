@@ -1,7 +1,7 @@
-"""Heads: log-probs and entropies from hidden states. The protocol and the choice of a head.
+"""The protocol of heads, which compute log-probs and entropies, and functions that choose a head.
 
-No head holds the logits of all positions and the whole vocabulary at once, unless these are few (see
-`tiled`). Otherwise every head computes the logits a second time in the backward pass.
+No head keeps the logits of all positions and the whole vocabulary in memory, unless their size is small (see
+`tiled`). Instead, every head computes the logits a second time in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELD = "model.fused_kernel_options.impl_backend"
 
 
 class Head(Protocol):
-    """The head of a policy."""
+    """The protocol of a policy's head: a function from hidden states to log-probs and entropies."""
 
     def __call__(
         self,
@@ -36,19 +36,21 @@ class Head(Protocol):
         with_entropy: bool,
         group: TensorGroup | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-prob of each target and, if asked for, the entropy of its distribution.
+        """Return the log-prob of each target and, if `with_entropy`, the entropy at each position.
 
-        Both are of softmax(hidden weightᵀ / temperature), with gradients to hidden and weight.
+        Both belong to the distribution softmax(hidden weightᵀ / temperature). Both have gradients to hidden
+        and weight.
 
         Args:
-            hidden_MD: hidden states that predict, M positions of D features; any floating type.
+            hidden_MD: hidden states that predict the targets, M positions of D features; any floating type.
             weight_VD: the output embedding of V vocabulary entries, same type.
             targets_M: int64 token ids.
             temperature: divides the logits; > 0.
             with_entropy: whether to return entropies.
             group: the ranks that share the vocabulary, each with some rows of the output embedding (Shoeybi
-                et al. 2019, arXiv 1909.08053, section 3). They exchange a few numbers per position and, once,
-                the gradient of the hidden states. None: this rank has the whole vocabulary.
+                et al. 2019, arXiv 1909.08053, section 3). The ranks exchange a few numbers per position and,
+                in the backward pass, the gradient of the hidden states. None: this rank has the whole
+                vocabulary.
 
         Returns:
             (M) log-probs and (M) entropies or None, in nats; fp32, or fp64 for fp64 input.
@@ -58,7 +60,7 @@ class Head(Protocol):
 def head_name(asked: str, device: torch.device) -> str:
     """Return the name of the head for tensors on a device.
 
-    "auto" stands for Triton's head if Triton can run there, else for PyTorch's head.
+    "auto" means "triton" if Triton can run on the device, else "torch".
     """
     if asked != "auto":
         return asked
@@ -66,7 +68,7 @@ def head_name(asked: str, device: torch.device) -> str:
 
 
 def make_head(name: str, device: torch.device) -> Head:
-    """Return the head of a name for tensors on a device; see `head_name`.
+    """Return the named head for tensors on a device; see `head_name`.
 
     Raises:
         ConfigError: If the head cannot run on the device, or its package is not installed.
@@ -87,6 +89,6 @@ def make_head(name: str, device: torch.device) -> Head:
     if missing:
         problem = f"not installed: {', '.join(missing)}"
         raise ConfigError(problem, field=_FIELD, got=name, remedy=HEADS[name].install)
-    module = "tiled" if name == "torch" else name  # imported by name: other heads need packages
+    module = "tiled" if name == "torch" else name  # other heads need optional packages
     head: Head = import_module(f"{__name__}.{module}").token_log_probs
     return head

@@ -1,4 +1,4 @@
-"""The tiled head with the operations on each tile's logits compiled by torch.compile."""
+"""The tiled head whose operations on each tile's logits are compiled with torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.models.heads.tiled import LogitGradient, TorchTiles, graded_tile, reduced_tile, tiled_log_probs
 
-_MIN_ROWS = 8  # smaller tiles are not compiled; a tile of one row would need its own compilation
+_MIN_ROWS = 8  # smaller tiles are not compiled; a tile of one row would need a separate compilation
 
 
 def token_log_probs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -30,7 +30,7 @@ def _tiles() -> TorchTiles:
 
 
 def _reduced(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Do what `reduced_tile` does, without in-place writes."""
+    """Compute `reduced_tile` without in-place writes, for the compiler."""
     peak_M = z_MT.amax(1)
     shifted_MT = z_MT - peak_M.unsqueeze(1)
     weights_MT = shifted_MT.exp()
@@ -39,7 +39,7 @@ def _reduced(z_MT: Tensor, with_moment: bool) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def _graded(z_MT: Tensor, wanted: LogitGradient) -> Tensor:
-    """Do what `graded_tile` does, without in-place writes."""
+    """Compute `graded_tile` without in-place writes, for the compiler."""
     log_p_MT = z_MT - wanted.peak_M.unsqueeze(1) - wanted.log_total_M.unsqueeze(1)
     factor_MT = wanted.constant_M.unsqueeze(1)
     if wanted.slope_M is not None:

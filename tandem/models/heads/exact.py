@@ -1,10 +1,11 @@
 """Exact quantities over the vocabulary: the sum of squared probabilities and the KL divergence.
 
-They are computed in tiles, as in `tiled`, with PyTorch's operators, whichever kernels compute the log-probs.
+Both are computed in tiles of the vocabulary, as in `tiled`. They always use PyTorch's operators, even if
+another head computes the log-probs.
 
-If ranks share the vocabulary, each rank goes through its own entries, and the ranks exchange numbers per
-position. From hidden states in half precision, logits are made in fp32, because the difference of two rounded
-logits would lose most of its digits. Numbers per tile are combined in float64.
+If ranks share the vocabulary, each rank processes its entries of the vocabulary, and the ranks exchange a few
+numbers per position. Logits of half-precision hidden states are computed in fp32, because the difference of
+two rounded logits would lose most of its digits. The results of the tiles are combined in float64.
 
 Shapes: M positions, D hidden features, V vocabulary entries (of this rank), T entries of a tile, S tiles.
 """
@@ -28,17 +29,17 @@ def sum_pi_squared(
 ) -> Tensor:
     """Return Σ_v p(v)² of p = softmax(hidden weightᵀ / temperature) at each position, without gradient.
 
-    This is the probability that two tokens drawn at the position are the same. It takes as many operations as
+    This is the probability that two tokens sampled at the position are equal. It needs as many operations as
     log-probs.
 
     Args:
-        hidden_MD: hidden states that predict, any floating type.
+        hidden_MD: hidden states that predict the tokens, any floating type.
         weight_VD: the output embedding, same type; this rank's rows if there is a group.
         temperature: divides the logits; > 0.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
 
     Returns:
-        (M) in (0, 1]; fp32, or fp64 for fp64 input.
+        (M) sums in (0, 1]; fp32, or fp64 for fp64 input.
     """
     if len(hidden_MD) == 0:
         return hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
@@ -87,7 +88,7 @@ def kl_divergence(
     the drawn tokens is not part of it.
 
     Args:
-        hidden_MD: hidden states that predict, any floating type.
+        hidden_MD: hidden states that predict the tokens, any floating type.
         weight_VD: the output embedding, same type; this rank's rows if there is a group.
         other_MD: the hidden states of the distribution to compare with; no gradient.
         other_weight_VD: the output embedding of the distribution to compare with; no gradient.
@@ -95,7 +96,7 @@ def kl_divergence(
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
 
     Returns:
-        (M) nats, not negative; fp32, or fp64 for fp64 input.
+        (M) KL in nats, never negative; fp32, or fp64 for fp64 input.
     """
     assert hidden_MD.shape == other_MD.shape, (hidden_MD.shape, other_MD.shape)
     assert weight_VD.shape == other_weight_VD.shape, (weight_VD.shape, other_weight_VD.shape)
@@ -127,7 +128,7 @@ class _KLDivergence(torch.autograd.Function):
         peak_M, other_peak_M = _peak(peak_SM, group), _peak(other_peak_SM, group)
         total_M = _total(total_SM * (peak_SM - peak_M).exp(), group)
         other_total_M = _total(other_total_SM * (other_peak_SM - other_peak_M).exp(), group)
-        # The tiles' sums Σ w (z - y), corrected for the peaks that were subtracted.
+        # The sums Σ w (z - y) of the tiles, corrected for the subtracted peaks.
         shift_SM = (peak_SM - peak_M) - (other_peak_SM - other_peak_M)
         crossed_M = _total((cross_SM + shift_SM * total_SM) * (peak_SM - peak_M).exp(), group)
         log_total_M, other_log_total_M = total_M.log(), other_total_M.log()
@@ -161,19 +162,19 @@ class _KLDivergence(torch.autograd.Function):
 
 
 def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
-    """Return the logits (M, T) in the output's precision."""
-    if not hidden_MD.is_cuda:  # on a CPU `wide_product` would round
+    """Return the logits (M, T) of a tile in the precision of the result."""
+    if not hidden_MD.is_cuda:  # on a CPU `wide_product` would round to half precision
         hidden_MD, weight_TD = (values.to(output_type(hidden_MD)) for values in (hidden_MD, weight_TD))
     return logits(hidden_MD, weight_TD, temperature)
 
 
 def _peak(peak_SM: Tensor, group: TensorGroup | None) -> Tensor:
-    """Return the maximum (M) over tiles and ranks."""
+    """Return the maximum over tiles and ranks, (M)."""
     peak_M = peak_SM.amax(0)
     return peak_M if group is None else group.all_reduce(peak_M, dist.ReduceOp.MAX)
 
 
 def _total(values_SM: Tensor, group: TensorGroup | None) -> Tensor:
-    """Return the sum (M) over tiles and ranks."""
+    """Return the sum over tiles and ranks, (M)."""
     total_M = values_SM.sum(0)
     return total_M if group is None else group.all_reduce(total_M)

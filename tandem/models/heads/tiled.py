@@ -1,14 +1,15 @@
-"""The head in tiles of the vocabulary.
+"""A head that computes log-probs and entropies in tiles of the vocabulary.
 
 The logits of a tile, for all positions, are computed, used and dropped. The forward pass keeps three numbers
-per position and tile. Together they give the normalizer and the entropy. The backward pass computes each tile
-again. The tile's part of the weight's gradient is final at once, in the weight's own type. Only the gradient
-of the hidden states, which is small, is summed over tiles, in fp32. If all tiles together are small,
-`TorchTiles` keeps them for the backward pass. This does not change any bit of the results.
+per position and tile. From these numbers, the normalizer and the entropy are computed. The backward pass
+computes the logits of each tile again. The gradient of a tile's rows of the weight needs no sum over tiles,
+and is written in the type of the weight. Only the gradient of the hidden states, which is small, is summed
+over tiles, in fp32. If the logits of all tiles together are small, `TorchTiles` keeps them for the backward
+pass. This does not change any bit of the results.
 
-Operations, with multiply and add counted separately: 2 M D V forward, as many again to compute the logits a
-second time, and 4 M D V for the two gradients. Memory besides the gradients: a few tiles, for any V, or the
-kept logits.
+Operations, with multiply and add counted separately: 2 M D V forward, 2 M D V to compute the logits a second
+time, and 4 M D V for the two gradients. Memory besides the gradients: a few tiles, for any V, or the kept
+logits.
 
 Shapes: M positions, D hidden features, V vocabulary entries, T entries of a tile, S tiles.
 """
@@ -27,11 +28,11 @@ from torch import Tensor
 from tandem.models.linear import product, wide_product
 from tandem.models.tensor_group import TensorGroup, local
 
-# Bytes of one tile by kind of device, unless T is at its minimum.
+# The bytes of one tile for each type of device, unless T is at its minimum.
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _LEAST_TILE = 256
-# The most bytes of logits that are kept for the backward pass. The number is fixed: free memory differs
-# between ranks and steps, and the memory estimate must follow from sizes only.
+# The maximum bytes of logits that are kept for the backward pass. The number is fixed, because free memory
+# differs between ranks and steps, and the memory estimate must depend only on sizes.
 _KEPT_BYTES = 256 << 20
 
 
@@ -44,7 +45,7 @@ def tiled_log_probs(
     with_entropy: bool,
     group: TensorGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropies; see `Head`. `tiles` does the work within a tile."""
+    """Return log-probs and entropies; see `Head`. `tiles` does the computations inside a tile."""
     if group is not None:
         hidden_MD = group.copied(hidden_MD)
         targets_M = targets_M - group.entries(weight_VD.shape[0]).start
@@ -62,8 +63,8 @@ def tiled_log_probs(
 class Inputs(NamedTuple):
     """The inputs of the head; see `Head`.
 
-    `weight_VD` may hold only some rows of the output embedding. Targets are then counted from the first of
-    these rows.
+    `weight_VD` may have only some consecutive rows of the output embedding. Targets are then counted from the
+    first of these rows.
     """
 
     hidden_MD: Tensor
@@ -74,14 +75,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over the logits of each tile, z = hidden weightᵀ / temperature.
+    """The maximum and sums of the logits of each tile, z = hidden weightᵀ / temperature.
 
     Attributes:
-        peak_SM: max z.
+        peak_SM: the maximum of z.
         total_SM: Σ exp(z - peak).
-        moment_SM: Σ exp(z - peak) (z - peak); None if no entropy is asked for.
-        target_M: z of the target.
-        kept: z of every tile, (M, T) each; empty if they are not kept.
+        moment_SM: Σ exp(z - peak) (z - peak); None if no entropy is needed.
+        target_M: the logit z of the target.
+        kept: the logits z of every tile, (M, T) each; empty if logits are not kept.
     """
 
     peak_SM: Tensor
@@ -92,19 +93,21 @@ class Sums:
 
 
 class LogitGradient(NamedTuple):
-    """The gradient of the loss with respect to the logits.
+    """The coefficients of the gradient of the loss with respect to the logits.
 
-    It is p (constant + slope log p), plus `target` at the target, with log p = z - peak - log_total.
+    The gradient is p (constant + slope log p), plus `target` at the target token. Here log p = z - peak -
+    log_total.
 
-    From d log p_t / dz = onehot_t - p and dH / dz = -p (log p + H), with g and h the gradients of log p_t and
-    H: constant = -(g + h H) / temperature, slope = -h / temperature, target = g / temperature.
+    Let g be the gradient of log p_t, and h the gradient of the entropy H. From d log p_t / dz = onehot_t - p
+    and dH / dz = -p (log p + H) follows: constant = -(g + h H) / temperature, slope = -h / temperature,
+    target = g / temperature.
 
     Attributes:
         peak_M: the largest logit.
         log_total_M: log Σ exp(z - peak).
-        constant_M: `constant` above.
-        slope_M: `slope` above; None if it is zero.
-        target_M: `target` above.
+        constant_M: `constant` in the equation.
+        slope_M: `slope` in the equation; None if it is zero.
+        target_M: `target` in the equation.
     """
 
     peak_M: Tensor
@@ -115,28 +118,29 @@ class LogitGradient(NamedTuple):
 
 
 class Tiles(Protocol):
-    """The work within tiles. Outputs are fp32, or fp64 for fp64 input, unless stated otherwise."""
+    """The protocol of the computations inside a tile. Outputs are fp32 (fp64 for fp64 input) by default."""
 
     def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
-        """Return the sums of all tiles. There is at least one position and one entry.
+        """Return the sums of all tiles, for at least one position and at least one vocabulary entry.
 
         Args:
             inputs: the head's inputs.
-            with_moment: whether entropies are asked for.
+            with_moment: whether entropies are needed.
             keep: whether the logits may be kept for `gradient`.
         """
 
     def width(self, hidden_MD: Tensor) -> int:
-        """Return the tile width T of `gradient`; the last tile may be narrower."""
+        """Return the number of vocabulary entries per tile in `gradient`. The last tile may be narrower."""
 
     def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
-        """Return one tile's gradient with respect to its logits before the division by the temperature.
+        """Return the gradient with respect to one tile's undivided logits, hidden weightᵀ.
 
         Args:
-            tile: the inputs with only the tile's rows of the weight, and ids counted from the first of them.
-                Ids outside the tile are ignored.
-            wanted: the gradient to compute.
-            kept_MT: the tile's logits from `Sums`, which must not be changed; None: they are computed again.
+            tile: the inputs with only the tile's rows of the weight, and target ids counted from the first of
+                these rows. Targets outside the tile are ignored.
+            wanted: the coefficients of the gradient.
+            kept_MT: the tile's logits from `Sums`, which must not be changed; None: the logits are computed
+                again.
 
         Returns:
             (M, T) in the type of `hidden_MD`.
@@ -144,7 +148,7 @@ class Tiles(Protocol):
 
 
 class TorchTiles:
-    """`Tiles` in PyTorch's operators.
+    """`Tiles` implemented with PyTorch's operators.
 
     Args:
         reduced: processes a tile's logits in the forward pass: `reduced_tile` or an equivalent function.
@@ -191,7 +195,7 @@ class TorchTiles:
 
 
 def reduced_tile(z_MT: Tensor, with_moment: bool, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a tile's peak, total and moment, each (M); see `Sums`.
+    """Return the peak, total and moment of one tile, each (M); see `Sums`.
 
     The logits are overwritten unless `keep` is set.
     """
@@ -270,8 +274,8 @@ class _TiledLogProbs(torch.autograd.Function):
 def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     """Return peak, log Σ exp(z - peak) and entropy over all tiles, each (M).
 
-    The entropy is empty if it was not asked for. With w = exp(z - peak), it is H = log Σ w - Σ w (z - peak) /
-    Σ w. Both terms have the same sign, so no digits cancel.
+    The entropy is an empty tensor if it is not needed. With w = exp(z - peak), the entropy is H = log Σ w - Σ
+    w (z - peak) / Σ w. Both terms have the same sign, so no digits cancel.
     """
     peak_M = sums.peak_SM.amax(0)
     shift_SM = sums.peak_SM - peak_M
@@ -289,15 +293,15 @@ def over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Combine the log-probs of the targets and the results of `merged` over all ranks.
 
-    With S_r the entries of rank r, q_r the probability of all of S_r, and p(v | S_r) the rank's own
-    distribution:
+    S_r is the set of vocabulary entries of rank r, q_r is the total probability of S_r, and p(v | S_r) is the
+    distribution over S_r:
 
         log p(v) = log p(v | S_r) + log q_r        H = Σ_r q_r (H(p(· | S_r)) - log q_r).
 
     Args:
         group: the ranks that share the vocabulary.
         target_M: the logits of the targets.
-        here_M: whether the target belongs to this rank's entries.
+        here_M: whether each target is one of this rank's entries.
         own: the result of `merged` for this rank's entries.
 
     Returns:
@@ -316,16 +320,16 @@ def over_ranks(
 
 
 def output_type(hidden_MD: Tensor) -> torch.dtype:
-    """Return the type of a head's outputs and sums."""
+    """Return the dtype of a head's outputs and sums."""
     return torch.promote_types(hidden_MD.dtype, torch.float32)
 
 
 def tile_width(hidden_MD: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return T, the width of all tiles but the last.
+    """Return T, the number of vocabulary entries of every tile except the last.
 
     Args:
         hidden_MD: the hidden states.
-        dtype: the type of a tile's entries; None: that of the outputs.
+        dtype: the dtype of a tile's logits; None: the dtype of the outputs.
     """
     budget = TILE_BYTES.get(hidden_MD.device.type, TILE_BYTES["cpu"])
     width = budget // (len(hidden_MD) * (dtype or output_type(hidden_MD)).itemsize)
@@ -333,21 +337,21 @@ def tile_width(hidden_MD: Tensor, dtype: torch.dtype | None = None) -> int:
 
 
 def tiles_of(weight_VD: Tensor, width: int) -> list[tuple[int, Tensor]]:
-    """Return the number of the first entry, and the weights, of each tile."""
+    """Return for each tile the index of its first vocabulary entry, and its rows of the weight."""
     return [(start, weight_VD[start : start + width]) for start in range(0, len(weight_VD), width)]
 
 
 def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which targets lie in the tile (M), and a valid index into the tile for all targets (M, 1)."""
+    """Return which targets are in the tile (M), and a valid index into the tile for all targets (M, 1)."""
     here_M = (targets_M >= 0) & (targets_M < width)
     return here_M, targets_M.clamp(0, width - 1).unsqueeze(1)
 
 
 def logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
-    """Return the logits (M, T) in the output's precision."""
+    """Return the logits (M, T) of a tile in the precision of the outputs."""
     logits_MT = wide_product(hidden_MD, weight_TD)
     return logits_MT if temperature == 1 else logits_MT.div_(temperature)
 
 
 token_log_probs = partial(tiled_log_probs, TorchTiles())
-"""The head in PyTorch's operators, for every device and floating type; see `Head`."""
+"""The tiled head with PyTorch's operators, for every device and floating type; see `Head`."""

@@ -1,8 +1,9 @@
 """The tiled head in Triton, for CUDA devices: logits stay in registers and are never written to memory.
 
 The forward pass writes three numbers per position and span of the vocabulary. The backward pass writes the
-gradient with respect to the logits, one tile at a time and in the type of the hidden states. cuBLAS then
-computes the two products with this gradient. The kernels use no atomics, so a run repeats bit for bit.
+gradient with respect to the logits, one tile at a time, in the type of the hidden states. cuBLAS then
+computes the two matrix products with this gradient. The kernels use no atomics, so results are the same bit
+for bit in every run.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from tandem.models.heads.tiled import Inputs, LogitGradient, Sums, TorchTiles, t
 from tandem.models.heads.triton_kernels import gradient_kernel, sums_kernel
 
 # Vocabulary entries per program of the forward pass, at least one block. For a thousand positions and 152k
-# entries this gives 600 programs.
+# entries this results in 600 programs.
 _SPAN = 2048
 
 
 def token_log_probs(hidden_MD: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies; see `Head`.
 
-    Triton has no fast product in float64, so PyTorch's head is used for float64.
+    Triton has no fast matrix product in float64, so PyTorch's head is used for float64.
     """
     tiles = TorchTiles() if hidden_MD.dtype == torch.float64 else TritonTiles()
     return tiled_log_probs(tiles, hidden_MD, *args, **kwargs)
@@ -33,7 +34,7 @@ def token_log_probs(hidden_MD: Tensor, *args: Any, **kwargs: Any) -> tuple[Tenso
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The sizes of a kernel's blocks; see `triton_kernels`."""
+    """The block sizes of a kernel; see `triton_kernels`."""
 
     rows: int
     columns: int
@@ -44,18 +45,19 @@ class Blocks:
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device) -> Blocks:
-        """Return the sizes for the hidden states' type and a device; see `for_capability`."""
+        """Return the block sizes for a device and the dtype of the hidden states; see `for_capability`."""
         major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
         return cls.for_capability(dtype, major)
 
     @classmethod
     def for_capability(cls, dtype: torch.dtype, major: int) -> Blocks:
-        """Return the sizes for the hidden states' type and a major compute capability.
+        """Return the block sizes for a major compute capability and the dtype of the hidden states.
 
-        Types of two bytes use tensor cores; fp32, in IEEE products, does not. Hopper (9) multiplies 64 rows
-        by up to 256 columns per instruction of four warps. With eight warps, a block of 256 columns takes 128
-        sums in the registers of each thread, and reads a quarter less per operation than a block of 128
-        columns. It needs 192 KiB of shared memory, which smaller devices do not have.
+        16-bit types use tensor cores. fp32 does not, because its products follow IEEE 754. On Hopper (major
+        capability 9), one instruction of four warps multiplies 64 rows by up to 256 columns. With eight warps
+        and a block of 256 columns, each thread keeps 128 sums in registers. Such a block reads a quarter less
+        per operation than a block of 128 columns. It needs 192 KiB of shared memory, which smaller devices do
+        not have.
         """
         if dtype == torch.float32:
             return cls(64, 64, 32, warps=8)
@@ -75,7 +77,7 @@ class Blocks:
 
 
 class TritonTiles:
-    """`Tiles` in Triton, for bfloat16, float16 and float32. It never keeps logits."""
+    """`Tiles` implemented in Triton, for bfloat16, float16 and float32. It never keeps logits."""
 
     def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
         hidden_MD, weight_VD, targets_M, temperature = inputs

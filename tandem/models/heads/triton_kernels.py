@@ -1,16 +1,15 @@
-"""The Triton kernels of `TritonTiles`: linear layer and softmax in one, so that logits stay in registers.
+"""The Triton kernels of `TritonTiles`, which fuse linear layer and softmax, so logits stay in registers.
 
-A pointer has the name of its tensor. Capital letters are compile-time numbers:
+Each pointer is named after its tensor. Capital letters are compile-time constants:
 
-    ROWS      positions of a block
-    COLUMNS   vocabulary entries of a block
-    FEATURES  hidden features of one step of the product, of WIDTH in all
-    SPAN      vocabulary entries that one program goes through, in blocks
-    TOGETHER  blocks of rows that programs take in turn before they go on in the vocabulary
+    ROWS      positions of a block COLUMNS   vocabulary entries of a block FEATURES  hidden features of one
+    step of the matrix product, of WIDTH in total SPAN      vocabulary entries that one program processes,
+    block by block TOGETHER  blocks of rows that consecutive programs process with the same entries of the
+    vocabulary
 
 Programs that run at the same time should read the same hidden states and weights, so that these stay in the
-cache between memory and the multiprocessors. If programs followed the order of the rows only, each step would
-fetch the hidden states of all positions again.
+L2 cache. If programs were ordered by rows only, each step would read the hidden states of all positions from
+memory again.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# Kernels have many parameters, so several are on one line. `rows` differs in every micro-batch, so it must
-# not cause another compilation.
+# The kernels have many parameters, so several are written on one line. `rows` differs in every
+# micro-batch, so a new value must not cause another compilation.
 
 
 @triton.jit
 def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -> tuple[int, int]:
-    """Return the block of rows of a program, and which of the `others`, parts of the vocabulary, it takes."""
+    """Return the program's block of rows, and its index among the `others` vocabulary parts."""
     each = TOGETHER * others
     first = program // each * TOGETHER
     together = min(row_blocks - first, TOGETHER)
@@ -62,9 +61,9 @@ def sums_kernel(
     weight_stride: int, scale: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
-    """Compute the entries of `Sums` for one block of rows and one span (program: block of rows, span).
+    """Compute the fields of `Sums` for one block of rows and one span. There is one program per pair.
 
-    The computation is online (Milakov, Gimelshein 2018).
+    The kernel computes an online softmax (Milakov, Gimelshein 2018).
     """
     block, span = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, SPAN), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)

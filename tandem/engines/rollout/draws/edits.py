@@ -1,7 +1,7 @@
-"""Edits of raw logits before the temperature is applied, in the rows that need them.
+"""Edits of raw logits before the temperature is applied, for the rows that need edits.
 
-There are three kinds of edits: tokens that min_tokens bars, biases, and penalties on tokens that have
-occurred.
+There are three kinds of edits: stop tokens that are barred until `min_tokens` is reached, biases, and
+penalties on tokens that have occurred.
 
 Shape suffixes: R rows, V vocabulary, E edited rows, P penalized rows, S slots, L tokens of the longest prompt
 and response, N entries of (row, token).
@@ -38,7 +38,7 @@ class History:
         self._free = list(range(_FIRST_SLOTS))
 
     def open(self) -> int:
-        """Return a free slot. Its content is arbitrary."""
+        """Reserve a free slot and return its number. The slot's content is arbitrary."""
         if not self._free:
             slots = len(self.counts_SV)
             self.counts_SV = torch.cat((self.counts_SV, torch.zeros_like(self.counts_SV)))
@@ -50,7 +50,7 @@ class History:
         self._free += [int(slot) for slot in slots]
 
     def set(self, slot: int, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
-        """Set the slot to a prompt and the part of its response that was generated so far."""
+        """Fill the slot with a prompt and the response tokens generated so far."""
         ids_T = upload(np.concatenate((prompt_ids, token_ids)).astype(np.int64), self.ids_SL.device)
         self.widen(len(ids_T))
         self.ids_SL[slot, : len(ids_T)] = ids_T
@@ -67,15 +67,15 @@ class History:
 class Penalties(NamedTuple):
     """The penalties of P rows (see `SamplingParams`).
 
-    They change only the logits of tokens in the row's history.
+    Penalties change only the logits of tokens in the row's history.
 
     Attributes:
         history: The tokens of the penalized sequences.
-        rows_P: int64, the rows.
-        slots_P: int64, their slots in `history`.
-        repetition_P: float64.
-        frequency_P: float64.
-        presence_P: float64.
+        rows_P: int64, the row numbers.
+        slots_P: int64, the rows' slots in `history`.
+        repetition_P: float64, the repetition penalties.
+        frequency_P: float64, the frequency penalties.
+        presence_P: float64, the presence penalties.
         lengths_P: int64, the number of prompt and response tokens at this step.
         longest: The largest number in `lengths_P`.
     """
@@ -90,7 +90,7 @@ class Penalties(NamedTuple):
     longest: int
 
     def apply(self, logits_RV: Tensor) -> None:
-        """Change the logits in place.
+        """Apply the penalties to the logits in place.
 
         A token that occurs twice in the history is looked up twice and gets the same value twice.
         """
@@ -107,14 +107,14 @@ class Penalties(NamedTuple):
         logits_RV[rows_P1, ids_PL] = after_PL - frequency * counts_PL - presence * (counts_PL > 0)
 
     def note(self, tokens_R: Tensor) -> None:
-        """Add the tokens drawn for all rows to the history."""
+        """Add the sampled tokens of all rows to the history."""
         tokens_P = tokens_R[self.rows_P]
         self.history.counts_SV[self.slots_P, tokens_P] += 1
         self.history.ids_SL[self.slots_P, self.lengths_P] = tokens_P
 
 
 Biases = tuple[Tensor, Tensor, Tensor]
-"""Rows, tokens, and the values added to their logits (N entries). Each (row, token) occurs at most once."""
+"""Rows, tokens, and the values added to their logits (N entries each). Each (row, token) is unique."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class Edits:
     """All changes to the logits of one step.
 
     Attributes:
-        rows_E: int64, the rows whose logits differ from the model's own logits, in ascending order.
-        barred: Rows and tokens (N entries) that cannot be drawn.
+        rows_E: int64, the rows whose logits are changed, in ascending order.
+        barred: Pairs of row and token (N entries) that must not be sampled.
     """
 
     rows_E: Tensor
@@ -132,7 +132,7 @@ class Edits:
     penalties: Penalties | None = None
 
     def applied(self, logits_RV: Tensor) -> Tensor:
-        """Return changed logits. The input stays unchanged."""
+        """Return a copy of the logits with all edits applied."""
         logits_RV = logits_RV.clone()
         if self.barred is not None:
             logits_RV[self.barred] = -torch.inf

@@ -1,11 +1,11 @@
 """Random numbers keyed by (seed, uid, sample, position).
 
-A token's number does not depend on the engine, on the device, or on what else is scheduled.
+The random number of a token does not depend on the engine, on the device, or on the other scheduled requests.
 
-A row's key is three rounds of SplitMix64's finalizer over the seed, the hash of the uid and the sample index.
-The number at position p is the finalizer of key + p * golden. This is SplitMix64's own stream (Steele, Lea,
-Flood: Fast Splittable Pseudorandom Number Generators, 2014), started at the key. The engines compute it on
-the host, where the positions are, and upload one number per row and step.
+The key of a row is made by three rounds of SplitMix64's finalizer over the seed, the hash of the uid and the
+sample index. The number at position p is the finalizer of key + p * golden. This is the stream of SplitMix64
+(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), started at the key. The positions
+are known on the host. So the engines compute the numbers there and upload one number per row and step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def row_key(request: Request) -> int:
 
 
 def first_position(request: Request) -> int:
-    """Return the position that keys the request's first sampled token."""
+    """Return the position in the random stream of the request's first sampled token."""
     return request.first_position if request.first_position >= 0 else len(request.prompt_ids)
 
 
@@ -44,9 +44,10 @@ def uniforms(keys_R: Keys, positions_R: NDArray[np.int64]) -> NDArray[np.float64
 
 
 def seed_of(request: Request) -> int:
-    """Return a 63-bit seed for a server that has its own random numbers.
+    """Return a 63-bit seed for an inference server that uses its own random generator.
 
-    As in the engines of this process, it depends only on (seed, uid, sample, position).
+    The seed depends only on (seed, uid, sample, position), as do the random numbers of engines in this
+    process.
     """
     return (row_key(request) + _GOLDEN * first_position(request)) % (1 << 63)
 

@@ -1,6 +1,7 @@
-"""The running sequences as a table of columns. Each sequence is one row, packed into rows 0..n-1.
+"""A table of the running sequences, with one row per sequence and no gaps between rows.
 
-All bookkeeping per token, from logits to finished samples, is a vectorized operation on these columns.
+The table is stored as columns. All bookkeeping per token, from logits to finished samples, is done with
+vectorized operations on the columns.
 """
 
 from __future__ import annotations
@@ -33,26 +34,27 @@ _TABLES: dict[str, tuple[type[np.generic], int]] = {
 
 
 class Rows:
-    """Columns of `capacity` rows. The first `count` rows are running.
+    """A table of `capacity` rows, one per sequence. The first `count` rows are running.
 
     Args:
-        capacity: The most sequences that can run at the same time.
-        logprobs_mode: What samples carry as `log_probs`.
+        capacity: The maximum number of sequences that run at the same time.
+        logprobs_mode: Which log-probs samples store in `log_probs`.
 
     Attributes:
-        request: The requests.
-        key: The key of the row's random numbers.
-        first_position: The position that keys the row's first sampled token.
+        request: The request of each row.
+        key: The key of the row's random numbers (see `keyed.row_key`).
+        first_position: The position in the random stream of the row's first sampled token.
         temperature, top_k, top_p, min_p, min_tokens, max_tokens: As in SamplingParams.
         edited: Whether logits are biased or penalized.
         slot: The slot of the history that penalties read. It is -1 before the first draw and without
             penalties.
-        counted: The number of response tokens in that history.
+        counted: The number of response tokens in the history.
         last_token: The last sampled token. It is not in the cache yet.
         produced: The number of tokens sampled.
         stop_ids: (capacity, widest) stop tokens, filled with -1.
         has_stop_text: Whether there are stop strings.
-        tokens, log_probs, untruncated, versions: (capacity, max_tokens) what was sampled.
+        tokens, log_probs, untruncated, versions: (capacity, max_tokens) the sampled tokens, their two
+            log-probs, and the weight version of each token.
         precision: The dtype of the log-probs in samples: float64 if the logits are float64, else float32.
     """
 
@@ -86,11 +88,11 @@ class Rows:
         self.precision: type[np.floating[Any]] = np.float32
         self._mode = logprobs_mode
         self._history: History | None = None
-        self._params: RowParams | None = None  # the parameters of the rows in `_params_of`
+        self._params: RowParams | None = None  # the sampling parameters of the rows in `_params_of`
         self._params_of = np.zeros(0, dtype=np.int64)
 
     def column(self, kind: Any, fill: Any = 0, width: tuple[int, ...] = ()) -> np.ndarray:
-        """Return a new column of this table, (capacity, *width), whose entries move with their rows.
+        """Add a column of shape (capacity, *width) and return it. Its entries move with their rows.
 
         Args:
             kind: The NumPy dtype of the entries.
@@ -102,7 +104,7 @@ class Rows:
         return made
 
     def add(self, requests: Sequence[Request]) -> np.ndarray:
-        """Add requests that have generated nothing to the next free rows, and return their row numbers."""
+        """Add new requests, without response tokens, to the next free rows, and return the row numbers."""
         stops = max(len(request.params.stop_token_ids) for request in requests)
         longest = max(request.params.max_tokens for request in requests)
         for name, (_, fill) in _TABLES.items():
@@ -131,7 +133,7 @@ class Rows:
     def params(self, rows: np.ndarray, vocabulary: int, device: torch.device) -> RowParams:
         """Return the sampling parameters for the next token of each of `rows`, on the device.
 
-        While the rows are the same as in the last call, its result is returned again.
+        The result is cached and returned again as long as `rows` does not change.
         """
         if self._params is not None and np.array_equal(rows, self._params_of):
             return self._params
@@ -180,9 +182,9 @@ class Rows:
     def _step_edits(
         self, rows: np.ndarray, params: RowParams, ahead: int | np.ndarray, logits_RV: Tensor
     ) -> Edits | None:
-        """Return the edits of this step.
+        """Return the edits of this step's logits.
 
-        These are the edits of `params`, brought up to this step, and the barred stop tokens of rows that have
+        These are the edits of `params`, updated to this step, and the barred stop tokens of rows that have
         not reached `min_tokens` yet.
         """
         edits = params.edits
@@ -199,10 +201,10 @@ class Rows:
         return replace(edits or Edits(edited_E), rows_E=edited_E, barred=(barred_2N[0], barred_2N[1]))
 
     def _current(self, rows: np.ndarray, penalties: Penalties, ahead: int | np.ndarray) -> Penalties:
-        """Return the penalties with the history as it is at this step.
+        """Return the penalties with their history updated to this step.
 
-        The history is set again for rows that are new to penalties, and for rows whose drawn tokens were
-        never accepted.
+        The history is rebuilt for rows that are penalized for the first time, and for rows whose sampled
+        tokens were never accepted.
         """
         history = penalties.history
         penalised = self.slot[rows] >= 0
@@ -219,7 +221,7 @@ class Rows:
         return penalties._replace(lengths_P=lengths_P, longest=longest)
 
     def uniforms(self, rows: np.ndarray, ahead: int | np.ndarray = 0) -> np.ndarray:
-        """Return the random numbers that draw the next token of each of `rows` (see `draw`)."""
+        """Return the random number for the next token of each of `rows` (see `draw`)."""
         return uniforms(self.key[rows], self.first_position[rows] + self.produced[rows] + ahead)
 
     def draw(
@@ -238,8 +240,9 @@ class Rows:
             rows: The rows.
             logits_RV: The logits of `rows`, in their order.
             params: The sampling parameters of `rows`, in their order.
-            ahead: How many tokens were drawn for these rows, or for each row, and are not accepted yet.
-            uniforms_R: The numbers of `uniforms`, if they are on the device already.
+            ahead: The number of tokens that were sampled but not yet accepted: one number for all rows, or
+                one per row.
+            uniforms_R: The result of `uniforms`, if it is already on the device.
         """
         if uniforms_R is None:
             uniforms_R = upload(self.uniforms(rows, ahead), logits_RV.device)
@@ -249,11 +252,11 @@ class Rows:
     def accept(
         self, rows: np.ndarray, drawn: Drawn, version: int, decode: Decode | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the tokens drawn for `rows`. If they are still on a device, wait for them.
+        """Append the tokens that were sampled for `rows`. If the tokens are still on a device, wait for them.
 
         Returns:
-            done, stopped: Two (R) bool arrays: which rows have finished, and which rows met a stop token or
-            stop string.
+            done, stopped: Two (R) bool arrays. `done` marks the rows that have finished. `stopped` marks the
+                rows that ended with a stop token or stop string.
 
         Raises:
             EngineError: The logits were not finite. Then nothing is appended.
@@ -280,7 +283,7 @@ class Rows:
         return stopped | (self.produced[rows] >= self.max_tokens[rows]), stopped
 
     def sample(self, row: int, finish_reason: str) -> Sample:
-        """Return a copy of the row's response so far."""
+        """Return the row's response so far as a sample. The sample does not share memory with the table."""
         request: Request = self.request[row]
         done = slice(0, int(self.produced[row]))
         return Sample(
@@ -294,10 +297,10 @@ class Rows:
         )
 
     def remove(self, gone: np.ndarray) -> np.ndarray:
-        """Drop rows by a mask (count) and move the last rows into the gaps.
+        """Remove the rows that are true in the mask `gone` (count), and move the last rows into the gaps.
 
         Returns:
-            The new number of each row (count), or -1 if it was dropped.
+            (count) The new number of each row, or -1 for a removed row.
         """
         self._params = None
         slots = self.slot[: self.count][gone]

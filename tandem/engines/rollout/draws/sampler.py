@@ -1,7 +1,9 @@
-"""Sampling from logits: inverts the cumulative distribution at one given uniform number per row.
+"""Token sampling from logits with one given uniform random number per row.
 
-Shape suffixes: R rows, V vocabulary, N blocks of the vocabulary, C rows that cut tokens off, K candidates
-(the most likely tokens, in descending order), E rows with edited logits.
+The token is the point at which the cumulative distribution exceeds the number (inverse transform sampling).
+
+Shape suffixes: R rows, V vocabulary, N blocks of the vocabulary, C rows with truncation (min-p, top-k or
+top-p), K candidates (the most likely tokens, in descending order), E rows with edited logits.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Drawn(NamedTuple):
-    """One token per row.
+    """The sampled token of each row, and its log-probs.
 
     Attributes:
-        tokens_R: int64.
-        log_probs_R: The log-prob, in nats, under the distribution that was sampled from. For a greedy row,
-            under the distribution without temperature and truncation.
+        tokens_R: int64, the token ids.
+        log_probs_R: The log-prob, in nats, under the distribution that was sampled from. A greedy row uses
+            the distribution without temperature and truncation.
         untruncated_R: The log-prob, in nats, under softmax(logits / temperature) of the unedited logits. The
             temperature is 1 for greedy rows.
-        requested_R: What `logprobs_mode` requests.
+        requested_R: The log-probs that `logprobs_mode` requests.
     """
 
     tokens_R: Tensor
@@ -48,14 +50,14 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The rows that cut tokens off (C of R), and where they cut.
+    """The rows with truncated distributions (C of R rows), and their thresholds.
 
     Attributes:
-        rows_C: int64.
+        rows_C: int64, the row numbers.
         min_p_C: float64. None if no row has min-p.
         top_k_C: int64. The vocabulary's size in rows without top-k. None if no row has top-k.
         top_p_C: float64. None if no row has top-p.
-        widest: The largest top-k of a row, or 0 if no row has top-k.
+        widest: The largest top-k of all rows, or 0 if no row has top-k.
         unbounded: Whether a row has top-p and no top-k.
     """
 
@@ -69,15 +71,15 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters of R rows on the device, and which code paths they need.
+    """The sampling parameters of R rows on the device, and flags for the code paths that they need.
 
     Attributes:
         temperature_R: float64. 1 for greedy rows.
-        greedy_R: bool.
+        greedy_R: bool, true for greedy rows.
         greedy: 0 if no row is greedy, 1 if some rows are, 2 if all rows are.
         tempered: Whether any temperature differs from 1.
         cuts: The rows with min-p, top-k or top-p, or None.
-        edits: The rows with biases or penalties, or None. The edits of each step are built from this value.
+        edits: The rows with biases or penalties, or None. Each step builds its edits from them.
     """
 
     temperature_R: Tensor
@@ -98,9 +100,10 @@ class RowParams:
         device: torch.device,
         edits: Edits | None = None,
     ) -> RowParams:
-        """Return the parameters of rows, for logits over `vocabulary` tokens.
+        """Build the parameters of rows whose logits have `vocabulary` entries.
 
-        The columns are as in `SamplingParams`. A top-k that keeps all tokens counts as no top-k.
+        The first four arguments have the values of `SamplingParams`. A top-k that keeps all tokens counts as
+        no top-k.
         """
         greedy_R = temperature_R == 0
         top_k_R = np.where((top_k_R > 0) & (top_k_R < vocabulary), top_k_R, vocabulary)
@@ -138,8 +141,8 @@ def sample(
 ) -> Drawn:
     """Sample one token per row.
 
-    The parameters apply in the order that `SamplingParams` states, which is vLLM's order. Half-precision
-    logits are widened to float32. float64 stays.
+    The parameters are applied in the order that `SamplingParams` documents, which is vLLM's order.
+    Half-precision logits are converted to float32. float64 logits stay float64.
 
     The host does not wait for the device. If a row's logits have NaN, or only -inf, its log-prob is NaN.
 
@@ -148,7 +151,7 @@ def sample(
         uniforms_R: Random numbers, float64 in [0, 1).
         params: The parameters of the rows.
         edits: The edits of this step. The edits in `params` are ignored.
-        mode: What to return in `requested_R`.
+        mode: Which log-probs to return in `requested_R`.
     """
     assert logits_RV.shape[0] == len(uniforms_R) == len(params.greedy_R)
     plain = edits is None and params.cuts is None and mode == "processed_logprobs"
@@ -216,14 +219,14 @@ def _weights(scores_RV: Tensor, peak_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(weights_RV: Tensor) -> Tensor:
-    """Return the cumulative sums of the weights at the ends of the blocks, (R, N) float64."""
+    """Return the cumulative sum of the weights at the end of each block, (R, N) float64."""
     return weights_RV.view(len(weights_RV), -1, _BLOCK).sum(-1).cumsum(-1, dtype=torch.float64)
 
 
 def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
-    """Return the first token whose cumulative weight exceeds the uniform number's share of the total.
+    """Return the first token whose cumulative weight exceeds the uniform number times the total weight.
 
-    The block is found first, then the token in it. So one pass over the vocabulary is enough.
+    The block is searched first, then the token inside the block. So one pass over the vocabulary is enough.
     """
     target_R = uniforms_R * ends_RN[:, -1]
     block_R = _first_above(ends_RN, target_R)
@@ -237,10 +240,10 @@ def _draw(weights_RV: Tensor, ends_RN: Tensor, uniforms_R: Tensor) -> Tensor:
 
 
 def _first_above(ends: Tensor, target_R: Tensor) -> Tensor:
-    """Return the index of the first of the ascending `ends` (R, N) above the target.
+    """Return for each row the first index at which the ascending `ends` (R, N) exceed the target.
 
-    The target lies in [0, last end), so an entry of weight zero is never chosen. A row of NaN gets the last
-    index.
+    The target lies in [0, last end), so an entry of weight zero is never chosen. A row of NaN values gets the
+    last index.
     """
     found = torch.searchsorted(ends, target_R[:, None], right=True).squeeze(-1)
     return found.clamp_(max=ends.shape[1] - 1)
@@ -253,10 +256,10 @@ def _log_total(peak_R: Tensor, ends_RN: Tensor) -> Tensor:
 def _cut(
     cuts: Cuts, scores_RV: Tensor, peak_R: Tensor, weights_RV: Tensor, ends_RN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `_weights` with weight zero for the tokens cut off. This works in place.
+    """Set the weights of truncated tokens to zero, in place, and return the weights and their `_ends`.
 
-    A row keeps all tokens with at least a certain score. So neither the order of equal scores nor the other
-    rows matter.
+    Each row keeps all tokens whose score reaches the row's threshold. So the result does not depend on the
+    order of equal scores, nor on other rows.
     """
     whole = len(cuts.rows_C) == len(scores_RV)
     scores_CV, peak_C, weights_CV, ends_CN = (
@@ -289,7 +292,7 @@ def _keep(weights_CV: Tensor, scores_CV: Tensor, floor_C: Tensor) -> Tensor:
 
 
 def _candidates(cuts: Cuts, scores_CV: Tensor) -> Tensor:
-    """Return the highest scores of each row.
+    """Return the highest scores of each row, in descending order.
 
     These are all scores that top-k needs. On a CPU they include the scores that top-p tries first.
     """
@@ -308,20 +311,20 @@ def _nucleus_floor(
     goal_C: Tensor,
     unbounded: bool,
 ) -> Tensor:
-    """Return the score of the token at which the weight of the most likely tokens reaches the goal.
+    """Return the score threshold at which the summed weight of the most likely tokens reaches the goal.
 
-    The result may be another number that keeps the same tokens.
+    The result is the score of the last token that is kept, or another number that keeps the same tokens.
 
     Args:
         best_CK: The highest scores.
         scores_CV: All scores.
         weights_CV: The weights, zero below `floor_C`.
         peak_C: The highest score of each row.
-        floor_C: The lowest score that counts.
+        floor_C: The lowest score that is not truncated yet.
         goal_C: The weight to reach.
-        unbounded: Whether a row's goal may lie beyond the highest scores. Only the device knows whether it
-            does, and the host would have to wait for the answer. So on devices other than the CPU, all rows
-            are searched.
+        unbounded: Whether the scores in `best_CK` may be too few to reach a row's goal. Only the device knows
+            whether they are, and the host would have to wait for the answer. So on devices other than the
+            CPU, all rows are searched.
     """
     if unbounded and scores_CV.device.type != "cpu":
         return _searched_floor(scores_CV, weights_CV, goal_C)
@@ -339,14 +342,14 @@ def _nucleus_floor(
 def _searched_floor(scores_CV: Tensor, weights_CV: Tensor, goal_C: Tensor) -> Tensor:
     """Return the highest number such that the weights of the scores at or above it reach the goal.
 
-    The result is -inf if all weights together do not reach the goal. The number is found bit by bit: the bits
-    of floating-point numbers, read as integers, are in the order of the numbers.
+    The result is -inf if the sum of all weights does not reach the goal. The search determines the number bit
+    by bit. This works because floating-point numbers have the same order as their bits, read as integers.
     """
     kind = _BITS[scores_CV.dtype]
     weights_CV = weights_CV[:, : scores_CV.shape[1]]
 
     def number(key_C: Tensor) -> Tensor:
-        """Return the number of a key. Negative numbers are stored as sign and magnitude."""
+        """Convert an integer key to its float. Floats store negative numbers as sign and magnitude."""
         return torch.where(key_C < 0, key_C ^ torch.iinfo(kind).max, key_C).to(kind).view(scores_CV.dtype)
 
     high_C = torch.full_like(goal_C, torch.inf, dtype=scores_CV.dtype).view(kind).long()

@@ -1,10 +1,10 @@
-"""`sampler.sample` in two Triton kernels, for rows that neither edit logits nor cut tokens off.
+"""`sampler.sample` in two Triton kernels, for rows without edited logits and without truncation.
 
-The PyTorch path widens the logits to float32, divides, takes the maximum, subtracts, exponentiates and sums:
-about 19 times the bytes of bfloat16 logits. These kernels read the logits once, plus one chunk per row. The
-first kernel finds each chunk's peak and the sum of its weights. The second kernel finds the chunk that
-contains the uniform number's share of the row's total, and the token in it. Both add up chunks and tokens in
-float64.
+The PyTorch code converts the logits to float32, divides, takes the maximum, subtracts, exponentiates and
+sums. For bfloat16 logits this moves about 19 times their bytes. The kernels here read the logits once, plus
+one chunk per row. The first kernel computes each chunk's peak and the sum of its weights. The second kernel
+finds the chunk, and then the token, at which the cumulative weight exceeds the uniform number times the total
+weight of the row. Both kernels sum in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK = 4096
 def sample_uncut(
     logits_RV: Tensor, uniforms_R: Tensor, temperature_R: Tensor, greedy_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens that `sampler.sample` draws, and their log-probs.
+    """Sample the same tokens as `sampler.sample`, and return the tokens and their log-probs.
 
     A row's result does not depend on the other rows.
 
@@ -28,7 +28,7 @@ def sample_uncut(
         logits_RV: bfloat16, float16 or float32. They are not changed.
         uniforms_R: float64 in [0, 1).
         temperature_R: float64. 1 for greedy rows.
-        greedy_R: bool. Greedy rows take the first of the most likely tokens.
+        greedy_R: bool. A greedy row gets its most likely token, the first one if several are equal.
 
     Returns:
         Tokens (R) int64, and log-probs (R) float32 in nats, after the temperature.
@@ -71,9 +71,10 @@ def weigh_kernel(
     row_stride: int,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Compute one chunk of one row. The grid is (row, chunk).
+    """Compute the peak and the total weight of one chunk of one row. The grid is (row, chunk).
 
-    Stores the chunk's highest score, the first token that has it, and the sum of exp(score - highest).
+    The kernel stores the chunk's highest score, the first token with this score, and the sum of exp(score -
+    highest).
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -89,10 +90,10 @@ def weigh_kernel(
 
 @triton.jit
 def _first_above(weights: tl.tensor, share: tl.tensor, SIZE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Find the first index whose cumulative weight exceeds the share of the total.
+    """Find the first index whose cumulative weight exceeds `share` times the total weight.
 
-    Returns the index, and the share of its own weight at which the total share is reached. An index of weight
-    zero is chosen only if all weights are zero or NaN.
+    The function returns this index, and the fraction of the index's weight at which the target is reached. An
+    index of weight zero is returned only if all weights are zero or NaN.
     """
     index = tl.arange(0, SIZE)
     ends = tl.cumsum(weights, 0)
@@ -121,7 +122,7 @@ def draw_kernel(
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Pick the token of one row. There is one program per row."""
+    """Sample the token of one row. There is one program per row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     logits += row * row_stride

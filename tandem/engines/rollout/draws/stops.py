@@ -1,4 +1,4 @@
-"""A check whether a response's last token completes a stop string."""
+"""A function that checks whether the last token of a response completes a stop string."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _MARGIN = 8  # more tokens before the window, because some decode to nothing or 
 
 
 def ends_with_stop(tokens: np.ndarray, stop: Sequence[str], decode: Decode, min_tokens: int = 0) -> bool:
-    """Return whether the last token completes one of `stop` in the decoded text.
+    """Return whether the decoded text of the last token completes one of the stop strings.
 
-    Only as many tokens are decoded as the longest string can span at one byte per token. So the check costs
-    the same at every position.
+    Only the last tokens are decoded: as many as the longest stop string has bytes, plus a margin. So the cost
+    does not grow with the response.
 
     Args:
-        tokens: (R) int64, the response so far. Call this at each token after the first `min_tokens`.
+        tokens: (R) int64, the response so far. Call this function after each new token, from token
+            `min_tokens` + 1 on.
         stop: The stop strings.
-        decode: Decodes token ids to text.
-        min_tokens: A string that ends among the first `min_tokens` tokens does not count. The tokens after
-            them must contain no stop string before the last token.
+        decode: A function that decodes token ids to text.
+        min_tokens: A stop string that ends within the first `min_tokens` tokens does not count. Between these
+            tokens and the last token, the response must contain no stop string.
     """
     window = max(len(text.encode()) for text in stop) + _MARGIN
     recent = tokens[-window:].tolist()

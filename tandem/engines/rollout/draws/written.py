@@ -1,4 +1,4 @@
-"""A response that arrives from an engine a few tokens at a time."""
+"""A growing response whose tokens an engine delivers a few at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tandem.protocol import Request, Sample
 
 @dataclass(slots=True, eq=False)
 class Written:
-    """The tokens of one response so far.
+    """The tokens of one unfinished response so far.
 
     Attributes:
-        request: The request.
+        request: The request that is answered.
         token_ids: The tokens.
         log_probs: The log-prob of each token, in nats.
-        untruncated: The log-prob of each token before truncation, in nats. Empty if the engine does not
-            report it.
+        untruncated: The log-prob of each token before truncation, in nats. The list is empty if the engine
+            does not report these log-probs.
         versions: The version of the weights that generated each token.
     """
 
@@ -33,8 +33,8 @@ class Written:
         """Search the last tokens for the end of a stop string, and drop the tokens after it.
 
         Args:
-            new: How many tokens have arrived since the last search.
-            decode: Decodes token ids to text. With None no string is found.
+            new: The number of tokens that have arrived since the last search.
+            decode: A function that decodes token ids to text. With None no stop string is found.
 
         Returns:
             Whether a stop string was found.
@@ -54,9 +54,9 @@ class Written:
 
         Args:
             finish_reason: The sample's finish_reason.
-            processed: Whether `log_probs` are those of the distribution that was sampled from. If this is
-                also the untruncated distribution, `log_probs` are used for both. Otherwise the untruncated
-                log-probs are unknown.
+            processed: Whether `log_probs` belong to the distribution that was sampled from. If that
+                distribution is not truncated, `log_probs` are also the sample's untruncated log-probs.
+                Otherwise the untruncated log-probs are unknown.
         """
         log_probs = np.array(self.log_probs, dtype=np.float32)
         untruncated = np.array(self.untruncated, dtype=np.float32)

@@ -1,1 +1,1 @@
-"""Rollout engines whose requests run on a server over HTTP."""
+"""Rollout engines that send their requests to an inference server over HTTP."""

@@ -1,4 +1,4 @@
-"""A server's answer to one request, and checks that the answer fits the request."""
+"""The answer of an inference server to one request, and checks that the answer fits the request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ROUNDING = 1e-6  # the largest rounding error of a log-prob that should be 0
 
 @dataclass(slots=True, eq=False)
 class Answer(Written):
-    """A response that a server is generating.
+    """A response that an inference server is generating.
 
     Attributes:
-        url: Where the request is sent.
+        url: The URL to which the request is sent.
         name: The request's name on the server.
     """
 
@@ -28,10 +28,10 @@ class Answer(Written):
     name: str = field(default_factory=lambda: f"tandem-{uuid4().hex}")
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float | None], version: int) -> None:
-        """Append tokens.
+        """Append tokens to the response.
 
         Args:
-            token_ids: The tokens.
+            token_ids: The new tokens.
             log_probs: One log-prob for each token, in nats.
             version: The version of the weights that generated the tokens.
 
@@ -53,11 +53,12 @@ class Answer(Written):
             self.versions.append(version)
 
     def stamp(self, spans: Iterable[Mapping[str, Any]], other: int | None = None) -> None:
-        """Set the versions of tokens to those that the server reports.
+        """Set the weight versions of tokens to the versions that the server reports.
 
         Args:
-            spans: Each span has start, end and version.
-            other: Replaces a version that is not a number. With None, such tokens keep their version.
+            spans: Each span maps "start" and "end" (token indices) and "version" to values.
+            other: The version for spans whose version is not a number. With None, the tokens of such spans
+                keep their version.
         """
         for span in spans:
             version = int(span["version"]) if span["version"].isdigit() else other
@@ -67,13 +68,13 @@ class Answer(Written):
                 self.versions[at] = version
 
     def check_prompt(self, read: Sequence[int]) -> None:
-        """Check that the server read the same prompt tokens as the request has.
+        """Check that the server received exactly the prompt tokens of the request.
 
         Args:
-            read: The prompt tokens as the server read them.
+            read: The prompt tokens that the server reports.
 
         Raises:
-            EngineError: Names the first token that differs.
+            EngineError: A prompt token differs. The message names the first one.
         """
         sent = self.request.prompt_ids.tolist()
         if list(read) == sent:
@@ -131,7 +132,7 @@ class Answer(Written):
 
 
 def non_default(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their default, by name, as JSON values."""
+    """Return a dict from the name of each parameter that differs from its default to its JSON value."""
     values = {part.name: getattr(params, part.name) for part in fields(params)}
     wanted = {part.name: values[part.name] for part in fields(params) if values[part.name] != part.default}
     if params.top_k == 0:
@@ -142,15 +143,15 @@ def non_default(params: SamplingParams) -> dict[str, Any]:
 
 
 def refuse_unknown(wanted: dict[str, Any], known: frozenset[str], api: str) -> None:
-    """Check that the server knows all sampling parameters that are set.
+    """Check that the server supports all sampling parameters of a request.
 
     Args:
-        wanted: The parameters that are set.
-        known: The names that the server knows.
-        api: The server's API, for the message.
+        wanted: A dict from name to value of the parameters that differ from their defaults.
+        known: The names of the parameters that the server supports.
+        api: The name of the server's API, for the message.
 
     Raises:
-        EngineError: Names a parameter that the server does not know.
+        EngineError: The server does not support a parameter. The message names it.
     """
     for name in wanted.keys() - known:
         raise EngineError(

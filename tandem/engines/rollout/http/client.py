@@ -1,7 +1,7 @@
-"""The base of rollout engines whose requests run on a server.
+"""The base class of rollout engines that send their requests to an inference server.
 
-The caller's thread submits requests and receives samples. In the connection's thread each request is a task.
-A subclass defines the format of requests and answers.
+The caller's thread submits requests and receives samples. A second thread runs the connection, with one task
+per request. A subclass defines the format of requests and answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAM_INTERVAL = 16
 
 
 class HTTPEngine(ABC):
-    """A `RolloutEngine` on a server.
+    """The base class of a `RolloutEngine` that uses an inference server.
 
     A subclass that can send new weights to its server overrides `takes`, `update_weights`, `give_back` and
     `take_again`.
@@ -38,18 +38,20 @@ class HTTPEngine(ABC):
 
     Args:
         server: The server's address and time limits.
-        max_length: The most tokens that prompt and response may have together.
-        max_num_seqs: The most requests sent at the same time.
-        vocabulary: The number of tokens that prompts may use. None means that it is not checked here.
-        log: Receives a line about every two seconds of work. None means no log.
+        max_length: The maximum number of tokens of prompt and response together.
+        max_num_seqs: The maximum number of requests that are open at the same time.
+        vocabulary: The size of the vocabulary. None means that prompt tokens are not checked here.
+        log: A function that receives a log line about every two seconds of work. None means no log.
 
     Attributes:
-        max_length, vocabulary: As given.
+        max_length: See `Args`.
+        vocabulary: See `Args`.
         route: The path for POST requests.
         streams: Whether the answer is a stream of events.
-        version: The version of the weights. Each token gets it when it arrives.
-        takes: As in the protocol.
-        finds_stops: Whether stop strings are found, by the server or here.
+        version: The version of the weights. Each token gets the version that is current when the token
+            arrives.
+        takes: See `RolloutEngine.takes`.
+        finds_stops: Whether stop strings are supported, by the server or here.
         has_weights: Whether the server has weights and can generate responses.
     """
 
@@ -79,14 +81,15 @@ class HTTPEngine(ABC):
         self._failure: tuple[Answer, BaseException] | None = None
         self._counters = Counters(log)
         self._asleep: set[SleepTag] = set()
-        # Only the connection's thread writes these. The one exception: `_count` resets `_prefilled` to 0.
+        # Only the connection's thread writes these attributes. One exception: `_count` resets `_prefilled` to
+        # 0.
         self._tasks: dict[Answer, asyncio.Task[Sample]] = {}
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._running = self._written = self._prefilled = 0
 
     @abstractmethod
     async def connect(self) -> None:
-        """Ask the server for its properties. This is called once, before the first request.
+        """Query the server's properties. `submit` calls this method once, before the first request.
 
         Raises:
             EngineError: The server cannot be used.
@@ -94,26 +97,26 @@ class HTTPEngine(ABC):
 
     @abstractmethod
     def check(self, request: Request) -> None:
-        """Check that the server, as `connect` found it, supports the request.
+        """Check that the server supports the request, by the properties that `connect` found.
 
         Raises:
-            EngineError: Names the parameter that is not supported.
+            EngineError: A parameter is not supported. The message names it.
         """
 
     @abstractmethod
     def body(self, answer: Answer) -> dict[str, Any]:
-        """Return the request as the server's JSON. The answer is still empty."""
+        """Return the JSON body of the request. `answer` has no tokens yet."""
 
     @abstractmethod
     def read(self, event: dict[str, Any], answer: Answer) -> str | None:
-        """Add a part of the server's answer to `answer`.
+        """Append one event of the server's answer to `answer`.
 
         Args:
-            event: The part.
+            event: The event: a part of a stream, or the whole answer.
             answer: The answer so far.
 
         Returns:
-            "stop" or "length" with the last part, and None before.
+            "stop" or "length" for the last event, None for earlier events.
 
         Raises:
             EngineError: The answer does not fit the request.
@@ -141,7 +144,7 @@ class HTTPEngine(ABC):
             self._connection.loop.call_soon_threadsafe(self._start, answer)
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Wait for the first sample, and return it with all others that are ready."""
+        """Wait until a sample is finished, and return all finished samples."""
         kept, self._failure = self._failure, None
         if kept is not None:
             raise kept[1]
@@ -153,7 +156,7 @@ class HTTPEngine(ABC):
             except queue.Empty:
                 break
             if self._answers.get(answer.request.id) is not answer:
-                continue  # it was aborted just after it had ended
+                continue  # the request was aborted just after it had ended
             del self._answers[answer.request.id]
             if isinstance(result, Sample):
                 samples.append(result)
@@ -171,7 +174,7 @@ class HTTPEngine(ABC):
         return len(self._answers)
 
     def abort(self, ids: Sequence[tuple[str, int]], *, keep_partial: bool = False) -> list[Sample]:
-        """Close the connections of the requests. The server then ends the requests too."""
+        """Close the connections of the requests. The server then aborts the requests too."""
         dropped = [self._answers.pop(name) for name in dict.fromkeys(ids) if name in self._answers]
         if self._failure is not None and self._failure[0].request.id in ids:
             self._failure = None
@@ -191,7 +194,7 @@ class HTTPEngine(ABC):
 
     @staticmethod
     def stream_of(source: WeightSource) -> WeightStream:
-        """Return the source, which must be a stream."""
+        """Return the source if it is a `WeightStream`, and raise an error otherwise."""
         if not isinstance(source, WeightStream):
             raise EngineError(
                 "a server takes weights only as a stream",
@@ -213,15 +216,16 @@ class HTTPEngine(ABC):
             self._asleep.difference_update(asleep)
 
     def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
-        """Let the server free memory.
+        """Make the server free memory.
 
         Returns:
-            The tags that the server has freed, which may be more than requested. Here it frees nothing.
+            The tags that the server has freed, which may be more than requested. This base class frees
+            nothing.
         """
         return ()
 
     def take_again(self, tags: Sequence[SleepTag]) -> None:  # noqa: B027
-        """Let the server allocate the memory that it freed."""
+        """Make the server allocate the memory that it freed."""
 
     def close(self) -> None:
         if not self._connection.closed:
@@ -233,7 +237,7 @@ class HTTPEngine(ABC):
         return self._counters.written
 
     def stats(self) -> dict[str, float]:
-        """Return the counters. `decode_steps`, `cache_bytes` and `preemptions` are unknown here and 0."""
+        """Return the counters. `decode_steps`, `cache_bytes` and `preemptions` are unknown and thus 0."""
         self._count()
         return self._counters.take()
 
@@ -242,7 +246,7 @@ class HTTPEngine(ABC):
         return self._connection.wait(self.ask(method, path, **options))
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request to the server (see `Connection.ask`)."""
+        """Send a request to the server without blocking the thread (see `Connection.ask`)."""
         return await self._connection.ask(method, path, **options)
 
     def failure(self, message: str, path: str, got: object, **parts: Any) -> EngineError:
@@ -266,7 +270,7 @@ class HTTPEngine(ABC):
             self._ended.put((answer, task.exception() or task.result()))
 
     async def cancel(self, answers: Sequence[Answer]) -> None:
-        """Cancel the tasks of these answers, and with them their connections."""
+        """Cancel the tasks of these answers. This also closes their connections."""
         tasks = [self._tasks[answer] for answer in answers if answer in self._tasks]
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The HTTP connection of an engine: a background thread with an event loop and a client."""
+"""The HTTP connection of a rollout engine: a background thread with an event loop and an HTTP client."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tandem.texts import parse_json
 
 T = TypeVar("T")
 
-_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before each retry of a request whose answer has not begun
+_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # before retries of a request whose answer has not begun
 _BUSY = (429, 503)
 _CUT = (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError)
 _IDLE_S = 2.0
 """How long an unused connection is kept open, in seconds.
 
-Servers close unused connections too, most of them after 5 s. A request that is sent just then is lost.
+Most servers close unused connections after 5 s. A request that is sent at that moment is lost.
 """
 CLOSING_S = 10.0
-"""The time limit, in seconds, for calls that end something. A server that hangs is not waited for longer."""
+"""The time limit, in seconds, for cancelling requests and closing, in case the server hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The address of a server and its time limits.
+    """The address of an inference server and the time limits for requests.
 
     Attributes:
-        url: Scheme, host and port: `http://host:8000`.
+        url: Scheme, host and port, such as `http://host:8000`.
         connect_timeout_s: The time limit to open a connection.
         request_timeout_s: The time limit from the start of one request to the end of its answer.
         model: The name under which the server serves the model. None means the server's only model.
-        api_key: Sent as a bearer token.
+        api_key: The bearer token. None means that no token is sent.
     """
 
     url: str
@@ -52,25 +52,25 @@ class Server:
 
 
 class ServerLost(EngineError):
-    """The server cannot be reached, does not answer in time, or breaks off."""
+    """The error when a server cannot be reached, does not answer in time, or closes the connection."""
 
 
 class Refused(EngineError):
-    """The server refuses a request, and other servers of its kind would refuse it too.
+    """The error when a server refuses a request. Other replicas would refuse this request too.
 
     Attributes:
-        request: The id of the request, if it was a request for a response.
+        request: The id of the refused rollout request. None for other calls.
     """
 
     request: tuple[str, int] | None = None
 
 
 class Connection:
-    """All requests to one server.
+    """The connection that sends all requests to one server.
 
     Args:
         server: The server.
-        kept: The most connections that stay open between requests.
+        kept: The maximum number of connections that stay open between requests.
     """
 
     def __init__(self, server: Server, *, kept: int) -> None:
@@ -104,19 +104,19 @@ class Connection:
         self.loop.close()
 
     def wait(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
-        """Run `work` in the background thread and return its result.
+        """Run a coroutine in the background thread and return its result.
 
         Args:
-            work: The work.
+            work: The coroutine.
             limit_s: The time limit. None means the server's `request_timeout_s`.
 
         Raises:
-            ServerLost: The work was not done within the time limit.
+            ServerLost: The coroutine did not finish within the time limit.
         """
         return self.begin(work, limit_s).result()
 
     def begin(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> Future[T]:
-        """Start `work` in the background thread. The future has the result that `wait` returns."""
+        """Start a coroutine in the background thread. The future has the result that `wait` would return."""
         limit_s = self.server.request_timeout_s if limit_s is None else limit_s
         return asyncio.run_coroutine_threadsafe(self._limited(work, limit_s), self.loop)
 
@@ -127,7 +127,7 @@ class Connection:
             raise ServerLost(f"the server did not answer in {limit_s:g} s", got=self.server.url) from None
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """Send one request and return the server's answer: its JSON, or its text.
+        """Send one request and return the server's answer: the parsed JSON, or the text if it is not JSON.
 
         Args:
             method: The HTTP method.
@@ -141,7 +141,7 @@ class Connection:
         try:
             try:
                 response = await self._client.request(method, path, **options)
-            except _CUT:  # the server has closed a kept connection; every request here may be repeated
+            except _CUT:  # the server has closed an idle connection; every request here may be repeated
                 response = await self._client.request(method, path, **options)
         except httpx2.TransportError as error:
             raise ServerLost(
@@ -155,7 +155,7 @@ class Connection:
     async def events(
         self, path: str, body: dict[str, Any], *, streams: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Send a POST request and yield the parts of the answer.
+        """Send a POST request and yield the events of the answer.
 
         If the connection fails, or the server is too busy (429, 503), the request is retried with growing
         pauses, as long as no answer has begun.
@@ -163,10 +163,11 @@ class Connection:
         Args:
             path: The path on the server.
             body: The JSON of the request.
-            streams: Whether the answer is a stream of events. Otherwise it is one JSON object.
+            streams: Whether the answer is a stream of events. Otherwise the answer is one JSON object.
 
         Raises:
-            ServerLost: There is no connection, it broke during the answer, or the server cannot answer now.
+            ServerLost: There is no connection, the connection broke during the answer, or the server cannot
+                answer now.
             Refused: The server answered with a status of 4xx.
             EngineError: The answer is not JSON.
         """

@@ -25,13 +25,13 @@ HTTP_ENGINES: dict[str, Callable[..., HTTPEngine]] = {
     "sglang": SGLangEngine,
     "tgi": TGIEngine,
 }
-_AHEAD = 1.25  # the requests at a server, as a multiple of those it runs at once; the others wait there
+_AHEAD = 1.25  # requests sent to a server / requests that it runs at once; the server queues the others
 
 
 def http_options(
     name: str, server: ServerConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """Return the options that only the engine of this name takes."""
+    """Return the keyword arguments that only the engine with this name accepts."""
     options: dict[str, Any] = {"vocabulary": None if tokenizer is None else len(tokenizer)}
     if name == "tgi":
         options["tokenizer"] = tokenizer
@@ -47,14 +47,14 @@ def on_servers(
     log: Callable[[str], None] | None,
     share: tuple[int, int],
 ) -> RolloutEngine:
-    """Create one engine, or a router over several, on this worker's share of `rollout.server.urls`.
+    """Create an engine, or a router over several engines, for this worker's servers.
 
     Args:
         rollout: The config of the engine.
-        make: Creates the engine of one server.
-        log: Receives a message when a server is lost.
-        share: (number, count) of the workers that divide the servers among themselves. This worker gets every
-            `count`-th server, starting at its number.
+        make: A function that creates the engine of one server.
+        log: A function that receives a message when a server is lost.
+        share: (number of this worker, count of workers). The workers divide the servers `rollout.server.urls`
+            among themselves: this worker gets every `count`-th server, starting at its number.
 
     Raises:
         ConfigError: There are fewer servers than workers, or the API key is not in the environment.

@@ -1,8 +1,8 @@
-"""An engine on OpenAI's completions API with token ids, as in vLLM's server and similar servers.
+"""A rollout engine for OpenAI's completions API with token ids, as in vLLM's and similar servers.
 
-Token ids are not part of OpenAI's own API. This engine uses those of vLLM 0.32. `prompt` may be a list of
-ids. With `return_token_ids`, each part of the stream carries `token_ids`, and the first part carries
-`prompt_token_ids`. With `logprobs=0`, `logprobs.token_logprobs` are those of the sampled tokens.
+OpenAI's API has no token ids. This engine uses the extensions of vLLM 0.32. `prompt` may be a list of token
+ids. With `return_token_ids`, each event of the stream has `token_ids`, and the first event also has
+`prompt_token_ids`. With `logprobs=0`, `logprobs.token_logprobs` are the log-probs of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _STANDARD = frozenset(
 
 
 class OpenAIEngine(HTTPEngine):
-    """A `RolloutEngine` on `/v1/completions`.
+    """A `RolloutEngine` that sends requests to `/v1/completions`.
 
     Servers ignore fields that they do not know. So the engine first reads the schema that the server
-    publishes (`/openapi.json`) and refuses parameters outside it. If there is no schema, it refuses
-    parameters outside OpenAI's own API.
+    publishes (`/openapi.json`), and refuses parameters that the schema does not contain. If there is no
+    schema, the engine refuses parameters that OpenAI's API does not have.
 
-    The log-probs must be those of the distribution that was sampled from (vLLM: `--logprobs-mode
-    processed_logprobs`). The engine tests this once: if a distribution is cut to one token, this token has
-    log-prob 0, but less in the raw distribution.
+    The server must report log-probs of the distribution that was sampled from (vLLM: `--logprobs-mode
+    processed_logprobs`). The engine tests this once, with a distribution that is truncated to one token.
+    There the log-prob of the token is 0, but it is below 0 in the raw distribution.
     """
 
     route = "/v1/completions"
@@ -62,7 +62,7 @@ class OpenAIEngine(HTTPEngine):
             self._processed = log_probs["token_logprobs"][0] > -1e-6
 
     async def _published(self) -> frozenset[str]:
-        """Return the fields of a completion request."""
+        """Return the names of the fields that the server's schema has for a completion request."""
         try:
             schema = await self.ask("GET", "/openapi.json")
             content = schema["paths"][self.route]["post"]["requestBody"]["content"]
@@ -89,7 +89,7 @@ class OpenAIEngine(HTTPEngine):
     def body(self, answer: Answer) -> dict[str, Any]:
         params = answer.request.params
         always = {
-            "temperature": params.temperature,  # the model folder may set other defaults
+            "temperature": params.temperature,  # the model folder may have other defaults
             "top_p": params.top_p,
             "top_k": params.top_k,
             "min_p": params.min_p,

@@ -1,4 +1,4 @@
-"""One weight stream for several readers."""
+"""A function that gives one weight stream to several readers."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ _LIMIT_S = 1800.0
 
 
 def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Digest]]) -> list[Outcome]:
-    """Give each reader the whole stream.
+    """Let several readers read the same weight stream at the same time.
 
-    The readers read in step, each in its own thread. The stream advances in the caller's thread, because a
-    tensor is valid only until the next one is requested.
+    Each reader has its own thread, and all readers read the same tensor at the same time. The stream advances
+    in the caller's thread, because a tensor is valid only until the next one is requested.
 
     Args:
         source: The stream.
         readers: Functions that read a stream and return a digest.
 
     Returns:
-        What each reader returned, or its EngineError. A reader that fails does not affect the others.
+        For each reader, the digest that the reader returned or the EngineError that it raised. A reader that
+        fails does not affect the others.
 
     Raises:
         EngineError: The source or a reader took more than 30 minutes for one tensor, or a reader took more
             than 30 minutes after the last tensor.
     """
     step = threading.Barrier(len(readers) + 1, timeout=_LIMIT_S)
-    shown: list[tuple[str, Tensor]] = []  # one tensor at a time; empty at the end
+    shown: list[tuple[str, Tensor]] = []  # the current tensor; empty at the end of the stream
     outcomes: list[Digest | Exception] = [{} for _ in readers]
 
     def run(index: int) -> None:
         stream = _items(shown, step)
         try:
             outcomes[index] = readers[index](WeightStream(stream))
-        except Exception as error:  # returned, or raised, in the caller's thread
+        except Exception as error:  # the outcomes, which the caller's thread returns or raises
             outcomes[index] = error
         with suppress(threading.BrokenBarrierError):  # the stream has failed, and `_feed` reports why
-            for _ in stream:  # read what this reader left, so that the others continue
+            for _ in stream:  # read the remaining tensors for this reader, so that the other readers continue
                 pass
 
     threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(readers))]
@@ -67,7 +68,7 @@ def relay(source: WeightStream, readers: Sequence[Callable[[WeightStream], Diges
 def _feed(
     tensors: Iterator[tuple[str, Tensor]], shown: list[tuple[str, Tensor]], step: threading.Barrier
 ) -> None:
-    """Show each tensor to all readers before the next one is requested."""
+    """Put each tensor into `shown`, and wait until all readers have used it."""
     try:
         while True:
             shown[:] = islice(tensors, 1)
@@ -85,7 +86,7 @@ def _feed(
 
 
 def _items(shown: list[tuple[str, Tensor]], step: threading.Barrier) -> Iterator[tuple[str, Tensor]]:
-    """Yield to a reader what `_feed` shows."""
+    """Yield the tensors that `_feed` puts into `shown` to one reader."""
     while True:
         step.wait()
         if not shown:

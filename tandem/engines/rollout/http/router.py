@@ -1,10 +1,12 @@
-"""Several replicas of an engine that act as one engine. Replicas are servers or engines in this process.
+"""A router that makes several replicas of an engine act as one engine.
 
-Requests are assigned when replicas have free capacity, those with the most expected tokens first (longest
-processing time first, Graham 1969). Each goes to the replica with the least expected work, so that no replica
-has a long response left at the end. Requests of one uid share the prefill of their prompt and, in later
-turns, the cached conversation. So they go to the replica that has the uid, unless that replica would get far
-more than its share.
+Replicas are servers or engines in this process.
+
+Requests are assigned when replicas have free capacity. Requests with the most expected tokens are assigned
+first (longest processing time first, Graham 1969), each to the replica with the least expected work. So no
+replica has a long response left at the end. Requests of one uid share the prefill of their prompt and, in
+later turns, the cached conversation. So all requests of a uid are sent to the same replica, unless this
+replica would get far more than an equal share of the work.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ Id = tuple[str, int]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A replica with more than this multiple of its share of all work loses its preference for its uids.
+# If a replica has more than this multiple of an equal share of all work, other replicas may get its uids.
 _MOST_SHARE = 1.25
 _MOST_UIDS = 1 << 16
-_ROUND_S = 0.02  # the time to poll every replica once
+_ROUND_S = 0.02  # the maximum time, in seconds, to poll every replica once
 
 
 class _Job(NamedTuple):
-    """A request and the number of tokens it is expected to take."""
+    """A request and its expected number of tokens."""
 
     request: Request
     work: float
@@ -72,7 +74,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class _UidHistory:
-    """The replica that has a uid, and the lengths of the uid's responses so far."""
+    """The replica that handles a uid, and the lengths of the uid's responses so far."""
 
     home: _Replica | None = None
     responses: int = 0
@@ -80,19 +82,20 @@ class _UidHistory:
 
 
 class Router:
-    """A `RolloutEngine` over replicas.
+    """A `RolloutEngine` that distributes requests over replicas.
 
-    If a replica raises an EngineError, it is lost. The other replicas redo its unfinished requests, each
-    request once. With engines whose random numbers are keyed, this changes no sample. If a server refuses a
-    request, the error is raised, because the other servers would refuse it too.
+    If a replica raises an EngineError, the replica counts as lost. The other replicas redo the unfinished
+    requests, each request once. If the random numbers of the engines are keyed, this changes no sample. If a
+    server refuses a request, the error is raised, because the other servers would refuse this request too.
 
     Args:
         engines: The replicas, with the same weights.
-        max_length: The most tokens that prompt and response may have together.
-        window: The most requests that a replica has at a time: as many as it runs at once, or a few more.
-        vocabulary: The number of tokens that prompts may use. None means that the replicas check it.
+        max_length: The maximum number of tokens of prompt and response together.
+        window: The maximum number of requests at a replica: as many as the replica runs at once, or a few
+            more.
+        vocabulary: The size of the vocabulary. None means that the replicas check the prompt tokens.
         names: The replicas' names, for messages. None means their numbers.
-        log: Receives a message when a replica is lost.
+        log: A function that receives a message when a replica is lost.
     """
 
     def __init__(
@@ -121,8 +124,8 @@ class Router:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
-        Some errors only a replica can find, such as a sampling parameter that it does not support. The `poll`
-        that assigns the request raises them.
+        Only a replica detects some errors, such as a sampling parameter that the replica does not support.
+        The `poll` that assigns the request raises these errors.
         """
         pending = {*self._waiting, *(name for replica in self._alive() for name in replica.given)}
         check_new(requests, pending, self._max_length, can_decode=True)
@@ -197,7 +200,7 @@ class Router:
         return sum(replica.engine.progress() for replica in self._replicas)
 
     def stats(self) -> dict[str, float]:
-        """Return the sums over the replicas. `cache_use` is the largest value instead."""
+        """Return the sum of each counter over the replicas. For `cache_use`, return the maximum."""
         total: dict[str, float] = {}
         for replica in self._replicas:
             for name, value in replica.engine.stats().items():
@@ -230,7 +233,7 @@ class Router:
         return len(request.prompt_ids) + min(new, request.params.max_tokens)
 
     def _sort(self) -> None:
-        """Sort the waiting requests: those of one uid together, and the uid with the most work first."""
+        """Sort the waiting requests by uid. The uid with the most expected tokens comes first."""
         works: dict[str, float] = {}
         for request, work in self._waiting.values():
             works[request.uid] = works.get(request.uid, 0.0) + work
@@ -270,14 +273,15 @@ class Router:
     def _choice(self, job: _Job, free: Sequence[_Replica], share: float, leftover: bool) -> _Replica:
         """Return the replica that should get a request.
 
-        This is the uid's home, which may be full, or the least loaded replica with free capacity.
+        This is the replica that handles the uid (even if it has no free capacity), or the least loaded
+        replica with free capacity.
 
         Args:
             job: The request.
             free: The replicas with free capacity.
             share: Each replica's equal share of all work, in tokens.
-            leftover: Whether this is the second pass, after every replica was offered the requests that have
-                their home there or have none.
+            leftover: Whether this is the second pass. The first pass offers each replica only the requests of
+                its own uids and of unassigned uids.
         """
         history, least = self._history_of(job.request.uid), min(free, key=lambda replica: replica.load)
         if history.home is None or history.home.error is not None:
@@ -314,8 +318,7 @@ class Router:
         """Call a replica and return its result, or None if the replica is lost.
 
         Raises:
-            Refused: The server refuses the call. If it was a request for a response, the request is no longer
-                pending.
+            Refused: The server refuses the call. A refused rollout request is no longer pending.
         """
         try:
             return call(*args, **options)
@@ -328,7 +331,7 @@ class Router:
             return None
 
     def _lose(self, replica: _Replica, error: EngineError) -> None:
-        """Take a replica out of service and put its requests back at the head of the queue."""
+        """Mark a replica as lost and put its requests back at the head of the queue."""
         replica.error = error
         unfinished = {name: replica.take(name) for name in list(replica.given)}
         self._waiting = unfinished | self._waiting
@@ -350,7 +353,7 @@ def _check_equal(digests: dict[str, Digest]) -> None:
         digests: The digest of each replica, by the replica's name.
 
     Raises:
-        EngineError: Names the first tensor that differs between two replicas.
+        EngineError: A tensor differs between two replicas. The message names the first one.
     """
     (first, expected), *others = digests.items()
     for name, digest in others:

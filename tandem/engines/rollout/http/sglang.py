@@ -1,18 +1,18 @@
-"""An engine on SGLang's server over its own HTTP API, as of version 0.5.23.
+"""A rollout engine for SGLang's server, over SGLang's native HTTP API (version 0.5.23).
 
 SGLang runs on CUDA, in its own environment. Start it with `--incremental-streaming-output`. Otherwise each
-part of a stream repeats the parts before it. If the server should free memory while it sleeps, add
-`--enable-memory-saver`. SGLANG_RETURN_ORIGINAL_LOGPROB must not be set, because the log-probs would then be
-those before the temperature.
+event of a stream repeats the tokens of the events before it. If the server should free memory while it
+sleeps, add `--enable-memory-saver`. SGLANG_RETURN_ORIGINAL_LOGPROB must not be set, because the server would
+then report log-probs without the temperature.
 
-New weights go through a folder that this process writes and the server reads (`update_weights_from_disk`).
-Several servers of one process read the same files.
+New weights are passed through a folder: this process writes files, and the server reads them
+(`update_weights_from_disk`). Several servers of one process read the same files.
 
-SGLang does not report a digest of its weights. It returns single weights (`get_weights_by_name`, for Llama
-and similar models), but converts each of them into a list of Python numbers. So only weights of one
-dimension, norms and biases, are read back and compared. For other models nothing is compared, and the log
-says so. For all weights that are not compared, the proof of arrival is the digest of the written files and
-the version that SGLang reports as loaded.
+SGLang does not report a digest of its weights. For Llama and similar models, SGLang returns single weights
+(`get_weights_by_name`), but converts each weight into a list of Python numbers. So only one-dimensional
+weights (norms and biases) are read back and compared. For other models nothing is compared, and the log says
+so. The arrival of all other weights is checked in two ways: by the digest of the written files, and by the
+version that SGLang reports as loaded.
 
 SGLang's faster transfers are not supported here: `update_weights_from_tensor` (CUDA memory of processes on
 one node) and `update_weights_from_distributed` (an NCCL group with the trainer).
@@ -40,15 +40,16 @@ _OTHER_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", 
 
 
 class SGLangEngine(HTTPEngine):
-    """A `RolloutEngine` on SGLang's `/generate`.
+    """A `RolloutEngine` that sends requests to SGLang's `/generate`.
 
     The seeds of requests are used only if the server runs with `--enable-deterministic-inference`.
 
     Args:
         server: The server.
-        log: Receives messages. None means no log.
-        weights_folder: The folder for new weights. The server must see it under the same path. Engines of one
-            process that have the same folder share its files. None means that the server keeps its weights.
+        log: A function that receives log lines. None means no log.
+        weights_folder: The folder for new weights. The server must see this folder under the same path.
+            Engines of one process with the same folder share its files. None means that the server keeps its
+            weights.
     """
 
     route = "/generate"
@@ -108,9 +109,7 @@ class SGLangEngine(HTTPEngine):
             raise answer.failure(
                 "the server read another prompt", about["prompt_tokens"], expected=f"{known} tokens"
             )
-        new = about["completion_tokens"] - len(
-            answer.token_ids
-        )  # works for streams of parts and of whole answers
+        new = about["completion_tokens"] - len(answer.token_ids)  # 0 or more
         if new:
             untruncated, tokens, _ = zip(*about["output_token_logprobs"][-new:], strict=True)
             drawn = about["output_token_sampling_logprobs"][-new:] if params.truncated else untruncated
@@ -124,30 +123,30 @@ class SGLangEngine(HTTPEngine):
         return str(reason["type"])
 
     async def cancel(self, answers: Sequence[Answer]) -> None:
-        """Cancel requests and tell the server.
+        """Cancel requests, here and on the server.
 
-        SGLang notices a closed connection only after two seconds. With `/abort_request` it ends the request
-        at once.
+        SGLang notices a closed connection only after two seconds. So the requests are also ended with
+        `/abort_request`, which takes effect at once.
         """
         await super().cancel(answers)
-        with suppress(ServerLost):  # a lost server has no requests to end
+        with suppress(ServerLost):  # a lost server has no requests to abort
             await asyncio.gather(
                 *(self.ask("POST", "/abort_request", json={"rid": answer.name}) for answer in answers)
             )
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Write the weights into the shared folder and let the server load them.
+        """Write the weights into the shared folder and make the server load them.
 
-        The server puts running requests back into its queue and drops their cache. They continue with the new
-        weights.
+        The server puts running requests back into its queue and drops their cache entries. These requests
+        continue with the new weights.
 
         Returns:
-            The digest of the written files. The module's docstring says which weights are compared with those
-            that SGLang holds.
+            The digest of the written files. The module's docstring says which weights are compared with the
+            weights in SGLang.
 
         Raises:
             EngineError: The server refused.
-            WeightSyncError: The server holds other norms or biases than those written.
+            WeightSyncError: The norms or biases in the server differ from the written ones.
         """
         if self._folder is None:
             return super().update_weights(source, version)
@@ -162,7 +161,7 @@ class SGLangEngine(HTTPEngine):
             if not self._shows_weights:
                 return
             for held in self._shown(name, len(tensor)):
-                expected = tensor.float()[: len(held)].tolist()  # the first rank's share of the tensor
+                expected = tensor.float()[: len(held)].tolist()  # the first rank's shard of the tensor
                 at = next((at for at, value in enumerate(held) if value != expected[at]), None)
                 if at is not None:
                     raise WeightSyncError(
@@ -192,7 +191,7 @@ class SGLangEngine(HTTPEngine):
         self.has_weights = True
 
     def _shown(self, name: str, count: int) -> list[list[float]]:
-        """Return the numbers of a weight from each data-parallel copy.
+        """Return the first numbers of a weight from each data-parallel replica of the model.
 
         The list is empty if the server does not return weights.
         """
@@ -214,5 +213,5 @@ class SGLangEngine(HTTPEngine):
         return tags
 
     def take_again(self, tags: Sequence[SleepTag]) -> None:
-        """Allocate the memory again. Its content is arbitrary."""
+        """Make SGLang allocate the memory again. The content of the memory is arbitrary."""
         self.call("POST", "/resume_memory_occupation", json={"tags": tags})

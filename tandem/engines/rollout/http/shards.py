@@ -1,4 +1,4 @@
-"""Weight files that servers can load: safetensors shards with Hugging Face names."""
+"""Functions to write weight files that servers can load: safetensors shards with Hugging Face names."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _Version:
 
 
 class WeightsFolder:
-    """A folder that passes the same weights to all servers of this process. They are written once.
+    """A folder that passes weights to all servers of this process. The files are written only once.
 
     Args:
-        path: The folder. It is created when it is needed. Files that processes which no longer exist left
-            there are removed.
+        path: The folder, which is created when it is needed. Files of processes that no longer exist are
+            removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,18 +55,19 @@ class WeightsFolder:
         for folder in path.glob(f"version_*_{socket.gethostname()}_*"):
             number = folder.name.split("_")[-2]
             if number.isdigit() and not _is_running(int(number)):
-                shutil.rmtree(folder, ignore_errors=True)  # another process may remove it too
+                shutil.rmtree(folder, ignore_errors=True)  # another process may remove the same folder
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[Path, Digest]]:
-        """Yield the folder of a version and the digest of its files.
+        """Write the files of a version, and yield their folder and their digest.
 
-        If several threads request the same version at the same time, the first thread writes the files, and
-        the others read their own tensors to the end. The files are removed when the last thread is done.
+        If several threads request the same version at the same time, only the first thread writes the files.
+        The other threads iterate over their tensors without writing. The files are removed when the last
+        thread leaves the context.
 
         Args:
             tensors: The weights of the version.
-            version: The version.
+            version: The version of the weights.
 
         Raises:
             OSError: The disk is full.
@@ -82,7 +83,7 @@ class WeightsFolder:
             if first:
                 shared.write(tensors)
             else:
-                for _ in tensors:  # threads that read one stream in step wait for each other
+                for _ in tensors:  # threads that read one stream together wait for each other
                     pass
             try:
                 written = shared.written.result(_WRITING_S)
@@ -103,13 +104,13 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # the process belongs to another user
+    except PermissionError:  # the process exists, but belongs to another user
         return True
     return True
 
 
 def vectors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one dimension in a folder's shards."""
+    """Yield name and tensor of all one-dimensional tensors in a folder's shards."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file is not a mapping
@@ -120,11 +121,11 @@ def vectors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def write_shards(
     tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> Digest:
-    """Write tensors into an empty folder. Only one shard at a time is in host memory.
+    """Write tensors into an empty folder. Host memory holds only one shard at a time.
 
     Args:
-        tensors: The tensors. Each is valid only until the next one is requested.
-        folder: The folder.
+        tensors: Pairs of name and tensor. Each tensor is valid only until the next one is requested.
+        folder: The empty folder.
         shard_bytes: The largest size of a shard. A larger tensor gets its own shard.
 
     Returns:

@@ -1,8 +1,8 @@
-"""An engine on Text Generation Inference (TGI) over its own API, as of version 3.3.
+"""A rollout engine for Text Generation Inference (TGI), over TGI's native API (version 3.3).
 
-TGI's prompts are texts. The prompt's tokens are decoded to text here, and the server tokenizes the text. The
-server reports the tokens that it read (`decoder_input_details`). A prompt that does not come back token by
-token is refused. TGI cannot receive new weights.
+TGI accepts prompts only as text. So the prompt's tokens are decoded to text here, and the server tokenizes
+the text again. The server reports the resulting tokens (`decoder_input_details`). If they differ from the
+prompt's tokens, the request fails. TGI cannot receive new weights.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
 class TGIEngine(HTTPEngine):
-    """A `RolloutEngine` on TGI's `/generate`, which returns the answer in one piece.
+    """A `RolloutEngine` that sends requests to TGI's `/generate`, which returns whole answers.
 
-    TGI ends a response only at the end tokens of its model, so `stop_token_ids` must be these tokens. TGI's
-    frequency penalty differs from that of the other engines and is refused.
+    TGI ends a response only at the end tokens of its model, so `stop_token_ids` must be these tokens. A
+    frequency penalty is refused, because TGI computes it differently from the other engines.
 
     Args:
         server: The server.
@@ -39,7 +39,7 @@ class TGIEngine(HTTPEngine):
     def __init__(self, server: Server, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
         super().__init__(server, **options)
         self._tokenizer = tokenizer
-        self._prefix: list[int] = list(tokenizer("")["input_ids"])  # the tokens that start every text
+        self._prefix: list[int] = list(tokenizer("")["input_ids"])  # begins every tokenized text
 
     async def connect(self) -> None:
         about = await self.ask("GET", "/info")

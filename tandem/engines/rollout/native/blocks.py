@@ -1,9 +1,9 @@
-"""Reference counts of the paged cache's blocks, and the lookup of blocks that hold a known prefix.
+"""Reference counts of the paged KV cache's blocks, and the lookup of blocks that store a known prefix.
 
-A full block is identified by a digest of its tokens, chained over the block before it, so that equal digests
-mean equal prefixes. A block without holders stays known until its memory is needed. Blocks that were released
-first are reused first. Of one sequence, the last blocks are reused first, so that the blocks that remain form
-a prefix.
+A full block is identified by a digest of its tokens and of the previous block's digest. So blocks with equal
+digests have equal prefixes. A block that no sequence uses can still be found until its memory is needed.
+Blocks that were released first are reused first. Within a sequence, the last blocks are reused first, so that
+the remaining blocks form a prefix.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class BlockManager:
     def __init__(self, blocks: int) -> None:
         self.blocks = 0
         self._holders = np.zeros(0, dtype=np.int32)
-        self._unknown: list[int] = []  # without holders and without a digest
-        self._idle: OrderedDict[int, None] = OrderedDict()  # without holders but known; oldest release first
+        self._unknown: list[int] = []  # unused blocks without a digest
+        self._idle: OrderedDict[int, None] = OrderedDict()  # unused, with a digest; oldest release first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self.grow(blocks)
 
     def grow(self, blocks: int) -> None:
-        """Add blocks until there are `blocks` of them."""
+        """Add blocks until the total number is `blocks`."""
         self._holders = np.pad(self._holders, (0, blocks - self.blocks))
         self._unknown[:0] = range(blocks - 1, self.blocks - 1, -1)
         self.blocks = blocks
 
     @property
     def free(self) -> int:
-        """Return the number of blocks without holders."""
+        """Return the number of blocks that no sequence uses."""
         return len(self._unknown) + len(self._idle)
 
     def allocate(self, count: int) -> Blocks:
-        """Return `count` blocks with one holder each. Their content has no meaning.
+        """Return `count` free blocks and set their reference counts to 1. Their content is arbitrary.
 
         `count` must be at most `free`.
         """
@@ -64,13 +64,13 @@ class BlockManager:
         return np.array(out, dtype=np.int32)
 
     def share(self, blocks: Blocks) -> None:
-        """Add one holder to each block."""
+        """Add one to the reference count of each block."""
         for block in blocks[self._holders[blocks] == 0].tolist():
             del self._idle[block]
         self._holders[blocks] += 1
 
     def release(self, blocks: Blocks) -> None:
-        """Remove one holder from each of a sequence's blocks."""
+        """Subtract one from the reference count of each of a sequence's blocks."""
         self._holders[blocks] -= 1
         for block in blocks[self._holders[blocks] == 0][::-1].tolist():
             if block in self._digest_of:
@@ -79,7 +79,7 @@ class BlockManager:
                 self._unknown.append(block)
 
     def remember(self, blocks: Blocks, digests: Sequence[bytes]) -> None:
-        """Record full blocks, held by their sequence, under their digests.
+        """Record the digests of full blocks that a sequence uses, so that `find` finds the blocks.
 
         Of two blocks with the same content, only the first is recorded.
         """
@@ -89,26 +89,26 @@ class BlockManager:
                 self._digest_of[block] = digest
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
-        """Return the blocks of the longest known prefix.
+        """Return the blocks of the longest prefix whose digests are recorded.
 
-        They may have no holder, so call `share` before `allocate`.
+        The blocks may be unused, so call `share` before the next `allocate`.
         """
         found = takewhile(lambda block: block is not None, map(self._block_of.get, digests))
         return np.array(list(found), dtype=np.int32)
 
     def idle(self, blocks: Blocks) -> int:
-        """Return how many of these blocks have no holder."""
+        """Return how many of these blocks are unused."""
         return int((self._holders[blocks] == 0).sum())
 
     def forget(self) -> None:
-        """Forget the content of all blocks."""
+        """Delete the digests of all blocks, so that `find` finds no block."""
         self._unknown += reversed(self._idle)
         self._idle.clear()
         self._block_of.clear()
         self._digest_of.clear()
 
     def check(self, tables: Sequence[Blocks]) -> None:
-        """Assert that exactly the blocks of these sequences are held, and that no block is lost."""
+        """Assert that exactly the blocks in these sequences' tables are in use, and that no block is lost."""
         holders = np.zeros(self.blocks, dtype=np.int32)
         for table in tables:
             holders[table] += 1
@@ -121,12 +121,12 @@ class BlockManager:
 
 
 def chain(root: bytes, known: list[bytes], ids: NDArray[np.int64], block_size: int) -> None:
-    """Extend `known`, the digests of the first full blocks of `ids` (T), to all full blocks.
+    """Append to `known` the digests of those full blocks of `ids` (T) that have no digest yet.
 
     Args:
-        root: Stands for the block before the first block.
-        known: The digests so far. New digests are appended.
-        ids: The tokens.
+        root: The digest that is used as the predecessor of the first block.
+        known: The digests of the first full blocks. The list is extended in place.
+        ids: The tokens of a sequence.
         block_size: Tokens per block.
     """
     for block in range(len(known), len(ids) // block_size):

@@ -1,4 +1,4 @@
-"""Messages about the size of the cache: the size it needs, the size it can have, and what to change."""
+"""Messages about the size of the KV cache: the needed size, the possible size, and what to change."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _OFFLOADS = "fsdp_config.optimizer_offload=true and .param_offload=true of actor
 
 @dataclass(frozen=True, slots=True)
 class CacheDemand:
-    """The sequences that a cache must hold.
+    """The number and the size of the sequences that a KV cache must store.
 
     Attributes:
-        sequences: How many sequences run at the same time.
-        tokens: The tokens of the longest sequence.
-        blocks: The blocks that the longest sequence fills.
+        sequences: The number of sequences that run at the same time.
+        tokens: The number of tokens of the longest sequence.
+        blocks: The number of blocks that the longest sequence fills.
         block_bytes: The bytes of a block.
-        block_size: The tokens of a block.
+        block_size: The number of tokens of a block.
     """
 
     sequences: int
@@ -29,16 +29,16 @@ class CacheDemand:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all sequences at their full length."""
+        """Return the bytes of the KV cache if all sequences have the maximum length."""
         return self.sequences * self.blocks * self.block_bytes
 
 
 def cache_message(wanted: CacheDemand, blocks: int, memory: DeviceMemory | None, utilization: float) -> str:
-    """Return a sentence about the cache that an engine can have.
+    """Return a sentence that tells the user how large the KV cache of an engine can be.
 
     Args:
-        wanted: The sequences that the cache must hold.
-        blocks: The most blocks that the cache can have.
+        wanted: The sequences that the cache must store.
+        blocks: The maximum number of blocks that the cache can have.
         memory: The device's memory. None if the number of blocks is set by the user.
         utilization: The value of gpu_memory_utilization in use.
     """
@@ -76,7 +76,7 @@ def gib(count: int) -> str:
 
 
 def weights_message(size: int, *, copies: bool) -> str:
-    """Return a sentence about the weights that an engine samples from.
+    """Return a sentence that tells the user how much memory an engine's weights use.
 
     Args:
         size: The bytes of the weights.

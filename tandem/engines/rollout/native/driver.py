@@ -1,6 +1,6 @@
-"""The CUDA driver's virtual memory management.
+"""Bindings to the CUDA driver's virtual memory management.
 
-Addresses are reserved once, and physical memory is mapped behind them while it is held
+Addresses are reserved once. Physical memory is mapped to these addresses only while it is needed
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html).
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 2**30  # about so many bytes of physical memory are mapped at a time
+CHUNK = 2**30  # the approximate number of bytes of physical memory that are mapped at a time
 _DEVICE_MEMORY, _READ_WRITE, _PINNED = 1, 3, 1  # CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_, ..._TYPE_
 
 
@@ -25,7 +25,7 @@ class _Access(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp. Fields that are not named here stay zero."""
+    """The C struct CUmemAllocationProp. Fields without a name here stay zero."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -50,14 +50,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class DriverError(RuntimeError):
-    """A call of the CUDA driver failed."""
+    """The error when a call of the CUDA driver fails."""
 
 
 class Driver:
     """The functions of the CUDA driver's virtual memory management.
 
     Args:
-        library: libcuda.
+        library: The loaded library libcuda.
 
     Raises:
         AttributeError: The library does not have these functions.
@@ -84,18 +84,18 @@ class Driver:
 
 
 class Mapping:
-    """Reserved addresses and the memory behind them. PyTorch's tensors keep this object alive.
+    """Reserved addresses and the physical memory mapped to them. PyTorch's tensors keep this object alive.
 
     Args:
         driver: The driver.
-        size: Bytes. Rounded up to the driver's granularity.
+        size: The number of bytes, which is rounded up to the driver's granularity.
         device: The device's number.
 
     Attributes:
         device: The device's number.
-        size: The reserved bytes.
+        size: The number of reserved bytes.
         address: The first reserved address.
-        mapped: The bytes of memory that are behind the addresses now.
+        mapped: The number of bytes of physical memory that are mapped now.
     """
 
     def __init__(self, driver: Driver, size: int, device: int) -> None:
@@ -109,8 +109,8 @@ class Mapping:
         self.size = -(-size // grain.value) * grain.value
         driver.call("cuMemAddressReserve", ctypes.byref(address), self.size, 0, 0, 0)
         self.address = address.value
-        # This does not run at the end of the process: the driver may be gone then, and it frees everything
-        # itself.
+        # This does not run at the end of the process. The driver may be unloaded then, and it frees all
+        # memory itself.
         weakref.finalize(
             self, _freed, driver, self.address, self.size, chunks := list[tuple[int, int]]()
         ).atexit = False
@@ -119,11 +119,11 @@ class Mapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        place = (self.address, False)  # not read-only
+        place = (self.address, False)  # False: not read-only
         return {"shape": (self.size,), "typestr": "|u1", "data": place, "strides": None, "version": 3}
 
     def map(self) -> None:
-        """Map memory behind all reserved addresses.
+        """Map physical memory to all reserved addresses.
 
         Raises:
             DriverError: There is not enough memory. Then nothing is mapped.
@@ -139,13 +139,16 @@ class Mapping:
             raise
 
     def _map(self, address: int, size: int) -> None:
-        """Map memory behind reserved addresses. Unmapping frees it. If this fails, nothing is mapped."""
+        """Map new physical memory to some reserved addresses. Unmapping frees the memory.
+
+        If this function fails, nothing is mapped.
+        """
         call, handle, access = self._driver.call, _POINTER(), _Access(self._location, _READ_WRITE)
         call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), 0)
         try:
             call("cuMemMap", address, size, 0, handle, 0)
         finally:
-            call("cuMemRelease", handle)  # now only the mapping holds the memory
+            call("cuMemRelease", handle)  # now only the mapping keeps the memory allocated
         try:
             call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
         except DriverError:

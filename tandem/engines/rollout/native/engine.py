@@ -1,9 +1,9 @@
-"""The native rollout engine: continuous batching over the module that is trained.
+"""The native rollout engine, which uses continuous batching and the trained module.
 
-The scheduler plans a step, the runner computes it over the paged cache, and the sampler draws its tokens. A
-sequence leaves as soon as it has finished. If the device computes in parallel to the host, a step is launched
-before the tokens of the previous step have been fetched. The step reads these tokens on the device. If a
-sequence turns out to have ended, the token that was drawn for it is dropped.
+The scheduler plans a step, the runner computes the logits over the paged KV cache, and the sampler samples
+the tokens. A sequence leaves the batch as soon as it has finished. If the device works in parallel with the
+host, a step is launched before the host has received the tokens of the previous step. The new step reads
+these tokens on the device. If a sequence had already ended, its extra token is dropped.
 """
 
 from __future__ import annotations
@@ -46,23 +46,30 @@ class NativeEngine(ModuleEngine):
 
     Args:
         device: The device of the model.
-        max_num_seqs: The most sequences that run at the same time. Fewer run if the cache has too little
-            memory.
-        max_num_batched_tokens: The most tokens of one step. Sequences that decode come first.
-        gpu_memory_utilization: The share of the device's memory for the rollout. None: see `CacheRoom`.
-        block_size: Tokens per block of the cache.
+        max_num_seqs: The maximum number of sequences that run at the same time. Fewer sequences run if the KV
+            cache has too little memory.
+        max_num_batched_tokens: The maximum number of tokens of one step. Decoding sequences have priority
+            over prompts.
+        gpu_memory_utilization: The fraction of the device's memory for the rollout. None: see `CacheRoom`.
+        block_size: The number of tokens per block of the KV cache.
         num_gpu_blocks_override: The number of blocks. None means as many as the memory allows.
-        enable_prefix_caching: Whether a prompt reuses the blocks of an earlier sequence with the same
-            beginning.
+        enable_prefix_caching: Whether a prompt reuses the KV-cache blocks of an earlier sequence with the
+            same beginning.
         enable_chunked_prefill: Whether a prompt may be computed in several steps.
-        runner: "fused", "module", or "auto" for the fastest that can run.
-        attention: The attention kernels, or "auto" for the fastest that can run.
+        runner: "fused", "module", or "auto" for the fastest runner that supports the model.
+        attention: The name of the attention kernels, or "auto" for the fastest kernels that can run.
         enforce_eager: On CUDA, launch the kernels of every step one by one instead of replaying graphs.
-        run_ahead: Whether a step is launched before the last step's tokens are fetched. None: on CUDA.
-        logprobs_mode: What samples carry as `log_probs`.
-        split: This rank's share of each layer. All ranks of its group get the same requests and polls.
-        max_length, own, decode, log: See `ModuleEngine`.
-        say: On CUDA, receives a sentence about the weights and one about the cache when they are first made.
+        run_ahead: Whether a step is launched before the host has received the last step's tokens. None means
+            yes on CUDA, no elsewhere.
+        logprobs_mode: Which log-probs samples store in `log_probs`.
+        split: This rank's shard of each layer. All ranks of the group must get the same requests and the same
+            calls of `poll`.
+        max_length: See `ModuleEngine`.
+        own: See `ModuleEngine`.
+        decode: See `ModuleEngine`.
+        log: See `ModuleEngine`.
+        say: A function that receives messages for the user. On CUDA, there is one about the memory of the
+            weights, and one about the memory of the KV cache.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class NativeEngine(ModuleEngine):
         graphs = cuda and not enforce_eager
         room = CacheRoom(device, gpu_memory_utilization, block_size, num_gpu_blocks_override, split)
         self._store = Store(room, attention, graphs, max_num_seqs, max_length)
-        self._split_steps = cuda  # whether decoding rows and prompts run as separate forwards
+        self._split_steps = cuda  # whether decoding rows and prompts are computed in separate forwards
         self._run_ahead = cuda if run_ahead is None else run_ahead
         self._rows = Rows(max_num_seqs, logprobs_mode)
         self._scheduler = Scheduler(
@@ -131,7 +138,7 @@ class NativeEngine(ModuleEngine):
         return len(self._pending_blocks)
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Set new weights. Running sequences continue with them and keep their keys and values.
+        """Set new weights. Running sequences continue with the new weights and keep their keys and values.
 
         If a weight stream fails, the engine has no weights afterwards.
         """
@@ -156,7 +163,7 @@ class NativeEngine(ModuleEngine):
         return found
 
     def _copies(self, source: SharedModule, runner: Runner) -> bool:
-        """Return whether the runner should have copies of its weights."""
+        """Return whether the runner should have its own copies of the weights."""
         room = self._store.room
         wanted = None if room.fixed else self._store.demand(runner)
         copies = room.copies_pay(runner.weight_bytes, wanted, returned=source.release is not None)
@@ -165,7 +172,7 @@ class NativeEngine(ModuleEngine):
         return copies
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
-        """Free the cache and all references to the weights."""
+        """Free the KV cache and drop all references to the weights."""
         check_idle(len(self._pending_blocks))
         self._flight = None
         if "kv_cache" in tags:
@@ -181,7 +188,7 @@ class NativeEngine(ModuleEngine):
         wanted = set(ids)
         running = self._rows.request[: self._rows.count]
         gone = np.array([request.id in wanted for request in running], dtype=bool)
-        partial = [sample for sample in self._finished if sample.id in wanted]  # these are complete
+        partial = [sample for sample in self._finished if sample.id in wanted]  # these samples are complete
         partial += [self._rows.sample(int(row), "abort") for row in np.flatnonzero(gone)]
         partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
         self._remove(gone)
@@ -191,7 +198,7 @@ class NativeEngine(ModuleEngine):
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Work until at least one sequence has finished or the timeout is over."""
+        """Run steps until at least one sequence has finished or the timeout is over."""
         deadline = time.monotonic() + timeout_s
         while not self._finished and (self._rows.count or self._scheduler.waiting):
             self._step()
@@ -222,7 +229,7 @@ class NativeEngine(ModuleEngine):
 
     @contextmanager
     def _restart_on_failure(self) -> Iterator[None]:
-        """Undo a step that fails: nothing that it scheduled, computed or drew is used."""
+        """If a step fails inside the context, discard what it scheduled, computed and sampled."""
         try:
             yield
         except BaseException:
@@ -231,10 +238,11 @@ class NativeEngine(ModuleEngine):
             raise
 
     def _fit_cache(self, runner: Runner) -> None:
-        """Create the cache, or grow it and keep its content.
+        """Create the KV cache, or make it larger and keep its content.
 
-        If there is no memory for the old and the new cache together, and the old cache cannot hold the
-        longest sequence, the old cache is dropped first, and its sequences are computed again.
+        Growing needs memory for the old and the new cache together. If there is too little memory, and the
+        old cache is too small for the longest sequence, the old cache is dropped first. Its sequences are
+        then computed again.
         """
         store, pending = self._store, self._pending_blocks.values()
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
@@ -254,7 +262,7 @@ class NativeEngine(ModuleEngine):
                 self._scheduler.blocks.grow(store.blocks)
             else:
                 self._scheduler.use_cache(store.blocks)
-            if self._say is not None and self._device.type == "cuda":  # only once
+            if self._say is not None and self._device.type == "cuda":  # log this only once
                 self._say(store.cache_message(runner))
                 self._say = None
         self._demand_changed = False
@@ -267,7 +275,7 @@ class NativeEngine(ModuleEngine):
     # The methods below run one step.
 
     def _launch(self, plan: Plan, earlier: Flight | None) -> Flight | None:
-        """Run the step and draw its tokens. On CUDA, this only launches the work."""
+        """Run a step and sample its tokens. On CUDA, this only launches the work."""
         cache, counters = self._store.cache, self._counters
         assert cache is not None
         counters.decode_steps += plan.decoding > 0
@@ -291,12 +299,12 @@ class NativeEngine(ModuleEngine):
         return Flight.of(plan.sampled, drawn, self._version)
 
     def _forward(self, plan: Plan, place: Index, earlier: Flight | None) -> tuple[Tensor, Tensor]:
-        """Return the logits of `plan.sampled` and the random numbers for their draws.
+        """Return the logits of `plan.sampled` and the random numbers for sampling from the logits.
 
         Args:
-            plan: The step, or a part of it.
-            place: For each row, the index of its token in flight, or -1 if it has none.
-            earlier: The tokens in flight.
+            plan: The step, or one of the steps into which `Plan.apart` has split it.
+            place: For each row, the index of its token in `earlier`, or -1 if it has none.
+            earlier: The tokens of the previous step that are still in flight.
         """
         scheduler, store = self._scheduler, self._store
         assert store.attention is not None
@@ -313,7 +321,7 @@ class NativeEngine(ModuleEngine):
         return logits if logits_of_R is None else logits[logits_of_R], uniforms_R
 
     def _accept(self, flight: Flight | None) -> None:
-        """Fetch drawn tokens, append them, and remove the sequences that have finished."""
+        """Fetch sampled tokens, append them, and remove the sequences that have finished."""
         if flight is None:
             return
         rows, drawn = flight.rows, flight.arrived()

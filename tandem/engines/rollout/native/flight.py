@@ -1,4 +1,4 @@
-"""Tokens that were drawn but are not accepted yet. The next step reads them on the device."""
+"""Sampled tokens in flight: tokens that the host has not received yet, but the next step already reads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.engines.rollout.native.plan import Index
 
 @dataclass(slots=True)
 class Flight:
-    """The tokens that were drawn in one step.
+    """The sampled tokens of one step that are in flight.
 
     Attributes:
-        rows: The row of each token. -1 if its sequence has ended since.
+        rows: The row of each token. -1 if the token's sequence has ended in the meantime.
         tokens_R: The tokens, on the device.
-        version: The version of the weights that gave the logits.
+        version: The version of the weights that computed the logits.
     """
 
     rows: Index
@@ -31,9 +31,10 @@ class Flight:
 
     @classmethod
     def of(cls, rows: Index, drawn: Drawn, version: int) -> Flight:
-        """Start to copy the tokens to the host.
+        """Start to copy sampled tokens and their log-probs to the host.
 
-        This is one copy, and it starts now, so that the tokens do not wait for work that is launched later.
+        All tensors are joined into a single copy. The copy starts immediately, so that it does not wait for
+        work that is launched later.
         """
         device = drawn.tokens_R.device
         if device.type != "cuda":
@@ -45,17 +46,17 @@ class Flight:
         return cls(rows, drawn.tokens_R, version, Drawn(*(fetched[id(part)] for part in drawn)), arrival)
 
     def arrived(self) -> Drawn:
-        """Wait until everything that was drawn is on the host, and return it."""
+        """Wait until the tokens and log-probs are on the host, and return them."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._fetched
 
     def wanted(self, place: Index) -> tuple[Index, ...]:
-        """Return the indices that `insert` needs on the device.
+        """Return the indices that `insert` needs. The caller sends them to the device.
 
         Args:
-            place: For each token of a step, the index of the token in flight that it is. -1 if the token is
-                known.
+            place: For each token of a step, the index of the token in flight from which it is read. -1 if the
+                host already knows the token.
         """
         if len(place) == len(self.tokens_R) and (place == np.arange(len(place))).all():
             return ()
@@ -63,10 +64,10 @@ class Flight:
         return at, place[at]
 
     def insert(self, ids_T: Tensor, wanted: Sequence[Tensor]) -> None:
-        """Insert the tokens into a step's input.
+        """Insert the tokens in flight into a step's input.
 
         Args:
-            ids_T: The input tokens.
+            ids_T: The input tokens of the step, changed in place.
             wanted: The indices that `wanted` returned, on the device.
         """
         if not wanted:
@@ -86,14 +87,14 @@ def in_flight(flight: Flight | None, capacity: int) -> Index:
 
 
 def _join_bytes(parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes (uint8) of tensors with the same number of elements.
+    """Return one uint8 tensor with the bytes of tensors that have the same number of elements.
 
-    The tensor with the widest dtype comes first.
+    The tensor with the widest dtype must come first, so that all parts are aligned.
     """
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 
 def _split_bytes(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the bytes of `_join_bytes`, with the dtypes of its parts."""
+    """Return views of the result of `_join_bytes`, one per part, with the part's dtype."""
     pieces = torch.split(joined, [part.nbytes for part in parts])
     return [piece.view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]

@@ -1,7 +1,7 @@
-"""A fast decoder over the parameters of a transformers model of the Llama family.
+"""A fast forward for transformers models of the Llama family.
 
-It supports Llama, Mistral, Qwen2 and Qwen3. The arithmetic is the module's, without its Python overhead per
-layer.
+The models Llama, Mistral, Qwen2 and Qwen3 are supported. The forward uses the model's parameters and computes
+the same arithmetic as the module, without the module's Python overhead per layer.
 
 Shape suffixes as in `paged` and `ops`.
 """
@@ -31,12 +31,12 @@ _ROPE_TYPES = (
     "linear",
     "llama3",
     "yarn",
-)  # the angles of these types depend only on the position
+)  # rotary types whose angles depend only on the position
 _PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 
 def why_not_fused(module: nn.Module) -> str | None:
-    """Return why `FusedRunner` cannot run the model, or None if it can."""
+    """Return the reason why `FusedRunner` does not support the model, or None if it does."""
     config: Any = module.config
     if config.model_type not in PLAIN_DECODERS:
         return f"model type {config.model_type} is not one of {', '.join(PLAIN_DECODERS)}"
@@ -46,7 +46,7 @@ def why_not_fused(module: nn.Module) -> str | None:
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act} is not supported"
     for name, child in module.named_modules():
-        # FSDP gives each unit its own class.
+        # FSDP replaces the class of each unit by a subclass.
         plain = type(child) is nn.Linear or type(child).__bases__ == (FSDPModule, nn.Linear)
         if name.endswith(_PRODUCTS) and not plain:
             return f"{name} is a {type(child).__name__}, not a Linear"
@@ -60,14 +60,14 @@ _Held = Mapping[str, Sequence[Tensor]]  # keyed by the names of `parts_of`
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """Linear maps whose outputs are joined side by side."""
+    """One or several linear layers with the same inputs, whose outputs are concatenated."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(self.weights) == 1:  # without a list: this runs for every map of every layer and step
+        if len(self.weights) == 1:  # no list is built, because this runs for every linear layer in every step
             return self.product(x, self.weights[0], self.biases[0])
         maps = zip(self.weights, self.biases, strict=True)
         return torch.cat([self.product(x, weight, bias) for weight, bias in maps], -1)
@@ -88,19 +88,20 @@ class _Layer:
 class FusedRunner:
     """A runner for models of the Llama family (see `Runner`).
 
-    Query, key and value weights can be joined into one matrix, and gate and up weights into another. On a CPU
-    they are joined, and all weights are copied into the layout of the kernels again for each weight version.
-    If these copies would be large, the module's own weights are used. On other devices `copies` decides.
+    Copies of the query, key and value weights can be joined into one matrix, and copies of the gate and up
+    weights into another. On a CPU, each weight version is copied into the layout of the kernels. If these
+    copies would be large, the module's weights are used instead. On other devices, the argument `copies`
+    decides.
 
     Args:
         module: The model.
-        max_length: The most tokens of a sequence.
-        split: This rank's share of each layer.
+        max_length: The maximum number of tokens of a sequence.
+        split: This rank's shard of each layer.
         copies: Whether the runner has its own copies of all weights. New weights are then copied to the same
-            addresses, and nothing belongs to the module. On a CPU only tests use this.
+            addresses, and the runner uses no tensor of the module. On a CPU only tests set this.
 
     Raises:
-        ConfigError: The model cannot be split as `split` says.
+        ConfigError: The model's layers cannot be split as `split` requires.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class FusedRunner:
         names = [f"model.layers.{index}" for index in range(len(layers))]
         norms = [*(f"{name}.input_layernorm" for name in names), "norm"]
         [self._first_norm_E] = held[norms[0]]
-        self._norms: dict[str, Tensor] = {}  # norm weights of all heads, side by side
+        self._norms: dict[str, Tensor] = {}  # norm weights of all heads, concatenated
         self._layers = [
             self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window) or 0)
             for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
@@ -140,7 +141,7 @@ class FusedRunner:
         self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
-        """Return the heads, with cos and sin per position from the model's own rotary module."""
+        """Return the layout of the heads, with cos and sin tables from the model's rotary module."""
         heads, kv_heads = self._split.heads(config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions = torch.arange(max_length, device=self.device)[None]
@@ -161,9 +162,9 @@ class FusedRunner:
         )
 
     def _linear(self, held: _Held, name: str) -> _Linear:
-        """Return one linear map whose outputs are the outputs of all maps, side by side.
+        """Return all linear layers with this name as one `_Linear`.
 
-        Either all maps have a bias or none has.
+        Either all these layers have a bias, or none has.
         """
         weights, biases = held[name], held.get(f"{name}.bias", [])
         if self._joins:
@@ -196,7 +197,7 @@ class FusedRunner:
         return self._reads
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        """Yield the copies by name (see `Runner`)."""
+        """Yield name and tensor of the runner's copies (see `Runner`)."""
         return None if self._copies is None else self._copies.named(parts_of(module, self._split))
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
@@ -218,10 +219,10 @@ class FusedRunner:
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
 
     def _rounded(self, indices: Tensor) -> Tensor:
-        """Return the indices, padded with zeros at the end.
+        """Return the indices, padded with zeros at the end to the length `rounded_rows`.
 
-        The products of a step then have few different shapes. oneDNN takes longer to prepare a kernel for a
-        new number of rows than to run it.
+        The matrix products then have only a few different shapes. oneDNN needs more time to prepare a kernel
+        for a new number of rows than to run the kernel.
         """
         count = indices.shape[0]
         rows = rounded_rows(count) if self._rounds else count
@@ -229,7 +230,7 @@ class FusedRunner:
 
 
 def rounded_rows(rows: int) -> int:
-    """Return the next power of two for up to 8 rows, else the next of about eight even steps per doubling."""
+    """Round up a number of rows: to a power of two up to 8, then to one of eight steps per doubling."""
     if rows <= 8:
         return 1 << max(rows - 1, 0).bit_length()
     step = max(8, 1 << rows.bit_length() - 4)

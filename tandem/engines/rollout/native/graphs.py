@@ -1,9 +1,10 @@
-"""Decode steps as CUDA graphs.
+"""A runner that records decode steps as CUDA graphs.
 
-A decode step of a small batch is hundreds of short kernels. The host takes longer to launch them than the
-device takes to run them. A graph launches all of them at once, but always with the same addresses and shapes.
-So a step's input is copied into fixed buffers and padded to the next of a few sizes, and the graph of this
-size is replayed. The padding rows write nowhere (slot -1), and their logits are dropped.
+A decode step of a small batch consists of hundreds of short kernels. The host needs more time to launch these
+kernels than the device needs to run them. A graph launches all kernels at once, but always with the same
+addresses and shapes. So there are graphs for a few batch sizes. The input of a step is copied into fixed
+buffers and padded to the next of these sizes. Then the graph of this size is replayed. Padding rows write
+nothing (slot -1), and their logits are dropped.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from tandem.engines.rollout.native.weights import Place, places
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Records work on fixed buffers and returns a function that repeats it. It may run the work."""
+"""A function that records work on fixed buffers and returns a function that repeats the work.
 
-_MOST_ROWS = 512  # with more rows, the device is busy for longer than the launches take
+The work may run during the recording.
+"""
+
+_MOST_ROWS = 512  # with more rows, the kernels run longer than their launches take
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one memory pool.
+    """A recorder of CUDA graphs that share one memory pool.
 
-    Only one of them may run at a time, and each overwrites the results of the others in the pool.
+    Only one graph may run at a time. Each graph overwrites the results of the other graphs in the pool.
     """
 
     def __init__(self) -> None:
@@ -40,7 +44,7 @@ class CudaCapture:
     def __call__(self, work: Work) -> Work:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            work()  # compiles kernels and makes workspaces, which is not allowed in a capture
+            work()  # compiles kernels and allocates workspaces, which is not allowed in a capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -52,7 +56,7 @@ _BY_ROW = ("ids_T", "positions_T", "slots_T", "lengths_S", "tables_SB", "logits_
 
 
 def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) -> StepInput:
-    """Create the input of a step of `rows` sequences of length 1, in block 0, that write nowhere."""
+    """Create the fixed input buffers for a decode step of `rows` sequences. All rows are padding rows."""
     index = torch.arange(rows + 1, device=device)
     return StepInput(
         ids_T=torch.zeros_like(index[1:]),
@@ -69,23 +73,25 @@ def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) 
 
 @dataclass(eq=False)
 class GraphedRunner:
-    """The forward of a runner, with graphs for decode steps. Other steps run without graphs.
+    """A wrapper around a runner that uses CUDA graphs for decode steps. Other steps run without graphs.
 
-    A graph is captured when its size is first needed, after a graph of the largest size, whose memory the
-    other graphs share. If a capture fails, a warning is given, and all further steps run without graphs.
+    A graph is captured when its size is first needed. The graph of the largest size is captured first,
+    because the other graphs share its memory. If a capture fails, a warning is logged, and all further steps
+    run without graphs.
 
-    A graph holds addresses. It is valid as long as the weights and the cache stay at their addresses. Their
-    content may change.
+    A graph stores addresses. It is valid as long as the weights and the KV cache stay at the same addresses.
+    The content of this memory may change.
 
     Args:
-        runner: A runner that does not wait for the device in a decode step. The same holds for the attention.
-        attention: The attention of the steps.
-        max_num_seqs: The most sequences of a step. Steps of more than 512 are not captured.
-        max_blocks: The blocks of the longest sequence.
-        capture: Captures work. By default as CUDA graphs.
+        runner: A runner that never waits for the device in a decode step.
+        attention: The attention of the steps, which must not wait for the device either.
+        max_num_seqs: The maximum number of sequences of a step. Steps with more than 512 sequences are not
+            captured.
+        max_blocks: The number of blocks of the longest sequence.
+        capture: The function that records work. By default it records CUDA graphs.
 
     Attributes:
-        replays: The graphs, by size.
+        replays: A dict from batch size to the function that replays the graph of this size.
     """
 
     runner: Runner
@@ -103,9 +109,9 @@ class GraphedRunner:
         self._logits_LV: Tensor | None = None
 
     def is_over(self, runner: Runner, attention: Attention) -> bool:
-        """Return whether the graphs compute what this runner and this attention would compute.
+        """Return whether the graphs are valid for this runner and this attention.
 
-        This is so if all tensors that they read and write are still at their addresses.
+        They are valid if all tensors that the graphs read and write still have the same addresses.
         """
         if runner is not self.runner or attention is not self.attention:
             return False
@@ -117,7 +123,7 @@ class GraphedRunner:
 
     @torch.inference_mode()
     def prepare(self, sizes: Collection[int]) -> None:
-        """Capture graphs of the given sizes in advance. Sizes that have no graph are skipped."""
+        """Capture graphs of the given sizes in advance. Sizes for which graphs are not used are skipped."""
         for size in sorted(sizes, reverse=True):
             if size in self.sizes:
                 self._replay(size)
@@ -126,8 +132,8 @@ class GraphedRunner:
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         """Compute the logits of a step (see `Runner`).
 
-        The logits of a decode step are valid until the next step. If `logits_L` has as many entries as the
-        step has tokens, it must be all tokens in order.
+        The logits of a decode step are valid until the next step. If `logits_L` has one entry per token of
+        the step, the entries must be all tokens in order.
         """
         assert attention is self.attention
         rows = len(step.ids_T)
@@ -144,7 +150,7 @@ class GraphedRunner:
     def _fill(self, step: StepInput, size: int) -> None:
         """Copy the step into the first rows of the buffers, and fill the padding rows.
 
-        The ids, positions and tables of the padding rows stay those of an earlier step, because they do not
+        The padding rows keep the ids, positions and tables of an earlier step, because these values do not
         matter.
         """
         held, (rows, blocks) = self._buffers, step.tables_SB.shape
@@ -156,13 +162,13 @@ class GraphedRunner:
             held.lengths_S[rows:size].fill_(1)
 
     def _replay(self, size: int) -> Work | None:
-        """Return a replay of the step of this size on the buffers, or None if it cannot be captured."""
+        """Return a function that replays the graph of this size, or None if the capture fails."""
         for needed in (self.sizes[-1], size):
             if needed in self.replays:
                 continue
             if not self.replays:
                 self._captured_over = self._places()
-            # The buffers hold no data of a step yet, so it is safe that the work runs twice.
+            # The buffers contain no step yet, so the work may safely run twice.
             self._buffers.slots_T.fill_(-1)
             try:
                 self.replays[needed] = self.capture(self._work(needed))
@@ -187,16 +193,18 @@ class GraphedRunner:
             logits_LV = self.runner.forward(step, self.attention)
             if self._logits_LV is None:  # in the first run, which is not captured
                 self._logits_LV = logits_LV.new_empty(len(held.ids_T), logits_LV.shape[1])
-            # Copied, because otherwise the outputs of all graphs would be held: gigabytes.
+            # The logits are copied. Otherwise the outputs of all graphs would stay allocated, which needs
+            # gigabytes.
             self._logits_LV[:size].copy_(logits_LV)
 
         return work
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the sizes of the graphs in ascending order.
+    """Return the batch sizes for which graphs are captured, in ascending order.
 
-    The sizes are 1, 2, 4, 8 and every 16 up to `max_num_seqs`, which is included, or up to 512.
+    The largest size is the smaller of `max_num_seqs` and 512. The other sizes are 1, 2, 4, 8 and all
+    multiples of 16 below the largest size.
     """
     most = min(max_num_seqs, _MOST_ROWS)
     return (*(size for size in (1, 2, 4, 8, *range(16, most, 16)) if size < most), most)

@@ -1,8 +1,8 @@
-"""Compiles `kernels.cpp` at first use and loads it.
+"""Functions that compile `kernels.cpp` at first use and load the library.
 
 The libraries are in a cache folder of the user, one per element type, processor and compiler. If several
-processes start at the same time, each builds its own library, and the last rename wins. The libraries use
-PyTorch's own OpenMP threads. With another OpenMP library there would be a second thread pool.
+processes start at the same time, each process builds its own library, and the last rename wins. The libraries
+use the OpenMP library of PyTorch. Another OpenMP library would start a second thread pool.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SIGNATURES = {
 
 @cache
 def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the functions of `kernels.cpp` for this element type, or None.
+    """Return the library with the functions of `kernels.cpp` for this element type, or None.
 
-    None is returned for a dtype without kernels. It is also returned, after a warning with the reason, if the
-    kernels cannot be built.
+    The result is None for a dtype without kernels. It is also None if the kernels cannot be built. Then a
+    warning states the reason.
     """
     if dtype not in _DTYPES:
         return None
@@ -67,7 +67,7 @@ def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def _build(defines: tuple[str, ...]) -> Path:
-    """Return the path of the library, and build the library if it does not exist.
+    """Return the path of the compiled library. Build the library if it does not exist.
 
     Raises:
         OSError: There is no compiler or no OpenMP library, or the folder cannot be written.
@@ -107,9 +107,9 @@ def _loaded_openmp() -> Path:
 
 
 def _processor() -> str:
-    """Return the processor features that -march=native uses.
+    """Return the names of the processor features that the compiler option -march=native uses.
 
-    They are part of the library's name, because different machines may share a cache folder.
+    These features are part of the library's file name, because different machines may share a cache folder.
     """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     keys = ("model name", "flags", "Features", "CPU part")

@@ -1,7 +1,7 @@
-"""Device memory that is freed and allocated again at the same addresses.
+"""Device memory that can be freed and allocated again at the same addresses.
 
-CUDA graphs that read and write this memory stay valid. PyTorch's allocator returns other addresses each time.
-It does not count this memory (see `lasting_bytes`).
+CUDA graphs that read and write this memory stay valid. PyTorch's allocator would return different addresses
+each time. PyTorch's memory statistics do not include this memory (see `lasting_bytes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from tandem.engines.rollout.native.driver import CHUNK, MAPPINGS, Driver, DriverError, Mapping
 from tandem.errors import EngineError
 
-_ALIGNMENT = 256  # bytes; each tensor starts at a multiple
+_ALIGNMENT = 256  # each tensor starts at a multiple of this number of bytes
 
 Spec = tuple[Sequence[int], torch.dtype]
 """The shape and dtype of a tensor."""
@@ -26,12 +26,12 @@ class Region:
     """Memory at fixed addresses of a CUDA device. Create it with `reserve`.
 
     Args:
-        size: Bytes.
-        driver: The driver.
+        size: The number of bytes.
+        driver: The bindings to the CUDA driver.
         device: The device's number.
 
     Attributes:
-        buffer: All bytes as uint8. You must not use it between `give_back` and `take`.
+        buffer: The memory as a uint8 tensor. Do not use this tensor between `give_back` and `take`.
     """
 
     def __init__(self, size: int, driver: Driver, device: int) -> None:
@@ -40,12 +40,12 @@ class Region:
         self.buffer = torch.as_tensor(self._mapping, device=torch.device("cuda", device))[:size]
 
     def give_back(self) -> None:
-        """Wait for the device's work, then free the memory. Its content is lost."""
+        """Wait until the device is idle, then free the memory. The content is lost."""
         torch.cuda.synchronize(self._mapping.device)
         self._mapping.unmap()
 
     def take(self) -> None:
-        """Allocate the memory again. Its content is arbitrary.
+        """Allocate the memory again. The content is arbitrary.
 
         If needed, PyTorch's allocator first frees its cached memory.
 
@@ -68,7 +68,7 @@ class Region:
 
 
 class Lasting:
-    """Tensors in one piece of memory, which keeps its addresses if the device offers a `Region`.
+    """A set of tensors in one block of memory, which keeps its addresses if the device supports a `Region`.
 
     Args:
         specs: The shapes and dtypes of the tensors.
@@ -76,8 +76,8 @@ class Lasting:
 
     Attributes:
         tensors: The tensors. Their initial content is arbitrary.
-        stays: Whether the memory can be freed and allocated again at the same addresses.
-        bytes: The bytes of all tensors.
+        stays: Whether the memory keeps its addresses when it is freed and allocated again.
+        bytes: The number of bytes of all tensors together.
     """
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
@@ -97,7 +97,7 @@ class Lasting:
         """Free the memory if it can be allocated again at the same addresses.
 
         Returns:
-            Whether it can.
+            Whether the memory was freed.
         """
         if self._region is not None and self._held:
             self._region.give_back()
@@ -117,7 +117,7 @@ class Lasting:
 
 
 def reserve(size: int, device: torch.device) -> Region | None:
-    """Return a region with its memory allocated, or None if the device offers no region.
+    """Create a region with allocated memory, or return None if the device does not support regions.
 
     Raises:
         EngineError: There is not enough memory.
@@ -129,13 +129,13 @@ def reserve(size: int, device: torch.device) -> Region | None:
 
 
 def lasting_bytes(device: torch.device) -> int:
-    """Return how many bytes of the device the regions of this process hold now."""
+    """Return how many bytes of the device's memory the regions of this process occupy now."""
     return sum(mapping.mapped for mapping in MAPPINGS if mapping.device == _index(device))
 
 
 @cache
 def _driver(device: int) -> Driver | None:
-    """Return the driver of this device after a test, or None, after a warning, if the test fails."""
+    """Return the tested driver bindings of this device, or warn and return None if the test fails."""
     try:
         driver = Driver(ctypes.CDLL("libcuda.so.1"))
         torch.zeros(1, device=torch.device("cuda", device))  # creates the CUDA context
@@ -152,7 +152,7 @@ def _driver(device: int) -> Driver | None:
 
 
 def _try(driver: Driver, device: int) -> None:
-    """Test the driver: write to memory, free it, allocate it again, then write and read.
+    """Test the driver: write to a region, free it, allocate it again, then write and read.
 
     Raises:
         RuntimeError: The test failed.

@@ -1,4 +1,4 @@
-"""The memory that the cache may take."""
+"""Functions that decide how much memory the KV cache of a rollout engine may use."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5
 
 @dataclass(slots=True)
 class CacheRoom:
-    """How many blocks the cache of an engine may have.
+    """The memory budget of an engine's KV cache, counted in blocks.
 
     Attributes:
-        device: The device.
-        given: The share of the device's memory that the rollout may take (see `cache_budget`). With None it
-            is 0.9 on CUDA and 0.5 elsewhere. On CUDA the cache then gets what training leaves, takes only
-            what its sequences need, and frees it afterwards.
-        block_size: Tokens per block.
-        fixed: The number of blocks, whatever the memory. None means that the memory decides.
-        split: The split of the layers. Its ranks have caches of the same size, so they decide together.
-        weights: The bytes of the rollout's own weights.
+        device: The device of the cache.
+        given: The fraction of the device's memory that the rollout may use (see `cache_budget`). None means
+            0.9 on CUDA and 0.5 elsewhere. With None on CUDA, the cache may use the memory that training
+            leaves free, allocates only what its sequences need, and frees it afterwards.
+        block_size: The number of tokens per block.
+        fixed: The number of blocks, set by the user. None means that the number depends on the memory.
+        split: The split of the layers. All ranks of the split have caches of the same size, so they must
+            decide together.
+        weights: The bytes of the rollout engine's own weights.
         memory: The CUDA device's memory when the budget was measured.
     """
 
@@ -44,12 +45,15 @@ class CacheRoom:
 
     @property
     def utilization(self) -> float:
-        """Return the given share, or the device's default."""
+        """Return the fraction of memory that the user set, or the device's default."""
         default = _SHARE_OF_CUDA if self.device.type == "cuda" else _SHARE_OF_HOST
         return default if self.given is None else self.given
 
     def most(self, per_block: int) -> int:
-        """Return the most blocks of `per_block` bytes. The budget is measured once (see `forget`)."""
+        """Return the maximum number of blocks of `per_block` bytes.
+
+        The free memory is measured once. `forget` makes the next call measure it again.
+        """
         if self.fixed is not None:
             return self.fixed
         if self._budget is None:
@@ -59,10 +63,10 @@ class CacheRoom:
         return self._budget // per_block
 
     def may_be_taken_again(self, blocks: int, per_block: int) -> bool:
-        """Return whether a cache that existed before may still have `blocks` blocks.
+        """Return whether a cache of `blocks` blocks that was freed may be allocated again.
 
-        The memory that this process holds for other purposes may have grown since, by up to half of the
-        reserve: the graphs over this cache were captured in the meantime.
+        In the meantime this process may have allocated more memory for other purposes, such as the graphs
+        that were captured over this cache. So the budget may be exceeded by up to half of the reserve.
         """
         size, most = blocks * per_block, self.most(per_block) * per_block
         slack = 0 if self.memory is None or self.fixed is not None else self.memory.reserved // 2
@@ -71,13 +75,13 @@ class CacheRoom:
     def copies_pay(self, size: int, wanted: CacheDemand | None, *, returned: bool) -> bool:
         """Return whether the rollout should have copies of a module's weights.
 
-        This is only so on CUDA, if there is memory for both now, and if the copies leave enough memory for
-        the cache's sequences. If the module's own memory is freed after copying, the copies need no extra
-        memory.
+        The rollout should have copies only on CUDA, and only if there is enough memory now for the module and
+        the copies. The copies must also leave enough memory for the cache's sequences. This last condition is
+        dropped if the module's memory is freed after copying.
 
         Args:
             size: The bytes of the weights.
-            wanted: The cache's sequences. None for a cache of any size.
+            wanted: The sequences that the cache must store. None if the cache may have any size.
             returned: Whether the module's memory is freed after copying.
         """
         if self.device.type != "cuda" or not self.is_free(size):
@@ -87,12 +91,12 @@ class CacheRoom:
         return returned or wanted is None or left >= wanted.bytes
 
     def wanted(self, pending: Collection[int], capacity: int, held: int, per_block: int) -> int:
-        """Return how many blocks the pending requests can fill at the same time, limited by the memory.
+        """Return how many blocks the pending requests can fill at the same time, limited by the budget.
 
         Args:
-            pending: The blocks that each request can fill.
-            capacity: The most sequences that run at the same time.
-            held: The current number of blocks. A cache that grows at least doubles.
+            pending: For each request, the number of blocks that it can fill.
+            capacity: The maximum number of sequences that run at the same time.
+            held: The current number of blocks. If the cache must grow, its size is at least doubled.
             per_block: The bytes of a block.
 
         Raises:
@@ -106,15 +110,15 @@ class CacheRoom:
         return blocks if blocks <= held else min(most, max(blocks, 2 * held))
 
     def forget(self) -> None:
-        """Forget the budget, so that it is measured again when it is next needed."""
+        """Drop the measured budget, so that the next call of `most` measures it again."""
         self._budget = None
 
     def check_longest(self, longest: int, per_block: int) -> None:
-        """Check that the longest sequence fits into the cache.
+        """Check that the longest sequence fits into the cache's budget.
 
         Args:
-            longest: The blocks of the longest sequence.
-            per_block: The bytes of a block. It has no meaning if the number of blocks is fixed.
+            longest: The number of blocks of the longest sequence.
+            per_block: The bytes of a block. This value is ignored if the number of blocks is fixed.
 
         Raises:
             EngineError: The sequence needs more blocks than the cache can have.
@@ -141,14 +145,14 @@ class CacheRoom:
         )
 
     def is_free(self, needed: int) -> bool:
-        """Return whether this number of bytes is free now on all ranks."""
+        """Return whether `needed` bytes of memory are free now on all ranks."""
         return needed <= self.split.smallest(free_bytes(self.device))
 
     def check_free(self, needed: int) -> None:
-        """Check that this number of bytes is free now on all ranks.
+        """Check that `needed` bytes of memory are free now on all ranks.
 
         Raises:
-            EngineError: On one of the ranks they are not free.
+            EngineError: A rank has too little free memory.
         """
         free = self.split.smallest(free_bytes(self.device))
         if needed <= free:
@@ -169,16 +173,16 @@ class CacheRoom:
 
 
 def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
-    """Return how many bytes the cache may take.
+    """Return how many bytes the KV cache may use.
 
-    On a CPU this is the share `utilization` of the machine's memory. On CUDA see `DeviceMemory`. The result
-    must not depend on other processes: it decides how many sequences run together, and this decides the bits
-    of their log-probs.
+    On a CPU this is the fraction `utilization` of the machine's memory. On CUDA see `DeviceMemory`. The
+    result must not depend on other processes. It determines how many sequences run together, and the exact
+    bits of the log-probs depend on this number.
 
     Args:
         device: The device.
-        utilization: The share of the device's memory.
-        weights: The bytes of the rollout's own weights.
+        utilization: The fraction of the device's memory that the rollout may use.
+        weights: The bytes of the rollout engine's own weights.
     """
     if device.type == "cuda":
         return device_memory(device, weights).cache(utilization)
@@ -186,12 +190,12 @@ def cache_budget(device: torch.device, utilization: float, weights: int) -> int:
 
 
 def device_memory(device: torch.device, weights: int) -> DeviceMemory:
-    """Return the current memory of a CUDA device."""
+    """Return how the memory of a CUDA device is used now."""
     return DeviceMemory(torch.cuda.mem_get_info(device)[1], held_bytes(device), weights)
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return how many bytes of the device this process holds in tensors. On a CPU this is 0."""
+    """Return how many bytes of the device this process uses for tensors. On a CPU the result is 0."""
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_allocated(device) + lasting_bytes(device)

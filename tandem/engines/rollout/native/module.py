@@ -1,12 +1,13 @@
-"""The runner for any causal LM whose attention uses transformers' attention interface.
+"""The runner for every causal LM whose attention uses transformers' attention interface.
 
-It runs the model's own forward on the step's tokens as one row. A special attention function reads and writes
-the paged cache.
+The runner calls the model's forward with all tokens of a step as one row. A special attention function reads
+and writes the paged KV cache.
 
-transformers builds no mask for an attention without a mask function, and it looks for packed sequences only
-where it builds a mask. So only this function decides what a token sees.
+transformers builds no mask for an attention function without a registered mask function, and it detects
+packed sequences only when it builds a mask. So the attention function alone decides which columns a token
+attends to.
 
-Shape suffixes as in `paged`. A leading 1 is the row.
+The shape suffixes of `paged` apply. A leading 1 is the dimension of the single row.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _ATTENTION = "tandem_rollout"
 _UNSUPPORTED = ("s_aux", "position_bias")
 _REMEDY = "use rollout.name=hf for this model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_ROPE_BY_LENGTH = ("dynamic", "longrope")  # the angles depend on the longest sequence of the batch
+_ROPE_BY_LENGTH = ("dynamic", "longrope")  # their angles depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
 """Computes attention from (layer, query (T, N, D), keys (T, H, D), values, window=, softcap=)."""
 
 
 class ModuleRunner:
-    """A runner that calls the module's own forward (see `Runner`).
+    """A runner that calls the module's forward (see `Runner`).
 
     Args:
         module: The model.
-        max_length: The most tokens of a sequence.
+        max_length: The maximum number of tokens of a sequence.
 
     Raises:
-        EngineError: Some layer's attention does not use the interface, or plain keys and values cannot
-            express it; or rotary angles depend on the lengths of other sequences.
+        EngineError: A layer's attention does not use the interface, or needs more than plain keys and values.
+            Or the rotary angles depend on the lengths of other sequences.
     """
 
     copies = False
@@ -59,7 +60,10 @@ class ModuleRunner:
         def record_shape(
             layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any
         ) -> Tensor:
-            """Record the layer's shape and return the attention of one token, which is its value."""
+            """Record the shape of a layer's keys and values, and return the attention output of one token.
+
+            With only one token, the attention output is the token's value.
+            """
             found[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
             return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
 
@@ -75,12 +79,12 @@ class ModuleRunner:
         self.layers = tuple(found[i] for i in layers)
 
     def renew(self, module: nn.Module) -> bool:
-        """Return whether the module is the same (see `Runner`)."""
+        """Return whether `module` is the module that this runner calls (see `Runner`)."""
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         return module is self._module and embedding.dtype == self.dtype
 
     def release_weights(self) -> bool:
-        """Do nothing: this runner has no copies (see `Runner`)."""
+        """Do nothing, because this runner has no copies of weights (see `Runner`)."""
         return False
 
     def reads(self) -> Sequence[Tensor]:
@@ -88,7 +92,7 @@ class ModuleRunner:
         return [*self._module.parameters(), *self._module.buffers()]
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        """Return None: this runner has no copies (see `Runner`)."""
+        """Return None, because this runner has no copies of weights (see `Runner`)."""
         return None
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
@@ -126,9 +130,9 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention in transformers' calling convention.
+    """Compute attention with the signature of transformers' attention interface.
 
-    Returns (1, T, N, value_dim) and None in place of weights.
+    The function returns the output (1, T, N, value_dim), and None instead of attention weights.
     """
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if unsupported:

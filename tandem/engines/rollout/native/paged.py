@@ -1,12 +1,13 @@
-"""The paged KV cache, and the input of one step of the native engine.
+"""The paged KV cache and the step input of the native engine.
 
-The cache is divided into blocks of `block_size` tokens that any sequence may hold. A sequence's block table
-lists its blocks in order, so that token t is in slot `table[t // block_size] * block_size + t % block_size`.
-Blocks with the same content are shared. A step mixes sequences that decode one token with chunks of prompts.
-Their tokens are concatenated.
+The cache is divided into blocks of `block_size` tokens. A sequence's block table lists the sequence's blocks
+in order, so that token t is in slot `table[t // block_size] * block_size + t % block_size`. Sequences share
+blocks with the same content. A step mixes sequences that decode one token with chunks of prompts. The tokens
+of all sequences in a step are concatenated.
 
 Keys are stored transposed within a block, (blocks, kv_heads, key_dim, block_size), so that one vector
-register holds one key coordinate of neighboring tokens. Values are (blocks, kv_heads, block_size, value_dim).
+register holds one key coordinate of several adjacent tokens. Values are (blocks, kv_heads, block_size,
+value_dim).
 
 Shape suffixes: T tokens of a step, S sequences of a step, B blocks of the widest table, L tokens whose logits
 are requested, N query heads, H key heads, D head size, V vocabulary.
@@ -25,7 +26,7 @@ from tandem.engines.rollout.native.lasting import Lasting
 
 
 class LayerShape(NamedTuple):
-    """The shape of what one layer stores per token."""
+    """The shape of the KV-cache entry that one attention layer stores per token."""
 
     kv_heads: int
     key_dim: int
@@ -34,18 +35,19 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The tokens of one step, sequence by sequence, on the engine's device.
+    """The input of one step: tokens and block tables, sequence by sequence, on the engine's device.
 
     Attributes:
-        ids_T: int64, the tokens.
+        ids_T: int64, the token ids.
         positions_T: int64, each token's position in its sequence.
-        slots_T: int64, the slot for the token's key and value. -1 for a padding token.
-        starts_S1: int32 (S+1), where each sequence's tokens start among the T tokens.
-        lengths_S: int32, the number of the sequence's tokens in the cache once this step's tokens are
+        slots_T: int64, the cache slot for each token's key and value. -1 for a padding token.
+        starts_S1: int32 (S+1), the index of each sequence's first token among the T tokens. The last entry is
+            T.
+        lengths_S: int32, the number of each sequence's tokens in the cache after this step's tokens are
             written.
-        tables_SB: int32, block tables. Entries beyond a sequence's length are any valid block.
+        tables_SB: int32, the block tables. Entries beyond a sequence's length may be any valid block.
         logits_L: int64, the tokens (indices into T) whose next-token logits are requested.
-        max_query: The most tokens that a sequence has in this step. 1 for a decode step.
+        max_query: The maximum number of tokens of a sequence in this step. 1 for a decode step.
         max_length: The largest number in `lengths_S`.
     """
 
@@ -62,19 +64,19 @@ class StepInput:
 
 @dataclass(eq=False)
 class PagedCache:
-    """Keys and values of all running sequences, by block.
+    """The paged KV cache, which stores the keys and values of all running sequences in blocks.
 
     Args:
-        layers: One shape per attention layer.
+        layers: The shape of each attention layer.
         blocks: The number of blocks. Blocks are numbered 0..blocks-1.
-        block_size: Tokens per block.
+        block_size: The number of tokens per block.
         dtype: The dtype of keys and values.
         device: The device.
         lasting: Whether to use memory that can be freed and allocated again at the same addresses, if the
             device supports it.
 
     Attributes:
-        memory: The memory that can be freed, if `lasting` is set.
+        memory: The memory of the cache, which can be freed. None unless `lasting` is set.
     """
 
     layers: Sequence[LayerShape]
@@ -102,9 +104,9 @@ class PagedCache:
         return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype)
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole blocks in every layer. The numbers are int64.
+        """Copy whole blocks in every layer. `source` and `target` are int64 block numbers.
 
-        The targets are distinct, and no target is a source.
+        All targets must be distinct, and no target may be a source.
         """
         for part in (*self.keys, *self.values):
             part[target] = part[source]
@@ -115,5 +117,5 @@ def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with a contiguous last dimension, as the kernels need it."""
+    """Return the tensor, copied if its last dimension is not contiguous, as the kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

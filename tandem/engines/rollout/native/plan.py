@@ -1,4 +1,4 @@
-"""A step as the scheduler plans it, and as the tensors that it runs on."""
+"""The plan of a step, and a function that converts the plan to input tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, by rows of the table of sequences.
+    """The plan of one step. Rows are row numbers in `Rows`, the table of sequences.
 
     Attributes:
-        rows: The rows with tokens in this step. The first `decoding` rows have one token each, the last one
-            that they generated.
-        first: How many tokens of each row are already in the cache.
-        counts: How many tokens of each row are computed.
+        rows: The rows with tokens in this step. The first `decoding` rows have one token each: the last token
+            that their sequence generated.
+        first: For each row, the number of tokens that are already in the cache.
+        counts: For each row, the number of tokens that this step computes.
         decoding: The number of rows that decode.
         sampled: The rows that get a new token.
         source: For each row of `sampled`, the index in `rows` whose last token gives its logits.
-        copies: (source, target) blocks to copy after the step is computed.
+        copies: Pairs (source, target) of blocks to copy after the step is computed.
     """
 
     rows: Index
@@ -40,11 +40,12 @@ class Plan:
     copies: tuple[list[int], list[int]]
 
     def apart(self) -> tuple[Plan, ...]:
-        """Return the decoding rows and the prompts as separate steps.
+        """Split the step into one for the decoding rows and one for the prompts.
 
-        The decoding rows come first, which is also their order in `sampled`. Decode steps have graphs and
-        kernels that cannot run prompts. No decoding row needs what a prompt computes in the same step. If
-        each prompt has one token too, the result is a single step.
+        The step with the decoding rows comes first, as these rows do in `sampled`. The split pays because
+        decode steps have graphs and kernels that cannot run prompts. It is possible because no decoding row
+        needs the results of a prompt in the same step. If every prompt also has only one token, the result is
+        a single step.
         """
         first = self.decoding
         if not 0 < first < len(self.rows) or self.counts.max() == 1:
@@ -70,16 +71,16 @@ def step_input(
 
     Args:
         plan: The step.
-        tables: For every row, the blocks that it holds.
-        last_token: For every row, the last accepted token. A decoding row computes this token.
-        content: Returns a row's prompt and accepted tokens.
-        block_size: Tokens per block.
+        tables: The block table of every row.
+        last_token: The last accepted token of every row. This is the input token of a decoding row.
+        content: A function that returns a row's prompt and accepted tokens.
+        block_size: The number of tokens per block.
         device: The device.
-        beside: Further arrays to send.
+        beside: Further arrays to send to the device in the same copy.
 
     Returns:
-        The input; for each of `plan.sampled` the index of its logits, or None for all logits in their order;
-        and the arrays of `beside` on the device.
+        The step input. For each row of `plan.sampled`, the index of its logits; None if all logits are used
+        in order. The arrays of `beside` on the device.
     """
     lengths_S = plan.first + plan.counts
     max_length = int(lengths_S.max())

@@ -1,4 +1,4 @@
-"""Runners, which compute logits: the protocol, and the choice between the two runners."""
+"""The protocol of runners, which compute the logits of a step, and a factory that creates a runner."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ RunnerName = Literal["auto", "fused", "module"]
 
 
 class Runner(Protocol):
-    """The forward of one model over a paged cache.
+    """The protocol of a runner: the forward of one model over a paged KV cache.
 
-    A runner holds its weights, or references to them. Drop it to free them.
+    A runner has its own weights, or references to the module's weights. Delete the runner to free them.
 
     Attributes:
-        layers: The shape of what each attention layer stores per token.
-        dtype, device: Those of the weights, and of the cache it can run over.
-        weight_bytes: The bytes of this rank's share of the weights.
+        layers: The shape of the KV-cache entry that each attention layer stores per token.
+        dtype: The dtype of the weights and of the KV cache.
+        device: The device of the weights and of the KV cache.
+        weight_bytes: The bytes of this rank's shard of the weights.
         copies: Whether the weights are the runner's own copies, so that the module's weights can be freed.
     """
 
@@ -38,7 +39,8 @@ class Runner(Protocol):
     def renew(self, module: nn.Module) -> bool:
         """Switch to the module's current weights if they belong to the same model.
 
-        Whether graphs of the forward stay valid can be seen from `reads`.
+        Compare the addresses of the tensors in `reads` to find out whether graphs of the forward are still
+        valid.
 
         Returns:
             Whether the runner has switched. If not, a new runner must be created.
@@ -53,19 +55,19 @@ class Runner(Protocol):
         """
 
     def reads(self) -> Sequence[Tensor]:
-        """Return the tensors that a forward reads and does not create itself, without the cache."""
+        """Return all tensors that a forward reads but does not create, except the KV cache."""
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-        """Yield the runner's copies by the names of the module's parameters.
+        """Yield the runner's copies of the weights, with the names of the module's parameters.
 
-        The result is None if the runner reads the module's own weights.
+        The result is None if the runner reads the module's weights directly.
         """
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         """Compute the step's tokens and write their keys and values into the attention's cache.
 
         Returns:
-            The logits of the next token after each of `step.logits_L`, (L, V).
+            (L, V) The logits of the next token after each token of `step.logits_L`.
         """
 
 
@@ -77,18 +79,19 @@ def make_runner(
     *,
     copies: bool | None = None,
 ) -> Runner:
-    """Return the runner of this name. "auto" means fused if the model allows it.
+    """Create the named runner. "auto" means "fused" if that runner supports the model, else "module".
 
     Args:
         name: The runner's name.
         module: A transformers causal LM.
-        max_length: The most tokens of a sequence.
-        split: This rank's share of each layer. Only the fused runner can be split.
-        copies: Whether the fused runner has copies of the weights (see there). None: on CUDA.
+        max_length: The maximum number of tokens of a sequence.
+        split: This rank's shard of each layer. Only the fused runner supports a split.
+        copies: Whether the fused runner has copies of the weights (see `FusedRunner`). None means yes on
+            CUDA, no elsewhere.
 
     Raises:
-        EngineError: "fused" for a model that it does not support, a model that neither runner can run, or a
-            split with a runner that cannot be split.
+        EngineError: The fused runner was requested but does not support the model, neither runner supports
+            the model, or the runner does not support a split.
         ConfigError: The model cannot be split evenly.
     """
     reason = "runner=module" if name == "module" else why_not_fused(module)

@@ -1,13 +1,14 @@
-"""Continuous batching: which tokens the next step computes, and which blocks they use.
+"""The scheduler of continuous batching, which chooses the tokens and cache blocks of each step.
 
-A sequence needs computation as long as its cache holds fewer tokens than the sequence has. Every step
-computes one token for each sequence that lacks exactly one. The rest of the token budget goes to prompts,
-oldest first. If no block is free for a new token, the youngest sequence loses its blocks. It keeps its tokens
-and is computed again, as a longer prompt, before any younger sequence starts. The order of all work follows
-from the order of submission, never from a clock.
+A sequence needs computation as long as some of its tokens are not in the cache. Every step computes one token
+for each sequence with exactly one missing token. The remaining token budget is used for prompts, oldest
+first. If no block is free for a new token, the youngest sequence loses its blocks (preemption). A preempted
+sequence keeps its tokens. It is computed again, as a longer prompt, before any younger sequence starts. The
+order of all work depends only on the order of submission, never on a clock.
 
-Samples of one prompt share its blocks. The first sample computes the prompt. The others fork when it is
-complete, each with a copy of the last block if that block is not full.
+Samples of one prompt share the prompt's blocks. The first sample computes the prompt. When the prompt is
+complete, the other samples fork from the first. Each fork gets a copy of the last block if that block is not
+full.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from tandem.protocol import Request
 
 _Count = TypeVar("_Count", int, Index)
 
-# While other sequences run, waiting requests are admitted only when 1/16 of the rows is free. Steps that only
-# decode are cheaper than steps in which prompts arrive one by one.
+# While other sequences run, waiting requests are admitted only when 1/16 of the rows is free. Prompts then
+# arrive in groups, so more steps only decode, and such steps are cheaper.
 _ADMIT_SHARE = 16
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A step while it is built (see `Plan`). It begins with the rows that decode.
+    """An unfinished `Plan` to which rows are added. The decoding rows come first.
 
     Attributes:
-        budget: How many prompt tokens may still be added.
-        leaders: For each prompt that is being computed, the index in `rows` that completes it in this step,
-            or None if no row does.
+        budget: The number of prompt tokens that may still be added.
+        leaders: A dict whose keys are the prompts that are being computed. The value is the index in `rows`
+            of the row that completes the prompt in this step, or None.
     """
 
     budget: int
@@ -55,26 +56,29 @@ class _Draft:
 
 @dataclass(eq=False)
 class Scheduler:
-    """The order in which sequences run.
+    """The scheduler that decides which sequences run in each step.
 
-    It adds its own columns to `rows`, the table of all admitted sequences.
+    The scheduler adds columns to `rows`, the table of all admitted sequences.
 
     Args:
-        rows: The table, with as many rows as sequences may run at the same time.
-        counters: Counts preemptions and tokens found in known blocks.
-        max_length: The most tokens of a sequence.
-        block_size: Tokens per block.
-        max_num_batched_tokens: The most tokens of a step. It never holds back sequences that decode.
+        rows: The table of sequences. Its capacity is the maximum number of sequences that run at the same
+            time.
+        counters: The counters for preemptions and for prompt tokens found in the cache.
+        max_length: The maximum number of tokens of a sequence.
+        block_size: The number of tokens per block.
+        max_num_batched_tokens: The maximum number of tokens of a step. This limit never delays decoding
+            sequences.
         chunked: Whether a prompt may be computed in several steps. If not, a prompt that exceeds the budget
             is computed in a step without other prompts.
-        caching: Whether blocks are found again by their content.
+        caching: Whether prompts reuse cached blocks with the same content.
 
     Attributes:
-        blocks: The holders of the blocks. The owner of the cache sets it.
-        waiting: Requests that have no row yet.
-        computed: For each row, the tokens that are in the cache or on their way there.
-        length: For each row, its tokens, including those that are drawn but not accepted yet.
-        tables: (capacity, blocks of the longest sequence) int32.
+        blocks: The manager of the blocks' reference counts. `use_cache` creates it.
+        waiting: The queue of requests that have no row yet.
+        computed: For each row, the number of tokens whose keys and values are in the cache, or are computed
+            by a launched step.
+        length: For each row, the number of its tokens, including sampled tokens that are not accepted yet.
+        tables: (capacity, blocks of the longest sequence) int32, the block table of each row.
     """
 
     rows: Rows
@@ -95,27 +99,27 @@ class Scheduler:
         self._prompt_length = column(np.int64)
         self._arrival = column(np.int64)
         self._prompt = column(object, None)  # the prompt as bytes, to compare prompts
-        self._digests = column(object, None)  # of full blocks; None if they must never be found
+        self._digests = column(object, None)  # of full blocks; None if they must never be reused
         self.tables = column(np.int32, width=(self.blocks_for(self.max_length),))
         self._arrivals = 0
-        self._root = 0  # the start of all digests
+        self._root = 0  # the first input of all digests
 
     def blocks_for(self, tokens: _Count) -> _Count:
         return -(-tokens // self.block_size)
 
     @property
     def running(self) -> int:
-        """Return how many sequences hold blocks."""
+        """Return how many sequences have blocks."""
         return int(np.count_nonzero(self._held[: self.rows.count]))
 
     @property
     def held(self) -> int:
-        """Return how many blocks sequences hold."""
+        """Return how many blocks are in use by sequences."""
         return self.blocks.blocks - self.blocks.free
 
     @property
     def use(self) -> float:
-        """Return the share of all blocks that sequences hold."""
+        """Return the fraction of all blocks that are in use by sequences."""
         return self.held / self.blocks.blocks if self.blocks.blocks else 0.0
 
     def check(self) -> None:
@@ -127,7 +131,7 @@ class Scheduler:
         return table
 
     def use_cache(self, blocks: int) -> None:
-        """Switch to another cache of `blocks` blocks. No sequence may hold blocks."""
+        """Switch to another cache with `blocks` blocks. No sequence may have blocks when this is called."""
         self.blocks = BlockManager(blocks)
         self.tables[:] = 0  # entries beyond a sequence's length must be valid blocks of this cache
 
@@ -140,19 +144,20 @@ class Scheduler:
         return dropped
 
     def remove(self, gone: NDArray[np.bool_]) -> Index:
-        """Drop rows by a mask (count), here and in the table of sequences.
+        """Remove the rows that are true in the mask `gone` (count), here and in the table of sequences.
 
         Returns:
-            The new number of each row, or -1 if it was dropped.
+            (count) The new number of each row, or -1 for a removed row.
         """
         for row in np.flatnonzero(gone).tolist():
             self._release(row)
         return self.rows.remove(gone)
 
     def forget(self) -> None:
-        """Forget the content of all blocks that were computed before.
+        """Make sure that no prompt reuses a block that was computed before this call.
 
-        Sequences that have generated tokens continue with the blocks they hold. Prompts are computed again.
+        Sequences that have generated tokens continue with their blocks. All other sequences are computed
+        again.
         """
         self._root += 1
         self.blocks.forget()
@@ -162,7 +167,7 @@ class Scheduler:
                 self._release(row)
 
     def restart(self) -> None:
-        """Discard everything that was scheduled.
+        """Discard the content of the cache and all scheduled work.
 
         Every sequence is computed again from its accepted tokens.
         """
@@ -180,7 +185,10 @@ class Scheduler:
         self._digests[row] = []
 
     def _remember(self, row: int, computed: int) -> None:
-        """Make the row's full blocks known, once `computed` of its tokens are on their way to the cache."""
+        """Record the row's full blocks for reuse.
+
+        The first `computed` tokens of the row must be in the cache, or be computed by a launched step.
+        """
         known: list[bytes] | None = self._digests[row]
         if self.caching and known is not None:
             self._extend(known, self.content(row)[:computed])
@@ -198,9 +206,10 @@ class Scheduler:
     # The methods below plan one step.
 
     def schedule(self) -> Plan | None:
-        """Return the next step, or None if all sequences wait for drawn tokens to be accepted.
+        """Return the next step, or None if all sequences wait until their sampled tokens are accepted.
 
-        Tokens that the last step drew may still be in flight. Tokens of earlier steps have been accepted.
+        The sampled tokens of the last step may still be in flight. All tokens of earlier steps must have been
+        accepted.
         """
         preempted = self.counters.preemptions
         decode = self._decode()
@@ -226,7 +235,7 @@ class Scheduler:
         return plan
 
     def _decode(self) -> Index:
-        """Return the rows that lack one token, a generated one, after giving each a block for it."""
+        """Return the rows whose last generated token is to be computed, and give them blocks for it."""
         while True:
             rows = slice(0, self.rows.count)
             length, computed = self.length[rows], self.computed[rows]
@@ -250,7 +259,7 @@ class Scheduler:
         return ordered
 
     def _add(self, row: int, draft: _Draft) -> None:
-        """Add the row's next tokens: all missing tokens, or as many as the budget allows."""
+        """Add the row's next tokens to the step: all missing tokens, or as many as the budget allows."""
         missing = int(self.length[row] - self.computed[row])
         count = min(missing, draft.budget) if self.chunked else missing
         fresh = not self.rows.produced[row]
@@ -267,7 +276,7 @@ class Scheduler:
         self._remember(row, int(self.computed[row]) + count)
 
     def _admit(self) -> None:
-        """Give rows to waiting requests."""
+        """Move waiting requests to free rows of the table."""
         free = self.rows.capacity - self.rows.count
         batch = min(free, len(self.waiting))
         enough = min(-(-self.rows.capacity // _ADMIT_SHARE), len(self.waiting))
@@ -284,7 +293,7 @@ class Scheduler:
             self._digests[row] = []
 
     def _start(self, draft: _Draft) -> None:
-        """Give blocks to rows that have none, oldest first, until a row finds no free blocks."""
+        """Start the rows that have no blocks, oldest first, until there are too few free blocks for a row."""
         for row in self._by_arrival(self._held[: self.rows.count] == 0):
             if self.rows.produced[row] or self._prompt[row] not in draft.leaders:
                 started = self._begin(row, draft)
@@ -295,9 +304,9 @@ class Scheduler:
                 return
 
     def _begin(self, row: int, draft: _Draft) -> bool:
-        """Start to compute the row after its known prefix.
+        """Allocate blocks for a row, and add the tokens after its cached prefix to the step.
 
-        Its last token must always be computed, because its logits are needed.
+        The last token is always computed, even if it is cached, because its logits are needed.
         """
         length, known = int(self.length[row]), self._digests[row]
         if self.caching:
@@ -319,7 +328,7 @@ class Scheduler:
         return True
 
     def _fork(self, row: int, leader: int, draft: _Draft) -> bool:
-        """Let the row share the prompt that draft.rows[leader] completes in this step."""
+        """Let the row share the blocks of the prompt that draft.rows[leader] completes in this step."""
         shared, rest = divmod(int(self.length[row]), self.block_size)
         if not self._spare(row, rest > 0):
             return False
@@ -338,13 +347,13 @@ class Scheduler:
         return True
 
     def _spare(self, row: int, blocks: int) -> bool:
-        """Return whether the row can take `blocks` blocks and leave one for each sequence that will grow.
+        """Return whether enough blocks are free for the row, with one block left for each growing sequence.
 
-        Otherwise a sequence would soon be preempted.
+        Without this margin, a sequence would soon be preempted.
         """
         rows = slice(0, self.rows.count)
         if not self._held[rows].any():
-            return True  # the cache can always hold the longest sequence
+            return True  # the cache is always large enough for the longest sequence
         most = self.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
         growing = np.count_nonzero((self._held[rows] > 0) & (self._held[rows] < most))
         growing += self.blocks_for(int(self.length[row])) < most[row]

@@ -1,8 +1,8 @@
-"""Layers of the rollout engine that are split over several ranks.
+"""Tensor parallelism of the rollout engine: layers that are split over several ranks.
 
-The split follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some heads and
-some columns of the MLP. The results of the ranks' output and down projections are summed. All ranks of a
-group run the same steps on the same requests.
+The split follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some of the
+heads and some of the MLP columns. The outputs of the output projections and of the down projections are
+summed over the ranks. All ranks of a group run the same steps on the same requests.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tandem.config.model import SHARED_OUT
 from tandem.errors import ConfigError
 
 Weights = tuple[Tensor, Tensor | None]
-"""The weight and bias of a linear map."""
+"""The weight and the bias (or None) of a linear layer."""
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """A rank's place among the ranks that split the layers.
+    """The tensor-parallel group of a rank, and the rank's shards of the layers.
 
     Attributes:
         rank: The rank in the group.
         size: The number of ranks in the group.
-        group: The process group. None if one rank has all layers whole.
+        group: The process group. None if the layers are not split.
     """
 
     rank: int = 0
@@ -56,19 +56,19 @@ class LayerSplit:
                 )
 
     def heads(self, config: Any) -> tuple[int, int]:
-        """Return how many query heads and how many key heads of each layer this rank has."""
+        """Return the number of query heads and the number of key heads of each layer on this rank."""
         heads = config.num_attention_heads
         return heads // self.size, (config.num_key_value_heads or heads) // self.size
 
     def outputs(self, part: nn.Linear) -> Weights:
-        """Return this rank's rows of the weight, which are outputs of the map."""
+        """Return this rank's shard of the layer's outputs: rows of the weight, and their biases."""
         bias = None if part.bias is None else self._share(part.bias.detach(), 0)
         return self._share(part.weight.detach(), 0), bias
 
     def inputs(self, part: nn.Linear) -> Weights:
-        """Return this rank's columns of the weight, which are inputs of the map.
+        """Return this rank's shard of the layer's inputs: columns of the weight.
 
-        Only one rank adds the bias.
+        The bias is returned on only one rank, because the outputs are summed.
         """
         bias = part.bias.detach() if part.bias is not None and self.rank == 0 else None
         return self._share(part.weight.detach(), 1), bias
@@ -80,7 +80,7 @@ class LayerSplit:
         return x
 
     def side_by_side(self, x_LV: Tensor) -> Tensor:
-        """Return the columns of all ranks, side by side."""
+        """Return the columns of all ranks, concatenated in the order of the ranks."""
         if self.group is None:
             return x_LV
         parts = [torch.empty_like(x_LV) for _ in range(self.size)]
@@ -88,7 +88,7 @@ class LayerSplit:
         return torch.cat(parts, -1)
 
     def smallest(self, value: int) -> int:
-        """Return the smallest value of all ranks."""
+        """Return the minimum of `value` over all ranks."""
         if self.group is None:
             return value
         given = torch.tensor(value, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
@@ -100,4 +100,4 @@ class LayerSplit:
 
 
 WHOLE = LayerSplit()
-"""Layers that are not split: one rank has all."""
+"""The split of a single rank that has all layers whole."""

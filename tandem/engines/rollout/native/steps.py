@@ -1,4 +1,4 @@
-"""The forward of an engine's steps across weight updates: the runner and the graphs of its decode steps."""
+"""A class that keeps an engine's runner and CUDA graphs valid across weight updates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from tandem.engines.rollout.native.runner import Runner
 
 @dataclass(eq=False)
 class Steps:
-    """The forward of an engine's steps.
+    """The forward of an engine's steps: the runner, and the graphs of the runner's decode steps.
 
-    Graphs stay valid after an update and a sleep if the weights and the cache keep their addresses. If they
-    do not, graphs of the same sizes are captured again before the first step, not in the middle of
+    Graphs stay valid after an update or a sleep if the weights and the KV cache keep their addresses.
+    Otherwise graphs of the same sizes are captured again before the next step, and not in the middle of
     generation.
 
     Attributes:
-        make: Creates a runner over a module's weights, with `copies` of them or without (see `make_runner`).
+        make: A function that creates a runner for a module. `copies` says whether it copies the weights (see
+            `make_runner`).
         graphs: Whether decode steps are captured and replayed.
-        max_num_seqs: The most sequences of a step.
-        max_blocks: The blocks of the longest sequence.
-        runner: The runner over the current weights. None without weights.
-        moved: Whether weights or cache may have other addresses than when the graphs were last used.
+        max_num_seqs: The maximum number of sequences of a step.
+        max_blocks: The number of blocks of the longest sequence.
+        runner: The runner with the current weights. None if there are no weights.
+        moved: Whether the addresses of the weights or of the cache may have changed since the graphs were
+            last used.
     """
 
     make: Callable[..., Runner]
@@ -37,19 +39,19 @@ class Steps:
     max_blocks: int
     runner: Runner | None = None
     moved: bool = False
-    _released: Runner | None = None  # its weights are freed, and it waits for new ones
+    _released: Runner | None = None  # a runner whose weights are freed and that waits for new weights
     _graphed: GraphedRunner | None = None
     _captured: set[int] = field(default_factory=set)
 
     def runner_of(self, module: nn.Module, copies: Callable[[Runner], bool]) -> Runner:
-        """Return a runner over the module's current weights.
+        """Return a runner with the module's current weights.
 
-        This is the existing runner if the weights belong to its model, otherwise a new one.
+        This is the existing runner if the weights belong to the runner's model, otherwise a new runner.
 
         Args:
             module: The model.
-            copies: Returns whether a runner should have copies of its weights. It is called for runners that
-                can have them.
+            copies: A function that returns whether a runner should copy the weights. It is called only for
+                runners that can have copies.
 
         Raises:
             EngineError: See `make_runner`.
@@ -62,13 +64,13 @@ class Steps:
         return self.make(module, copies=True) if isinstance(made, FusedRunner) and copies(made) else made
 
     def use(self, runner: Runner) -> None:
-        """Compute with this runner, which `runner_of` returned, from now on."""
+        """Use this runner, a result of `runner_of`, for all further steps."""
         if runner not in (self.runner, self._released):
             self.drop_graphs()
         self.runner, self._released, self.moved = runner, None, True
 
     def release_weights(self) -> None:
-        """Drop the weights. Graphs stay if the memory of the weights will keep its addresses."""
+        """Drop the weights. The graphs are kept if the memory of the weights will keep its addresses."""
         if self.runner is not None and self.runner.release_weights():
             self._released = self.runner
         elif self.runner is not None:
@@ -76,7 +78,7 @@ class Steps:
         self.runner = None
 
     def drop_graphs(self) -> None:
-        """Free the graphs. Those that are needed again are captured before the next step."""
+        """Free the graphs. Graphs of the same sizes are captured again before the next step."""
         if self._graphed is not None:
             self._captured.update(self._graphed.replays)
         self._graphed = None

@@ -1,4 +1,4 @@
-"""The cache of an engine across phases of generation."""
+"""A class that keeps an engine's KV cache across phases of generation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from tandem.engines.rollout.native.runner import Runner
 
 @dataclass(eq=False)
 class Store:
-    """The cache and its attention. The cache is as large as the requests need and the memory allows.
+    """The KV cache of an engine and its attention.
+
+    The cache has the size that the requests need, limited by the memory.
 
     Attributes:
-        room: The memory that the cache may take.
-        name: The name of the attention.
+        room: The memory budget of the cache.
+        name: The name of the attention implementation.
         lasting: Whether the memory should keep its addresses when it is freed and allocated again.
-        sequences: The most sequences that run at the same time.
-        longest: The most tokens of a sequence.
-        cache, attention: None before the first use, and after they are dropped.
-        blocks: The blocks that can be used now. 0 if there is no cache or its memory is freed.
+        sequences: The maximum number of sequences that run at the same time.
+        longest: The maximum number of tokens of a sequence.
+        cache: The cache. None before the first use, and after the cache is dropped.
+        attention: The attention that reads and writes the cache. None if there is no cache.
+        blocks: The number of blocks that can be used now. 0 if there is no cache or its memory is freed.
     """
 
     room: CacheRoom
@@ -36,7 +39,7 @@ class Store:
     blocks: int = 0
 
     def per_block(self, runner: Runner) -> int:
-        """Return the bytes of a block."""
+        """Return the number of bytes of one block."""
         return self.room.block_size * bytes_per_token(runner.layers, runner.dtype)
 
     def is_of(self, runner: Runner) -> bool:
@@ -44,17 +47,18 @@ class Store:
         return self.cache is None or (self.cache.layers, self.cache.dtype) == (runner.layers, runner.dtype)
 
     def wanted(self, runner: Runner, pending: Collection[int]) -> tuple[int, bool]:
-        """Return how many blocks there should be, at least as many as now, and whether they fit.
+        """Return how many blocks the cache should have, and whether they fit into the memory.
 
-        While a cache grows, memory holds the old and the new cache. If there is no memory for both, a cache
-        that can hold the longest sequence stays as it is.
+        The number is at least the current number of blocks. While a cache grows, the old and the new cache
+        need memory at the same time. If there is too little memory for both, and the old cache can store the
+        longest sequence, the number does not change.
 
         Args:
             runner: The runner.
             pending: See `CacheRoom.wanted`.
 
         Raises:
-            EngineError: Not even one sequence fits.
+            EngineError: The memory is too small for the longest sequence.
         """
         per_block = self.per_block(runner)
         blocks = self.room.wanted(pending, self.sequences, self.blocks, per_block)
@@ -63,12 +67,12 @@ class Store:
         return max(blocks, self.blocks), True
 
     def make(self, runner: Runner, blocks: int) -> None:
-        """Create a cache of `blocks` blocks. A cache in use grows and keeps its content.
+        """Create a cache of `blocks` blocks. The content of a cache in use is copied to the new cache.
 
-        No other object may refer to the old cache. Otherwise its memory would not be freed.
+        No other object may refer to the old cache. Otherwise the old cache's memory would not be freed.
 
         Raises:
-            EngineError: The memory is not free.
+            EngineError: There is not enough free memory.
         """
         old = self.cache if self.blocks else None
         if old is None:
@@ -82,13 +86,13 @@ class Store:
         self.cache, self.attention, self.blocks = cache, make_attention(cache, self.name), blocks
 
     def take(self, runner: Runner, blocks: int) -> bool:
-        """Allocate the freed memory again.
+        """Allocate the memory that `sleep` freed.
 
         Returns:
             Whether there is now a cache of at least `blocks` blocks.
 
         Raises:
-            EngineError: The memory is not free.
+            EngineError: There is not enough free memory.
         """
         cache = self.cache
         if cache is None or self.blocks or not self.is_of(runner) or cache.blocks < blocks:
@@ -101,7 +105,7 @@ class Store:
         return True
 
     def sleep(self) -> bool:
-        """Free the memory.
+        """Free the memory of the cache.
 
         Returns:
             Whether the memory will keep its addresses. If not, the cache is dropped.
@@ -115,20 +119,19 @@ class Store:
         return True
 
     def drop(self) -> None:
-        """Free the cache."""
         self.cache = self.attention = None
         self.blocks = 0
         self.room.forget()
 
     def demand(self, runner: Runner) -> CacheDemand:
-        """Return what the cache must hold: as many sequences as may run, at their full length."""
+        """Return the demand of the maximum number of sequences at the maximum length."""
         size = self.room.block_size
         return CacheDemand(
             self.sequences, self.longest, -(-self.longest // size), self.per_block(runner), size
         )
 
     def cache_message(self, runner: Runner) -> str:
-        """Return a sentence about the cache (see `budget.cache_message`)."""
+        """Return a sentence for the user about the cache (see `budget.cache_message`)."""
         wanted = self.demand(runner)
         most = self.room.most(wanted.block_bytes)  # this call measures the memory
         memory = None if self.room.fixed else self.room.memory

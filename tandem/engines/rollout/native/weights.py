@@ -1,7 +1,7 @@
-"""The weights that a step of the fused runner reads.
+"""Functions and classes for the weights that the fused runner reads.
 
-They are the model's own tensors, or copies of them. In the copies, weights that are multiplied by the same
-inputs are side by side.
+These weights are the model's tensors, or copies of the tensors. In the copies, weights of layers with the
+same inputs are concatenated.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tandem.engines.rollout.native.lasting import Lasting
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
 
 Place = tuple[int, torch.Size, torch.dtype]
-"""A tensor's address, shape and dtype. A CUDA graph depends on them."""
+"""The address, shape and dtype of a tensor, on which a CUDA graph depends."""
 
 
 class Part(NamedTuple):
-    """A rank's share of a parameter.
+    """This rank's shard of a model parameter.
 
     Attributes:
         name: The parameter's Hugging Face name.
-        tensor: A view of the model's tensor. For a norm per head, it has one row for each head.
+        tensor: A view of the model's tensor. The weight of a norm over each head has one row per head.
     """
 
     name: str
@@ -32,7 +32,10 @@ class Part(NamedTuple):
 
 
 Parts = dict[str, list[Part]]
-"""For each name that a step reads, its parts, which are joined by rows. `NAME.bias` is the bias of NAME."""
+"""A dict from the name of a weight to its parts, whose rows are concatenated.
+
+The bias of NAME has the name `NAME.bias`.
+"""
 
 
 MAPS = {
@@ -41,15 +44,15 @@ MAPS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The linear maps of a layer. Maps with the same inputs share one name."""
+"""The linear layers of a decoder layer. Linear layers with the same inputs are joined under one name."""
 
 _SPLIT_BY_INPUTS = ("output", "down")
 
 
 def parts_of(module: Any, split: LayerSplit) -> Parts:
-    """Return the weights of a model of the Llama family.
+    """Return this rank's weights of a model of the Llama family.
 
-    "head" is missing if the head is the embedding.
+    The key "head" is missing if the language model head is tied to the embedding.
     """
     config, model, head = module.config, module.model, module.lm_head
     out = Parts(embedding=[_weight("model.embed_tokens", model.embed_tokens)])
@@ -75,20 +78,20 @@ def parts_of(module: Any, split: LayerSplit) -> Parts:
 
 
 def head_is_split(config: Any, split: LayerSplit) -> bool:
-    """Return whether each rank has a share of the vocabulary."""
+    """Return whether the language model head is split over the ranks by vocabulary."""
     return bool(config.vocab_size % split.size == 0)
 
 
 def _weight(path: str, owner: Any, rows: int | None = None) -> Part:
-    """Return a module's whole weight. With `rows`, the weight is repeated as that many equal rows."""
+    """Return a module's whole weight. With `rows`, the weight is repeated as `rows` equal rows."""
     weight = owner.weight.detach()
     return Part(f"{path}.weight", weight if rows is None else weight.expand(rows, -1))
 
 
 def _add(out: Parts, key: str, maps: Mapping[str, Weights]) -> None:
-    """Add maps with the same inputs, whose outputs are side by side.
+    """Add linear layers with the same inputs under one key. Their outputs are concatenated.
 
-    Either all maps have a bias or none has.
+    Either all these layers have a bias, or none has.
     """
     out[key] = [Part(f"{name}.weight", weight) for name, (weight, _) in maps.items()]
     biases = [Part(f"{name}.bias", bias) for name, (_, bias) in maps.items() if bias is not None]
@@ -102,15 +105,15 @@ def places(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
 
 
 class Copies:
-    """Copies of a model's weights, with related weights joined side by side.
+    """Copies of a model's weights. The weights of layers with the same inputs are concatenated.
 
-    The copies keep their addresses when they are filled again.
+    The copies keep their addresses when new weights are copied into them.
 
     Args:
         parts: The first weights to copy.
 
     Attributes:
-        joined: The copies, by the names of `parts`.
+        joined: The copies, keyed by the names of `parts`.
         memory: The memory of the copies.
     """
 
@@ -125,10 +128,10 @@ class Copies:
         self._copy(parts)
 
     def fill(self, parts: Parts) -> bool:
-        """Overwrite the copies with other weights of the same shapes and dtypes.
+        """Overwrite the copies with new weights of the same shapes and dtypes.
 
         Returns:
-            Whether the shapes and dtypes are the same. If not, nothing changes.
+            Whether the shapes and dtypes are the same. If not, the copies do not change.
         """
         if _shapes(parts) != self._shapes:
             return False
@@ -142,13 +145,13 @@ class Copies:
             rows.copy_(part.tensor)
 
     def _pieces(self, parts: Parts) -> Iterator[tuple[Part, Tensor]]:
-        """Yield each part and its rows in the copies."""
+        """Yield each part and the rows of the copies that belong to the part."""
         for key, each in parts.items():
             rows = torch.split(self.joined[key], [len(part.tensor) for part in each])
             yield from zip(each, rows, strict=True)
 
     def named(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Yield the copies by the names of the parameters. The model must not be split."""
+        """Yield the copies with the names of the model's parameters. The model must not be split."""
         for (name, _), rows in self._pieces(parts):
             yield name, rows[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else rows
 

@@ -1,4 +1,4 @@
-"""Transport of weights to vLLM's workers in buckets: through shared memory, or over the network.
+"""Channels that send weights to vLLM's workers in buckets, through shared memory or over the network.
 
 Over the network, the trainer and the server's workers form a separate process group.
 """
@@ -28,20 +28,20 @@ Layout = list[tuple[str, str, list[int], int]]
 """(name, dtype, shape, offset in bytes) of each tensor in a bucket."""
 
 Backend = Literal["gloo", "nccl"]
-_DIST: Any = distributed  # its stubs lack the classes of process groups
+_DIST: Any = distributed  # torch's type stubs lack the classes of process groups
 _ALIGNMENT = 64
-_LIMIT_S = 120.0  # to form the group, and for a bucket to arrive
+_LIMIT_S = 120.0  # the time limit to form the group, and for a bucket to arrive
 _PAUSE_S = 0.002
 _NAME = "tandem-weights"
 
 
 def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: int) -> Iterator[str]:
-    """Pack and send tensors, and yield their names.
+    """Pack tensors into buckets, send the buckets, and yield the tensors' names.
 
     Args:
-        tensors: The tensors. Each is valid only until the next one is requested.
-        bucket: The opened channel.
-        bucket_bytes: Bytes sent at a time. A larger tensor is sent alone.
+        tensors: Pairs of name and tensor. Each tensor is valid only until the next one is requested.
+        bucket: The channel, which must be open.
+        bucket_bytes: The bytes of a bucket. A larger tensor gets its own bucket.
     """
     packing = Packing(bucket_bytes, alignment=_ALIGNMENT)
     layout: Layout = []
@@ -64,7 +64,7 @@ def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: i
 
 
 def unpacked(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of the tensors that `send` has packed, by name."""
+    """Yield the name and a view of each tensor that `send` has packed into a bucket."""
     for name, kind, shape, offset in layout:
         dtype: torch.dtype = getattr(torch, kind)
         size = math.prod(shape) * dtype.itemsize
@@ -75,7 +75,7 @@ class MemoryChannel:
     """A channel to a server on this machine, through shared memory.
 
     Args:
-        call: Calls a method of the server's workers with arguments.
+        call: A function that calls a method of the server's workers with arguments.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -84,7 +84,7 @@ class MemoryChannel:
     @contextmanager
     def opened(self) -> Iterator[MemoryChannel]:
         """Open the channel for the weights of one version."""
-        self._file = os.memfd_create(_NAME)  # it has no path, so it disappears with this process
+        self._file = os.memfd_create(_NAME)  # this file has no path, so it disappears with this process
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         try:
             yield self
@@ -92,13 +92,13 @@ class MemoryChannel:
             os.close(self._file)
 
     def room(self, size: int) -> Tensor:
-        """Return memory for packed weights, (size) uint8. It is used again for each bucket."""
+        """Return the memory of a bucket, (size) uint8. All buckets share this memory."""
         os.truncate(self._file, size)
         self._size = size
         return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
 
     def send(self, used: int, layout: Layout) -> None:
-        """Send the first `used` bytes. The server has loaded them when this returns."""
+        """Send the first `used` bytes of the bucket, and wait until the server has loaded the weights."""
         self._call("tandem_load", self._path, self._size, layout)
 
 
@@ -106,11 +106,11 @@ class Group:
     """A process group of the trainer (rank 0) and a server's workers (ranks from 1).
 
     Args:
-        store: A TCPStore to which all are connected.
+        store: The TCPStore to which all processes are connected.
         rank: The rank of this process.
         size: The number of processes.
-        backend: The backend.
-        address: The address of this machine, to which the other side connects.
+        backend: The torch.distributed backend.
+        address: The address of this machine, to which the other processes connect.
     """
 
     def __init__(self, store: Any, rank: int, size: int, backend: Backend, address: str) -> None:
@@ -133,7 +133,7 @@ class Group:
         Args:
             address: The address of the trainer's store.
             port: The port of the trainer's store.
-            backend: The backend.
+            backend: The torch.distributed backend.
             worker: The number of this worker, from 0.
             workers: The number of workers.
         """
@@ -142,20 +142,20 @@ class Group:
         return cls(store, 1 + worker, 1 + workers, backend, own_address(address, port))
 
     def broadcast(self, bucket: Tensor) -> Work:
-        """Start a broadcast from the trainer to the workers. It is not done yet when this returns."""
+        """Start to broadcast a bucket from the trainer to the workers, and return the running operation."""
         work: Work = self._group.broadcast(bucket, 0)
         return work
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address by which the host sees this machine.
+    """Return the address under which the host reaches this machine.
 
     Raises:
-        OSError: There is no such host, or no route to it.
+        OSError: The host does not exist, or there is no route to it.
     """
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # this sends nothing
+        probe.connect(place)  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -164,10 +164,10 @@ class NetworkChannel:
 
     Args:
         url: The server's URL.
-        begin: Starts a call of a method of the server's workers with arguments. The future has each worker's
-            answer.
+        begin: A function that starts a call of a method of the server's workers. The future has a list of
+            each worker's answer.
         device: The device of the weights.
-        backend: None means nccl between GPUs, else gloo.
+        backend: The torch.distributed backend. None means nccl between GPUs, else gloo.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class NetworkChannel:
 
     @contextmanager
     def opened(self) -> Iterator[NetworkChannel]:
-        """Open the channel for the weights of one version. At first use, join the server's workers.
+        """Open the channel for the weights of one version. The first call forms the process group.
 
         Raises:
             ServerLost: The server cannot be reached, or is lost.
@@ -193,7 +193,7 @@ class NetworkChannel:
             if self._group is None:
                 self._group = self._join()
             yield self
-        except BaseException:  # the two sides may be at different buckets
+        except BaseException:  # trainer and workers may be at different buckets
             self._group = None
             raise
 
@@ -218,12 +218,12 @@ class NetworkChannel:
         return group
 
     def room(self, size: int) -> Tensor:
-        """Return memory for packed weights (see `MemoryChannel`)."""
+        """Return the memory of a bucket (see `MemoryChannel`)."""
         self._bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._bucket
 
     def send(self, used: int, layout: Layout) -> None:
-        """Send the first `used` bytes (see `MemoryChannel`)."""
+        """Start to send the first `used` bytes of the bucket."""
         assert self._group is not None  # the channel is open
         answer = self._begin("tandem_receive", used, layout)
         work = self._group.broadcast(self._bucket[:used])
@@ -231,7 +231,7 @@ class NetworkChannel:
             until = time.monotonic() + _LIMIT_S
             while not work.is_completed() and time.monotonic() < until:
                 if wait([answer], _PAUSE_S).done:
-                    answer.result()  # raises if the server refused; otherwise the last bytes are on their way
+                    answer.result()  # raises if the server refused; otherwise the last bytes are being sent
                     time.sleep(_PAUSE_S)
             work.wait()
             answer.result()

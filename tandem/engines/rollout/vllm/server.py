@@ -1,9 +1,9 @@
-"""vLLM's server as a rollout engine over HTTP. The server is started here or elsewhere.
+"""A rollout engine that uses a vLLM server over HTTP. The server is started here or elsewhere.
 
 Requests and answers are token ids (`/inference/v1/generate`), so the server needs no tokenizer. Stop strings
-are searched here. New weights go through shared memory to a server that was started here, and over the
-network to a server elsewhere. A server elsewhere may run on one device or split its layers over several
-(`--tensor-parallel-size`). It must be able to import `tandem`. It needs the environment variable
+are searched here. New weights are sent through shared memory to a server that was started here, and over the
+network to any other server. Such a server may run on one device or split its layers over several devices
+(`--tensor-parallel-size`). The server must be able to import `tandem`. It needs the environment variable
 VLLM_SERVER_DEV_MODE=1 and these options, which `process.serve` also passes:
 
     --skip-tokenizer-init --enable-scale-out --logprobs-mode processed_logprobs
@@ -12,8 +12,8 @@ VLLM_SERVER_DEV_MODE=1 and these options, which `process.serve` also passes:
     --load-format dummy           if weights are sent before the first request
     --enforce-eager --no-enable-chunked-prefill      on a CPU
 
-vLLM's own weight transfers (`nccl` between machines, `ipc` between processes on one GPU) are not used: their
-sending side is part of vLLM, and this process may run without vLLM.
+vLLM's weight transfers (`nccl` between machines, `ipc` between processes on one GPU) are not used. The sender
+of these transfers is part of vLLM, and this process may run without vLLM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The device and the backend for weights that go over the network.
+    """The device and the torch.distributed backend for weights that are sent over the network.
 
     If `backend` is None, nccl is used between GPUs, else gloo.
     """
@@ -57,23 +57,25 @@ class Network:
 
 
 class VLLMServerEngine(HTTPEngine):
-    """A `RolloutEngine` on a vLLM server.
+    """A `RolloutEngine` that uses a vLLM server.
 
     When weights are updated, running sequences continue with the new weights, and their keys and values are
-    computed again. The version of each token is the one that vLLM reports at the end of a response. If a
-    response is aborted or ends with a stop string, it is the version when the token arrived, which is up to
-    STREAM_INTERVAL tokens after it was generated.
+    computed again. vLLM reports the version of each token at the end of a response. If a response is aborted
+    or ends with a stop string, each token gets the version that was current when it arrived. A token arrives
+    up to STREAM_INTERVAL tokens after it was generated.
 
     Args:
-        server: The server.
+        server: The server's address and time limits.
         config: The config of the server's model.
-        max_length, max_num_seqs, log: See `HTTPEngine`.
-        process: The server's process, if it was started for this engine and must end with it.
-        decode: Decodes token ids to text, for stop strings.
-        network: The device and backend for weights that go over the network. None means that the server is on
-            this machine, and the weights go through shared memory.
+        max_length: See `HTTPEngine`.
+        max_num_seqs: See `HTTPEngine`.
+        log: See `HTTPEngine`.
+        process: The server's process, if the server was started for this engine. `close` ends the process.
+        decode: A function that decodes token ids to text, for stop strings.
+        network: The device and backend for weights that are sent over the network. None means that the server
+            is on this machine, and the weights are sent through shared memory.
         sleeps: Whether the server was started with vLLM's sleep mode, which needs CUDA.
-        bucket_bytes: Bytes of weights sent at a time. A larger tensor is sent alone.
+        bucket_bytes: The bytes of a bucket of weights. A larger tensor gets its own bucket.
     """
 
     takes = frozenset({WeightStream})
@@ -112,8 +114,9 @@ class VLLMServerEngine(HTTPEngine):
     async def connect(self) -> None:
         """Request one token to test the log-probs.
 
-        If a distribution is cut to one token, this token has log-prob 0, but less in any other distribution.
-        A bias selects the token, because a server without weights may give all tokens the same logit.
+        The distribution is truncated to one token. The log-prob of this token must be 0. It would be below 0
+        if the server reported log-probs of the raw distribution. A bias selects the token, because a server
+        without weights may give all tokens the same logit.
         """
         params = SamplingParams(max_tokens=1, top_k=1, logit_bias=((0, 100.0),))
         trial = sampling(Request("trial", 0, np.zeros(1, dtype=np.int64), params))
@@ -151,16 +154,16 @@ class VLLMServerEngine(HTTPEngine):
             if choice["finish_reason"]:
                 answer.stamp(
                     choice["weight_versions"] or (), other=0
-                )  # it is "default" before the first update
+                )  # the version is "default" before the first update
                 return str(choice["finish_reason"])
         return None
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Wait for the first sample, and return it with all others that are ready.
+        """Wait until a sample is finished, and return all finished samples.
 
         Raises:
-            EngineError: A request failed. If the server has died, all requests failed, and the message says
-                so.
+            EngineError: A request failed. If the server has died, all requests have failed, and the message
+                says that the server died.
         """
         try:
             return super().poll(timeout_s)
@@ -178,8 +181,8 @@ class VLLMServerEngine(HTTPEngine):
         """Send the weights in buckets while the server is paused.
 
         Raises:
-            EngineError: The server refused. It has no weights then, and its requests stay paused until new
-                weights are sent.
+            EngineError: The server refused the weights. It then has no weights, and its requests stay paused
+                until new weights are sent.
         """
         stream = self.stream_of(source)
         self.wake()
@@ -199,8 +202,8 @@ class VLLMServerEngine(HTTPEngine):
     def stats(self) -> dict[str, float]:
         """Return the counters.
 
-        `decode_steps` (which here include steps with prompts) and `preemptions` count the whole server, for
-        all its clients. `cache_bytes` and `cache_use` are 0.
+        `decode_steps` and `preemptions` count the work of the server for all its clients. Here `decode_steps`
+        include steps with prompts. `cache_bytes` and `cache_use` are 0.
         """
         lines = [line for line in self.call("GET", "/metrics").splitlines() if not line.startswith("#")]
         totals = {  # totals since the server was started
@@ -213,7 +216,7 @@ class VLLMServerEngine(HTTPEngine):
         return super().stats()
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the server's workers and return each worker's answer."""
+        """Call a method of all workers of the server, and return a list of their answers."""
         return self._begin_rpc(method, *arguments).result()
 
     def _begin_rpc(self, method: str, *arguments: Any) -> Future[Any]:
@@ -232,12 +235,12 @@ class VLLMServerEngine(HTTPEngine):
             self.has_weights = False
         if not self._sleeps:
             return ()
-        self.wake()  # a partly sleeping server would not sleep again
+        self.wake()  # vLLM ignores a sleep request while it sleeps partly
         self.call("POST", "/sleep", params={"level": 2 if "weights" in tags else 1})
         return SLEEP_TAGS
 
     def take_again(self, tags: Sequence[SleepTag]) -> None:
-        """Wake the server, or a part of it."""
+        """Wake the weights, the KV cache, or both on the server."""
         self.call("POST", "/wake_up", params={"tags": sorted(tags)})
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The weights that vLLM's ranks hold, under the checkpoint's names, and their digest.
+"""Functions that map vLLM's weights to the checkpoint's names and compute the digest of the weights.
 
-If several ranks split the layers, the digest is that of all ranks together.
+If several ranks split the layers, the digest covers the whole weights of all ranks together.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A tensor of the checkpoint, or the part of it that this rank holds.
+    """A tensor of the checkpoint, or the shard of such a tensor on this rank.
 
     Attributes:
         name: The Hugging Face name.
-        tensor: The whole tensor, or consecutive rows or columns of it.
-        shard: The number of the part. Ranks with the same number hold the same part.
-        first_row: The first row of the part in the whole tensor.
-        first_column: The first column of the part in the whole tensor.
-        columns: The number of columns of the whole tensor. None means as many as the part.
+        tensor: The whole tensor, or the consecutive rows or columns of the shard.
+        shard: The number of the shard. Ranks with the same number have the same shard.
+        first_row: The index of the shard's first row in the whole tensor.
+        first_column: The index of the shard's first column in the whole tensor.
+        columns: The number of columns of the whole tensor. None means as many as the shard has.
     """
 
     name: str
@@ -44,8 +44,8 @@ class HeldWeight:
 def held_weights(model: Any) -> Iterator[HeldWeight]:
     """Yield this rank's weights of a vLLM model, in the same order on all ranks.
 
-    Layers that vLLM has joined (`qkv_proj`, `gate_up_proj`) are cut into their parts. Rows that pad the
-    vocabulary are left out. Tied weights come once.
+    Layers that vLLM has fused (`qkv_proj`, `gate_up_proj`) are split into the checkpoint's layers. Rows that
+    pad the vocabulary are left out. Tied weights are yielded once.
     """
     joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     layers: dict[str, Any] = dict(model.named_modules())
@@ -59,13 +59,13 @@ def held_weights(model: Any) -> Iterator[HeldWeight]:
 
 
 def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterator[HeldWeight]:
-    """Yield the parts of a joined layer.
+    """Yield the checkpoint's weights from which vLLM has built a fused layer.
 
     Args:
-        name: The name of a part, with {} in place of the part's own name.
-        names: The own names of the parts.
-        layer: The layer.
-        parameter: The layer's parameter.
+        name: The Hugging Face name of the weights, with {} as a placeholder for one of `names`.
+        names: The names of the checkpoint's layers, such as q_proj, k_proj and v_proj.
+        layer: The fused layer.
+        parameter: The layer's parameter: its weight or its bias.
     """
     rank, size = _place(layer)
     sizes = [rows // size for rows in layer.output_sizes]
@@ -82,22 +82,22 @@ def _held_weight(name: str, layer: Any, parameter: Tensor) -> HeldWeight:
         return HeldWeight(name, parameter[: end - first], rank, first_row=first)
     if isinstance(layer, ColumnParallelLinear):
         return HeldWeight(name, parameter, rank, first_row=rank * len(parameter))
-    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # each rank has the whole bias
+    if isinstance(layer, RowParallelLinear) and parameter.dim() > 1:  # every rank has the whole bias
         width = parameter.shape[-1]
         return HeldWeight(name, parameter, rank, first_column=rank * width, columns=size * width)
     return HeldWeight(name, parameter)
 
 
 def _place(layer: Any) -> tuple[int, int]:
-    """Return the rank among the ranks that split the layer, and their number."""
+    """Return this rank's index among the ranks that split the layer, and the number of these ranks."""
     return (layer.tp_rank, layer.tp_size) if isinstance(layer, _SPLIT) else (0, 1)
 
 
 def weights_digest(model: Any) -> Digest:
-    """Return the digests of the weights that vLLM's ranks hold, by Hugging Face name.
+    """Return the digest of all weights of a vLLM model, keyed by Hugging Face name.
 
-    All ranks call this together and get the same result. If two ranks hold the same part with different
-    content, the digest changes.
+    This function is collective: all ranks must call it. All ranks get the same result. If two ranks have the
+    same shard with different content, the digest changes.
     """
     held = list(held_weights(model))
     sums_T = torch.stack(
@@ -112,7 +112,7 @@ def weights_digest(model: Any) -> Digest:
 
 
 def _combine_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:
-    """Return the sum over all shards, each once, plus the differences between copies of one shard."""
+    """Return the sum over all distinct shards, plus the differences between copies of the same shard."""
     total_T = torch.zeros_like(sums_RT[0])
     for rank, (sums_T, shards_T) in enumerate(zip(sums_RT, shards_RT, strict=True)):
         first_T = (shards_RT == shards_T).int().argmax(0)

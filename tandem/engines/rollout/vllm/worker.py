@@ -1,4 +1,4 @@
-"""Methods that run inside vLLM's workers: they load new weights and return the digest of the weights.
+"""Methods that run inside vLLM's workers. They load new weights and compute the digest of the weights.
 
 Importing this module makes vLLM keep the weights of linear layers as they were loaded, on CPUs too. Otherwise
 vLLM packs them on CPUs into the formats of its kernels and drops the originals. The packed copy of a tied
@@ -25,7 +25,7 @@ _pack = vllm_layers.dispatch_cpu_unquantized_gemm
 def _keep(layer: Any, remove_weight: bool) -> None:
     if layer.weight.dim() == 2:
         layer.cpu_linear = torch.nn.functional.linear
-    else:  # a convolution
+    else:  # the weight of a convolution
         _pack(layer, remove_weight)
 
 
@@ -33,17 +33,17 @@ vllm_layers.dispatch_cpu_unquantized_gemm = _keep
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker (`--worker-extension-cls`). `collective_rpc` calls them."""
+    """Methods that vLLM adds to its workers (`--worker-extension-cls`) and that `collective_rpc` calls."""
 
     model_runner: Any
     device: torch.device
     tandem_group: Group
 
     def tandem_load(self, path: str, size: int, layout: Layout) -> None:
-        """Load the weights in a shared-memory file.
+        """Load the weights of a bucket in a shared-memory file.
 
         Args:
-            path: The file.
+            path: The path of the file.
             size: The file's size in bytes.
             layout: The layout of the tensors.
         """
@@ -59,7 +59,7 @@ class WorkerExtension:
         Args:
             address: The address of the trainer's store.
             port: The port of the trainer's store.
-            backend: The backend.
+            backend: The torch.distributed backend.
         """
         ranks = get_tp_group()
         self.tandem_group = Group.joined(address, port, backend, ranks.rank_in_group, ranks.world_size)
@@ -71,7 +71,7 @@ class WorkerExtension:
         load_weights(self.model_runner.model, unpacked(bucket, layout))
 
     def tandem_digest(self) -> dict[str, str]:
-        """Return the digest of the weights that all workers hold together.
+        """Return the digest of the whole weights, which covers the shards of all workers.
 
         The values are text, because few JSON readers support 64-bit integers.
         """
@@ -83,7 +83,8 @@ def load_weights(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
     Args:
         model: The model.
-        tensors: Whole tensors by Hugging Face name. Each is used before the next one is requested.
+        tensors: Pairs of Hugging Face name and whole tensor. Each tensor is used before the next one is
+            requested.
 
     Raises:
         EngineError: The weights belong to another model, or have another dtype than the model's weights.

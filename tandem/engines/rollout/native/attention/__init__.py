@@ -1,4 +1,4 @@
-"""Attention over the paged cache: the protocol, and the choice of the implementation."""
+"""The protocol of attention over the paged KV cache, and a factory that chooses the implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AttentionName = Literal["auto", "torch", "cpu", "triton"]
 
 
 class Attention(Protocol):
-    """Attention that reads and writes one `PagedCache`."""
+    """The protocol of attention that reads and writes one `PagedCache`."""
 
     cache: PagedCache
 
@@ -25,27 +25,27 @@ class Attention(Protocol):
     def attend(
         self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
-        """Return the attention output (T, N, value_dim), contiguous, in the cache's dtype.
+        """Return the attention output, (T, N, value_dim), contiguous, in the cache's dtype.
 
-        Token t of a sequence sees the columns 0..position of this sequence.
+        A token attends to the columns 0..position of its sequence.
 
         Args:
-            layer: The layer's number.
-            step: The step's input.
+            layer: The layer's index.
+            step: The input of the step.
             query_TND: Scaled queries, in the cache's dtype or float32. The query heads of one key head are
-                neighbors. Rows beyond the step's tokens are skipped, and their results are not set.
-            window: Only the last `window` of the visible columns are used. 0 means all.
-            softcap: Scores x pass through softcap * tanh(x / softcap). 0 means no softcap.
+                adjacent. Rows beyond the step's tokens are skipped, and their results are undefined.
+            window: Only the last `window` of these columns are used. 0 means all columns.
+            softcap: A score x is replaced by softcap * tanh(x / softcap). 0 means no softcap.
         """
 
 
-# Module names and class names. A module is loaded when it is needed, because Triton is not installed
+# Module names and class names. A module is imported when it is needed, because Triton is not installed
 # everywhere.
 _ATTENTIONS = {"torch": "TorchAttention", "cpu": "CPUAttention", "triton": "TritonAttention"}
 
 
 def make_attention(cache: PagedCache, name: AttentionName = "auto") -> Attention:
-    """Create the attention of this name over a cache. "auto" is the fastest that can run there."""
+    """Create the named attention for a cache. "auto" selects the fastest implementation that supports it."""
     if name == "auto":
         name = "torch" if why_not_cpu(cache) else "cpu"
         if cache.device.type == "cuda" and cache.dtype != float64 and find_spec("triton"):

@@ -1,4 +1,4 @@
-"""Attention over the paged cache on a CPU, with the kernels of `kernels.cpp`."""
+"""Attention over the paged KV cache on a CPU, with the kernels of `kernels.cpp`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.errors import EngineError
 
 
 def why_not_cpu(cache: PagedCache) -> str | None:
-    """Return why `CPUAttention` cannot run over a cache, or None if it can."""
+    """Return the reason why `CPUAttention` does not support a cache, or None if it supports the cache."""
     if cache.device.type != "cpu":
         return f"the cache is on {cache.device}"
     kernels = load_kernels(cache.dtype)
@@ -28,10 +28,10 @@ def why_not_cpu(cache: PagedCache) -> str | None:
 class CPUAttention:
     """Attention on a CPU (see `Attention`).
 
-    Pass queries in float32 if you can: then they need no rounding.
+    Queries are converted to float32. Pass float32 queries if you can, because they are not rounded.
 
     Raises:
-        EngineError: It cannot run over the cache.
+        EngineError: This class does not support the cache.
     """
 
     def __init__(self, cache: PagedCache) -> None:

@@ -1,10 +1,10 @@
-"""Attention over the paged cache in plain PyTorch, on any device and in any dtype.
+"""Attention over the paged KV cache in plain PyTorch, on any device and in any dtype.
 
-It gathers each sequence's blocks into rectangles. It is the reference for the kernels, and runs where no
-kernel can.
+The module gathers the blocks of the sequences into dense tensors, here called rectangles. It is the reference
+implementation for the kernels, and is used where no kernel can run.
 
-Shape suffixes as in `paged`, and: R sequences of a rectangle, Q query tokens per sequence, G query heads per
-key head, C columns.
+The shape suffixes of `paged` apply. Further suffixes: R sequences of a rectangle, Q query tokens per
+sequence, G query heads per key head, C columns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tandem.engines.rollout.native.paged import PagedCache, StepInput
 
-_MAX_SCORES = 2**24  # per product, so that long prompts do not need gigabytes
+_MAX_SCORES = 2**24  # the limit per matrix product, so that long prompts do not need gigabytes
 
 
 class TorchAttention:
-    """Attention in PyTorch (see `Attention`). It computes at least in float32."""
+    """Attention in PyTorch (see `Attention`), computed in float32 or float64."""
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
@@ -44,8 +44,8 @@ class TorchAttention:
             tables_RB = tables_RB[:, :blocks]
             keys_RHDC = self.cache.keys[layer][tables_RB].permute(0, 2, 3, 1, 4).flatten(3).to(precision)
             values_RHCD = self.cache.values[layer][tables_RB].transpose(1, 2).flatten(2, 3).to(precision)
-            # Data of other sequences beyond a sequence's end may be NaN, and a weight of 0 does not remove
-            # NaN.
+            # The slots beyond a sequence's end may contain NaN from other sequences, and a weight of 0 does
+            # not remove NaN.
             beyond_RC = torch.arange(keys_RHDC.shape[3], device=lengths_R.device) >= lengths_R[:, None]
             values_RHCD.masked_fill_(beyond_RC[:, None, :, None], 0.0)
             per_token = keys_RHDC.shape[3] * heads * len(tokens_RQ)
@@ -58,11 +58,11 @@ class TorchAttention:
 
 
 def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the sequences that have the same number of tokens, one group at a time.
+    """Yield groups of sequences that have the same number of tokens in the step.
 
-    Each group has block tables (R, B), token indices (R, Q) and lengths (R).
+    A group consists of block tables (R, B), token indices (R, Q) and lengths (R).
     """
-    if step.max_query == 1:  # known without waiting for the device
+    if step.max_query == 1:  # the number is known without waiting for the device
         yield step.tables_SB, step.starts_S1[:-1, None].long(), step.lengths_S
         return
     counts_S = step.starts_S1.diff()
@@ -80,11 +80,11 @@ def _attend(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Return the attention of one rectangle, (R, Q, N, value_dim)."""
+    """Return the attention output of one rectangle, (R, Q, N, value_dim)."""
     sequences, queries, heads, _ = query_RQND.shape
     kv_heads, columns = keys_RHDC.shape[1], keys_RHDC.shape[3]
     group = heads // kv_heads
-    # The query heads of one key head are rows of one product.
+    # The query heads of one key head are rows of one matrix product.
     query = query_RQND.view(sequences, queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (query @ keys_RHDC).view(sequences, kv_heads, group, queries, columns)
     if softcap:

@@ -1,10 +1,11 @@
-"""Attention over the paged cache with Triton kernels, for CUDA devices.
+"""Attention over the paged KV cache with Triton kernels, for CUDA devices.
 
-A step in which every sequence has one token is a decode step. It reads every key once. So it runs at memory
-speed if all of the device's processors read. If there are too few sequences × key heads for that, several
-programs share a sequence's columns, and a second kernel adds up their results (FlashDecoding). The number of
-programs follows only from shapes, so that a CUDA graph can record the launch. Every other step runs in tiles
-of the query heads of a few tokens.
+A step in which every sequence has one token is a decode step. A decode step reads every key once. So it is
+limited by memory bandwidth, provided that all of the device's processors read. If there are too few sequences
+× key heads to use all processors, the columns of a sequence are divided among several programs. A second
+kernel then combines the results of these programs (FlashDecoding). The number of programs depends only on
+shapes, so that a CUDA graph can record the launch. All other steps are computed in tiles, each with the query
+heads of a few tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInpu
 from tandem.errors import EngineError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PROGRAMS_PER_PROCESSOR = 4  # run at the same time, so that their loads overlap
-_LEAST_COLUMNS = 256  # per split; with fewer, a split costs more than it saves
+_PROGRAMS_PER_PROCESSOR = 4  # these programs run at the same time, so that their loads overlap
+_LEAST_COLUMNS = 256  # the minimum per split; a smaller split costs more than it saves
 _MAX_SPLITS = 64
 
 
@@ -38,12 +39,13 @@ class TritonAttention:
     products, with an error of about 1e-6.
 
     Args:
-        cache: On a CUDA device, or on any device under Triton's interpreter.
-        splits: How many programs share a sequence's columns while decoding, a power of two. None chooses the
-            number by the shapes. With 1, the order of a sequence's sums does not depend on its batch.
+        cache: A cache on a CUDA device, or on any device under Triton's interpreter.
+        splits: The number of programs among which a sequence's columns are divided in decode steps, a power
+            of two. None derives the number from the shapes. With 1, the order in which a sequence's values
+            are summed does not depend on the other sequences.
 
     Raises:
-        EngineError: The cache has a dtype without a kernel, such as float64.
+        EngineError: There is no kernel for the cache's dtype, such as float64.
     """
 
     def __init__(self, cache: PagedCache, splits: int | None = None) -> None:
@@ -125,11 +127,11 @@ class Tiles:
 
     @classmethod
     def of(cls, shape: LayerShape, group: int, dtype: torch.dtype, decode: bool) -> Tiles:
-        """Return sizes for which registers and shared memory suffice.
+        """Return tile sizes that fit into registers and shared memory.
 
-        For 16-bit dtypes, shared memory is limited to 99 KB, so that consumer devices can run the kernel too.
-        Tensor cores need at least 16 rows. From 64 rows on, Triton 3.6 and 3.7 use Hopper's warp-group
-        products, and these read beyond a tile that is 32 numbers wide
+        For 16-bit dtypes, tiles use at most 99 KB of shared memory, so that consumer GPUs can also run the
+        kernel. Tensor cores need at least 16 rows. From 64 rows on, Triton 3.6 and 3.7 use Hopper's
+        warp-group matrix products. For tiles that are 32 elements wide, these products read beyond the tile
         (https://github.com/triton-lang/triton/issues/11366). So such tiles have 32 rows.
         """
         widest = max(shape.key_dim, shape.value_dim)
@@ -145,13 +147,13 @@ class Tiles:
 
 
 def split_count(programs: int, columns: int, processors: int) -> int:
-    """Return into how many parts to cut each sequence's columns, a power of two.
+    """Return the number of splits of each sequence's columns, a power of two.
 
-    `programs` times the parts should fill the processors, and no part should be short.
+    `programs` times the number of splits should occupy all processors, but no split should be too short.
 
     Args:
         programs: The number of sequences × key heads.
-        columns: The columns of the widest block table.
+        columns: The number of columns of the widest block table.
         processors: The device's number of processors.
     """
     wanted = -(-processors * _PROGRAMS_PER_PROCESSOR // programs)

@@ -1,22 +1,18 @@
 """The Triton kernels of `TritonAttention`.
 
-They compute an online softmax (Milakov, Gimelshein 2018; FlashAttention-2) over paged keys and values, with
-the splits of FlashDecoding.
+The kernels compute an online softmax (Milakov, Gimelshein 2018; FlashAttention-2) over paged keys and values,
+with splits as in FlashDecoding.
 
-The query heads of one key head, of one token or of several neighboring tokens, are the rows of one tile. So a
-key is read once for all of them. Scores are kept in units of log 2, so that exponentials are exp2. A pointer
-has the name of its tensor. Capital letters are compile-time numbers as in `paged`, with D key_dim, E
-value_dim, H key heads, and D_PAD, E_PAD, H_PAD the next powers of two. And:
+The rows of a tile are the query heads of one key head, for one token or for several adjacent tokens. So a key
+is read once for all these rows. Scores are in units of log 2, so that exponentials are computed with exp2.
+Each pointer is named after its tensor. Capital letters are compile-time constants as in `paged`: D is
+key_dim, E is value_dim, H is the number of key heads, and D_PAD, E_PAD and H_PAD are the next powers of two.
+Further constants:
 
-    GROUP   query heads per key head
-    ROWS    query rows of a tile
-    TILE    columns of a tile
-    BLOCK   tokens per cache block
-    RUN     neighboring columns that are side by side in memory
-    SPLITS  programs that share a sequence's columns
-    DECODE  whether each sequence has one token
-    WINDOW  number of columns that a token sees, 0 for all
-    SOFTCAP the softcap of the scores, 0 for none
+    GROUP   query heads per key head ROWS    query rows of a tile TILE    columns of a tile BLOCK   tokens per
+    cache block RUN     adjacent columns that are contiguous in memory SPLITS  programs among which a
+    sequence's columns are divided DECODE  whether each sequence has one token WINDOW  number of columns that
+    a token attends to, 0 for all SOFTCAP the softcap of the scores, 0 for none
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import triton
 import triton.language as tl
 
 # fmt: off
-# A kernel has many parameters, so several parameters share a line.
+# The kernels have many parameters, so several parameters are written on one line.
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -62,10 +58,10 @@ def _add_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add one tile of columns to the running sums and the running peak.
 
-    The state is the sums of values (ROWS, E), the sums of weights (ROWS) and the peaks (ROWS). A tile is
-    MASKED if some row does not see all of its columns. Only in such a tile can a slot lie beyond the
-    sequence, and the content of such a slot, even NaN, is ignored. Loads of keys have no mask, because a mask
-    would split them into single elements.
+    The running state consists of the weighted sums of values (ROWS, E), the sums of weights (ROWS) and the
+    peak scores (ROWS). Set MASKED for a tile if some row does not attend to all of its columns. Only a MASKED
+    tile may contain slots beyond the end of the sequence. The content of such slots, even NaN, is ignored.
+    Loads of keys have no mask, because a mask would split each load into single elements.
     """
     column = tile * TILE + tl.arange(0, TILE)
     if MASKED:
@@ -90,7 +86,7 @@ def _add_tile(
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = new_peak
-    if MASKED:  # for a row that has seen no column yet
+    if MASKED:  # for a row without any column so far
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     decay = tl.exp2(peak - base)
     weights = tl.exp2(scores - base[:, None])
@@ -106,10 +102,10 @@ def _add_tile(
 
 @triton.jit
 def _sequence_of(chunk: int, starts: tl.tensor, sequences: int, TOKENS: tl.constexpr) -> int:
-    """Return the sequence of a chunk of up to TOKENS query tokens.
+    """Return the number of the sequence to which a chunk of up to TOKENS query tokens belongs.
 
-    Sequence s has the chunks from number starts[s] // TOKENS + s on. These are at least as many as it needs,
-    whatever the lengths of the other sequences are.
+    The chunks of sequence s begin at number starts[s] // TOKENS + s. With this formula, every sequence has
+    enough chunks for its tokens, whatever the lengths of the other sequences are.
     """
     low, high = 0, sequences
     while high - low > 1:
@@ -127,10 +123,11 @@ def _tiles(
     TOKENS: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[int, int, int, int]:
-    """Return this split's tiles: begin, full_begin, full_end, end.
+    """Return the tile numbers of this split: begin, full_begin, full_end, end.
 
-    For each tile from begin to end, some query at the positions from `earliest` on sees a column. For each
-    tile from full_begin to full_end, every query sees all columns.
+    The queries have the positions from `earliest` on. In each tile from begin to end, at least one query
+    attends to at least one column. In each tile from full_begin to full_end, every query attends to all
+    columns.
     """
     latest = tl.minimum(earliest + TOKENS, length) - 1
     begin, end = 0, tl.cdiv(latest + 1, TILE)
@@ -148,7 +145,7 @@ def _tiles(
 
 
 # With one split, `out` is the result (T, N, E). With several splits, `out` is float32 (T, N, SPLITS, E) and
-# must still be divided by the totals (T, N, SPLITS), which `combine_kernel` does.
+# `combine_kernel` must then divide it by the totals (T, N, SPLITS).
 @triton.jit(do_not_specialize=["sequences", "table_stride"])
 def attend_kernel(
     out: tl.tensor, totals: tl.tensor, peaks: tl.tensor, queries: tl.tensor, keys: tl.tensor,
@@ -158,7 +155,7 @@ def attend_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ) -> None:
-    """Compute the attention of one chunk, key head and split, which are the axes of the grid."""
+    """Compute the attention of one chunk, key head and split. The grid is (chunk, key head, split)."""
     TOKENS: tl.constexpr = 1 if DECODE else ROWS // GROUP
     chunk, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = chunk
@@ -220,9 +217,10 @@ def combine_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
 ) -> None:
-    """Add up the results of all splits for one token and head. There is one program for each.
+    """Combine the results of all splits for one token and head. There is one program per token and head.
 
-    Each result is scaled from its own peak to the highest peak. A split without columns has peak -inf.
+    Each split's result is relative to the peak of its scores. So the results are first rescaled to the
+    highest peak. A split without columns has peak -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     part = row * SPLITS + tl.arange(0, SPLITS)

@@ -1,4 +1,4 @@
-"""The choice of `Ops` for a device. In this package, the name `torch` is a submodule."""
+"""A factory for `Ops`. Inside this package, the name `torch` refers to a submodule, not to PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.engines.rollout.native.ops.torch import TorchOps
 def make_ops(heads: Heads, eps: float) -> Ops:
     """Return the fastest implementation for the device and dtype of the model.
 
-    They are taken from the rotary tables.
+    The device and the dtype are those of the rotary tables in `heads`.
     """
     device, dtype = heads.cos_PD.device, heads.cos_PD.dtype
     if device.type == "cuda" and dtype != float64 and find_spec("triton"):

@@ -1,9 +1,9 @@
-"""The protocol of the operations of a Llama-family layer other than products and attention.
+"""The protocol of the operations of a Llama-family layer, except matrix products and attention.
 
-Every implementation rounds where transformers' modules round.
+Every implementation rounds at the same points as transformers' modules.
 
-Shape suffixes as in `paged`, and: R rows, at least the step's tokens (the rest is padding of a product's
-shape), E hidden size, I intermediate size, M rotated heads (queries, then keys), P positions.
+The shape suffixes of `paged` apply. Further suffixes: R rows (the step's tokens, then padding rows), E hidden
+size, I intermediate size, M rotated heads (queries, then keys), P positions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ Rotated = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The layout of the output of one joined query, key and value projection.
+    """The layout of the heads in the output of a joined query, key and value projection.
 
     Attributes:
         heads: The number of query heads.
         kv_heads: The number of key heads.
         head_dim: The size of a head.
-        cos_PD, sin_PD: Rotary tables by position, contiguous.
-        scale: The factor of the queries, applied after the rotation.
+        cos_PD: The cosines of the rotary angles at each position, contiguous.
+        sin_PD: The sines of the rotary angles at each position, contiguous.
+        scale: The factor by which queries are multiplied after the rotation.
     """
 
     heads: int
@@ -38,10 +39,10 @@ class Heads:
 
 
 class Ops(Protocol):
-    """The operations of a layer. A method may write to its first argument."""
+    """The protocol of a layer's operations. A method may overwrite its first argument."""
 
     def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and its RMS norm. If `added_RE` is None, x is used alone.
+        """Return the sum x + added, and the RMS norm of this sum. `added_RE` = None counts as 0.
 
         The norm is computed in float32, rounded, then multiplied by the weight.
         """

@@ -1,4 +1,4 @@
-"""`Ops` with the kernels of `kernels.cpp`, on a CPU. Shape suffixes as in `base`."""
+"""`Ops` with the kernels of `kernels.cpp`, on a CPU. The shape suffixes of `base` apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.engines.rollout.native.ops.base import Heads, Rotated
 class CPUOps:
     """Operations on a CPU (see `Ops`).
 
-    All tensors are contiguous. Queries are returned in float32, so that their scaling rounds nothing.
+    All tensors are contiguous. Queries are returned in float32, so that scaling them needs no rounding.
     """
 
     heads: Heads

@@ -1,4 +1,4 @@
-"""`Ops` in PyTorch, on any device. Shape suffixes as in `base`."""
+"""`Ops` in PyTorch, on any device. The shape suffixes of `base` apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TorchOps:
     def __init__(self, heads: Heads, eps: float) -> None:
         self._heads = heads
         self._eps = eps
-        # With the first half negated, a rotation is x * cos + roll(x) * sin.
+        # If the first half of sin is negated, a rotation is x * cos + roll(x) * sin.
         half = heads.head_dim // 2
         self._sin_PD = torch.cat((-heads.sin_PD[:, :half], heads.sin_PD[:, half:]), -1)
 

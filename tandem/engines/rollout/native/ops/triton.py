@@ -1,10 +1,10 @@
 """`Ops` in Triton, for CUDA devices.
 
-In PyTorch these are about twenty short kernels per layer, each with its own memory traffic and launch gap.
-Here they are four. All compute in float32 and round where `TorchOps` rounds. The one exception is a rotation,
-which is rounded once, after its scale.
+In PyTorch these operations need about twenty short kernels per layer, each with its own memory traffic and
+launch gap. Here they need four kernels. All kernels compute in float32 and round at the same points as
+`TorchOps`. The only exception is a rotation, which is rounded once, after the scaling.
 
-Capital letters are compile-time numbers: E hidden size, I intermediate size, D head size (HALF is half of
+Capital letters are compile-time constants: E hidden size, I intermediate size, D head size (HALF is half of
 it), N query heads, H key heads, and *_PAD the next power of two.
 """
 
@@ -26,7 +26,7 @@ _GATE_TILE = 1024
 class TritonOps:
     """Operations in Triton (see `Ops`), for bfloat16, float16 and float32.
 
-    Each row of the first dimension is contiguous.
+    Each row along the first dimension must be contiguous.
     """
 
     heads: Heads
@@ -77,7 +77,7 @@ def norm_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
 ) -> None:
-    """Compute the RMS norm of a row of x, or of x + added. In the second case the sum replaces x."""
+    """Compute the RMS norm of a row of x. If ADDED, x is first replaced by x + added."""
     row = tl.program_id(0).to(tl.int64) * E
     column = tl.arange(0, E_PAD)
     mask = column < E
@@ -111,7 +111,7 @@ def rotate_kernel(
 ) -> None:
     """Rotate one head of one row. The grid is (row, head).
 
-    A query is rotated and scaled into `queries`. A key is rotated in place.
+    A query is rotated, scaled and written to `queries`. A key is rotated in place.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = D // 2
@@ -144,7 +144,7 @@ def rotate_kernel(
 
 @triton.jit
 def gate_kernel(out: tl.tensor, gate_up: tl.tensor, I: tl.constexpr, TILE: tl.constexpr) -> None:  # noqa: E741
-    """Compute silu(gate) * up for one tile of a row. silu is rounded before the product."""
+    """Compute silu(gate) * up for one tile of a row. silu(gate) is rounded before the multiplication."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < I
