@@ -148,7 +148,7 @@ LOGGERS = (
 
 
 def needs(estimator: str) -> Needs | None:
-    """Return the requirements of an estimator; None if it is user-defined (loading reads its requirements)."""
+    """Return the requirements of an estimator; None for a user-defined estimator."""
     return ADVANTAGES.get(ADVANTAGE_ALIASES.get(estimator, estimator))
 
 

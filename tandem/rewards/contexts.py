@@ -1,4 +1,4 @@
-r"""Patterns around a number that show that it is not a number by itself.
+r"""Patterns of the text around a number that show that the number is part of something larger.
 
 It may be part of a date, a time, a range, a comparison, an expression or a name, or one of several numbers.
 

@@ -23,7 +23,7 @@ class Handle(Protocol):
 
     @property
     def borrowed(self) -> bool:
-        """Whether `get` may return tensors in memory that other processes read. Do not change such tensors."""
+        """Whether `get` may return tensors in shared memory. Do not change such tensors."""
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Copy the value to this process and return it."""

@@ -50,7 +50,7 @@ class Index:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Self:
-        """Return the index of the rows with the given row numbers, in this order; a boolean mask filters rows."""
+        """Return the index of the rows with the given numbers, in this order; a boolean mask filters rows."""
         pick = row_index(rows, len(self))
         uids = None if self.uids is None else self.uids[pick.numpy()]
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}

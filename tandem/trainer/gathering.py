@@ -142,7 +142,7 @@ class Gatherer:
         )
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
-        """Sample n responses to each prompt, score the responses, and send the scores to the prompt sampler."""
+        """Sample n responses to each prompt, score the responses, and pass the scores to the sampler."""
         samples, scores = roles.generate(prompts, n, self.params, self.dealer, learns=True)
         scores = self.shaped(roles, samples, scores)
         self.prompts.observe(samples, scores)

@@ -221,7 +221,7 @@ class RayBackend:
         return actors
 
     def _locate(self, hosts: Hosts, deadline: float) -> None:
-        """Wait until a pool's processes report their machine and interface, and start to watch these processes."""
+        """Wait until a pool's processes report their machine and interface, then start to watch them."""
         asked = [actor.whereabouts.remote() for actor in hosts.actors]
         for actor, ref in zip(hosts.actors, asked, strict=True):
             at = self._get_before(deadline, ref)
