@@ -65,7 +65,7 @@ class DataFiles:
         return list(self.table.column_names)
 
     def where(self, row: int) -> str:
-        """Return a row's name for messages: the row number in its file, and the file if there are several files."""
+        """Return a row's name for messages: its number in its file, and the file's name if needed."""
         place = bisect_right(self.starts, row) - 1
         file = f"{self.paths[place].name} " if len(self.paths) > 1 else ""
         return f"{file}row {row - self.starts[place]}"

@@ -4,10 +4,10 @@ A form checks the rows of a dataset for one purpose and converts rows to text. T
 are in `tandem.data.examples`. Every form has these members:
 
 - `identifying_columns`: the columns that identify a row.
-- `expected`: the expected shape of a row in words.
-- `problem`: what is wrong with a row, or None.
-- `pieces`: the texts or token ids of the sequences that a row becomes. In each sequence, the text to learn
-  starts where the model's response starts; see `tandem.data.tokens.encoded`.
+- `expected`: a description of a valid row.
+- `problem`: the problem of a row, or None.
+- `pieces`: the texts or token ids of a row's sequences. In each sequence, the text to learn starts where the
+  model's response starts; see `tandem.data.tokens.encoded`.
 
 A form is picklable. Its `repr` contains all settings that affect its results, except tokenizer and template,
 because the cache uses the `repr` as a key.
@@ -43,7 +43,7 @@ class PromptForm:
     Attributes:
         prompt_key: The column of prompts. A prompt is a list of {role, content}, which the tokenizer's chat
             template formats; a text, which counts as already formatted; or a list of token ids.
-        apply_chat_template: Whether a text prompt is the message of a user, which the template formats too.
+        apply_chat_template: Whether a text prompt is a user's message, which the template formats too.
         system_key: The column of the system message, if the data has such a column.
         tools_key: The column of tools for the chat template, if the data has such a column: a list of JSON
             schemas, or such a list as JSON text.

@@ -106,7 +106,7 @@ class Reward:
             ) from error
 
     def combine_parts(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
-        """Return the only score in `parts`, or raise an error if it is None; see `WeightedSum.combine_parts`."""
+        """Return the only score in `parts`, or raise an error if it is None; see `WeightedSum`."""
         (scored,) = parts
         return checked(self, None, place, item) if scored is None else scored
 

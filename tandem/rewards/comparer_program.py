@@ -180,7 +180,7 @@ def _is_word(one: Any, two: Any) -> bool:
 
 
 def _apart(difference: Any) -> bool:
-    """Return whether a number is certainly not 0: larger than the error of an evaluation to fifteen digits."""
+    """Return whether a number is certainly not 0: larger than its error after fifteen digits."""
     value = sympy.N(difference, 15)
     return bool(value.is_comparable and abs(value) > Rational(1, 10**6))
 

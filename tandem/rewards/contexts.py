@@ -1,8 +1,9 @@
 r"""Patterns of the text around a number that show that the number is part of something larger.
 
-It may be part of a date, a time, a range, a comparison, an expression or a name, or one of several numbers.
+The number may be part of a date, a time, a range, a comparison, an expression or a name, or one of several
+numbers.
 
-Only the number's own line is searched. Markup (bold, code, formulas, brackets) is skipped.
+Only the line with the number is searched. Markup (bold, code, formulas, brackets) is skipped.
 """
 
 from __future__ import annotations

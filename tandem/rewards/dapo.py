@@ -17,8 +17,7 @@ from tandem.rewards.expressions import same_as_any
 from tandem.rewards.truths import truths
 
 END_CHARACTERS = 300
-"""The number of characters at the end of a response to search, because the answer should be in the last line.
-"""
+"""The number of characters to search at the end of a response; the answer should be in the last line."""
 LINE = re.compile(r"answer[ \t]*[*_]*[ \t]*:\s*([^\n]+)", re.IGNORECASE)
 
 

@@ -90,8 +90,8 @@ async def judge(
     Args:
         prompt: The prompt, as text or messages.
         response: The response.
-        server: The server to ask, as in `tandem.rewards.judge_server.JudgeServer`.
-        rubric: What a good response is: a column, or the same text for all rows.
+        server: The chat server: a mapping of the attributes of `tandem.rewards.judge_server.JudgeServer`.
+        rubric: A description of a good response: a column, or one text for all rows.
         answer: The text for `{answer}` in the template; None: the `ground_truth` of `reward_model`.
         reward_model: The column with the ground truth.
         template: The message to the judge. {rubric}, {prompt}, {response}, {answer}, {low} and {high} are

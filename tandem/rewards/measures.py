@@ -94,7 +94,7 @@ class Measured:
     qualifiers: frozenset[str]
 
     def agrees(self, other: Measured) -> bool:
-        """Return whether unit, currency, base and qualifying words of two answers agree; values are ignored."""
+        """Return whether unit, currency, base and qualifying words agree; values are ignored."""
         pairs = ((self.unit, other.unit), (self.currency, other.currency), (self.base, other.base))
         named = all(one == two for one, two in pairs if one is not None and two is not None)
         return named and self.qualifiers == other.qualifiers

@@ -94,7 +94,7 @@ class Quantity:
         return self.value / 100 if self.percent else self.value
 
     def __str__(self) -> str:
-        """Return the same text for equal numbers: a decimal if it has finitely many digits, else a fraction."""
+        """Return a decimal if it has finitely many digits, else a fraction; equal numbers give equal texts."""
         number, percent = self.value, "%" if self.percent else ""
         rest, places = number.denominator, 0
         for prime in (2, 5):
@@ -131,7 +131,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Return the last number of a `readable` text; None without a number or if it is part of something larger."""
+    """Return the last number of a `readable` text; None if it is missing or part of something larger."""
     last = deque(ANYWHERE.finditer(text), maxlen=1)
     return quantity(last[0]) if last else None
 

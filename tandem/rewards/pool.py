@@ -90,10 +90,11 @@ class Child:
 class Pool:
     """A pool of processes that call reward functions.
 
-    Functions that are `bounded` are called in this process. With `reward.num_workers=0`, all functions are.
+    Functions with `bounded` are called in this process. With `reward.num_workers=0`, all functions are called
+    in this process.
 
-    Asynchronous calls that wait at the same time share one time limit. If one of them fails, each is called
-    again on its own.
+    Asynchronous calls that wait at the same time share one time limit. If one of these calls fails, each of
+    them is repeated separately.
 
     Args:
         reward: The user's reward; None: the built-in reward of each data source.

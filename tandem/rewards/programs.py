@@ -141,7 +141,7 @@ def check_sources(
 
 
 def program_in(response: str) -> str:
-    """Return the program in a response: its last Python block, else its last code block, else the response."""
+    """Return the program in a response: the last Python block, else the last block, else the response."""
     _, fence, block = response.rpartition("```python")
     if not fence and response.count("```") >= 2:
         _, block, _ = response.rsplit("```", 2)

@@ -33,7 +33,7 @@ class RewardCall:
     tries: int = 0
 
     def divided(self) -> list[RewardCall]:
-        """Split the call by samples, or else by functions; return [] if it has one sample and one function."""
+        """Split the call by samples, else by functions; return [] if it has one sample and one function."""
         if len(self.places) > 1 and not self.reward.batched:
             return [replace(self, places=(place,)) for place in self.places]
         return [replace(self, parts=(part,)) for part in self.parts] if len(self.parts) > 1 else []

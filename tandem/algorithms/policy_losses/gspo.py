@@ -13,7 +13,7 @@ from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import clipped_surrogate
 
 _MOST = 10.0
-"""Nats. If a sequence's mean log-ratio is larger, its ratio is not a meaningful estimate."""
+"""The bound of a sequence's mean log-ratio, in nats. A larger ratio is not a meaningful estimate."""
 
 
 @register_policy_loss("gspo")

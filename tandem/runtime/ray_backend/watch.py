@@ -144,8 +144,7 @@ class Watch:
         """A dict from the actor's id to the watched process."""
         self._failure: WorkerFailure | None = None
         self._raised: list[tuple[float, Record]] = []
-        """Failed calls that the controller has not noticed yet, with the time when the watch noticed each call.
-        """
+        """Failed calls that the controller has not noticed yet, with the times when the watch saw them."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
