@@ -94,7 +94,7 @@ class Quantity:
         return self.value / 100 if self.percent else self.value
 
     def __str__(self) -> str:
-        """Return a decimal if it has finitely many digits, else a fraction; equal numbers give equal texts."""
+        """Return a decimal with finitely many digits, else a fraction; equal numbers give equal texts."""
         number, percent = self.value, "%" if self.percent else ""
         rest, places = number.denominator, 0
         for prime in (2, 5):
