@@ -39,9 +39,10 @@ SCORE_COLUMNS = {
     "answers": ("answer", _TEXTS),
     "reward_why": ("why", _TEXTS),
 }
-"""The columns that are added to each row: the field of the verdict, and the type.
+"""The columns that are added to each row: a dict from name to (field of the verdict, type).
 
-Each is a list with one entry per response."""
+Each value is a list with one entry per response.
+"""
 
 _SCORED_AT_ONCE = 16
 

@@ -40,7 +40,7 @@ class Rule:
 
     @property
     def verdict(self) -> str:
-        """The result for keys with this rule: "renamed", "ignored" or "refused" (not supported)."""
+        """The result for keys with this rule: "renamed", "ignored" or "not supported"."""
         if self.now or self.values:
             return "renamed"
         return "not supported" if self.refused else "ignored"

@@ -243,7 +243,7 @@ def export(view: Viewed, query: Query) -> Download:
 
 
 class _Line:
-    """A file object for a CSV writer. Its `write` returns the text, so the CSV writer returns the text too."""
+    """A file object for a CSV writer. Its `write` returns the text, so the writer returns the text too."""
 
     write = staticmethod(str)
 

@@ -129,7 +129,7 @@ class Shelf:
         return runs[name]
 
     def _read_on(self) -> None:
-        """Read new files of samples into the indices; between two files, release the locks for other threads."""
+        """Read new files of samples into the indices; release the locks between two files."""
         while True:
             for view in self.runs():
                 with view.lock:

@@ -72,13 +72,13 @@ class Evidence:
 
     Attributes:
         difference: mean |log p - log q| over response tokens, in nats, where p is training's probability of a
-            token and q the rollout's.
+            token and q is the rollout's probability.
         raised: mean max(log q - log p, 0), the part of the difference in which the rollout's probability is
             higher.
         limit: the limit of the difference, in nats.
         version_lag: the number of optimizer steps by which the oldest weights that generated a token are
-            behind those of training.
-        changed_samples: the number of samples whose tokens are not those that the engine generated.
+            behind the training weights.
+        changed_samples: the number of samples whose tokens differ from the tokens that the engine generated.
         reshaped: whether q is known to belong to a distribution that sampling parameters reshaped.
         sampled_temperature: the temperature of sampling.
         temperature: the temperature of training.
@@ -104,7 +104,7 @@ def diagnose(evidence: Evidence) -> Cause | None:
 
     Each cause has different symptoms. Changed tokens have a different fingerprint. With stale weights, tokens
     have an older weight version. A different distribution is known from the sampling parameters. If an engine
-    truncates the distribution without a request, log q - log p is never negative, because q of every
+    truncates the distribution without a request, log q - log p is hardly ever negative, because q of every
     remaining token rises. Experiments distinguish the other causes. Each experiment applies a known fault in
     training, and the fault that is the cause makes the difference disappear. A difference in numerics has
     both signs, and no fault makes it disappear.
