@@ -108,7 +108,7 @@ def load_plain(
 
 
 def why(error: BaseException) -> str:
-    """Return the reason why PyTorch's restricted reader refused a file, without its advice to disable checks."""
+    """Return why PyTorch's restricted reader refused a file, without its advice to disable the checks."""
     text = str(error)
     for pattern in (r"GLOBAL (\S+)", r"WeightsUnpickler error: ([^\n]+)"):
         found = re.search(pattern, text)

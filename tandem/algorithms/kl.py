@@ -107,7 +107,7 @@ def apply_kl_penalty(
         response_mask: (N) bool, true at response tokens.
         offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         kind: one of KL_KINDS.
-        kl_coef: the controller's value.
+        kl_coef: the coefficient, from the KL controller.
         weights: weight of the KL to each reference, see `weighted_kl`.
 
     When to use: with a critic, which then learns the penalty too. Without a critic, the KL as a loss
@@ -132,7 +132,7 @@ def penalise(
         kl: (N) nats.
         response_mask: (N) bool, true at response tokens.
         offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
-        kl_coef: the controller's value.
+        kl_coef: the coefficient, from the KL controller.
     """
     kl = torch.where(response_mask, kl, 0)
     per_sequence = segment_mean(kl, response_mask, offsets)

@@ -108,7 +108,7 @@ def generate(
         lists of length n.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     file, keys = split_config(config)
     generate_file = import_module("tandem.offline.generate").generate_file
@@ -154,7 +154,7 @@ def evaluate(
         high.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     file, keys = split_config(config)
     evaluate_file = import_module("tandem.offline.eval").evaluate_file

@@ -256,7 +256,7 @@ def sft(
         config: see `train`.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     loaded = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
     run_sft(loaded.config, say=say)
@@ -283,7 +283,7 @@ def reward_model(
         config: see `train`.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     loaded = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
     run_rm(loaded.config, say=say)

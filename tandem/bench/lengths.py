@@ -57,7 +57,7 @@ def _quantiles(kind: str, numbers: list[float], places: NDArray[np.float64]) -> 
     """Return the quantiles of a distribution at the given probabilities.
 
     Raises:
-        ValueError: the distribution's parameters are impossible.
+        ValueError: the distribution is unknown, or its parameters are impossible.
     """
     match kind, numbers:
         case "fixed", [length]:

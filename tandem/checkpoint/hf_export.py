@@ -82,7 +82,7 @@ def _checked(
     """Yield a CPU copy of each weight, after checking it against the architecture.
 
     The copy is needed because the memory of an input tensor may be reused for the next tensor. A tied pair is
-    yielded once, under the name of the first weight.
+    yielded once, under the name of the weight that the other weight is tied to.
 
     Raises:
         CheckpointError: a weight does not fit the architecture, or weights are missing.

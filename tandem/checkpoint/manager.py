@@ -47,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         path: the checkpoint's folder; each writer's files are in the subfolder with the writer's name.
-        step: number of training steps done.
+        step: number of finished training steps.
         state: the state that was given to `save`.
     """
 
@@ -116,7 +116,7 @@ class CheckpointManager:
         """Write a checkpoint and delete old checkpoints; replace an existing checkpoint of the same step.
 
         Args:
-            step: number of training steps done.
+            step: number of finished training steps.
             writers: a dict from name to a function that writes files to an empty folder, its argument.
             state: small state: plain values, tensors and numpy arrays.
             metrics: metrics of the step, from which the rule for the best checkpoint reads one metric.

@@ -110,9 +110,9 @@ class FSDPConfig(Section):
 
     @property
     def undivided(self) -> FSDPConfig:
-        """The same settings without sharding, for a rollout that samples from the training engine's module.
+        """The same settings without tensor and pipeline parallelism, for a model that samples from its module.
 
-        Every rank then stores all layers completely, and uses this copy only for sampling.
+        Every rank then has all layers completely, and uses them only for sampling.
         """
         whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_torch_compile": False}
         return self.model_copy(update=whole)

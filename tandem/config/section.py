@@ -143,7 +143,7 @@ class Declared:
         when: conditions, all of which must hold for the key to be used.
         needs: rules that are checked if the key is used.
         below: a dict from key name to an additional condition, for single keys of a section.
-        resumed: what a different value means when a run is resumed; None: the section decides.
+        resumed: the reaction to a different value when a run is resumed; None: the section decides.
     """
 
     inherits: str | None = None
@@ -183,7 +183,7 @@ def key(
         when: the conditions under which the key is used.
         needs: rules about other keys, files or the device, which are checked if the key is used. An inherited
             value is checked at its source key, unless the source key is not used.
-        resumed: what a different value means when a run is resumed; None: the section decides.
+        resumed: the reaction to a different value when a run is resumed; None: the section decides.
         **limits: pydantic's constraints, such as ge=1.
     """
     extra = _extra(Declared(inherits, _several(when), _several(needs), resumed=resumed))

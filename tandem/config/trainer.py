@@ -166,7 +166,7 @@ class RunConfig(Section):
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
-        """The number of processes on each node, by pool. There is at least one pool."""
+        """A dict from pool to the number of processes on each of its nodes. There is at least one pool."""
         return {POOL: (self.n_gpus_per_node,) * self.nnodes}
 
     @property
@@ -230,7 +230,7 @@ class TrainerConfig(RunConfig):
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
-        """The number of processes on each node, by pool. There is at least one pool."""
+        """A dict from pool to the number of processes on each of its nodes. There is at least one pool."""
         return dict(self.resource_pools) or super().pools
 
     def placed(self, role: str) -> str | None:

@@ -44,7 +44,7 @@ class Problem(NamedTuple):
         return self.first % 10 + self.second % 10 > 9
 
     def working(self, *, forget_carry: bool = False) -> str:
-        """Return a worked answer: the sum of the units, the sum of the tens with the carry, and the result."""
+        """Return a worked answer: the sum of the units, the sum of the tens with carry, and the result."""
         units = self.first % 10 + self.second % 10
         carry = 0 if forget_carry else units // 10
         tens = self.first // 10 + self.second // 10 + carry
@@ -82,7 +82,7 @@ def split(*, seed: int, train: int, validation: int) -> Split:
 
 
 def _draw(pool: Sequence[Problem], count: int) -> list[Problem]:
-    """Return the first problems of the pool, in the pattern: carry, carry, no carry, carry, carry, no carry …."""
+    """Return the first problems of the pool, with the repeated pattern: carry, carry, no carry."""
     kinds = {carries: iter([p for p in pool if p.carries is carries]) for carries in (True, False)}
     drawn = [next(kinds[place % 3 < 2], None) for place in range(count)]
     found = [problem for problem in drawn if problem is not None]

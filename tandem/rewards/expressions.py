@@ -116,7 +116,7 @@ def _same_value(truth: Measured, given: Measured) -> bool:
 
 
 def _is_row(text: str) -> bool:
-    """Return whether two numbers are separated only by spaces."""
+    """Return whether a text has numbers that are separated only by spaces."""
     return bool(ROW_OF_NUMBERS.search(SPACED_ARGUMENTS.sub("", text)))
 
 

@@ -96,7 +96,8 @@ def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
 def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
     """Return an expression for some rows of a table; `rows` is a result of `compact`.
 
-    If the expression already names rows by number, the numbers are selected right away.
+    If the expression already has row
+    numbers, these numbers are selected at once.
     """
     if not _by_number(node):
         return Operation("__getitem__", (node,), (rows,))

@@ -129,7 +129,7 @@ class GroupPlan:
     """The description of one group of workers.
 
     Attributes:
-        role: The name of the group, which is one of its roles.
+        role: The name of the group.
         parts: All roles of the group.
         pool: The processes of the group.
         worker: The worker class.

@@ -67,7 +67,7 @@ def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[s
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Re-raise an error that the user can fix without the report of the worker that raised the error."""
+    """Replace a `WorkerFailure` inside the block by its cause, if the cause is a `TandemError`."""
     try:
         yield
     except WorkerFailure as failure:

@@ -143,7 +143,7 @@ class Saver:
 
     @contextmanager
     def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
-        """Yield the pending save; if it completes or fails inside the block, forget it afterwards."""
+        """Yield the pending save. If it has completed or failed after the block, clear it, and report a success."""
         try:
             yield pending
         except Exception:

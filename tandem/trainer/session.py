@@ -77,7 +77,7 @@ class OpenRun:
 
     @property
     def again(self) -> str:
-        """The sentence that tells the user how to resume from the newest checkpoint."""
+        """A phrase for messages: the command that resumes from the newest checkpoint."""
         how = "" if self.config.resume_mode == "auto" else " with trainer.resume_mode=auto"
         return f"the same command{how}"
 

@@ -23,7 +23,7 @@ SINKS = {
     "trackio": ("trackio:TrackioSink", "trackio"),
 }
 _HERE = frozenset({"console", "file"})
-"""Sinks that print to the terminal. Their output must stay in order with the run's output."""
+"""Sinks that write to the run's terminal or log. A call waits for them, to keep the lines in order."""
 _OWN = _HERE | {"tensorboard"}
 """Sinks whose packages are installed with Tandem."""
 
