@@ -66,7 +66,7 @@ def _rebuild(cls: type[TandemError], message: str, state: dict[str, Any]) -> Tan
 
 
 class ConfigError(TandemError, ValueError):
-    """The config, or a command line, asks for something impossible or unknown."""
+    """The config or a command line has an invalid or unknown setting."""
 
 
 class ConfigErrors(ConfigError):
@@ -189,7 +189,7 @@ class WorkerFailure(TandemError, RuntimeError):
     """A worker raised an error, died or stopped answering. The message is the whole report.
 
     Args:
-        message: which worker, in which method, and what all other workers were doing.
+        message: the worker, its method, and the activity of all other workers.
         restartable: whether a restart of the same run may help: true, unless the user has to act on the
             cause.
     """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Votes = tuple[tuple[int, float], ...]
-"""Pairs of (number of responses that gave an answer, share of these responses that are correct)."""
+"""Pairs of (number of responses that gave an answer, fraction of these responses that are correct)."""
 
 _RESAMPLED_NUMBERS = 1 << 22
 """Number of values drawn at a time, which bounds the memory."""
@@ -180,7 +180,7 @@ def estimate(
         confidence: probability of the interval, such as 0.95.
         resamples: number of bootstrap samples.
         seed: seed of the bootstrap.
-        bounded: whether a problem's value always lies between 0 and 1.
+        bounded: whether a problem's value is always between 0 and 1.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927; Efron and
         Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13

@@ -174,7 +174,7 @@ class Selection(Spec):
     result = "(N) bool"
 
     def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
-        """Call the function with the columns that its signature names and with its own options.
+        """Call the function with the columns and the options that its signature names.
 
         Raises:
             ConfigError: the result is not a bool tensor of shape (N).

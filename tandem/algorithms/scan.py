@@ -70,8 +70,9 @@ def reverse_discounted_cumsum_(values: Tensor, offsets: Tensor, discount: float)
     After the last value of a sequence, y is 0. The algorithm works in blocks (Blelloch, 1990):
 
     1. The sums within each block of K values are a product with a triangular matrix of powers of the
-    discount. 2. Blocks in which a sequence ends are recomputed, with a coefficient of 0 at the end of the
-    sequence. 3. A scan over the blocks gives each block the sum that follows it.
+    discount.
+    2. Blocks in which a sequence ends are recomputed, with a coefficient of 0 at the end of the sequence.
+    3. A scan over the blocks computes, for each block, the sum after the block.
 
     The algorithm never divides by a power, and a sum never includes values of other sequences. This keeps
     float32 accurate at any length and discount.

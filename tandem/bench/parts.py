@@ -1,4 +1,4 @@
-"""The worker and the rollout that replace a run's own in a benchmark.
+"""The worker and the rollout engine that a benchmark uses.
 
 The policy's worker generates responses of given lengths and measures its device.
 """

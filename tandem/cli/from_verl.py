@@ -43,7 +43,7 @@ class Request:
 
 
 def requested(arguments: Sequence[str]) -> Request | None:
-    """Parse the option `--from-verl` and its further options; return None without `--from-verl`.
+    """Parse the option `--from-verl` and its related options; return None without `--from-verl`.
 
     Raises:
         UsageError: an option has no value, or a value that is not a number.

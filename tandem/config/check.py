@@ -142,7 +142,7 @@ class _Check:
         return when.notice or self.lenient or f"{condition.at}{when.switch}" in self.off
 
     def _holds(self, condition: Condition) -> bool | None:
-        """Return whether the condition holds; None if that depends on an invalid value."""
+        """Return whether the condition is true; None if this depends on an invalid value."""
         own = value_at(self.view, condition.at.removesuffix(".")) if condition.at else self.view
         try:
             return condition.when.applies(own)

@@ -42,7 +42,7 @@ class DataConfig(Section):
         val_batch_size: Prompts per validation batch. null: all at once.
         max_prompt_length: Longest prompt, in tokens.
         max_response_length: Longest response, in tokens.
-        prompt_key: Column that holds the prompt as a conversation.
+        prompt_key: Column of the prompt, which is a conversation.
         image_key: Column of images. A row that has an image is refused, because only text models are trained.
         video_key: Column of videos. A row that has a video is refused, because only text models are trained.
         audio_key: Column of audio. A row that has audio is refused, because only text models are trained.

@@ -110,7 +110,7 @@ class FSDPConfig(Section):
 
     @property
     def undivided(self) -> FSDPConfig:
-        """The same settings without tensor and pipeline parallelism, for a model that samples from its module.
+        """The same settings without tensor and pipeline parallelism, for sampling from a model's module.
 
         Every rank then has all layers completely, and uses them only for sampling.
         """

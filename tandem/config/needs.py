@@ -163,7 +163,7 @@ def names(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def own_code(own: Any, name: str) -> Iterator[ConfigError]:
-    """Check that the files of the user's own functions exist.
+    """Check that the files of user-defined functions exist.
 
     Their content is only read when the function is loaded.
     """

@@ -34,7 +34,7 @@ class Change:
 
 
 def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callable[[str], None]) -> None:
-    """Report the keys whose values differ from those of the run that wrote a checkpoint.
+    """Report the keys whose values differ from the config of the run that wrote a checkpoint.
 
     Args:
         checkpoint: the checkpoint's folder, inside the run folder.

@@ -67,7 +67,7 @@ def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CustomRewardConfig(Section):
-    """Your own reward functions, which replace the built-in ones for every data source.
+    """Your own reward functions, which replace the built-in reward functions of all data sources.
 
     Attributes:
         path: Python file or module that contains the reward function. null: the built-in function of each
@@ -114,7 +114,7 @@ class RewardConfig(Section):
         num_workers: Number of processes that call reward functions. null: one per CPU core, at most 8. 0: no
             extra processes; the functions are called without limits in the process that collects the samples.
         timeout: Seconds that one call may take. After this time, its process is stopped.
-        retries: Number of further attempts for a sample whose call failed.
+        retries: Number of additional attempts for a sample whose call failed.
         max_growth_mb: Memory growth, in MiB, after which a process is replaced as soon as its current call
             has ended. null: no limit.
         on_error: What happens if a score fails. raise: the run stops. zero: the score is 0. drop: in

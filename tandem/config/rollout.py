@@ -202,9 +202,8 @@ class EngineConfig(SamplingSection):
         block_size: Tokens per block of the KV cache.
         num_gpu_blocks_override: Number of blocks in the KV cache, regardless of the available memory. null:
             determined by memory and need.
-        tensor_model_parallel_size: Number of devices that together hold each layer of the native or vllm
-            engine (tensor parallelism). If the run has more devices, more engines run in parallel on other
-            samples.
+        tensor_model_parallel_size: Number of devices that split each layer of the native or vllm engine
+            (tensor parallelism). If the run has more devices, more engines run in parallel on other samples.
         disable_log_stats: Do not write the engine's progress lines to the log.
         runner: How the native engine computes the model. fused: a decoder with fused operations. module: the
             model as transformers implements it. auto: fused if it supports the model.
@@ -246,7 +245,7 @@ class EngineConfig(SamplingSection):
 
     @property
     def split(self) -> int:
-        """The number of devices of this run that hold each layer of an engine together."""
+        """The number of devices of this run that split each layer of an engine."""
         return 1 if self.on_named_servers else self.tensor_model_parallel_size
 
 

@@ -111,7 +111,7 @@ class When:
             dotted path of a key in the same section.
         notice: whether an unused value gives a notice instead of an error. Use True if the key only affects
             speed, memory or a component that does not run.
-        neutral: values that request nothing, and are therefore allowed even if the key is not used.
+        neutral: values that have no effect, and are therefore allowed even if the key is not used.
         switch: the key in the same section that turns this key on, if there is one. If the user explicitly
             set the switch to false, which is its default, an unused value gives only a notice.
     """
@@ -210,7 +210,7 @@ def section(
 
 
 def declared(info: FieldInfo) -> Declared:
-    """Return what the call of `key` or `section` declared."""
+    """Return the declarations from the call of `key` or `section`."""
     extra = info.json_schema_extra
     found: Any = extra.get("declared") if isinstance(extra, dict) else None
     return found if isinstance(found, Declared) else Declared()

@@ -62,8 +62,8 @@ def read_sources(
         path: a YAML file, if any. A file in Hydra's format is composed with the files of its `defaults:`. A
             file in a run folder may only load code if a run of this user wrote the file.
         overrides: texts `key=value`, whose values are in YAML, or lists and mappings as Hydra writes them; or
-            values by key. Later overrides replace earlier overrides and the file's values. `~key` removes a
-            key.
+            dicts from key to value. Later overrides replace earlier overrides and the file's values. `~key`
+            removes a key.
     """
     tree: Any = {}
     errors: list[ConfigError] = []

@@ -199,7 +199,7 @@ class TrainerConfig(RunConfig):
             reward_model.NAME. Without an entry, actor and rollout use the first pool, the ref, critic and
             reward_model roles share the actor's pool, and reward functions run in a separate CPU process.
         worker_classes: Your own worker classes: {role: file.py:Class or package.module:Class}. The roles are
-            those of placement, and also batch and data.
+            the roles of placement, and also batch and data.
         worst_batch_first: Run the largest micro-batch of actor and critic before the first step, without
             learning from it, so that a run with too little memory fails at once. null: only on CUDA.
         critic_warmup: Number of training steps at the start in which only the critic learns.

@@ -37,7 +37,7 @@ def differing(given: Collection[str]) -> str:
 
 
 IGNORES_AGGREGATION = ("geo_mean", "sapo")
-"""Policy losses that verl 0.9.1 averages by sequence, whatever `loss_agg_mode` says."""
+"""Policy losses that verl 0.9.1 averages by sequence for every value of `loss_agg_mode`."""
 
 _ACTOR, _CRITICS = "actor_rollout_ref.actor", "critic.loss_agg_mode"
 _MODE = f"{_ACTOR}.loss_agg_mode"

@@ -130,7 +130,7 @@ class MixedOrder:
         return np.concatenate(passes)[order], np.concatenate(drawn)[order]
 
     def _size(self, source: int, rows: int) -> int:
-        """Return how many of the first `rows` rows belong to a source."""
+        """Return the number of rows of a source among the first `rows` rows."""
         return int(np.searchsorted(self._rows[source], rows))
 
     def _counts(self, n: int) -> list[int]:

@@ -22,7 +22,7 @@ _DEFAULTS = {name: rule.default for name, rule in TABLE.items()}
 
 
 def after_module(words: Sequence[str]) -> Sequence[str]:
-    """Return the words after the name of OpenRLHF's trainer in a command line; all words without the name."""
+    """Return the words after OpenRLHF's trainer in a command line; all words if it has no trainer."""
     for place, word in enumerate(words):
         if word.endswith((MODULE, f"{MODULE.replace('.', '/')}.py")):
             return words[place + 1 :]

@@ -44,7 +44,7 @@ class Call:
         number: the number of the call in the script, from 1.
         words: the program and its arguments, as the program would have received them.
         folder: the working folder of the call.
-        variables: the environment variables of the call that differ from those of this process.
+        variables: the environment variables of the call that differ from this process's environment.
     """
 
     number: int

@@ -41,7 +41,7 @@ class VerlCall:
     Attributes:
         arguments: the words after the trainer: Hydra's options and overrides.
         folder: the working folder.
-        variables: the environment variables that are set in addition to those of this process.
+        variables: the environment variables to set, in addition to this process's environment.
         around: sentences about the command around the call, such as a submission through Ray.
     """
 

@@ -226,7 +226,7 @@ def read_batch(path: str | Path) -> DataProto:
     """Return the batch from which a samples file was written, bit for bit.
 
     Raises:
-        DataError: If the file is damaged, or an earlier version wrote it without the kinds of its columns.
+        DataError: If the file is damaged, or an earlier version wrote it without the types of its columns.
     """
     try:
         table = pq.read_table(path).combine_chunks()

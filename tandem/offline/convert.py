@@ -26,7 +26,7 @@ _CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None, texts=False)
 
 
 class Unfit(ValueError):
-    """Raised for a row that cannot be converted. The text gives the reason."""
+    """Raised for a row that cannot be converted. The text is the reason."""
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ class WeightedSum:
 
 
 Scorer = Reward | WeightedSum
-"""The user's own reward: one function, or a weighted sum of several."""
+"""The user's reward: one function, or a weighted sum of several functions."""
 
 
 def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
@@ -341,8 +341,8 @@ def register_reward(
 ) -> Callable[[Function], Function]:
     """Return a decorator that registers a function as the reward of data sources.
 
-    "name*" stands for all data sources that start with "name". Without data sources, the function is used
-    only where the user names it. The other arguments are attributes of `Reward`.
+    "name*" matches all data sources that start with "name". Without data sources, the function is used only
+    where the user names it. The other arguments are attributes of `Reward`.
 
     Raises:
         RewardError: One of the data sources already has a reward.

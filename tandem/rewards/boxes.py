@@ -11,7 +11,7 @@ MAX_BOXES = 50
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which does not count
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 WITHOUT_BRACES = re.compile(r"[^$\n]*")
-"""The content of a box without braces: the rest of the formula or of the line."""
+"""The content of a box without braces: the remaining formula or line."""
 
 
 def last_boxed(text: str) -> str | None:

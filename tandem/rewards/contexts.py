@@ -57,7 +57,7 @@ GOES_ON = re.compile(
     """,
     re.VERBOSE,
 )
-"""Text after a number that makes the number a part of something else."""
+"""Text after a number that makes the number a part of something larger."""
 NO_END = re.compile(rf"{CLOSING}(?:\.\.|…|\\[lc]?dots)")  # after decimals: dots that continue them
 
 BEFORE = re.compile(rf"(?:{MARK}|[ \t\u00a0])+$")  # markup directly before a number
@@ -83,7 +83,7 @@ LEADS_IN = re.compile(
     )$""",
     re.VERBOSE,
 )
-"""Text before a number that makes the number a part of something else."""
+"""Text before a number that makes the number a part of something larger."""
 CALLED = re.compile(r"[A-Za-z]\($")  # a function of the number
 AFTER_SPACED_SIGN = re.compile(r"(?:[:=(#*>]|\b(?:is|are|was)|^)$")
 """Text after which a minus with a space behind it is a sign."""

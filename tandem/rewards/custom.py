@@ -1,4 +1,4 @@
-"""Load a user's own reward function from a file, and check its arguments before training."""
+"""Load a user's reward function from a file, and check its arguments before training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def load_custom(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = math.inf,
 ) -> Reward:
-    """Load a user's own reward function.
+    """Load a user's reward function.
 
     Args:
         path: A Python file, or the dotted name of a module that can be imported.

@@ -59,7 +59,7 @@ CONCLUDED = re.compile(
     r"(?:\A|[\n.!?;:])[\s*_]*+(?i:(?:so|thus|hence|therefore)\b,?\s+(?:it(?:['’]s|\s+(?:is|must\s+be))\s+)?"
     rf"|it(?:['’]s|\s+(?:is|must\s+be))\s+){MARKS}([A-Z])[\s)\].!*_$]*\Z"
 )
-"""A last sentence with nothing but a letter as its answer."""
+"""A last sentence that announces a single letter as the answer."""
 OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
 ANOTHER = re.compile(
     r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b|(?:is|was)\s+(?:not|wrong|incorrect|false)\b)"

@@ -35,11 +35,12 @@ class Dispatch(Enum):
 
     ONE_TO_ALL: Call all workers with the same arguments; return a list of results, in order of rank.
     ALL_TO_ALL: Each argument is a list with one item per rank; return a list of results, in order of rank.
-    RANK_ZERO: Call only rank 0; return its result. DP_COMPUTE_PROTO: Give each worker a share of the rows of
-    every DataProto or BatchFuture among the arguments, and all other arguments unchanged. Return the
-    concatenated rows. ND_COMPUTE_PROTO: Like DP_COMPUTE_PROTO, over a mesh that the workers registered. All
-    workers of a data-parallel rank get the same rows, and only the workers that collect return rows to the
-    group. DP_COMPUTE: Like DP_COMPUTE_PROTO, but for plain lists.
+    RANK_ZERO: Call only rank 0; return its result.
+    DP_COMPUTE_PROTO: Split the rows of every DataProto or BatchFuture argument over the workers, and pass all
+    other arguments unchanged. Return the concatenated rows of the results.
+    ND_COMPUTE_PROTO: Like DP_COMPUTE_PROTO, over a mesh that the workers registered. All workers of a
+    data-parallel rank get the same rows, and only the workers that collect return rows to the group.
+    DP_COMPUTE: Like DP_COMPUTE_PROTO, but for plain lists.
     """
 
     ONE_TO_ALL = "one_to_all"

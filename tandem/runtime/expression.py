@@ -96,8 +96,7 @@ def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
 def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
     """Return an expression for some rows of a table; `rows` is a result of `compact`.
 
-    If the expression already has row
-    numbers, these numbers are selected at once.
+    If the expression already has explicit row numbers, the rows are selected from these numbers at once.
     """
     if not _by_number(node):
         return Operation("__getitem__", (node,), (rows,))

@@ -67,7 +67,7 @@ class Record:
 
 
 class CallFailed(Exception):
-    """The error that a worker's process sends instead of a result; it holds the record of the failed call."""
+    """The error that a worker's process sends instead of a result, with the record of the failed call."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)

@@ -1,4 +1,4 @@
-"""The base class of everything that runs on a device, and the decorator `register` for its methods."""
+"""The base class of workers, and the decorator `register` for their methods."""
 
 from __future__ import annotations
 

@@ -63,8 +63,7 @@ def build_ppo(
         data: A function that reads the rows; None: the files that the config names are read.
 
     Raises:
-        TandemError: The config asks for something that does not exist here: a device, a file, an algorithm or
-            a logger.
+        TandemError: A device, file, algorithm or logger in the config does not exist on this machine.
     """
     prepared = prepare(config)
     say_idle_offload(config.trainer, prepared.engines, say)
@@ -111,7 +110,7 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
         say: Prints a sentence for the user.
 
     Raises:
-        TandemError: The config asks for something that does not exist here: a device, a file or a logger.
+        TandemError: A device, file or logger in the config does not exist on this machine.
     """
     model = config.model
     if isinstance(config, RMConfig) and lacks_score_head(

@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
         spec: The advantage estimator.
         role_plan: The roles of the run, and the worker class of each role.
         placed: A dict from role to worker group, with the processes of each group.
-        reward: The user's own reward function; None if each data source uses its own reward.
+        reward: The user's reward function; None if each data source uses its built-in reward.
         combination: How the scores of reward functions and reward models are combined into one reward; None
             if the run has no reward models.
         tokenizer: The tokenizer of the policy.

@@ -164,7 +164,7 @@ def plan_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[RolePlan, dict
     critic or reference.
 
     Raises:
-        ConfigError: A worker class of the user's own cannot be used.
+        ConfigError: A user-defined worker class cannot be used.
     """
     trainer, classes = config.trainer, load_classes(config.trainer.worker_classes)
     reference = config.needs_reference or "ref_log_probs" in spec.columns

@@ -1,8 +1,8 @@
 """Assign prompts to rollout ranks so that all ranks are expected to generate about equally many tokens.
 
-Ranks sample at the same time, so generation takes as long as the rank that writes the most. If a prompt was
-answered before, its expected length is the length of the earlier responses. The expected length of a new
-prompt is the mean over all responses so far.
+Ranks sample at the same time, so the rank that generates the most tokens determines the generation time. If a
+prompt was answered before, its expected length is the length of the earlier responses. The expected length of
+a new prompt is the mean over all responses so far.
 """
 
 from __future__ import annotations

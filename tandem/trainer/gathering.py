@@ -46,11 +46,11 @@ class Gathered(NamedTuple):
 class Gatherer:
     """Generates and scores the responses of each step.
 
-    Without `algorithm.filter_groups`, a step takes one generation batch. With it, prompts whose responses all
-    have the same reward are left out, and generation batches follow until the training batch is full. Prompts
-    that pass the filter but do not fit into the batch are returned to `prompts`. The next step answers these
-    prompts first, with new responses, because the policy has changed by then. The controller only receives
-    one boolean per prompt, not the samples.
+    Without `algorithm.filter_groups`, a step uses one generation batch. With this option, prompts whose
+    responses all have the same reward are left out, and generation batches follow until the training batch is
+    full. Prompts that pass the filter but do not fit into the batch are returned to `prompts`. The next step
+    answers these prompts first, with new responses, because the policy has changed by then. The controller
+    only receives one boolean per prompt, not the samples.
 
     Args:
         config: The config of the run.

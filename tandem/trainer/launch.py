@@ -121,7 +121,7 @@ class Launcher:
         """Start all worker groups except the data group, in processes that are already reserved.
 
         Args:
-            placed: The groups to start, by role.
+            placed: A dict from role to the group to start.
             data: The group that reads the data. It already runs.
             scoring: Computes rewards from scores.
 

@@ -25,7 +25,7 @@ def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
 
 
 def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, float]:
-    """Return how each role's processes spent their time since the last call.
+    """Return the utilization of each role's processes since the last call.
 
     The values are: the fraction of the elapsed time in which ranks were busy, the seconds that ranks waited
     for inputs, the seconds of transferring inputs (all three as means over ranks), and the bytes transferred

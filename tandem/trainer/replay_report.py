@@ -37,12 +37,13 @@ def replay_found(
         attribute: Whether to attribute the gradient to samples and tokens.
 
     Returns:
-        `step`, `checkpoint`, `equal`, and `metrics` (rows of name, recorded, replayed, equal). If the step
-        was changed, `changed` has `metrics` (name, before, after), `gradient` (cosine, and norm before and
-        after, of the gradient summed over the step's updates), and `samples` (rows of uid, sample, score and
-        mean advantage before and after, the largest change first). With attribution, `attribution` has
-        `updates` (norm, sum of shares), `samples` (rows of uid, sample, share, tokens' shares, token ids, the
-        largest share first), `seconds`, and `steps`: `seconds` as a number of training steps.
+        `step`, `checkpoint`, `equal`, and `metrics` (rows of name, recorded, replayed, equal).
+        If the step was changed, `changed` has `metrics` (name, before, after), `gradient` (cosine, and norm
+        before and after, of the gradient summed over the step's updates), and `samples` (rows of uid, sample,
+        score and mean advantage before and after, the largest change first).
+        With attribution, `attribution` has `updates` (norm, sum of shares), `samples` (rows of uid, sample,
+        share, tokens' shares, token ids, the largest share first), `seconds`, and `steps`: `seconds` as a
+        number of training steps.
     """
     replayed = replay(run, step, Changes(words, reward, without), attribute=attribute)
     again = replayed.replayed.metrics

@@ -22,7 +22,7 @@ class Roles:
     Attributes:
         data: Reads prompts.
         actor: Trains the policy and recomputes log-probs.
-        rollout: Generates samples. It is the actor's own group unless the config places it separately.
+        rollout: Generates samples. It is the actor's group unless the config places it separately.
         references: A dict from role to a frozen policy of a KL term. A single reference may be the actor's
             group.
         critic: Computes values.

@@ -143,7 +143,7 @@ class Saver:
 
     @contextmanager
     def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
-        """Yield the pending save. If it has completed or failed after the block, clear it, and report a success."""
+        """Yield the pending save; after the block, clear a failed or complete save, and report a success."""
         try:
             yield pending
         except Exception:

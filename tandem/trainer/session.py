@@ -90,7 +90,7 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
 
     Raises:
         CheckpointError: The checkpoint that the config names is missing or damaged.
-        ConfigError: Another process writes to the folder, or the folder holds another experiment.
+        ConfigError: Another process writes to the folder, or the folder contains another experiment.
     """
     config = whole.trainer
     best = None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)

@@ -61,7 +61,7 @@ class _PerToken(Spec):
     def by_sequence(self) -> bool:
         """True if all tokens of a sequence share one number.
 
-        A user's own function is treated as per token.
+        A user-defined function counts as per token.
         """
         return ":" not in self.name and not self.name.startswith("token")
 

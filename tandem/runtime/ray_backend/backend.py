@@ -229,7 +229,7 @@ class RayBackend:
             self._watch.add(at.place, actor)
 
     def _connect(self, hosts: Hosts, deadline: float) -> None:
-        """Give each process of a pool the environment of the process group and its share of CPU threads."""
+        """Set the process group's environment and the number of CPU threads in each process of a pool."""
         group = self._process_group(hosts, deadline)
         busy = [at.machine for known in self._pools.values() if known.pool.on_device for at in known.found]
         machines = [at.machine for at in hosts.found]

@@ -144,7 +144,8 @@ class Watch:
         """A dict from the actor's id to the watched process."""
         self._failure: WorkerFailure | None = None
         self._raised: list[tuple[float, Record]] = []
-        """Failed calls that the controller has not noticed yet, with the times when the watch saw them."""
+        """Failed calls that the controller has not noticed yet, with the times when the watch noticed them.
+        """
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -192,7 +193,7 @@ class Watch:
             ref: The reference.
             timeout_s: The longest time to wait, in seconds; None waits without a limit.
             marker: A reference to a smaller object that exists as soon as `ref` exists; None: `ref` itself.
-            group: The results of all workers of the same call; `marker` is one of them.
+            group: The results of all workers of the same call, including `marker`.
 
         Raises:
             WorkerFailure: The worker of this result, or another worker, failed.
