@@ -97,16 +97,14 @@ async def judge(
         template: The message to the judge. {rubric}, {prompt}, {response}, {answer}, {low} and {high} are
             replaced by their values. {mark} is replaced by random letters, which a response cannot imitate.
         pattern: A regular expression. Its last match in the judge's answer has the score as its first group.
-        json_field: The entry of the last JSON object in the answer that has the score; used instead of
-            `pattern`.
+        json_field: The entry with the score in the answer's last JSON object; used instead of `pattern`.
         scale: The lowest and the highest score that the judge may give.
 
     Returns:
         "score", "why" (the answer's end), "judge_tokens", "judge_seconds", "judge_retries", "judge_cached".
 
     Raises:
-        RewardError: The judge does not answer, its answer has no score on the scale, or an argument is
-            invalid.
+        RewardError: The judge does not answer, the answer has no valid score, or an argument is invalid.
     """
     _check_scale(scale)
     _check_pattern(pattern)
