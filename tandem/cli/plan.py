@@ -59,18 +59,21 @@ def plan_memory(arguments: list[str]) -> int:
            tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
 
     The plan needs only the config: neither the model's weights nor the data have to be here, except for
-    --probe. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B. --device SIZE memory of
-    one device; default: 80GB, or with trainer.device=cpu this machine's memory --devices NxSIZE number and
-    memory of the devices, 8 per node at most; sets the keys for their number --fit NxSIZE find the fastest
-    config that fits these devices; only parallel sizes, token budgets, recomputation, offload and the
-    rollout's cache may change --out FILE file for the config of --fit; default: fit-NxSIZE.yaml SIZE may be a
-    kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200 --lengths, --prompt-lengths
-    lengths for the predicted times, as of tandem bench; default: the longest --probe [N] answer and score N
-    prompts (32) as the run would; show the fraction of groups that would teach something, response lengths
-    and times. The run folder stays as it is --probe-seconds S limit of the sampling time, judged by the pace
-    of the first few prompts; default: 600 --schedule compare three schedules, each with its best split:
-    generation and training on the same devices, on separate devices, and at the same time --json print the
-    plan as JSON The exit status is 1 if the run does not fit.
+    --probe. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
+      --device SIZE     memory of one device; default: 80GB, or with trainer.device=cpu this machine's memory
+      --devices NxSIZE  number and memory of the devices, 8 per node at most; sets the keys for their number
+      --fit NxSIZE      find the fastest config that fits these devices; only parallel sizes, token budgets,
+                        recomputation, offload and the rollout's cache may change
+      --out FILE        file for the config of --fit; default: fit-NxSIZE.yaml
+      SIZE may be a kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200
+      --lengths, --prompt-lengths  lengths for the predicted times, as of tandem bench; default: the longest
+      --probe [N]       answer and score N prompts (32) as the run would; show the fraction of groups that
+                        would teach something, response lengths and times. The run folder is not changed
+      --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
+      --schedule        compare three schedules, each with its best split: generation and training on the same
+                        devices, on separate devices, and at the same time
+      --json            print the plan as JSON
+    The exit status is 1 if the run does not fit.
     """
     words, options = _options(arguments)
     sized, size, kind = _devices(options)

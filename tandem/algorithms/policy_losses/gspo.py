@@ -43,9 +43,10 @@ def gspo(
     When to use: models with noisy token ratios, above all mixtures of experts, whose routing changes between
         updates; one reward per sequence. A sequence's ratio moves less than its tokens' ratios, so use narrow
         bounds: the paper uses clip_ratio_low=0.0003 and clip_ratio_high=0.0004. Usual aggregation:
-        seq-mean-token-mean. Watch: `actor/clip_fraction` is the share of tokens in clipped sequences, often
-        far more than with PPO; `actor/ppo_kl` is how far the policy has moved since the samples were written,
-        nats per token. Cost: nothing.
+        seq-mean-token-mean.
+    Watch: `actor/clip_fraction` is the share of tokens in clipped sequences, often far more than with PPO;
+        `actor/ppo_kl` is how far the policy has moved since the samples were written, nats per token.
+    Cost: nothing.
 
     Args:
         log_probs: (N) fp32, nats, of the policy being trained; carries the gradient.
