@@ -1,4 +1,4 @@
-"""Division of weights into equal parts, for micro-batches and data-parallel shares by token counts.
+"""Divide weighted items into sets of nearly equal weight, to balance tokens over ranks or micro-batches.
 
 The method is Karmarkar–Karp largest differencing (Karmarkar & Karp 1982; for k parts: Korf 1998). This
 module does not need torch.
@@ -27,8 +27,8 @@ def partition(weights: Sequence[int], parts: int) -> list[list[int]]:
         parts: number of sets. If there are more sets than items, some sets are empty.
 
     Returns:
-        The items' indices per set, ascending within a set; heaviest set first. The same input always gives
-        the same result.
+        For each set, the ascending indices of its items. The heaviest set is first. The same input always
+        gives the same result.
 
     Raises:
         ConfigError: `parts` is less than one.
@@ -73,7 +73,7 @@ def dealt(weights: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
         sizes: number of items of each set; their sum is the number of items.
 
     Returns:
-        The items' indices per set, ascending within a set.
+        For each set, the ascending indices of its items.
     """
     sets: list[list[int]] = [[] for _ in sizes]
     totals = [(0.0, part) for part, size in enumerate(sizes) if size]
@@ -98,10 +98,10 @@ def within_budget(weights: Sequence[int], budget: int, at_least: int = 1) -> lis
     Args:
         weights: one number >= 0 per item.
         budget: largest weight of a set.
-        at_least: number of sets to make at least, if there are so many items.
+        at_least: minimum number of sets, unless there are fewer items.
 
     Returns:
-        The items' indices per set. No set is empty, and no items give no sets.
+        For each set, the indices of its items. No set is empty. Without items, the result is [].
 
     Raises:
         ConfigError: a single item is heavier than the budget.

@@ -1,4 +1,4 @@
-"""The choice of a device, its threads, and copies between host and device."""
+"""Choose a device, set the number of CPU threads, and copy data between host and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # bytes; enough for every data type
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the device that this process computes on. Under torchrun it is the GPU of its LOCAL_RANK.
+    """Return the device that this process computes on. Under torchrun, a GPU is selected by LOCAL_RANK.
 
     Args:
         name: "cpu", "cuda", or "auto" for a GPU if there is one.
@@ -45,15 +45,15 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def set_threads(count: int | None) -> int:
-    """Set how many OpenMP threads the CPU kernels use that this thread calls.
+    """Set the number of OpenMP threads of CPU kernels that the calling thread uses.
 
     Use this function instead of `torch.set_num_threads`. That function also turns MKL's dynamic threading
     off, now and whenever another thread uses PyTorch for the first time. MKL then looks for threads in each
     small product inside a parallel kernel: attention on two cores takes 1.3 times as long.
 
     In a thread that works at the same time as the training thread, first call this function with 1. If both
-    threads have OpenMP threads, there are more of these than cores. Waiting threads then go to sleep at
-    once, and each kernel of training has to wake them up.
+    threads have OpenMP threads, there are more OpenMP threads than cores. Waiting OpenMP threads then sleep
+    at once, and each kernel of training has to wake them up.
 
     Args:
         count: number of threads; None keeps PyTorch's choice (OMP_NUM_THREADS, or one per core).
@@ -91,7 +91,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy an array to the device, without waiting for the copy.
+    """Start to copy an array to the device, and return the tensor without waiting for the copy.
 
     The copy is ordered with the other work of the device. On a CPU the result is the array itself, which
     must not change afterwards.
@@ -105,7 +105,7 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def together(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
-    """Return the bytes of tensors on the host as one uint8 tensor. Each starts at a multiple of 16."""
+    """Return the bytes of host tensors as one uint8 tensor. Each tensor starts at a multiple of 16 bytes."""
     places = _places(tensors)
     out = torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, pin_memory=pinned)
     for tensor, piece in zip(tensors, apart(out, tensors), strict=True):

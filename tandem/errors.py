@@ -1,7 +1,7 @@
-"""The exceptions of Tandem. All of them can be pickled.
+"""The exceptions of Tandem, all of which can be pickled.
 
-A message says what is wrong, what was given, what was expected and what to do. These parts are also
-attributes, which other processes can read.
+A message has the problem, the given value, the expected value and a remedy. These parts are also attributes,
+which programs can read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class TandemError(Exception):
     """An error that the user can act on.
 
     Args:
-        message: what is wrong, in one sentence.
+        message: the problem, in one sentence.
         field: the config key, column, file or argument.
-        got: what was given.
-        expected: what would be right.
-        remedy: what to do now.
+        got: the given value.
+        expected: a description of valid values.
+        remedy: the action that solves the problem.
     """
 
     exit_code = 1
@@ -66,7 +66,7 @@ def _rebuild(cls: type[TandemError], message: str, state: dict[str, Any]) -> Tan
 
 
 class ConfigError(TandemError, ValueError):
-    """The config, or a command line, asks for something impossible or unknown."""
+    """The config or a command line has an invalid or unknown setting."""
 
 
 class ConfigErrors(ConfigError):
@@ -74,7 +74,7 @@ class ConfigErrors(ConfigError):
 
     Args:
         errors: the errors, in the order of the config's fields.
-        readings: how the keys of another command line were read, except for those with errors.
+        readings: the translations of the keys of another program's command line, except keys with errors.
     """
 
     def __init__(self, errors: list[ConfigError], readings: Sequence[Any] = ()) -> None:
@@ -87,11 +87,11 @@ class ConfigErrors(ConfigError):
 
 
 class DataError(TandemError, ValueError):
-    """A data file, a row of it, or a batch has the wrong shape or content."""
+    """A data file, one of its rows, or a batch has the wrong shape or content."""
 
 
 class NoTokensError(DataError):
-    """No token of a mini-batch counts, so there is nothing to learn from it."""
+    """No token of a mini-batch counts for the loss, so the mini-batch has no gradient."""
 
 
 class FileError(TandemError, OSError):
@@ -99,7 +99,7 @@ class FileError(TandemError, OSError):
 
     @classmethod
     def of(cls, error: OSError, path: Path | str | None = None) -> FileError:
-        """Turn an error of the operating system into a `FileError` of its file.
+        """Convert an error of the operating system to a `FileError` for its file.
 
         Args:
             error: the error.
@@ -133,7 +133,7 @@ _REMEDIES = {
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn operating system errors inside the block into `FileError`s of this file."""
+    """Convert operating system errors inside the block to `FileError`s for the file."""
     try:
         yield
     except OSError as error:
@@ -149,7 +149,7 @@ class IncompleteModelError(ModelError):
 
 
 class RewardError(TandemError, ValueError):
-    """A reward function raised, or returned something that is not a finite score."""
+    """A reward function raised an exception, or did not return a finite score."""
 
 
 class CheckpointError(TandemError, RuntimeError):
@@ -157,21 +157,21 @@ class CheckpointError(TandemError, RuntimeError):
 
 
 class EngineError(TandemError, RuntimeError):
-    """An engine cannot do what it was asked to do."""
+    """An engine does not support a request, or a request failed."""
 
 
 class DeviceMemoryError(EngineError):
     """A device did not have enough memory for a pass of a model.
 
     Args:
-        message: see `TandemError`.
-        use: what `tandem.device.memory_use` returned at that time.
-        options: see `TandemError`.
+        message: the problem, in one sentence.
+        use: the result of `tandem.device.memory_use` at the time of the error.
+        options: other arguments of `TandemError`.
 
     Attributes:
         role: the model's role, set by its worker.
         training: whether the model was being trained, set by its worker.
-        held: bytes by purpose, set by the worker; empty if nothing was measured.
+        held: a dict from purpose to bytes, set by the worker; empty without measurements.
     """
 
     def __init__(self, message: str, *, use: Mapping[str, int], **options: Any) -> None:
@@ -189,7 +189,7 @@ class WorkerFailure(TandemError, RuntimeError):
     """A worker raised an error, died or stopped answering. The message is the whole report.
 
     Args:
-        message: which worker, in which method, and what all other workers were doing.
+        message: the worker, its method, and the activity of all other workers.
         restartable: whether a restart of the same run may help: true, unless the user has to act on the
             cause.
     """

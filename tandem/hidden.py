@@ -1,16 +1,16 @@
-"""Secret values that no file and no message may show. A mark replaces them in texts."""
+"""Replace secret values in texts, so that no file and no message shows them."""
 
 from __future__ import annotations
 
 import json
 
 SHORTEST = 8
-"""Only values with at least this many characters are replaced. Shorter ones occur within other words."""
+"""The minimum length of a replaced value, because shorter values may occur within other words."""
 _HIDDEN: dict[str, str] = {}
 
 
 def hide(value: str, mark: str) -> None:
-    """Make `masked` replace a value by a mark, from now on.
+    """Register a secret value, which `masked` replaces by a mark from now on.
 
     Args:
         value: a text from the environment, or a value whose name marks it as a secret.

@@ -1,4 +1,4 @@
-"""Models and datasets on the Hugging Face hub, from its cache or over the network."""
+"""Find models and datasets of the Hugging Face hub, in its cache or over the network."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SNAPSHOT = re.compile(r"models--(.+)/snapshots/([^/]+)$")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search by name.
+    """The result of `find`: the snapshot of a model, or the reason why there is none.
 
     Attributes:
         folder: the folder of the snapshot, perhaps without weights; None if there is no snapshot.
-        problem: the reason if there is none.
+        problem: the reason if there is no snapshot.
     """
 
     folder: str | None
@@ -38,7 +38,7 @@ class Found:
 
 
 def is_name(path: str) -> bool:
-    """Return whether a path can be a name on the hub: OWNER/NAME, and no such path exists here."""
+    """Return whether a path can be a name on the hub: it has the form OWNER/NAME and does not exist here."""
     return _NAME.fullmatch(path) is not None and not os.path.exists(path)
 
 
@@ -46,8 +46,8 @@ def is_name(path: str) -> bool:
 def find(name: str) -> Found:
     """Return the snapshot of a model.
 
-    If the cache has one, a run uses that, so that it continues with the same model. Otherwise it is the
-    newest one of the hub, of which everything except the weights is downloaded.
+    If the cache has a snapshot, that snapshot is used, so that a run continues with the same model.
+    Otherwise, the newest snapshot of the hub is downloaded, without its weights.
     """
     with suppress(FileNotFoundError):  # not in the cache
         return Found(_snapshot(name, local_files_only=True))
@@ -58,7 +58,7 @@ def find(name: str) -> Found:
 
 
 def fetch_weights(folder: str) -> None:
-    """Download the weights of a snapshot that has none.
+    """Download the weights of a snapshot that lacks its weights.
 
     Raises:
         TandemError: the download failed.
@@ -86,7 +86,7 @@ def _has_weights(folder: str) -> bool:
 
 
 def remedy(name: str) -> str:
-    """Return what to do if a model cannot be downloaded."""
+    """Return advice for the case that a model cannot be downloaded."""
     return (
         f"run `hf download {name}` where there is a network, then give the folder that it prints; for a "
         "mirror set HF_ENDPOINT, for a gated model set HF_TOKEN"
@@ -94,18 +94,18 @@ def remedy(name: str) -> str:
 
 
 def data_files(reference: str) -> list[str]:
-    """Return the files of a reference to a dataset. Return other data files unchanged.
+    """Return the files of a dataset on the hub; for any other data file, return [reference].
 
     The files come from the cache if it has all of them, otherwise from the hub. The files of a split
     contain its name as a word, or are in a folder with this name.
 
     Args:
         reference: `hf:OWNER/NAME?split=SPLIT&name=FOLDER`; default of the split: `train`. The folder is
-            needed if the dataset has several with that split.
+            needed if several folders of the dataset have the split.
 
     Raises:
-        ConfigError: the reference cannot be read; or the dataset cannot be downloaded, has no such files,
-            or has several folders.
+        ConfigError: the reference cannot be parsed; or the dataset cannot be downloaded, has no files of the
+            split, or has several folders.
     """
     if not reference.startswith(DATA):
         return [reference]
@@ -145,7 +145,7 @@ def data_files(reference: str) -> list[str]:
 
 
 def _of_split(folder: Path, split: str, part: str) -> dict[str, list[str]]:
-    """Return the data files of a split by folder: file name or folder name must contain the split's name."""
+    """Return a dict from folder to the split's data files; file or folder name has the split's name."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}(?![A-Za-z0-9])")
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*")):
@@ -156,7 +156,7 @@ def _of_split(folder: Path, split: str, part: str) -> dict[str, list[str]]:
 
 
 def _snapshot(name: str, **options: Any) -> str:
-    """Return the folder of a snapshot. The import is here because it takes a second and is rarely needed."""
+    """Return the folder of a snapshot. The import in this function takes a second and is rarely needed."""
     return str(import_module("huggingface_hub").snapshot_download(name, **options))
 
 

@@ -1,4 +1,4 @@
-"""The ends of processes: cleaning up after them, and processes that end together with their parent."""
+"""Clean up when processes end, and start child processes that end together with their parent."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ THREADLESS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Environment variables with which pyarrow, NumPy and PyTorch start no thread on import."""
+"""Environment variables that stop pyarrow, NumPy and PyTorch from starting threads on import."""
 
 _PREFIX = "tandem-scratch-"
 _LAST_WORDS_S = 0.7
-"""Seconds that the functions in `last_words` may take together."""
+"""The time limit for all functions in `last_words` together, in seconds."""
 
 _MADE: dict[Path, int] = {}
-"""The temporary folders of this process, each with a file descriptor that holds its lock."""
+"""A dict from a temporary folder of this process to the file descriptor of its lock."""
 
 last_words: list[Callable[[], object]] = []
-"""The functions that `end_now` calls, the last one first.
+"""The functions that `end_now` calls, in reverse order.
 
-Each one records that this process ends, or releases a resource.
+Each function records that this process ends, or releases a resource.
 """
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because a forked child must not load libraries
@@ -105,12 +105,12 @@ def kill_trees(roots: Iterable[int]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make this process get SIGTERM when the thread that started it ends. Linux only.
+    """Request a SIGTERM for this process when the thread that started it ends. Linux only.
 
     A child calls this function before its program starts.
 
     Args:
-        parent: the process id of that thread.
+        parent: the process id of the parent process.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent ended before the call
@@ -127,7 +127,7 @@ def start_bound(command: Sequence[str], **options: Any) -> subprocess.Popen[byte
         options: options of `subprocess.Popen`.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
     if sys.platform != "linux":
         return subprocess.Popen(command, **options)
@@ -139,9 +139,10 @@ def start_bound(command: Sequence[str], **options: Any) -> subprocess.Popen[byte
 def _start_and_stay(
     started: Future[subprocess.Popen[bytes]], command: Sequence[str], options: dict[str, Any]
 ) -> None:
-    """Start the process, and stay as long as it lives.
+    """Start the process, and wait until it ends.
 
-    The signal comes when the thread that forked ends, so this thread must live as long as the child.
+    The child gets its signal when the thread that forked it ends. So this thread must live as long as the
+    child.
     """
     tied = partial(end_with_parent, os.getpid())
     try:
@@ -170,7 +171,7 @@ def end_now(status: int) -> NoReturn:
 
 @contextmanager
 def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
-    """Return a context with a temporary folder; see `make_scratch`."""
+    """Yield a temporary folder from `make_scratch`, and remove it after the block."""
     folder = make_scratch(purpose, place)
     try:
         yield folder
@@ -181,8 +182,8 @@ def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
 def make_scratch(purpose: str, place: Path | None = None) -> Path:
     """Make a temporary folder, and remove the folders that killed processes of this user left behind.
 
-    The folder is locked as long as this process lives. Other processes, even in another container, can
-    therefore tell whether its owner lives.
+    The folder is locked as long as this process lives. From the lock, other processes, even in another
+    container, know whether the folder's owner lives.
 
     Args:
         purpose: a word for the folder's name.
@@ -195,7 +196,7 @@ def make_scratch(purpose: str, place: Path | None = None) -> Path:
 def remove_scratch(folder: Path) -> None:
     """Remove a folder that `make_scratch` made.
 
-    If a process still writes there, the next start removes the rest.
+    If a process still writes to the folder, the next `make_scratch` removes the remaining files.
     """
     shutil.rmtree(folder, ignore_errors=True)
     held = _MADE.pop(folder, None)
@@ -205,9 +206,9 @@ def remove_scratch(folder: Path) -> None:
 
 @cache
 def _claim_pymp() -> None:
-    """Give Python's multiprocessing a folder that the next start can remove.
+    """Set a scratch folder for Python's multiprocessing, which the next start can remove.
 
-    Its own folder, `pymp-…`, does not show whose it is.
+    The default folder, `pymp-…`, does not show which process owns it.
     """
     config = multiprocessing.process.current_process().__dict__["_config"]
     if "tempdir" not in config:
@@ -233,7 +234,7 @@ def _make_scratch(purpose: str, place: Path) -> Path:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove the temporary folder of an ended process. Keep those of living processes and other users."""
+    """Remove a temporary folder, unless its process still lives or belongs to another user."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # not a folder, not readable, or already removed

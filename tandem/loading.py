@@ -1,7 +1,7 @@
-"""Functions that find code: the modules of a package, and a user's own function by reference.
+"""Load code: the modules of a package, and a user's function from its reference.
 
-A function that was defined at a prompt or in a notebook goes to other processes, and into the run folder,
-as a file; see `write_function`.
+A function from an interactive prompt or a notebook is written to a file in the run folder, from which other
+processes load it; see `write_function`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tandem.errors import ConfigError
 from tandem.trusted import read_own, sign, trust
 
 CODE_FILES = (".py", ".pkl")
-"""Endings of files with functions: Python source, or files that `write_function` wrote."""
+"""Suffixes of files with functions: Python source, or files that `write_function` wrote."""
 
 MOVED = {"tandem.trainer.demo": "tandem.demo"}
-"""Old names of modules and packages that configs may still contain, and their new names."""
+"""A dict from the old name of a module or package, which configs may contain, to the new name."""
 
 
 def import_submodules(package: str, path: Iterable[str]) -> None:
-    """Import every module of a package, so that each one registers what it defines."""
+    """Import every module of a package, so that each module registers its functions."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
 
 
 def import_named(name: str) -> ModuleType:
-    """Import the module of a dotted name, which may be an old name (`MOVED`).
+    """Import the module with a dotted name, which may be an old name (`MOVED`).
 
     Raises:
-        ImportError: there is no such module. Other errors that the module raises on import are not caught.
+        ImportError: the module does not exist. Other errors that the module raises on import are not caught.
     """
     package, rest = name, ""
     while package and package not in MOVED:
@@ -56,7 +56,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     """Return the function that `path/to/file.py:function` or `package.module:function` names.
 
     Raises:
-        ConfigError: there is no such file, module or function, or the module fails on import.
+        ConfigError: the file, module or function does not exist, or the module fails on import.
     """
     module, name = load_module(reference)
     functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
@@ -70,10 +70,10 @@ def load_function(reference: str) -> Callable[..., Any]:
 def load_module(reference: str) -> tuple[ModuleType, str]:
     """Return the module and the name of a reference.
 
-    The reference is `path/to/file.py:name`, the same with a `.pkl` file, or `package.module:name`.
+    The reference is `path/to/file.py:name`, `path/to/file.pkl:name` or `package.module:name`.
 
     Raises:
-        ConfigError: there is no such file or module, it fails on import, or a `.pkl` file is not trusted.
+        ConfigError: the file or module does not exist or fails on import, or a `.pkl` file is not trusted.
     """
     source, _, name = reference.rpartition(":")
     try:
@@ -103,8 +103,8 @@ def _module_of_file(path: Path) -> ModuleType:
 class _FromSource(SourceFileLoader):
     """A loader that always compiles the source file.
 
-    Python's cached bytecode can be outdated: Python cannot detect a change within the same second that
-    keeps the file's size.
+    Python's cached bytecode can be outdated: Python does not detect a change within the same second if the
+    file's size is unchanged.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -113,9 +113,9 @@ class _FromSource(SourceFileLoader):
 
 
 def execute_file(path: Path, name: str) -> ModuleType:
-    """Execute a user's Python file as a module of the given name, in the file's current version.
+    """Execute the current version of a user's Python file, as a module with the given name.
 
-    The module of a `.pkl` file contains the function that was written there.
+    For a `.pkl` file, the module contains the function that `write_function` wrote.
 
     Raises:
         ConfigError: a `.pkl` file was not written by a run of this user.
@@ -133,11 +133,11 @@ def execute_file(path: Path, name: str) -> ModuleType:
 
 
 def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, str]:
-    """Write a function and what it refers to into a file that `load_module` reads.
+    """Write a function and the objects that it refers to into a file for `load_module`.
 
-    cloudpickle writes the file: what can be imported is stored by name, everything else with its current
-    value. A signature next to the file proves that a run of this user wrote it. The file's name depends on
-    the source, so a function whose source changed goes to another file.
+    cloudpickle writes the file. Importable objects are stored as names, and all other objects with their
+    current values. A signature next to the file proves that a run of this user wrote it. The file's name
+    depends on the source, so a function whose source has changed is written to another file.
 
     Args:
         function: the function.
@@ -147,7 +147,7 @@ def write_function(function: Callable[..., Any], folder: Path) -> tuple[Path, st
         the file, `NAME-HASH.pkl`, and the function's name in it.
 
     Raises:
-        ConfigError: the function holds something that cannot be written, such as an open file or a lock.
+        ConfigError: the function refers to an object that cannot be pickled, such as an open file or a lock.
     """
     whole = getattr(function, "func", function)  # the function of a functools.partial
     name = getattr(whole, "__name__", type(whole).__name__).strip("<>")

@@ -1,9 +1,9 @@
 """Tasks of reasoning-gym (optional extra `tasks`): generated problems, and scores of answers to them.
 
-A task can replace a data file: `reasoning-gym:NAME?size=5000&seed=1&KEY=VALUE`. `size` (500), `seed` (0)
-and the other parameters are those of the generator. `answer` says where the answer is in a response: `tags`
-(the default) asks for the answer between <answer> and </answer>; `text` takes the whole response. Source:
-https://github.com/open-thought/reasoning-gym
+A task can replace a data file: `reasoning-gym:NAME?size=5000&seed=1&KEY=VALUE`. `size` (500), `seed` (0) and
+the other parameters are parameters of the generator. `answer` sets the location of the answer in a response:
+with `tags` (the default), prompts ask for the answer between <answer> and </answer>; with `text`, the whole
+response is the answer. Source: https://github.com/open-thought/reasoning-gym
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZE = 500
 
 @dataclass(frozen=True, slots=True)
 class GymTask:
-    """A generator with its parameters.
+    """A generator of reasoning-gym with its parameters.
 
     Attributes:
         reference: the reference as the user wrote it.
@@ -46,10 +46,10 @@ class GymTask:
         return int(self.parameters.get("size", SIZE))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all problems, as rows in the usual form.
+        """Return all problems, as rows for `tandem train`.
 
         Raises:
-            DataError: reasoning-gym is not installed, has no such generator, or refuses its parameters.
+            DataError: reasoning-gym is not installed, lacks the generator, or refuses the parameters.
         """
         problems = generator(self.reference)
         asked = ASKED_FOR_TAGS if self.tags else ""
@@ -87,7 +87,7 @@ def parse(reference: str) -> GymTask:
     """Return the task of a reference.
 
     Raises:
-        DataError: the reference cannot be read, or reasoning-gym is not installed.
+        DataError: the reference cannot be parsed, or reasoning-gym is not installed.
     """
     name, _, query = reference.removeprefix(PREFIX).partition("?")
     try:
@@ -111,7 +111,7 @@ def generator(reference: str) -> Any:
     """Return reasoning-gym's dataset for a reference.
 
     Raises:
-        DataError: see `GymTask.rows`.
+        DataError: reasoning-gym is not installed, lacks the generator, or refuses the parameters.
     """
     task = parse(reference)
     names = _library("reasoning_gym.factory").DATASETS

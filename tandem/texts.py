@@ -1,4 +1,4 @@
-"""Safe parsers for JSON and YAML of unknown origin: they return a value or raise an error."""
+"""Safe parsers for JSON and YAML from untrusted sources."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DEEPEST = 100
 _MOST = 1_000_000
 _DIGITS = 20
-"""Digits of a whole number of 64 bits, with its sign."""
+"""The maximum number of characters of a 64-bit integer, including its sign."""
 
 
 class TooLongNumber(str):
-    """A number as written in a JSON text."""
+    """A number that 64 bits cannot represent, as written in a JSON text."""
 
 
 class TooLargeError(yaml.YAMLError):  # type: ignore[misc] # its base class has no type annotations
-    """A YAML text is nested too deeply, or its aliases stand for too many values."""
+    """Raised if a YAML text is nested too deeply, or if its aliases expand to too many values."""
 
 
 def parse_json(text: str | bytes | bytearray, **kinds: Any) -> Any:
@@ -65,10 +65,10 @@ def _with_point(text: str) -> float | TooLongNumber:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the value of a YAML text, with plain types.
+    """Parse a YAML text that contains only plain types, and return its value.
 
     Raises:
-        yaml.YAMLError: see `check_yaml`.
+        yaml.YAMLError: the text is not YAML, or is too large (see `check_yaml`).
         ValueError: a value is not valid for its type, such as a date without a day.
     """
     check_yaml(text)
@@ -78,12 +78,12 @@ def parse_yaml(text: str | bytes) -> Any:
 def check_yaml(text: str | bytes) -> None:
     """Check that a YAML text can be read safely.
 
-    The loaders build nested values by recursion; too deep a nesting kills the process in the C loader. A
-    few aliases of aliases can also stand for more values than fit in memory.
+    The loaders build nested values by recursion; in the C loader, nesting that is too deep crashes the
+    process. A few aliases of aliases can also expand to more values than fit in memory.
 
     Raises:
         yaml.YAMLError: the text is not YAML.
-        TooLargeError: the text is nested deeper than 100, stands for more than a million values, or
+        TooLargeError: the text is nested deeper than 100 levels, expands to more than a million values, or
             contains itself.
     """
     sizes: dict[str, int] = {}

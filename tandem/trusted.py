@@ -1,10 +1,10 @@
-"""Which files with code may run when a run folder is read.
+"""Decide which files with code may run when a run folder is read.
 
-Two kinds may: files that this user's own runs wrote, which have a signature; and files below the folders in
-the environment variable TANDEM_TRUST.
+Two types of files may run: files that this user's runs wrote, which have a signature; and files below the
+folders in the environment variable TANDEM_TRUST.
 
-The key of the signatures is in the user's own state folder, outside all run folders. A file from somebody
-else cannot have a signature of this key, wherever it is copied and whoever owns the copy.
+The key of the signatures is in the user's state folder, outside all run folders. A file from another user
+cannot have a signature with this key, even if the file is copied.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_own(path: Path) -> bytes:
 def trust(path: Path) -> None:
     """Trust a file in this process and in the processes that it starts.
 
-    These may have another home folder, and thus another key.
+    Such processes may have another home folder, and therefore another key.
     """
     whole = str(path.resolve())
     if whole not in _named():
@@ -94,10 +94,10 @@ def _signature(key: bytes, content: bytes) -> str:
 
 
 def _key(*, make: bool) -> bytes:
-    """Return the user's key. The first call makes it.
+    """Return the user's key; with `make`, create a missing key.
 
     Raises:
-        OSError: there is no key, or it cannot be stored.
+        OSError: the key does not exist or cannot be stored.
         RuntimeError: the home folder is unknown.
     """
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tandem"

@@ -1,7 +1,7 @@
-"""A safe reader for files of `torch.save`: it runs no code from the file.
+"""Read files of `torch.save` safely, without running code from the file.
 
-It reads tensors, numpy arrays and plain values. A file that names any other class or function is refused
-before that is called.
+Files may contain tensors, numpy arrays and plain values. A file that names any other class or function is
+refused before the class or function is called.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from tandem.errors import TandemError
 
 _KINDS = re.compile(r"[biufcSUO]\d+")
-"""The types of numpy arrays that are read: numbers, texts, objects."""
+"""The accepted dtypes of numpy arrays: numbers, texts, objects."""
 _MODULES = "numpy.core.multiarray", "numpy._core.multiarray"
 
 
 class _Type:
     """A stand-in for a numpy type while a file is read.
 
-    numpy's own type would accept any flags and fields from the file.
+    The real numpy type would accept any flags and fields from the file.
     """
 
     def __init__(self, name: str, *_: Any) -> None:
@@ -80,16 +80,16 @@ _KNOWN: list[Any] = [
 def load_plain(
     source: Path | IO[bytes], *, refused: type[TandemError], field: str, remedy: str | None = None
 ) -> Any:
-    """Read a file of `torch.save` into the host's memory.
+    """Read a file of `torch.save`, with all tensors on the CPU.
 
     Args:
         source: the file.
-        refused: class of the error if the file holds anything other than tensors, arrays and plain values.
-        field: field of this error.
-        remedy: remedy of this error.
+        refused: class of the error if the file contains objects other than tensors, arrays and plain values.
+        field: the field of the error.
+        remedy: the remedy of the error.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     try:
         with torch.serialization.safe_globals(_KNOWN):
@@ -108,7 +108,7 @@ def load_plain(
 
 
 def why(error: BaseException) -> str:
-    """Return what PyTorch's restricted reader refused, without its advice to read without restrictions."""
+    """Return why PyTorch's restricted reader refused a file, without its advice to disable the checks."""
     text = str(error)
     for pattern in (r"GLOBAL (\S+)", r"WeightsUnpickler error: ([^\n]+)"):
         found = re.search(pattern, text)
@@ -122,8 +122,8 @@ def _real(value: Any, read: dict[int, tuple[Any, Any]]) -> Any:
 
     Args:
         value: the value.
-        read: for each value that was met, by identity: the value, which keeps it alive, and its
-            replacement.
+        read: a dict from the id of each visited value to (value, replacement). The reference to the value
+            keeps it alive.
     """
     if id(value) in read:
         return read[id(value)][1]

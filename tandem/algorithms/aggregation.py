@@ -33,7 +33,7 @@ def aggregate(
     sequences: int,
     norm_length: float | None = None,
 ) -> Tensor:
-    """Return the share that a micro-batch contributes to the mini-batch's loss, a scalar.
+    """Return the contribution of a micro-batch to the mini-batch's loss, a scalar.
 
     Equation (l_it is the loss of token t in sequence i; T_i is the number of counted tokens in sequence i):
 
@@ -44,9 +44,9 @@ def aggregate(
         seq-mean-token-mean      sum_i (sum_t l_it / T_i) / sequences
 
     A sequence without a counted token does not change the loss in any mode. Such a sequence has an empty
-    response or was rejected as a whole. verl's function behaves the same when called alone. verl's trainer
-    divides by all sequences of the mini-batch instead, which shrinks the update by the share of such
-    sequences.
+    response or was rejected as a whole. verl's function has the same result when called alone. verl's trainer
+    divides by all sequences of the mini-batch instead, which shrinks the update by the fraction of sequences
+    without counted tokens.
 
     Args:
         values: (N) per-token losses l.

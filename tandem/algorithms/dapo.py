@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def groups_with_spread(values: Tensor, n: int) -> Tensor:
-    """Return which prompts have responses with different values, (B / n) bool.
+    """Return, for each prompt, whether its responses have different values, (B / n) bool.
 
     If all responses to a prompt have the same value, advantages relative to the group are 0, and the policy
     learns nothing from the prompt.

@@ -54,5 +54,5 @@ class AdaptiveEntropyController:
         return {"coefficient": self.coefficient, "active": self._active}
 
     def load_state_dict(self, state: dict[str, float | bool]) -> None:
-        """Continue from a saved coefficient."""
+        """Restore a saved coefficient."""
         self.coefficient, self._active = float(state["coefficient"]), bool(state["active"])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Votes = tuple[tuple[int, float], ...]
-"""Pairs of (number of responses that gave an answer, share of these responses that are correct)."""
+"""Pairs of (number of responses that gave an answer, fraction of these responses that are correct)."""
 
 _RESAMPLED_NUMBERS = 1 << 22
 """Number of values drawn at a time, which bounds the memory."""
@@ -28,7 +28,7 @@ def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> F
 
     Args:
         samples: (P) n, the number of responses to each problem, at least k.
-        right: (P) c, how many of them are correct.
+        right: (P) c, the number of correct responses to each problem.
         k: number of responses drawn, at least 1.
 
     Returns:
@@ -55,7 +55,7 @@ def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> F
 def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
     """Return the probability that the most frequent answer of k responses is correct.
 
-    The k responses are drawn without replacement from the n given. The result is exact, not simulated. If
+    The k responses are drawn without replacement from the n responses. The result is exact, not simulated. If
     several answers are equally frequent, each of them wins with the same probability. A response without an
     answer (None) does not vote. A draw without any vote counts as wrong.
 
@@ -66,8 +66,8 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
 
     Args:
         answers: (n) the answer of each response.
-        right: (n) whether the response is correct. If responses with equal answers differ here, their mean
-            counts.
+        right: (n) whether the response is correct. If this differs between responses with equal answers,
+            their mean is used.
         k: number of responses drawn, from 1 to n.
 
     When to use: `tandem eval`, to measure a model whose answers are combined by majority vote.
@@ -88,7 +88,7 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
 
 @lru_cache(maxsize=4096)  # many problems have the same votes, such as all right or all wrong
 def _majority(votes: Votes, n: int, k: int) -> float:
-    """Sum over the number of times that the winning answer was drawn.
+    """Return maj@k, as a sum over the number of times that the winning answer was drawn.
 
     The numbers of draws per answer are treated as independent binomials, conditioned on their sum being k.
     This keeps all values between 0 and 1.
@@ -137,7 +137,7 @@ def _padded(row: Floats, k: int) -> Floats:
 
 
 def _shifts(row: Floats, k: int) -> Floats:
-    """Return the (k + 1, k + 1) matrix that multiplies a polynomial of degree up to k by that of `row`."""
+    """Return the (k + 1, k + 1) matrix that multiplies a polynomial of degree ≤ k by the polynomial `row`."""
     padded = np.concatenate([np.zeros(k), _padded(row, k)])
     return np.lib.stride_tricks.sliding_window_view(padded, k + 1)[::-1]
 
@@ -168,8 +168,8 @@ def estimate(
 
     - If every value is 0 or 1: Wilson's score interval. It works for few problems, and if none or all are
       right.
-    - If all values are equal and bounded: Wilson's interval too. No quantity between 0 and 1 varies more than
-      one that is only 0 or 1, so the interval is wide enough.
+    - If all values are equal and bounded: Wilson's interval too. A quantity between 0 and 1 varies at most as
+      much as a quantity that is 0 or 1, so the interval is wide enough.
     - Otherwise: the percentile bootstrap over problems. It draws whole problems, because the responses to one
       problem are not independent. For few problems this interval is too narrow: of the 95% intervals, about
       85% contain the true mean with 5 problems, and 91% with 10. If unbounded values are all equal, the
@@ -180,7 +180,7 @@ def estimate(
         confidence: probability of the interval, such as 0.95.
         resamples: number of bootstrap samples.
         seed: seed of the bootstrap.
-        bounded: whether a problem's value always lies between 0 and 1.
+        bounded: whether a problem's value is always between 0 and 1.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927; Efron and
         Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13

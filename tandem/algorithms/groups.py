@@ -31,8 +31,8 @@ def _sorted(group: Tensor) -> tuple[Tensor, Tensor]:
     """Sort the sequences by group.
 
     Returns:
-        (B) int64, indices of the sequences, group after group, in their original order within a group; (G+1)
-        int64, where each of the G groups starts in that order.
+        (B) int64, the indices of the sequences, group after group, in their original order within a group;
+        (G+1) int64, the start of each of the G groups among these indices.
     """
     sizes = group.bincount()
     return group.argsort(stable=True), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
@@ -60,8 +60,8 @@ def best_two(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         group: (B) int64, group index from 0, in any order.
 
     Returns:
-        int64, the index of the sequence with the highest score (the first one if several share it); the
-        second highest score, which is 0 if the group has a single sequence.
+        int64, the index of the sequence with the highest score (the first such sequence if scores are equal);
+        the second highest score, which is 0 if the group has a single sequence.
     """
     require_same_shape(scores, group)
     falling = scores.argsort(descending=True, stable=True)

@@ -26,7 +26,8 @@ KL_KINDS = tuple(name + plus for name in (*KL_ESTIMATORS.names, *KL_ESTIMATORS.a
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Estimate KL(policy || reference) per token with the named estimator.
 
-    If `kind` ends with "+", the values are the same, but the gradient is that of k2; see `straight_through`.
+    If `kind` ends with "+", the values are the same as without it, but the gradient is the gradient of k2;
+    see `straight_through`.
 
     Args:
         log_probs: (N) nats; the gradient flows through it.
@@ -106,7 +107,7 @@ def apply_kl_penalty(
         response_mask: (N) bool, true at response tokens.
         offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         kind: one of KL_KINDS.
-        kl_coef: the controller's value.
+        kl_coef: the coefficient, from the KL controller.
         weights: weight of the KL to each reference, see `weighted_kl`.
 
     When to use: with a critic, which then learns the penalty too. Without a critic, the KL as a loss
@@ -124,14 +125,14 @@ def apply_kl_penalty(
 def penalise(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, offsets: Tensor, *, kl_coef: float
 ) -> PenalisedRewards:
-    """Subtract a penalty for a given KL per token; like `apply_kl_penalty`, with the KL as an input.
+    """Subtract the penalty from the reward of each token, for a given KL per token.
 
     Args:
         token_level_scores: (N) rewards before the penalty.
         kl: (N) nats.
         response_mask: (N) bool, true at response tokens.
         offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
-        kl_coef: the controller's value.
+        kl_coef: the coefficient, from the KL controller.
     """
     kl = torch.where(response_mask, kl, 0)
     per_sequence = segment_mean(kl, response_mask, offsets)
@@ -153,7 +154,7 @@ class FixedKLController:
         """Do nothing, because the coefficient does not depend on the KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return an empty state, because the config sets the coefficient, also when a run resumes."""
+        """Return {}: a fixed coefficient always comes from the config, also after a resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -198,10 +199,9 @@ class AdaptiveKLController(FixedKLController):
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a saved coefficient.
+        """Restore a saved coefficient.
 
-        If the run had a fixed coefficient when it was saved, the state is empty and the initial coefficient
-        stays.
+        If the saved run had a fixed coefficient, the state is empty, and the coefficient does not change.
         """
         self.value = state.get("value", self.value)
 

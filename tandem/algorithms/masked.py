@@ -27,8 +27,8 @@ class Kept(NamedTuple):
     """The masked tokens of a batch.
 
     Attributes:
-        indices: (M) int64, their indices among the N tokens.
-        offsets: (B+1) int64, where each sequence starts among the M tokens.
+        indices: (M) int64, the index of each masked token among the N tokens.
+        offsets: (B+1) int64, the start of each sequence among the M tokens.
     """
 
     indices: Tensor
@@ -63,7 +63,7 @@ def segment_sum(values: Tensor, offsets: Tensor, *, dtype: torch.dtype | None = 
 
 
 def segment_mean(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Return the mean of each sequence's masked values, (N) to (B); 0 if there are none."""
+    """Return the mean of each sequence's masked values, (N) to (B); 0 without masked values."""
     counts = segment_sum(mask, offsets).clamp(min=1)
     return segment_sum(torch.where(mask, values, 0), offsets) / counts
 
@@ -76,7 +76,7 @@ def total(values: Tensor) -> Tensor:
 
 
 def _numpy_can(values: Tensor) -> bool:
-    """Return whether NumPy can do the work; its segment loops are several times faster than PyTorch's."""
+    """Return whether NumPy can sum these values, which is several times faster than PyTorch."""
     return values.device.type == "cpu" and not values.requires_grad and values.dtype != torch.bfloat16
 
 
@@ -100,7 +100,7 @@ def _numpy_sums(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def segment_max(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Return the maximum of each sequence's masked values, (N) to (B); 0 if there are none."""
+    """Return the maximum of each sequence's masked values, (N) to (B); 0 without masked values."""
     kept = torch.where(mask, values, -torch.inf)
     largest = torch.segment_reduce(kept, "max", offsets=offsets.to(values.device), unsafe=True)
     return torch.where(largest == -torch.inf, 0, largest)
@@ -128,7 +128,7 @@ def zero_outside_(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the masked tokens, a scalar; 0 if there are none."""
+    """Return the mean over the masked tokens, a scalar; 0 without masked tokens."""
     return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
 
 

@@ -6,9 +6,9 @@ parameters are options (numbers, bools, strings, tuples of numbers) with default
     @register_advantage("mean_baseline")
     def mean_baseline(token_level_rewards, response_mask, offsets, *, scale=1.0): ...
 
-The training loop reads the signature and provides what it names. `known_columns` of each kind gives the shape
-and the meaning of every column. A user's own function needs no registration. Its name in the config is
-`path/to/file.py:function` or `package.module:function`.
+The training loop reads the signature and passes the columns and options in it. `known_columns` of each spec
+class lists the shape and the meaning of every column. A user-defined function needs no registration. Its name
+in the config is `path/to/file.py:function` or `package.module:function`.
 
 Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """
@@ -36,7 +36,7 @@ class Advantages(NamedTuple):
 
     Attributes:
         advantages: weights of the policy gradient.
-        returns: the targets that a critic is trained on.
+        returns: the value targets for training a critic.
     """
 
     advantages: Tensor
@@ -50,8 +50,8 @@ class Spec:
     Attributes:
         name: the registered name, or a user's reference.
         fn: the function.
-        columns: names of its positional parameters, in order.
-        options: its keyword-only parameters with their defaults.
+        columns: names of the function's positional parameters, in order.
+        options: a dict from keyword-only parameter to its default.
     """
 
     kind: ClassVar[str]
@@ -68,7 +68,7 @@ class Spec:
 
         Args:
             shared: values of config keys that many algorithms read; undeclared options are ignored.
-            own: options given for this function only; they override `shared`.
+            own: options for this function only, which override `shared`.
 
         Raises:
             ConfigError: an option in `own` is not declared, or a value has the wrong type.
@@ -174,7 +174,7 @@ class Selection(Spec):
     result = "(N) bool"
 
     def __call__(self, columns: Mapping[str, Tensor], options: Mapping[str, Option]) -> Tensor:
-        """Call the function with the columns that its signature names and with its own options.
+        """Call the function with the columns and the options that its signature names.
 
         Raises:
             ConfigError: the result is not a bool tensor of shape (N).
@@ -185,7 +185,7 @@ class Selection(Spec):
 
 
 SELECTIONS: dict[Callable[..., Any], Selection] = {}
-"""The token selection of each loss function that has one."""
+"""A dict from loss function to its token selection, if the loss has a token selection."""
 
 
 class PolicyLossSpec(Spec):
@@ -208,7 +208,10 @@ class PolicyLossSpec(Spec):
 
     @property
     def selection(self) -> Selection | None:
-        """The selection of `selected_tokens`; its options are also options of the loss."""
+        """The `Selection` that computes `selected_tokens`; None if the loss does not use it.
+
+        The options of the selection are also options of the loss.
+        """
         return SELECTIONS.get(self.fn)
 
     def __call__(self, columns: Mapping[str, Tensor], **options: Option) -> tuple[Tensor, dict[str, Tensor]]:
@@ -252,7 +255,7 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 class Registry(Generic[AnySpec]):
-    """Specs by name and alias.
+    """A registry of specs, keyed by name and alias.
 
     Args:
         spec: the class of the specs; it defines which columns are known.

@@ -1,4 +1,4 @@
-"""The response tokens of each sequence as one contiguous run, for token-to-token recurrences.
+"""Move the response tokens of each sequence next to each other, for recurrences over tokens.
 
 Shapes: N is the number of tokens of all sequences together, B the number of sequences, M the number of
 response tokens (M = N if no token is moved).
@@ -18,15 +18,15 @@ from tandem.algorithms.masked import kept_tokens, scatter, total, whiten_, zero_
 class Responses:
     """The response tokens of a batch, without gaps between tokens of the same sequence.
 
-    If every response is already contiguous, no token moves, and the other tokens are set to 0. This needs no
-    indices and half of the memory. If tools wrote tokens in between, the response tokens are copied next to
-    each other.
+    If every response is already contiguous, no token is moved, and tokens outside of responses are set to 0.
+    This case needs no indices and half of the memory. If there are tool outputs between response tokens, the
+    response tokens are copied next to each other.
 
     Attributes:
         mask: (N) bool, the response tokens.
         outside: (N) bool, all other tokens.
         offsets: (B+1) int64, where each sequence starts among the M tokens.
-        indices: (M) int64, the tokens' indices among the N; None if they have not been moved.
+        indices: (M) int64, the index of each response token among all N tokens; None if no token was moved.
     """
 
     mask: Tensor
@@ -36,7 +36,7 @@ class Responses:
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor) -> Responses:
-        """Return the response tokens that a mask (N) selects."""
+        """Return a `Responses` for the tokens that a mask (N) selects."""
         offsets = offsets.to(mask.device)
         outside = ~mask
         begins = mask.clone()  # a run begins after a masked-out token, or at the start of a sequence

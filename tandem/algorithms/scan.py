@@ -41,9 +41,9 @@ def reverse_linear_scan_(values: Tensor, coefficients: Tensor, longest: int) -> 
     """Overwrite x with y_t = x_t + a_t * y_{t+1} along the last dimension.
 
     After the last value, y is 0. The algorithm is doubling (Hillis and Steele, 1986). After the pass with
-    step s, y_t holds the first 2s terms of its sum, and a_t the product of as many coefficients. So
-    log2(longest) passes are enough. Nothing is divided by a product, which keeps float32 accurate at any
-    length.
+    step s, y_t contains the first 2s terms of its sum, and a_t the product of 2s coefficients. So
+    log2(longest) passes are enough. The algorithm never divides by a product, which keeps float32 accurate at
+    any length.
 
     Args:
         values: (..., M) floating point, finite.
@@ -71,11 +71,11 @@ def reverse_discounted_cumsum_(values: Tensor, offsets: Tensor, discount: float)
 
     1. The sums within each block of K values are a product with a triangular matrix of powers of the
     discount.
-    2. Blocks in which a sequence ends are computed again, with a coefficient of 0 at the end of the sequence.
-    3. A scan over the blocks gives each block the sum that follows it.
+    2. Blocks in which a sequence ends are recomputed, with a coefficient of 0 at the end of the sequence.
+    3. A scan over the blocks computes, for each block, the sum after the block.
 
-    Nothing is divided by a power, and values of other sequences never enter a sum. This keeps float32
-    accurate at any length and discount.
+    The algorithm never divides by a power, and a sum never includes values of other sequences. This keeps
+    float32 accurate at any length and discount.
 
     Args:
         values: (M) floating point, finite.
@@ -127,9 +127,9 @@ def discounted_cumsum(values: Tensor, offsets: Tensor, discount: float) -> Tenso
 
 
 def _ended_blocks(values: Tensor, ends: Tensor, discount: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the blocks in which a sequence ends; E is their number.
+    """Compute the E blocks in which a sequence ends.
 
-    The last block of all, which may be shorter than K, is always among them.
+    The very last block, which may be shorter than K, is always one of these blocks.
 
     Returns:
         (E) indices of these blocks, and three tensors (E, K): the indices of their values; the sums up to the

@@ -1,6 +1,7 @@
 """Token selections for policy losses, made once over a whole batch.
 
-Some policy losses treat selected tokens differently. Two of them select by the covariance computed here.
+Some policy losses treat selected tokens differently. The losses clip_cov and kl_cov select tokens by the
+covariance of log-prob and advantage.
 
 Shapes: N is the number of tokens of all sequences together.
 """

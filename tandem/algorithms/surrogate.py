@@ -12,7 +12,7 @@ from tandem.algorithms.masked import require_same_shape
 from tandem.errors import ConfigError
 
 _MOST = 20.0
-"""Nats. Beyond this, a ratio is not a meaningful estimate; the bound also keeps its exponential finite."""
+"""The bound of log-ratios, in nats. A larger ratio is not a meaningful estimate and may overflow."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:

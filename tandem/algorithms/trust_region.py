@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.algorithms.surrogate import log_ratio, require_positive
 
 _LEAST = 1e-8
-"""Added to the probability of all other tokens, which may be 0."""
+"""The number added to the total probability of all other tokens, which may be 0."""
 
 
 def binary_kl(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tandem.algorithms.masked import require_same_shape
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the squared error, with no reward for moving far from the old values.
+    """Return the squared error per token, clipped so that values do not move far from the old values.
 
         v_clip = clip(v, v_old - c, v_old + c)
         l = max((v - R)**2, (v_clip - R)**2) / 2

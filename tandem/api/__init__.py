@@ -1,4 +1,4 @@
-"""Tandem from Python: the same runs as on the command line, with data and functions from your program.
+"""The Python API of Tandem: runs as on the command line, with data and functions from your program.
 
 `import tandem` loads these names when they are first used. PyTorch is loaded when a run starts.
 """

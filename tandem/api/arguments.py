@@ -1,7 +1,7 @@
-"""Conversion of the Python API's arguments to the `key=value` arguments of the command line.
+"""Convert the arguments of the Python API to `key=value` arguments of the command line.
 
-A command line cannot hold rows and functions. They are written to files in the run folder, so that the
-command line can start the same run.
+A command line cannot contain rows and functions. Rows and functions are written to files in the run folder,
+so that the command line can start the same run.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tandem.errors import ConfigError
 from tandem.loading import write_function
 
 INPUTS = "inputs"
-"""The subfolder of the run folder that holds rows and functions."""
+"""The subfolder of the run folder with rows and functions."""
 
 Config = Mapping[str, Any] | str | os.PathLike[str] | None
-"""Config keys with their values, dotted or nested, or the path of a YAML file."""
+"""A dict from config key (dotted or nested) to value, or the path of a YAML file."""
 Rewards = Callable[..., Any] | str | Sequence[Any] | Mapping[Any, float] | None
-"""Reward functions, as functions or as `file.py:function`: one, several, or several with weights.
+"""Reward functions, as functions or as `file.py:function`: one, a list, or a dict from function to weight.
 
-With None, the data source of each row decides.
+With None, the data source of each row selects a built-in reward function.
 """
 
 ALGORITHMS = {"ppo": "gae"}
-"""Algorithms that have another name than their advantage estimator."""
+"""A dict from the name of an algorithm to its advantage estimator, if the names differ."""
 
 
 def split_config(config: Config) -> tuple[str | None, dict[str, Any]]:
@@ -49,7 +49,7 @@ def new_folder(name: str) -> str:
 def words(keys: Mapping[str, Any], inputs: Path) -> list[str]:
     """Convert config keys to `key=value` arguments.
 
-    A function is written to a file in `inputs`, and the value is the reference to it.
+    A function is written to a file in `inputs`, and the value becomes the reference `FILE:NAME`.
     """
     given = {name: _plain(value, inputs) for name, value in keys.items() if value is not None}
     return [f"{name}={json.dumps(value)}" for name, value in given.items()]
@@ -66,13 +66,13 @@ def _plain(value: Any, inputs: Path) -> Any:
 
 
 def reference(function: Callable[..., Any], inputs: Path) -> str:
-    """Return `FILE:NAME`, with which other processes can load a function."""
+    """Write a function to a file if needed, and return `FILE:NAME`, which other processes can load."""
     path, name = write_function(function, inputs)
     return f"{path}:{name}"
 
 
 def rows_keys(train: Rows, val: Rows, inputs: Path) -> dict[str, Any]:
-    """Return the config keys of the data files."""
+    """Write rows to files if needed, and return the config keys that name the data files."""
     validation = None if val is None else data_files(val, inputs, "val")
     return {"data.train_files": data_files(train, inputs, "train"), "data.val_files": validation}
 

@@ -1,4 +1,4 @@
-"""A curve in a notebook that grows while a run trains."""
+"""Draw the reward curve of a run in a notebook while the run trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.trainer.loop import Step
 
 WIDTH, HEIGHT = 640, 160
 CURVE_METRICS = ("val/accuracy", "reward/mean")
-"""The metrics of which the curve shows one."""
+"""The metrics that the curve can show, the preferred metric first."""
 
 
 def in_notebook() -> bool:

@@ -1,4 +1,4 @@
-"""Conversion of rows from Python to data files.
+"""Write rows from Python to data files.
 
 Rows can be a list of dicts, or a table of pandas, polars, pyarrow or datasets.
 """
@@ -22,10 +22,10 @@ Rows = Any
 
 
 def data_files(rows: Rows, folder: Path, name: str) -> list[str]:
-    """Return the paths of data files that hold the given rows.
+    """Return the paths of data files with the given rows.
 
-    Paths are returned as they are. Other rows are written to `NAME-HASH.parquet`. Equal rows give the same
-    file name, so an existing file is reused.
+    Paths are returned unchanged. Other rows are written to `NAME-HASH.parquet`. Equal rows give the same file
+    name, so an existing file is reused.
 
     Args:
         rows: the rows, or paths of files.
@@ -33,7 +33,8 @@ def data_files(rows: Rows, folder: Path, name: str) -> list[str]:
         name: "train" or "val"; first part of the file name.
 
     Raises:
-        DataError: the rows have an unknown type, or there are none, or a column has values of several types.
+        DataError: the rows have an unknown type, the list of rows is empty, or a column has values of several
+            types.
     """
     if isinstance(rows, str | os.PathLike):
         return [os.fspath(rows)]

@@ -1,4 +1,4 @@
-"""Reading of runs, and generation and evaluation with a model, from Python."""
+"""Read runs, generate responses and evaluate models from Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run(reading.Run):
     __doc__ = reading.Run.__doc__
 
     def export(self, folder: str | Path, *, best: bool = False, **options: Any) -> Path:
-        """Write the newest checkpoint, or the best one, as a folder that transformers can load.
+        """Export the newest or the best checkpoint as a folder that transformers can load.
 
         Args:
             folder: the folder to write; it must not exist, or must be empty.
@@ -32,7 +32,7 @@ class Run(reading.Run):
             options: options of `tandem.offline.export.export_checkpoint`.
 
         Raises:
-            CheckpointError: there is no checkpoint.
+            CheckpointError: the run has no checkpoint.
         """
         export = import_module("tandem.offline.export").export_checkpoint
         written: Path = export(self.path, Path(folder), best=best, **options)
@@ -47,17 +47,18 @@ class Run(reading.Run):
         attribute: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Repeat a step, as `tandem replay` does, and return what `tandem replay --json` prints.
+        """Repeat a step, like `tandem replay`, and return the values that `tandem replay --json` prints.
 
         Args:
-            step: number of the step; None means the last completed step.
+            step: number of the step; None: the last completed step.
             rewards: a reward function, or its `file.py:function`, that replaces the recorded scores.
             without: uids of prompts, or of single samples (`uid#sample`), to leave out.
             attribute: whether to split the gradient into shares of samples and tokens.
-            config: config keys of the update, to compare a changed step with the original one.
+            config: changed config keys of the update, to compare the changed step with the original step.
 
         Raises:
-            TandemError: the run folder lacks data for this, or a changed key does not concern the update.
+            TandemError: the run folder lacks data for the replay, or a changed key does not affect the
+                update.
         """
         replay_found = import_module("tandem.trainer.replay_report").replay_found
         with scratch_folder("call") as scratch:
@@ -77,7 +78,7 @@ def open(folder: str | Path) -> Run:
     """Return the run in a folder, whether it is still running or has ended.
 
     Raises:
-        DataError: the folder holds no run.
+        DataError: the folder is not a run folder.
     """
     return Run(folder)
 
@@ -91,14 +92,14 @@ def generate(
     overwrite: bool = False,
     config: Config = None,
 ) -> list[dict[str, Any]]:
-    """Generate responses to prompts with a model, as `tandem generate` does.
+    """Generate responses to prompts with a model, like `tandem generate`.
 
     Args:
         model: a Hugging Face folder.
         prompts: rows with a `prompt` (see `tandem.train`), or a list of texts.
         n: number of responses per prompt.
         out: file for the responses, .parquet or .jsonl. If a call is interrupted, the same call continues
-            from this file. None keeps no file.
+            from this file. None: no file is kept.
         overwrite: whether to replace an existing file.
         config: other keys of `tandem generate`.
 
@@ -107,7 +108,7 @@ def generate(
         lists of length n.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     file, keys = split_config(config)
     generate_file = import_module("tandem.offline.generate").generate_file
@@ -137,23 +138,23 @@ def evaluate(
     overwrite: bool = False,
     config: Config = None,
 ) -> Mapping[str, Any]:
-    """Measure how well a model solves problems, as `tandem eval` does: accuracy, pass@k, maj@k.
+    """Measure the accuracy, pass@k and maj@k of a model, like `tandem eval`.
 
     Args:
         model: a Hugging Face folder; None if the rows already have `responses`.
-        rows: see `tandem.train`.
+        rows: problems with a `prompt` and the columns that the reward functions read; see `tandem.train`.
         rewards: reward functions, see `tandem.train`.
         n: number of responses per row.
-        out: JSON file for the report; None keeps no file.
+        out: JSON file for the report; None: no file is kept.
         overwrite: whether to replace an existing file.
         config: other keys of `tandem eval`.
 
     Returns:
-        a dict by data source, with `problems`, `responses` and `measures`; each measure has value, low and
+        a dict from data source to `problems`, `responses` and `measures`. Each measure has value, low and
         high.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     file, keys = split_config(config)
     evaluate_file = import_module("tandem.offline.eval").evaluate_file
@@ -173,9 +174,10 @@ def evaluate(
 
 @contextmanager
 def _inputs(out: str | Path | None) -> Iterator[Path]:
-    """Yield the folder for rows and functions.
+    """Yield the folder for files with rows and functions.
 
-    With `out`, it is next to the output, where the same call finds it again. Otherwise it is temporary.
+    With `out`, the folder is next to the output, where a repeated call finds it. Otherwise the folder is
+    temporary.
     """
     if out is not None:
         yield Path(out).parent / INPUTS

@@ -1,7 +1,7 @@
-"""Training from Python.
+"""Train from Python: RL, supervised fine-tuning and reward models.
 
-`train` runs reinforcement learning to the end, `Trainer` runs it step by step. `sft` and `reward_model` run
-the other two kinds of training.
+`train` runs reinforcement learning to the end. `Trainer` runs reinforcement learning step by step. `sft`
+fine-tunes on examples, and `reward_model` trains a reward model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tandem.trainer.sampling_params import sampling
 
 Algorithm = str | Callable[..., Any]
 OnStep = Callable[[int, Mapping[str, float]], Any]
-"""Called with the number and the metrics of each step."""
+"""A function that is called with the number and the metrics of each step."""
 
 
 def train(
@@ -65,9 +65,9 @@ def train(
 ) -> Run:
     """Train a model with reinforcement learning and return the finished run.
 
-    This is the same as `tandem train` with these settings. Each argument is a config key, and `config` takes
-    all other keys. If you interrupt a run (Ctrl-C, or the stop button of a notebook), the current step is
-    finished and saved. The same call continues the run.
+    This is the same as `tandem train` with these settings. Each argument corresponds to config keys, and
+    `config` has all other keys. If you interrupt a run (Ctrl-C, or the stop button of a notebook), the
+    current step is finished and saved. The same call continues the run.
 
     Args:
         model: a Hugging Face folder of a causal language model.
@@ -76,15 +76,15 @@ def train(
         val: rows for validation.
         rewards: reward functions, see `tandem.rewards.signatures`: one, a list, or a dict that maps functions
             to weights. A string `file.py:function` can replace a function. With None, the `data_source` of
-            each row decides.
+            each row selects a built-in reward function.
         algorithm: name of an advantage estimator (`ppo` means `gae`), or a function.
-        steps: number of training steps; None trains for `trainer.total_epochs`.
-        out: the run folder; None creates a new one below `runs`.
-        config: config keys with their values, dotted or nested, or a YAML file.
+        steps: number of training steps; None: train for `trainer.total_epochs`.
+        out: the run folder; None: a new folder below `runs`.
+        config: a dict from config key (dotted or nested) to value, or a YAML file.
         on_step: called in this process with the number and the metrics of each completed step.
 
     Raises:
-        TandemError: an argument is wrong. Where possible, this is raised before the model is loaded.
+        TandemError: an argument is invalid. If possible, the error is raised before the model is loaded.
     """
     loaded = _loaded(model, train, val, rewards, algorithm, steps, out, config)
     heard = [] if on_step is None else [lambda step: on_step(step.number, step.metrics)]
@@ -93,10 +93,11 @@ def train(
 
 
 class Trainer:
-    """A live reinforcement learning run, one step at a time: `for step in trainer: …`.
+    """A reinforcement learning run that you run one step at a time: `for step in trainer: …`.
 
-    Each step has its number and its metrics. If you break out of the loop, the run pauses; another loop
-    continues it. When the context ends, or on `close`, the last step is saved if needed, and the workers end.
+    Each step has a number and metrics. If you break out of the loop, the run pauses, and another loop
+    continues the run. When the `with` block ends, or on `close`, the last step is saved if needed, and the
+    workers are stopped.
 
     Args:
         model: see `train`.
@@ -110,7 +111,7 @@ class Trainer:
 
     Attributes:
         config: the resolved config.
-        run: what the run has written so far.
+        run: a reader of the run folder.
 
     Raises:
         TandemError: see `train`.
@@ -160,12 +161,12 @@ class Trainer:
         return self.run
 
     def generate(self, prompts: Sequence[Any], *, n: int = 1, greedy: bool = False) -> list[list[str]]:
-        """Generate responses to prompts with the current weights, sampled as in training.
+        """Generate responses to prompts with the current weights and the sampling settings of training.
 
         Args:
             prompts: texts, which are used as already formatted, or lists of messages.
             n: number of responses per prompt.
-            greedy: whether to take the most likely token each time, as in validation.
+            greedy: whether to use greedy sampling, as in validation.
 
         Returns:
             n texts for each prompt.
@@ -200,14 +201,14 @@ class Trainer:
             folder: the folder to write; it must not exist, or must be empty.
 
         Raises:
-            CheckpointError: no step has been done yet, or the run keeps no checkpoints.
+            CheckpointError: no step is finished yet, or the run keeps no checkpoints.
         """
         if not self._closed:
             self._loop.save_unsaved()
         return self.run.export(folder)
 
     def close(self) -> None:
-        """End the run: save a checkpoint if there is anything unsaved, and stop the workers."""
+        """Save a checkpoint if the last step is not saved yet, and stop the workers."""
         if self._closed:
             return
         self._closed = True
@@ -244,7 +245,7 @@ def sft(
     out: str | Path | None = None,
     config: Config = None,
 ) -> Run:
-    """Fine-tune a model on example responses, as `tandem sft` does, and return the finished run.
+    """Fine-tune a model on example responses, like `tandem sft`, and return the finished run.
 
     Args:
         model: see `train`.
@@ -255,7 +256,7 @@ def sft(
         config: see `train`.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     loaded = _resolved(load_sft_config, "sft", "model.path", model, train, val, steps, out, config)
     run_sft(loaded.config, say=say)
@@ -271,7 +272,7 @@ def reward_model(
     out: str | Path | None = None,
     config: Config = None,
 ) -> Run:
-    """Train a reward model on preferences, as `tandem rm` does, and return the finished run.
+    """Train a reward model on preferences, like `tandem rm`, and return the finished run.
 
     Args:
         model: see `train`.
@@ -282,7 +283,7 @@ def reward_model(
         config: see `train`.
 
     Raises:
-        TandemError: an argument is wrong.
+        TandemError: an argument is invalid.
     """
     loaded = _resolved(load_rm_config, "rm", "model.path", model, train, val, steps, out, config)
     run_rm(loaded.config, say=say)
@@ -324,7 +325,7 @@ def _resolved(
     config: Config,
     own: Callable[[Path], dict[str, Any]] = lambda inputs: {},
 ) -> Loaded[Any]:
-    """Load a config, print its notices, and check that everything it needs exists here.
+    """Load a config, print its notices, and check that all its files and devices exist here.
 
     Args:
         load: the function that loads the config of a command.

@@ -41,12 +41,12 @@ class Asked:
     Attributes:
         words: words of a config of `tandem train`.
         dummy: whether models get random weights.
-        prompts: lengths of the prompts, see `lengths`; "": the longest.
-        responses: lengths of the responses, likewise.
+        prompts: lengths of the prompts, see `tandem.bench.lengths`; "": the longest.
+        responses: lengths of the responses, in the same format.
         steps: number of measured steps.
-        warm_up: number of steps before the measured ones.
+        warm_up: number of steps before the measured steps.
         saves: whether a checkpoint is written at the end.
-        folder: folder for all files; workers on other machines must see it.
+        folder: folder for all files; workers on other machines must have access to it.
     """
 
     words: tuple[str, ...]
@@ -69,8 +69,8 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
         dummy: whether the models get random weights.
 
     Raises:
-        ConfigErrors: everything that is wrong with the config.
-        ModelError: there is no description of a model.
+        ConfigErrors: all errors of the config.
+        ModelError: a model's config.json is missing.
     """
     path, overrides = split_arguments(list(words))
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def load(words: Sequence[str], folder: Path, *, dummy: bool) -> tuple[TrainConfi
 
 
 def _described(source: str, folder: Path) -> Path:
-    """Return a folder with the config.json of a model, and with its tokenizer if there is one.
+    """Write a folder with the config.json of a model, and its tokenizer if available; return the folder.
 
     Args:
         source: a config.json, a folder with one, or the name of a known model.
@@ -122,7 +122,7 @@ def _described(source: str, folder: Path) -> Path:
 
 
 def draw(config: TrainConfig, prompts: str, responses: str) -> Lengths:
-    """Return the lengths of a step of a config; see `lengths`."""
+    """Return the prompt and response lengths of a training step; see `tandem.bench.lengths`."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     size, n = data.prompts_at_a_time, max(rollout.group_sizes.values())
     most = min(data.max_response_length, rollout.longest(data) - 1)
@@ -135,15 +135,15 @@ def draw(config: TrainConfig, prompts: str, responses: str) -> Lengths:
 def as_benchmark(config: TrainConfig, asked: Asked) -> TrainConfig:
     """Return the config of the benchmark.
 
-    It is the same run for a given number of steps, with the prompts in their order and the worker and
-    reward of the benchmark. The run leaves traces only in its folder.
+    The config is a copy of the user's config with a given number of steps, unshuffled prompts, and the worker
+    and reward of the benchmark. The run writes only to its folder.
 
     Args:
         config: the config of the user.
         asked: the request.
 
     Raises:
-        ConfigError: the user has an own worker for the policy.
+        ConfigError: the config sets a worker class for the policy.
     """
     trainer = config.trainer
     apart = trainer.placed("actor") != trainer.placed("rollout")

@@ -1,4 +1,4 @@
-"""The measurements of the users' benchmark document («Compare with Verl»), from documents.json."""
+"""Published measurements from the benchmark document «Compare with Verl», stored in documents.json."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Published:
         system: the system that was measured.
         model: the model's published name.
         parameters: parameters of the run, with the document's names.
-        rows: its figures with the names of `tandem bench`, in seconds and tokens.
-        throughput: its rates, with its own names.
+        rows: the figures of the column, in seconds and tokens, with the names of `tandem bench`.
+        throughput: the rates of the column, with the document's names.
     """
 
     system: str
@@ -43,7 +43,7 @@ DOCUMENTS = tuple(Published(**each) for each in _TABLES)
 
 
 def published(stored: Mapping[str, Any]) -> tuple[Published, ...]:
-    """Return the document's figures for a model with this config.json."""
+    """Return the document's columns for a model with the given config.json."""
     return tuple(
         each
         for each in DOCUMENTS

@@ -1,4 +1,4 @@
-"""Random weights for a model folder that has a config.json. They are written tensor by tensor."""
+"""Write random weights for a model folder that has a config.json, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def write_dummy(folder: Path, *, scorer: bool = False) -> None:
-    """Fill a folder with random bf16 weights, and with a tokenizer if it has none.
+    """Write random bf16 weights to a folder, and a tokenizer if the folder has no tokenizer.
 
     At most one shard is in memory at a time. The tokenizer has one token per byte.
 
@@ -29,7 +29,7 @@ def write_dummy(folder: Path, *, scorer: bool = False) -> None:
         scorer: whether the model is a reward model, which has one label.
 
     Raises:
-        ModelError: transformers does not know the model of the config.json.
+        ModelError: transformers does not know the model type in the config.json.
     """
     config = load_config(folder)
     if scorer:

@@ -16,20 +16,20 @@ _P95 = NormalDist().inv_cdf(0.95)
 
 
 def lengths(option: str, spec: str, count: int, most: int) -> NDArray[np.int64]:
-    """Return the lengths of a number of sequences, shortest first.
+    """Return the lengths of `count` sequences, shortest first.
 
-    They are the quantiles of a distribution, so that all batches of one size have the same lengths.
+    The lengths are quantiles of a distribution, so that all batches of one size have the same lengths.
 
     Args:
         option: the option that the user gave, for messages.
-        spec: one of `FORMS`. For a recorded run, it takes the response lengths of the last step with
-            samples.
+        spec: a distribution in one of the formats of `FORMS`. For a recorded run, the lengths are the
+            response lengths of the last step with samples.
         count: number of sequences.
-        most: the longest allowed length. Longer ones are cut to it, as responses are.
+        most: the largest allowed length. Larger lengths are reduced to this length.
 
     Raises:
-        ConfigError: the spec cannot be read, or the lengths are below one or all above `most`.
-        DataError: there is no such run, or it has no samples.
+        ConfigError: the spec cannot be parsed, or the lengths are below one or all above `most`.
+        DataError: the run does not exist or has no samples.
     """
     kind, _, rest = spec.partition(":")
     places = (np.arange(count) + 0.5) / count
@@ -54,10 +54,10 @@ def lengths(option: str, spec: str, count: int, most: int) -> NDArray[np.int64]:
 
 
 def _quantiles(kind: str, numbers: list[float], places: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the quantiles of a distribution at the given places.
+    """Return the quantiles of a distribution at the given probabilities.
 
     Raises:
-        ValueError: there is no such distribution.
+        ValueError: the distribution is unknown, or its parameters are impossible.
     """
     match kind, numbers:
         case "fixed", [length]:

@@ -1,4 +1,4 @@
-"""The measurement of real training steps with dummy prompts, lengths and rewards."""
+"""Measure real training steps with dummy prompts, lengths and rewards."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tandem.trainer.session import WARNING
 
 
 def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the steps, and return the report as plain values.
+    """Run the steps, and return the report as JSON-like values.
 
     Raises:
-        TandemError: the config, the lengths or the models are wrong.
+        TandemError: the config, the lengths or the models are invalid.
     """
     config, given = load(asked.words, asked.folder, dummy=asked.dummy)
     drawn = draw(config, asked.prompts, asked.responses)
@@ -87,8 +87,8 @@ def measure(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
 def _run(config: TrainConfig, say: Callable[[str], None]) -> tuple[dict[str, Any], Rates]:
     """Run all steps. Return the device and its speeds.
 
-    The speeds are measured before and after the steps, and the better values count. Warnings about a step
-    are not printed, because prompts, weights and rewards are the benchmark's own.
+    The speeds are measured before and after the steps, and the higher values are used. Warnings about a step
+    are not printed, because prompts, weights and rewards are artificial.
     """
     trainer = build_ppo(config, say=lambda sentence: None if sentence.startswith(WARNING) else say(sentence))
     try:
@@ -103,7 +103,7 @@ def _run(config: TrainConfig, say: Callable[[str], None]) -> tuple[dict[str, Any
 
 
 def _write_prompts(asked: Asked, drawn: Lengths, vocabulary: int) -> None:
-    """Write prompts of random tokens for each step, with the lengths of their responses."""
+    """Write the data file: prompts of random tokens for each step, and the lengths of their responses."""
     rng = np.random.default_rng(1)
     order = [
         place for _ in range(asked.steps + asked.warm_up) for place in rng.permutation(len(drawn.prompts))
@@ -118,7 +118,7 @@ def _write_prompts(asked: Asked, drawn: Lengths, vocabulary: int) -> None:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return a step's seconds by phase, and its `response_length`."""
+    """Return a dict from phase to its seconds in a step, and the step's `response_length`."""
     timed = {name: value for name, value in row.items() if name.startswith("timing/")}
     timed["response_length"] = row["response_length/mean"]
     return {name.removeprefix("timing/").removesuffix("/mean"): value for name, value in timed.items()}
@@ -127,8 +127,8 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def _rows(steps: Sequence[Mapping[str, float]], work: Mapping[str, Work], rates: Rates) -> dict[str, Any]:
     """Return the figures of each phase.
 
-    These are the median, the least and the greatest seconds, the floor, and the floor as a share of the
-    median.
+    The figures are the median, minimum and maximum of the seconds, the floor, and the floor as a fraction of
+    the median.
     """
     floors = {phase: each.floor(rates) for phase, each in work.items() if each.operations or each.bytes}
     floors |= {"step": sum(floors.values()), "reshard": floors["weights"]}
@@ -146,11 +146,12 @@ def _rows(steps: Sequence[Mapping[str, float]], work: Mapping[str, Work], rates:
 def step_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the seconds of each phase of `step_work` in the median step.
 
-    The medians of the phases do not add up to the median of the steps where steps differ. They are scaled so
-    that they do.
+    If steps differ, the medians of the phases do not sum to the median of the steps. The medians are scaled
+    so that they do.
 
     Args:
-        steps: seconds by phase of a run's timeline, for each step. A phase that a step lacks took no time.
+        steps: for each step, a dict from a phase of the run's timeline to its seconds. A missing phase counts
+            as 0 seconds.
     """
     each = [_apart(seconds) for seconds in steps]
     phases = dict.fromkeys(phase for parts in each for phase in parts)
@@ -160,7 +161,7 @@ def step_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _apart(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's seconds cut into the phases of `step_work`: none is within another."""
+    """Return a step's seconds for the phases of `step_work`, which do not overlap."""
     apart = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
     found = {phase: seconds[phase] for phase in ("generate_sequences", *apart) if phase in seconds}
     found["weights"] = seconds["gen"] - seconds["generate_sequences"]

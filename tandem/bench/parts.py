@@ -1,6 +1,6 @@
-"""The parts of a run that a benchmark replaces.
+"""The worker and the rollout engine that a benchmark uses.
 
-Its worker of the policy generates responses of given lengths and measures its device.
+The policy's worker generates responses of given lengths and measures its device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LENGTHS = "response_tokens"
 
 
 class GivenLengths(RolloutPart):
-    """A rollout whose responses have the lengths that the rows give.
+    """A rollout whose responses have the lengths in the data rows.
 
-    Each request has its own limit. No token or text ends it earlier.
+    Each request has a separate length limit. No token or text ends a response earlier.
     """
 
     def requests(self, prompts: DataProto, n: int, params: SamplingParams) -> list[Request]:
@@ -57,7 +57,7 @@ class BenchWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def device_rates(self) -> tuple[dict[str, Any], Rates]:
-        """Return the device of the policy, its compute type, and its speeds with this type."""
+        """Return facts about the policy's device, and the device's speeds with the compute dtype."""
         dtype = next(iter(self.engines.values())).compute_dtype
         name = f"{device_name(self.device)}, {str(dtype).rpartition('.')[2]}"
         return {"device": name, "bytes of a number": dtype.itemsize}, measure_rates(self.device, dtype)
@@ -76,8 +76,8 @@ def device_name(device: torch.device) -> str:
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measure the speeds of a device, in about a second.
 
-    They are the best of ten products of square matrices (width 8192 on a GPU, 1024 on a CPU), and of ten
-    copies within the device's memory (512 MiB, 128 MiB).
+    The speeds are the best of ten products of square matrices (width 8192 on a GPU, 1024 on a CPU), and the
+    best of ten copies within the device's memory (512 MiB on a GPU, 128 MiB on a CPU).
     """
     on_cuda = device.type == "cuda"
     width, size = (8192, 512 << 20) if on_cuda else (1024, 128 << 20)

@@ -1,4 +1,4 @@
-"""The prediction of a run's time, from a device's measurements. This module does not need torch."""
+"""Predict the time of a run from a device's measurements. This module does not need torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tandem.memory.shapes import model_shape
 
 
 def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, name: str) -> dict[str, Any]:
-    """Return the forecast of a config, as plain values.
+    """Return the predicted times of a config, as JSON-like values.
 
     Args:
-        words: words of a config of `tandem train`. A model may be described as for dummy weights.
+        words: words of a config of `tandem train`. A model may be only a config.json or a known name.
         prompts: lengths of the prompts, as for a benchmark.
         responses: lengths of the responses, as for a benchmark.
         file: the device file.
-        name: name of the device; "": the only one in the file.
+        name: name of the device; "": the only device in the file.
 
     Raises:
-        TandemError: the config or the lengths are wrong, or there is no such device.
+        TandemError: the config or the lengths are invalid, or the device is unknown.
     """
     with scratch_folder("bench") as folder:
         config, _ = load(words, folder, dummy=True)
@@ -41,11 +41,11 @@ def predicted(words: Sequence[str], prompts: str, responses: str, file: Path, na
 
 
 def _device(file: Path, name: str) -> tuple[str, Device]:
-    """Return the device of that name, and its name.
+    """Return the name of a device, and the device.
 
     Raises:
-        ConfigError: the file has no device, or does not have this one, or it has several and none was
-            named.
+        ConfigError: the file has no devices, the file lacks the named device, or it has several devices and
+            `name` is "".
     """
     there = read_devices(file)
     if name in there or (not name and len(there) == 1):
@@ -60,7 +60,7 @@ def _device(file: Path, name: str) -> tuple[str, Device]:
 
 
 def told(found: dict[str, Any]) -> str:
-    """Return the forecast as lines of text."""
+    """Return the predicted times as lines of text."""
     lines = [f"{phase:<20} {seconds:>10.3f} s" for phase, seconds in found["phases"].items()]
     run = f"{found['steps']} steps: {found['days']:.3g} days, {found['device_hours']:.3g} device hours"
     return "\n".join(

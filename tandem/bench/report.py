@@ -1,4 +1,4 @@
-"""The report of a benchmark as markdown, the comparison of two reports, and the update of the device file."""
+"""Format a benchmark's report as markdown, compare two reports, and update the device file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RATES = {
     "update_actor": ("training throughput", "total", "actor devices"),
     "step": ("step throughput", "total", "devices"),
 }
-"""For each phase: the name, which tokens count, and on which devices."""
+"""For each phase: the name of its rate, the tokens that count, and the devices."""
 
 
 def throughput(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return tokens per second, per device and in total, with the names of `RATES`.
 
-    `gen` counts generated tokens, the others count prompt and response tokens. Training counts each pass
-    over them.
+    The rate `gen` counts generated tokens. All other rates count prompt and response tokens. In training, the
+    tokens count once per pass (epoch).
     """
     rows, machine, passes = report["rows"], report["machine"], report["passes"]
     out = {}

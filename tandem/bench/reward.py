@@ -1,4 +1,4 @@
-"""The reward of a benchmark. Its module loads quickly."""
+"""The reward of a benchmark, in a module that loads quickly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints that are complete or do not exist: atomic folders, checked by digests.
+"""Checkpoints: folders that are written atomically and verified by digests.
 
-`tandem.checkpoint.hf_export` writes models for other programs. It is not imported here, because it imports
-transformers.
+`tandem.checkpoint.hf_export` writes models for other programs. This package does not import that module,
+because it imports transformers.
 """
 
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager, open_checkpoint

@@ -1,7 +1,7 @@
 """Checkpoints that are written while training continues.
 
-In each worker, a thread writes the worker's share. In the controller, a thread waits for all shares and then
-gives the checkpoint its final name.
+In each worker, a thread writes the worker's shards. In the controller, a thread waits for all workers and
+then gives the checkpoint its final name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def written_mark(folder: Path) -> Path:
 
 
 class BackgroundWrite:
-    """The background writes of a worker, one at a time.
+    """A worker's background thread for writing, with one write at a time.
 
     Each write runs on a daemon thread, which does not keep the process alive.
     """
@@ -60,7 +60,7 @@ class BackgroundWrite:
         """Raise the error of a failed write.
 
         Raises:
-            Exception: the error of the write; it is raised only once.
+            Exception: the error of the write, which is raised only once.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -111,19 +111,19 @@ class PendingSave:
         """Raise the error of a failed save.
 
         Raises:
-            Exception: the reason why there is no checkpoint.
+            Exception: the reason why the checkpoint does not exist.
         """
         if self._error is not None:
             raise self._error
 
     def give_up(self, reason: BaseException, timeout_s: float = 60.0) -> None:
-        """End the save without a checkpoint and remove what was written.
+        """Abort the save and remove the files that were written.
 
         If all members are already written, the checkpoint is completed instead.
 
         Args:
             reason: the error for the user, which `check` then raises.
-            timeout_s: how long to wait for the end, in seconds.
+            timeout_s: the maximum waiting time, in seconds.
         """
         self._reason = reason
         self._given_up.set()
@@ -149,7 +149,7 @@ def await_pending(pending: PendingSave, ask: Callable[[], None], limit_s: float)
 
     Args:
         pending: the save to wait for.
-        ask: raises the error of a writer that failed.
+        ask: a function that raises the error of a failed writer.
         limit_s: maximum waiting time, in seconds.
 
     Raises:

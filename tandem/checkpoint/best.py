@@ -1,4 +1,4 @@
-"""The choice of the best checkpoint, by one metric of the step at which it was saved."""
+"""Choose the best checkpoint by one metric of the step at which the checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Best:
         return None if found is None or not math.isfinite(found) else float(found)
 
     def choose(self, values: Mapping[int, float]) -> int | None:
-        """Return the step with the best value; the first one if several are equal, None if there are none.
+        """Return the step with the best value; the first such step if values are equal; None without values.
 
         Args:
-            values: value of the metric by step.
+            values: a dict from step to the value of the metric.
         """
         sign = -1 if self.mode == "max" else 1
         return min(values, key=lambda step: (sign * values[step], step), default=None)

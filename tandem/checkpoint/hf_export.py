@@ -1,4 +1,4 @@
-"""Export of a model as a Hugging Face folder: config, safetensors shards and additional files."""
+"""Export a model as a Hugging Face folder: config, safetensors shards and additional files."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def export(
 ) -> Path:
     """Write a folder that `from_pretrained` can load.
 
-    The folder appears complete or not at all. At any time, memory holds only the weights of one file and the
-    weight that comes next.
+    The folder is written atomically. At any time, only the weights of one file and one further weight are in
+    memory.
 
     Args:
         weights: full tensors under the names of the transformers model, in any order, on any device. A tied
-            weight may come once or under both names.
+            weight may occur once, or under both of its names.
         config: config of the model; it is not changed.
-        beside: writes additional files. It gets the folder, which contains only config.json at that point.
+        beside: a function that writes additional files. Its argument is the folder, which contains only
+            config.json at this point.
         out: the folder to write; it must not exist, or must be empty.
         dtype: dtype of floating-point weights in the files; the config names it.
         max_shard_bytes: maximum size of one weights file; several files get an index.
@@ -80,8 +81,8 @@ def _checked(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a CPU copy of each weight, after checking it against the architecture.
 
-    The copy is needed because the memory of a yielded tensor may be reused for the next one. A tied pair is
-    yielded once, under the name of its source.
+    The copy is needed because the memory of an input tensor may be reused for the next tensor. A tied pair is
+    yielded once, under the name of the weight that the other weight is tied to.
 
     Raises:
         CheckpointError: a weight does not fit the architecture, or weights are missing.
@@ -128,10 +129,10 @@ def _checked(
 def _as_stored(
     skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in the layout of the architecture's folders.
+    """Yield the weights under the names and shapes of the architecture's published folders.
 
-    The layout of the model in transformers may differ, for example if it has all experts of a layer in one
-    tensor. All weights are held in memory only if a stored tensor is built from several tensors of the model.
+    The names and shapes in transformers may differ, for example if all experts of a layer are one tensor. All
+    weights are in memory at the same time only if a stored tensor is built from several tensors of the model.
     """
     whole = skeleton.state_dict()
     parts = [revert_weight_conversion(skeleton, {key: value}) for key, value in whole.items()]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one folder per step, written atomically and checked by digests when read.
+"""Save and load checkpoints of a run: one folder per step, written atomically and verified by digests.
 
 checkpoints/step_000010/manifest.json   step, metric for the choice of the best, size and sha256 of every file
                         state.pt        small state: counters, data position, controllers
@@ -47,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         path: the checkpoint's folder; each writer's files are in the subfolder with the writer's name.
-        step: number of training steps done.
+        step: number of finished training steps.
         state: the state that was given to `save`.
     """
 
@@ -57,17 +57,18 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """The checkpoints in a folder, for the one process that writes them.
+    """The manager of the checkpoints in a folder. Only one process may write checkpoints to the folder.
 
-    On construction, unless `read_only` is set, leftovers of a killed process are cleaned up: folders that it
-    was writing or deleting are removed, and interrupted replacements are completed.
+    Unless `read_only` is set, the constructor cleans up after a killed process. It removes folders that were
+    being written or deleted, and completes interrupted replacements.
 
     Args:
         root: the folder of the checkpoints; created if it does not exist.
         keep: how many of the newest checkpoints to keep; None keeps all.
-        best: the rule for the best checkpoint, which is kept in addition; None keeps no additional one.
+        best: the rule for the best checkpoint, which is kept in addition; None keeps no additional
+            checkpoint.
         log: called with one sentence about each damaged checkpoint that is skipped.
-        read_only: change nothing, because another process may be saving here.
+        read_only: do not change the folder, because another process may be saving a checkpoint.
 
     Attributes:
         judge: the rule for the best checkpoint, or None.
@@ -112,17 +113,17 @@ class CheckpointManager:
         state: Mapping[str, Any],
         metrics: Mapping[str, float] = NO_METRICS,
     ) -> Path:
-        """Write a checkpoint and delete old ones; an existing checkpoint of the same step is replaced.
+        """Write a checkpoint and delete old checkpoints; replace an existing checkpoint of the same step.
 
         Args:
-            step: number of training steps done.
-            writers: maps a name to a function that fills the empty folder it is given.
+            step: number of finished training steps.
+            writers: a dict from name to a function that writes files to an empty folder, its argument.
             state: small state: plain values, tensors and numpy arrays.
-            metrics: metrics of the step; the rule for the best checkpoint reads its own metric.
+            metrics: metrics of the step, from which the rule for the best checkpoint reads one metric.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written, or the state holds other kinds of objects.
-                Nothing of this checkpoint remains, and all earlier checkpoints are intact.
+            CheckpointError: the disk is full or cannot be written, or the state has objects of other types.
+                All files of this checkpoint are removed, and all earlier checkpoints are intact.
         """
         with self._staging(step) as folder:
             _begin(folder, writers)
@@ -142,14 +143,15 @@ class CheckpointManager:
         This returns as soon as all writers have started.
 
         Args:
-            step: see `save`.
-            starters: maps a name to a function that starts to fill the empty folder it is given. When the
-                folder is complete, the writer must create its `written_mark`.
-            state: see `save`; the current values are stored.
-            metrics: see `save`.
+            step: number of finished training steps.
+            starters: a dict from name to a function that starts to write files to an empty folder, its
+                argument. When the folder is complete, the writer must create its `written_mark`.
+            state: small state, see `save`; the current values are stored.
+            metrics: metrics of the step.
 
         Raises:
-            CheckpointError: see `save`; `PendingSave.check` raises later errors.
+            CheckpointError: the errors of `save` that occur at the start; `PendingSave.check` raises later
+                errors.
         """
         with ExitStack() as staging:
             folder = staging.enter_context(self._staging(step))
@@ -167,7 +169,7 @@ class CheckpointManager:
         return staged(self._path(step), needed=None if newest is None else bytes_below(newest[1]))
 
     def _seal(self, folder: Path, step: int, state: bytes, metrics: Mapping[str, float]) -> None:
-        """Write all files of a checkpoint that its writers do not write."""
+        """Write the manifest and the state of a checkpoint."""
         (folder / _STATE).write_bytes(state)
         judged = {}
         if self.judge is not None and (value := self.judge.value(metrics)) is not None:
@@ -175,9 +177,9 @@ class CheckpointManager:
         _write_manifest(folder, step, judged)
 
     def best(self, best: Best) -> Checkpoint | None:
-        """Return the best checkpoint, among those that were saved with the metric of this rule.
+        """Return the best checkpoint, among all checkpoints that were saved with the rule's metric.
 
-        Returns None if there is none.
+        Return None if there is no such checkpoint.
 
         Raises:
             CheckpointError: the best checkpoint is damaged.
@@ -186,7 +188,7 @@ class CheckpointManager:
         return None if step is None else open_checkpoint(self._path(step))
 
     def _values(self, best: Best, folders: Mapping[int, Path]) -> dict[int, float]:
-        """Return the metric of each checkpoint that has it, by step."""
+        """Return a dict from step to the rule's metric, for all checkpoints that have the metric."""
         found: dict[int, float] = {}
         for step, path in folders.items():
             try:
@@ -230,10 +232,10 @@ class CheckpointManager:
         return {int(match[1]): path for match, path in found if match is not None}
 
     def _prune(self, newest: int) -> None:
-        """Delete old checkpoints up to `newest`, except the last `keep` and the best.
+        """Delete old checkpoints up to `newest`, except the last `keep` checkpoints and the best checkpoint.
 
-        Later checkpoints are ignored. They exist if a run went back to an earlier checkpoint and has not
-        reached them again.
+        Checkpoints after `newest` are ignored. They exist if a run went back to an earlier checkpoint and has
+        not reached their steps again.
         """
         if self._keep is None:
             return
@@ -253,8 +255,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Code in the files is never run, so checkpoints from unknown sources are safe to open.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the state holds more than tensors, numpy arrays and
-            plain values. The message names the file and the problem.
+        CheckpointError: a file is missing or damaged, or the state has objects other than tensors, numpy
+            arrays and plain values. The message names the file and the problem.
     """
     path = Path(path)
     manifest = _read_manifest(path)

@@ -1,7 +1,7 @@
-"""Safe reading of sharded checkpoints, without running code in them.
+"""Read sharded checkpoints safely, without running code from their files.
 
-PyTorch reads the metadata file of a sharded checkpoint, and entries that are not tensors, as pickles, and a
-pickle may call any function. Here a pickle may name only the classes that PyTorch's writer uses.
+In a sharded checkpoint of PyTorch, the metadata file and entries that are not tensors are pickles, and a
+pickle may call any function. This module only unpickles the classes that PyTorch's writer uses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CLASSES = frozenset(
         ),
     }
 )
-"""Modules and names that PyTorch's writer uses in a metadata file, besides dtypes."""
+"""Modules and names that PyTorch's writer uses in a metadata file, in addition to dtypes."""
 
 
 def _member(kind: type, name: str) -> Any:
@@ -80,7 +80,7 @@ class ShardReader(FileSystemReader):
         path: a folder that an engine's `save` wrote.
 
     Raises:
-        CheckpointError: the metadata file is missing, cannot be read, or holds other objects.
+        CheckpointError: the metadata file is missing, cannot be read, or contains other objects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,18 +103,18 @@ class _Planner(DefaultLoadPlanner):
 
 
 def load_shards(state: dict[str, Any], path: Path | ShardReader, *, alone: bool = False) -> None:
-    """Fill the tensors of `state` from the entries of the same names in a sharded checkpoint.
+    """Load the entries of a sharded checkpoint into the tensors of `state` with the same names.
 
     All ranks must call this together, unless `alone` is set.
 
     Args:
-        state: tensors to fill, by name.
-        path: the checkpoint, or an open reader of it.
+        state: a dict from name to tensor; the tensors are overwritten.
+        path: the checkpoint, or a reader of the checkpoint.
         alone: whether a single process reads without the other ranks.
 
     Raises:
-        CheckpointError: the metadata file cannot be read, or holds objects that PyTorch does not write.
-        Exception: any other error of reading; see `cause`.
+        CheckpointError: the metadata file cannot be read, or contains objects that PyTorch does not write.
+        Exception: any other read error; see `cause`.
     """
     reader = path if isinstance(path, ShardReader) else ShardReader(path)
     planner: LoadPlanner = _Planner()
@@ -150,7 +150,7 @@ def _contents(file: Path) -> Metadata:
 
 
 def _check(found: Any) -> None:
-    """Raise an error if `found` is not checkpoint metadata, or names files outside of its folder."""
+    """Check that an object is checkpoint metadata, and names only files inside its folder."""
     if not isinstance(found, Metadata):
         raise TypeError(f"it holds an object of type {type(found).__name__}")
     for entry in found.state_dict_metadata.values():

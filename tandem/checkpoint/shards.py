@@ -1,4 +1,4 @@
-"""A writer of the weights of a Hugging Face folder, which holds one file's tensors in memory at a time."""
+"""Write weights to a Hugging Face folder, with only one file's tensors in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ShardWriter:
 
     Args:
         folder: the folder to write to.
-        max_bytes: maximum size of the tensors in one file; a larger tensor gets its own file.
+        max_bytes: maximum size of the tensors in one file; a larger tensor gets a separate file.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, whatever happens while they are written."""
+"""Write folders atomically: after a crash, a folder is either complete or does not exist."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ This is needed because some libraries report a full disk with their own exceptio
 
 @contextmanager
 def staged(final: Path, *, needed: int | None = None) -> Iterator[Path]:
-    """Yield an empty temporary folder, `final`.tmp, which takes the name `final` when the block ends.
+    """Yield an empty temporary folder, `final`.tmp, which is renamed to `final` when the block ends.
 
-    Before that, all its files are flushed to disk. A folder that already has the name `final` is replaced. If
-    the block raises an error, the temporary folder is removed and the existing folder stays.
+    All files are flushed to disk before the folder is renamed. An existing folder `final` is replaced. If the
+    block raises an error, the temporary folder is removed and the existing folder stays.
 
     Args:
         final: the final path.
@@ -65,9 +65,9 @@ def staged(final: Path, *, needed: int | None = None) -> Iterator[Path]:
 
 
 def recover(final: Path) -> None:
-    """Complete an interrupted replacement.
+    """Complete the replacement of a folder that a crash interrupted.
 
-    The old folder is removed if the new one exists; otherwise the old folder gets its name back.
+    If the new folder exists, the old folder is removed; otherwise the old folder gets its name back.
     """
     old = final.with_name(final.name + REPLACED)
     if old.exists() and final.exists():
@@ -91,7 +91,7 @@ def sync(path: Path) -> None:
 
 
 def _user_error(error: BaseException, folder: Path, needed: int | None) -> CheckpointError | None:
-    """Return the error to show to the user instead of `error`; None if `error` should be raised as it is."""
+    """Return an error for the user that replaces `error`; None if `error` should be raised unchanged."""
     if not isinstance(error, Exception) or isinstance(error, CheckpointError):
         return None
     there = next(path for path in (folder, *folder.parents) if path.exists())

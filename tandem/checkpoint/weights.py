@@ -1,4 +1,4 @@
-"""Reading of the weights of a sharded checkpoint, one at a time, in one process without the model."""
+"""Read the weights of a sharded checkpoint, one at a time, in one process without the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.errors import CheckpointError
 
 
 def read_weights(path: Path, section: str = "model.") -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's weights by name, each as a full CPU tensor, in the dtype used for training.
+    """Yield (name, full CPU tensor) for each weight of the model, in the dtype used for training.
 
     Args:
         path: a folder that an engine's `save` wrote, with any number of ranks.
         section: prefix of the keys to read; the default reads the model's weights.
 
     Raises:
-        CheckpointError: there is no sharded checkpoint, or it cannot be read.
+        CheckpointError: the sharded checkpoint does not exist or cannot be read.
     """
     reader = ShardReader(path)
     for key, entry in reader.contents.state_dict_metadata.items():

@@ -41,11 +41,10 @@ def _bench(
     """Measure the phases of real training steps.
 
     The run is the one that the config describes, with three changes: prompts
-    are random tokens, responses have the lengths that you give, and rewards are
-    random. The report shows the time of each phase next to the least time that
-    this device could need (its floor), and next to the figures of the users'
-    benchmark document for the same model. The results also calibrate `tandem
-    bench predict`.
+    are random tokens, responses have the given lengths, and rewards are random.
+    The report shows the time of each phase, the minimum time that this device
+    could need (the floor), and the published figures for the same model, if
+    there are any. The results also calibrate `tandem bench predict`.
 
     More with --help: tandem bench compare A.json B.json · tandem bench predict
     [CONFIG.yaml] key=value …
@@ -53,13 +52,13 @@ def _bench(
     Args:
         words: [CONFIG.yaml] key=value …, the same as for tandem train
         dummy: use random weights; the model may then be a config.json, a folder
-            with one, or a name such as Qwen/Qwen2.5-7B
+            with a config.json, or a name such as Qwen/Qwen2.5-7B
         lengths: response lengths in tokens: N, uniform:LOW:HIGH,
             lognormal:MEAN:P95 (P95 below 3.8 × MEAN) or run:FOLDER; default:
             the longest that the config allows
         prompt_lengths: prompt lengths in tokens, in the same forms as --lengths
         steps: number of measured steps
-        warm_up: number of steps before the measured ones
+        warm_up: number of steps before the measured steps
         save: write a checkpoint after the last step
         folder: folder for prompts, models and the run; workers on other
             machines must see it. Default: a temporary folder
@@ -91,8 +90,8 @@ def _bench(
 def _compare(a: Path, b: Path) -> None:
     """Show two reports of tandem bench side by side.
 
-    The table has the ratio of each row, and lists what differs between the
-    configs, machines and versions.
+    The table has the ratio of each row. A second table lists the differences
+    between configs, machines and versions.
 
     Args:
         a: the first report, a JSON file
@@ -111,7 +110,7 @@ def _predict(
 ) -> None:
     """Predict the time of a step and of a whole run.
 
-    The device must have been measured with `tandem bench`. Nothing is run.
+    The device must have been measured with `tandem bench`. No step is run.
 
     Args:
         words: [CONFIG.yaml] key=value …, the same as for tandem train
@@ -139,7 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Return a report that `tandem bench` wrote.
 
     Raises:
-        DataError: the file is not such a report.
+        DataError: the file is not a report of `tandem bench`.
     """
     try:
         found = parse_json(path.read_text(encoding="utf-8"))

@@ -71,13 +71,13 @@ def check(arguments: list[str]) -> int:
 
 
 def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
-    """Print a config's sizes and what it lacks here. Run its control if `--run` was given.
+    """Print a config's sizes and what this machine lacks; with `--run`, also run the control steps.
 
     Returns:
         the exit status.
 
     Raises:
-        TandemError: the run would refuse its data or its model; with --here, also what this machine lacks.
+        TandemError: the data or the model cannot be used; with --here, also if this machine lacks something.
     """
     for name, value in (derived(loaded.config) if command == "train" else {}).items():
         print(f"{name}: {value}")
@@ -119,7 +119,7 @@ def _model(folders: list[str]) -> int:
 
 
 def _control(loaded: Loaded[TrainConfig]) -> int:
-    """Take two steps that must not change anything. Return 1 if something changed, else 0."""
+    """Take two steps with learning rate 0. Return 1 if they show a fault of the setup, else 0."""
     run_control = import_module("tandem.trainer.control").run_control
     report = run_control(loaded.config, say=say)
     print(f"\n{'probe':<28} {'step 1':>11} {'step 2':>11} {'floor':>11}")

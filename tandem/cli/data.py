@@ -36,10 +36,10 @@ def data(arguments: list[str]) -> int:
 
 
 def _overview(arguments: list[str]) -> int:
-    """Print all subcommands if help was asked for.
+    """Print all subcommands if the arguments request help.
 
     Raises:
-        ConfigError: something other than help was asked for.
+        ConfigError: the arguments do not request help.
     """
     word = next(iter(arguments), None)
     if word not in ("-h", "--help"):
@@ -179,7 +179,7 @@ def _show(words: list[str], n: Annotated[int, typer.Option("--n", min=0)] = 2, f
 
 
 def _as_ids(tokenizer: Any, options: Mapping[str, Any], values: Sequence[Any]) -> list[list[int]]:
-    """Return the token ids of values in rows, in the form in which a model gets them.
+    """Return the token ids of prompts or responses in rows, formatted as for a model.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -189,7 +189,7 @@ def _as_ids(tokenizer: Any, options: Mapping[str, Any], values: Sequence[Any]) -
     template = import_module("tandem.data.chat").ChatTemplate(tokenizer, options)
 
     def pieces(value: Any) -> Any:
-        """Return a value as texts or token ids."""
+        """Return a value as a formatted text or token ids."""
         if isinstance(value, str):
             return template.prompt(value)
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -251,7 +251,7 @@ def _dedupe(
 ) -> None:
     """Remove duplicate rows.
 
-    A row is left out if it repeats an earlier one: the texts differ only in
+    A row is left out if it repeats an earlier row: the texts differ only in
     whitespace and case, or they share most word n-grams and all numbers. With
     --against, rows whose prompt occurs in other data are left out too.
 
@@ -260,7 +260,7 @@ def _dedupe(
         output: file to write, .parquet or .jsonl
         against: data whose prompts, or near copies of them, must not occur in
             OUT
-        ngram: words per n-gram; 0: only rows that are the same
+        ngram: words per n-gram; 0: only equal rows
         overlap: share of common n-grams from which two texts count as near
             copies
         overwrite: replace files that exist
@@ -309,7 +309,7 @@ def _check_outputs(paths: Sequence[Path], overwrite: bool) -> None:
 
 
 def _config(words: Sequence[str], root: Any = TrainConfig) -> Any:
-    """Return the config that the key=value words give. The other words are its data files."""
+    """Return the config for key=value words. All other words are data files."""
     files = [word for word in words if not _KEY.match(word)]
     if not files:
         raise ConfigError("no data file is named", expected="FILE … key=value …")
@@ -318,7 +318,7 @@ def _config(words: Sequence[str], root: Any = TrainConfig) -> Any:
 
 
 def _tokenizer(config: Any) -> Any:
-    """Return the tokenizer of the config's model, or None if the config names no model."""
+    """Return the tokenizer of the config's model; None if the config has no model."""
     model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
     if not model.path:
         return None

@@ -44,7 +44,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def _table(sources: Mapping[str, Any], confidence: float) -> Table:
-    """Return a table with a row for each measure of each data source."""
+    """Return a table with one row per measure and data source."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("data source", "measure", "value", f"{confidence:.0%} interval", "problems", "responses"):
         table.add_column(name, justify="left" if name in ("data source", "measure") else "right")

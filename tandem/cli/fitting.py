@@ -1,4 +1,4 @@
-"""The times that `tandem plan` prints, and its search for a config that fits."""
+"""Compute the times that `tandem plan` prints, and search for a config that fits into memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.observability.terminal import say
 def judge_of(
     path: str | None, overrides: Sequence[str], device: float, clock: Clock | None, lengths: Lengths
 ) -> Judge:
-    """Return the judge that rates configs.
+    """Return the `Judge`, which computes memory and time of configs.
 
     Args:
         path: the file that the config was loaded from, if any.
@@ -52,7 +52,7 @@ def judge_of(
 
 
 def time_of(config: TrainConfig, made: Plan, judge: Judge, probing: Probing | None) -> dict[str, Any] | None:
-    """Return the time of a step and of the run, as plain values, or None if it is unknown.
+    """Return the time of a step and of the run, as JSON-like values; None if unknown.
 
     Args:
         config: the config.
@@ -81,7 +81,7 @@ def time_of(config: TrainConfig, made: Plan, judge: Judge, probing: Probing | No
 
 
 def _steps(config: TrainConfig) -> int | None:
-    """Return the number of steps of the run, or None if neither the config nor its data tell."""
+    """Return the number of steps of the run; None if config and data do not determine it."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     rows = 0
@@ -121,14 +121,14 @@ def print_schedules(found: Sequence[Schedule]) -> None:
 
 
 def as_words(keys: Mapping[str, Any]) -> list[str]:
-    """Return each key and value as a word key=value."""
+    """Return a list of words key=value."""
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def write_fit(
     config: TrainConfig, path: str | None, overrides: Sequence[str], judge: Judge, out: Path
 ) -> list[str]:
-    """Search for the fastest config that fits, and write what was given together with the changes.
+    """Search for the fastest config that fits into memory, and write the given config with the changes.
 
     Args:
         config: the config to start from.
@@ -138,10 +138,10 @@ def write_fit(
         out: the file to write.
 
     Returns:
-        the changes, one text each.
+        a text for each changed key.
 
     Raises:
-        ConfigError: nothing fits, or the file cannot be written.
+        ConfigError: no config fits, or the file cannot be written.
     """
     found = search(config, judge)
     if not found.changes:

@@ -1,6 +1,6 @@
 """The commands `tandem from-trl` and `tandem from-openrlhf`.
 
-They turn another system's settings into a config.
+The commands convert another system's settings to a config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.observability.terminal import say, warn
 from tandem.peers.table import Reading
 
 REFUSED = 3
-"""The exit status if settings are refused: the config then trains something slightly different."""
+"""The exit status if settings are refused, so that the config is not equivalent."""
 
 
 @worded
@@ -83,7 +83,7 @@ def from_openrlhf(arguments: list[str]) -> int:
 
 
 def _write(made: Peer, path: str | None) -> int:
-    """Write the config, print what became of each setting, and return the exit status."""
+    """Write the config, print the translation of each setting, and return the exit status."""
     print_table("settings", made.rows)
     for note in (*made.notes, *made.lost):
         warn(f"note: {note}")

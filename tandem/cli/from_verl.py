@@ -30,8 +30,8 @@ class Request:
     Attributes:
         script: the shell script.
         arguments: the arguments of the script.
-        call: which of the script's calls of verl to take; the first is 1.
-        limit_s: how long reading the script may take, in seconds; None: the default.
+        call: the number of the script's call of verl to use; the first call is 1.
+        limit_s: the time limit for running the script in the sandbox, in seconds; None: the default.
         words: the other words of the command line.
     """
 
@@ -43,7 +43,7 @@ class Request:
 
 
 def requested(arguments: Sequence[str]) -> Request | None:
-    """Return the request of a command line, or None if it has no `--from-verl`.
+    """Parse the option `--from-verl` and its related options; return None without `--from-verl`.
 
     Raises:
         UsageError: an option has no value, or a value that is not a number.
@@ -70,7 +70,7 @@ def _number(given: dict[str, str], name: str) -> float | None:
 
 
 def _arguments(request: Request) -> tuple[str, ...]:
-    """Return the words of the call, after this process took over the call's folder and environment."""
+    """Change this process to the call's folder and environment, and return the words of the call."""
     script = Script.read(request.script, request.arguments, limit_s=request.limit_s)
     call = script.call(request.call)
     for command in script.others:
@@ -93,13 +93,13 @@ def _arguments(request: Request) -> tuple[str, ...]:
 
 
 def load(request: Request) -> Loaded[TrainConfig]:
-    """Return the config that a script's call of verl asks for, and print how its settings were read.
+    """Return the config for a script's call of verl, and print the translation of its settings.
 
-    Afterwards this process is in the folder and the environment of the call.
+    Afterwards, this process has the working folder and the environment of the call.
 
     Raises:
-        ConfigError: the script has no such call, the call is not one of verl's PPO trainer, or some of its
-            settings are refused. A table names these.
+        ConfigError: the script does not have this call, the call is not a call of verl's PPO trainer, or some
+            of its settings are refused. A table lists the refused settings.
     """
     path, overrides = split_arguments([*VERLS_DEFAULTS, *_arguments(request), *request.words])
     try:

@@ -1,4 +1,4 @@
-"""The first part of each command's `--help`: an example, and the most important keys."""
+"""The start of each command's `--help`: an example, and the most important config keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COMMANDS = {
     "logs": "tandem logs runs/mine -f",
     "stacks": "tandem stacks runs/mine",
 }
-"""An example of each command."""
+"""A dict from command to an example."""
 
 
 def guide(command: str) -> str:

@@ -16,7 +16,7 @@ from tandem.observability.terminal import say
 
 POLL_S = 0.2
 _PIECE = 1 << 20
-"""How many characters are read at a time."""
+"""The number of characters to read at a time."""
 
 
 @command

@@ -1,7 +1,7 @@
 """The command `tandem`.
 
-Each subcommand is a module that is loaded only when it is called. Subcommands that do not need torch
-therefore start at once.
+The module of a subcommand is imported only when the subcommand is called. So subcommands that do not need
+torch start quickly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: the words after `tandem`; None: those of this process.
+        arguments: the words after `tandem`; None: the arguments of this process.
 
     Returns:
         the exit status: 0 for success; 1 after an error that the user can act on; 2 for an unknown command
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run the command that the words name, and return its exit status."""
+    """Run the subcommand in the first word, and return its exit status."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

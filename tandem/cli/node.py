@@ -31,18 +31,18 @@ SILENT_PROBES = 5  # the head is gone after so many unanswered connections in a 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a node, from the command line and the environment.
+    """The settings of a cluster node, from the command line and the environment.
 
     Attributes:
         rank: rank of this machine; 0 is the head.
         port: port of the head.
         job: the scheduler's job id, or None if unknown; head files of other jobs are ignored.
-        file: the file through which the other machines find the head.
-        timeout_s: seconds within which the head must be up.
-        grace_s: how many seconds a follower stays after a first signal, so that the head can end first.
-        address: address of this machine; None: find it.
-        interface: network interface whose address to use; None: the one with the route outward.
-        words: further words for `ray start`.
+        file: the shared file with the head's address.
+        timeout_s: seconds within which the head must be running.
+        grace_s: seconds that a follower continues after a first signal, so that the head can end first.
+        address: address of this machine; None: determine the address.
+        interface: network interface whose address to use; None: the interface with the default route.
+        words: additional words for `ray start`.
         command: the command that rank 0 runs.
     """
 
@@ -164,7 +164,7 @@ def _lead(settings: Settings, processes: Processes, ray: RayNode) -> int:
 
 
 def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Mapping[str, str]) -> int:
-    """Run the command, or wait for a signal, and return the exit status."""
+    """Run the user's command, or wait for a signal, and return the exit status."""
     if not settings.command:
         names = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
         exports = " ".join(f"{name}={variables[name]}" for name in names if name in variables)
@@ -186,7 +186,7 @@ def _serve(settings: Settings, processes: Processes, ray: RayNode, variables: Ma
 def _stopped(settings: Settings, processes: Processes) -> int:
     """Return the exit status after a signal.
 
-    It is 128 + the number of the signal if there was a command to run, else 0.
+    The status is 128 + the number of the signal if there was a command to run, else 0.
     """
     return 128 + processes.received[0] if settings.command else 0
 
@@ -216,10 +216,10 @@ def _follow(settings: Settings, processes: Processes, ray: RayNode) -> int:
 
 
 def _await_head(settings: Settings, processes: Processes, deadline: float) -> Head | None:
-    """Return the head to join, or None if a signal arrives first.
+    """Wait until the head is running and return the head; None if a signal arrives first.
 
     Raises:
-        TandemError: there is no head at the deadline.
+        TandemError: the head is not running at the deadline.
     """
     while not processes.stop_asked:
         head, reason = settings.file.living(settings.job)
@@ -232,7 +232,7 @@ def _await_head(settings: Settings, processes: Processes, deadline: float) -> He
 
 
 def _stay(settings: Settings, processes: Processes, ray: RayNode, head: Head) -> int:
-    """Stay until the head is gone. Return 0 if it ended normally, or if signals stopped this node.
+    """Wait until the head has ended. Return 0 if it ended normally, or if signals stopped this node.
 
     Raises:
         TandemError: the head, or Ray on this machine, ended unexpectedly.

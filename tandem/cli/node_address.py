@@ -1,6 +1,6 @@
-"""Functions that find this machine's IPv4 address and test whether a port is free.
+"""Find this machine's IPv4 address, and test whether a port is free.
 
-They use no cluster library.
+This module uses no cluster library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of a network interface, or None if it has no address or does not exist."""
+    """Return the IPv4 address of a network interface; None without an address or interface."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -30,8 +30,8 @@ def address_of(interface: str) -> str | None:
 def own_address(interface: str | None, towards: str = OUTSIDE) -> str:
     """Return this machine's IPv4 address.
 
-    This is the address of the interface if one is given, else the address with the route to `towards`, else
-    the only address.
+    If an interface is given, the result is its address. Otherwise it is the address with the route to
+    `towards`, or else the only address.
 
     Args:
         interface: a network interface, or None.

@@ -1,6 +1,6 @@
-"""The file through which the nodes of a cluster find its head, and the token next to it.
+"""The file with the address of a cluster's head, for the other nodes, and the token next to the file.
 
-Both are on a shared file system. The token is the password of the cluster.
+File and token are on a shared file system. The token is the password of the cluster.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Head:
 
     Attributes:
         address: address of the machine.
-        port: port of the cluster's head on this machine.
+        port: port of the head process.
         job: the scheduler's job id, if known.
-        start: a random name of this start of the head; each start has another name.
+        start: a random id, which is different for each start of a head.
     """
 
     address: str
@@ -40,7 +40,7 @@ class Head:
         return f"the head {self.address}:{self.port}{job}"
 
     def answers(self) -> bool:
-        """Return whether something accepts connections at the head's address and port."""
+        """Return whether a process accepts connections at the head's address and port."""
         try:
             with socket.create_connection((self.address, self.port), timeout=ANSWER_S):
                 return True
@@ -60,7 +60,7 @@ class HeadFile:
         self.token_path = self.path.with_name(f"{self.path.name}.token")
 
     def read(self) -> Head | None:
-        """Return the head that the file describes, or None if there is no file.
+        """Return the head that the file describes; None if the file does not exist.
 
         Raises:
             TandemError: the file cannot be read, or does not describe a head.
@@ -79,7 +79,7 @@ class HeadFile:
             ) from error
 
     def living(self, job: str | None) -> tuple[Head | None, str]:
-        """Return the head to join, or None and the reason why there is none yet."""
+        """Return (head, "") if the head is running, or (None, the reason why not)."""
         try:
             head = self.read()
         except TandemError as error:
@@ -93,7 +93,7 @@ class HeadFile:
         return head, ""
 
     def has_ended(self, head: Head) -> bool:
-        """Return whether the head ended normally: the file no longer names it, and nothing answers."""
+        """Return whether the head ended normally: the file no longer describes it, and its port is closed."""
         try:
             named = self.read()
         except TandemError:
@@ -115,7 +115,7 @@ class HeadFile:
         self.remove()
 
     def write(self, head: Head) -> None:
-        """Write the file in one step: readers see the whole file or none."""
+        """Write the file atomically."""
         _write(self.path, json.dumps(asdict(head), indent=2) + "\n")
 
     def write_token(self, token: str) -> None:
@@ -127,7 +127,7 @@ class HeadFile:
 
 
 def known_token(environment: Mapping[str, str]) -> str:
-    """Return the user's own token, from where Ray looks for it, or a new one if there is none."""
+    """Return the user's token, from the locations that Ray uses, or a new token if there is none."""
     if environment.get("RAY_AUTH_TOKEN"):
         return environment["RAY_AUTH_TOKEN"]
     path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -138,7 +138,7 @@ def known_token(environment: Mapping[str, str]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only this user may read. The final rename prevents reads of a half-written file."""
+    """Write a file atomically, such that only this user may read the file."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

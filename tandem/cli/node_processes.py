@@ -1,4 +1,4 @@
-"""The processes of a launcher: it starts them, passes signals on to them, and ends all of them at the end."""
+"""The child processes of a launcher, which starts them, forwards signals and stops all of them at the end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ LEFT_S = 3.0  # time for the remaining descendants to end, before they are kille
 
 
 class Processes:
-    """A context that collects signals and, at its end, stops every process that was started in it.
+    """A context that collects signals. At its end, every process that was started in it is stopped.
 
-    It is meant for a launcher that does nothing else: it treats every descendant of this process as started
-    by the launcher, and stops it.
+    Use this class only in a launcher: the class stops every descendant of this process.
 
     Attributes:
         received: signals that are not handled yet, oldest first.
@@ -73,10 +72,11 @@ class Processes:
         Args:
             command: the words of the command.
             environment: the whole environment of the process.
-            output: file for its standard output and standard error; None: those of this process.
+            output: file for the standard output and standard error of the process; None: the streams of this
+                process.
 
         Raises:
-            TandemError: there is no such program.
+            TandemError: the program does not exist.
         """
         try:
             child = subprocess.Popen(
@@ -107,7 +107,7 @@ class Processes:
         self.received.clear()
 
     def end(self) -> None:
-        """Ask all processes to end: first the children, then their descendants. Kill those that remain."""
+        """Send SIGTERM to all children, then to all descendants, and kill the remaining processes."""
         for child in self._children:
             self._signal(child, signal.SIGTERM)
         _await(lambda: all(child.poll() is not None for child in self._children), STOP_S)
@@ -136,7 +136,7 @@ class Processes:
                     os.waitpid(ended.si_pid, 0)
 
     def _descendants(self) -> list[int]:
-        """Return the descendants of this process that still live."""
+        """Return the ids of all living descendants of this process."""
         self._reap()
         return trees([os.getpid()])[1:]
 

@@ -1,6 +1,6 @@
 """The Ray node of this machine.
 
-Ray's own program runs as a child of the launcher. Ray is not imported.
+The program `ray` runs as a child of the launcher. The package Ray is not imported.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RayNode:
     """A process of `ray start --block`.
 
     Args:
-        processes: starts and ends the process.
-        log: file for its output.
-        words: words that `ray start` always gets.
+        processes: starts and stops the process.
+        log: file for the output of Ray.
+        words: arguments of `ray start`.
 
     Raises:
         TandemError: Ray is not installed.
@@ -87,11 +87,11 @@ class RayNode:
 
 
 def environment(file: HeadFile, *, locked: bool) -> dict[str, str]:
-    """Return the environment for processes that talk to the cluster.
+    """Return the environment variables for processes that connect to the cluster.
 
     Args:
         file: the file of the cluster's head.
-        locked: whether the cluster requires the token that is stored next to this file.
+        locked: whether the cluster requires the token next to `file`.
     """
     variables = dict(os.environ)
     variables.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -67,8 +67,8 @@ def plan_memory(arguments: list[str]) -> int:
       --out FILE        file for the config of --fit; default: fit-NxSIZE.yaml
       SIZE may be a kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200
       --lengths, --prompt-lengths  lengths for the predicted times, as of tandem bench; default: the longest
-      --probe [N]       answer and score N prompts (32) as the run would; show the share of groups that would
-                        teach something, response lengths and times. The run folder stays as it is
+      --probe [N]       answer and score N prompts (32) as the run would; show the fraction of groups that
+                        would teach something, response lengths and times. The run folder is not changed
       --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
       --schedule        compare three schedules, each with its best split: generation and training on the same
                         devices, on separate devices, and at the same time
@@ -112,14 +112,14 @@ def plan_memory(arguments: list[str]) -> int:
 
 
 def _device(config: TrainConfig, size: float | None, kind: str | None) -> tuple[float, Clock | None]:
-    """Return a device's memory in bytes, and the speeds of its kind."""
+    """Return a device's memory in bytes, and the speeds of this type of device."""
     cuda = config.trainer.device != "cpu"
     memory = size * GIB if size is not None else _DEFAULT * GIB if cuda else float(host_total())
     return memory, Clock.of(read_devices(default_path()), kind, size or _DEFAULT, cuda=cuda)
 
 
 def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the other words, and the options with their values.
+    """Split the arguments into other words and a dict from option to value.
 
     The value of a switch, and of `--probe` without a number, is "".
     """
@@ -144,11 +144,11 @@ def _options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _devices(options: Mapping[str, str]) -> tuple[list[str], float | None, str | None]:
-    """Return the devices that the options ask for.
+    """Return the number, memory and type of the devices, from the options.
 
     Returns:
-        key=value words for their number; GiB of each; their kind, one of `CLASSES`. What the options do not
-        say is empty or None.
+        key=value words for the number of devices; the memory of each device in GiB; the type, one of
+        `CLASSES`. A value that the options do not set is empty or None.
     """
     count, size, kind = 0, None, None
     for name in ("--device", "--devices", "--fit"):
@@ -200,10 +200,10 @@ def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:
 
 
 def _bar(phase: Phase, device: float) -> str:
-    """Return a bar of letters that shows what fills the device.
+    """Return a bar of letters that shows how a device's memory is used.
 
-    Each part has its own letter, and each letter stands for 1/32 of the device. A ! at the end means that
-    the parts do not fit.
+    Each use of memory has a different letter, and each letter in the bar is 1/32 of the memory. A ! at the
+    end means that the memory is too small.
     """
     text, filled = "", 0.0
     for part, letter in _FILLS.items():
@@ -222,7 +222,7 @@ def _sizes(parts: dict[str, float]) -> str:
 
 
 def _as_json(made: Plan, found: list[Lever]) -> dict[str, Any]:
-    """Return the plan as plain values. Sizes are in bytes."""
+    """Return the plan as JSON-like values. Sizes are in bytes."""
     phases = [{**asdict(phase), "total": phase.total, "needed": phase.needed} for phase in made.phases]
     return {
         "device": made.device,

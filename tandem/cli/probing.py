@@ -37,10 +37,10 @@ class Probing:
         options: the options `--probe` and `--probe-seconds`.
 
     Attributes:
-        report: see `tandem.trainer.probe.report`.
+        report: the estimates for the whole run, see `tandem.trainer.probe.report`.
 
     Raises:
-        TandemError: the run could not start here, or sampling fails.
+        TandemError: the run cannot start on this machine, or sampling fails.
     """
 
     def __init__(self, path: str | None, overrides: Sequence[str], options: Mapping[str, str]) -> None:
@@ -56,24 +56,23 @@ class Probing:
         self._device = "cpu" if planning.on_cpu(config.trainer) else "cuda"
 
     def placed(self, config: TrainConfig) -> TrainConfig:
-        """Return the config for the devices of this machine, if these are the devices of the run."""
+        """Return the config with this machine's device, if the run uses devices of this machine."""
         return with_value(config, "trainer.device", self._device) if self._here else config
 
     def lengths(self, config: TrainConfig) -> Lengths:
-        """Return the lengths of a step's sequences: those of the sampled groups, repeated."""
+        """Return the lengths of a step's sequences, by repeating the lengths of the sampled groups."""
         rows = np.arange(config.data.train_batch_size) % len(self._seen.prompts)
         return Lengths(self._seen.prompts[rows], self._seen.responses[rows])
 
     def seconds(
         self, config: TrainConfig, step: Callable[[Lengths], Mapping[str, float]] | None = None
     ) -> dict[str, float]:
-        """Return the seconds of a step's phases. Generation and scoring are as measured.
+        """Return a dict from phase of a step to seconds. Generation and scoring use measured times.
 
         Args:
             config: the config.
-            step: returns the modeled seconds for given lengths; None: only generation and scoring are
-                returned, at their measured rates. The model allows for the fact that larger batches
-                generate faster.
+            step: returns the modeled seconds for given lengths, which accounts for the higher speed of larger
+                batches; None: only generation and scoring are returned, at their measured rates.
         """
         lengths = self.lengths(config)
         responses, again = lengths.responses.ravel(), self._generations(config)
@@ -101,9 +100,9 @@ class Probing:
         return taken / by_model
 
     def _generations(self, config: TrainConfig) -> float:
-        """Return how many prompts a step answers for each prompt that it trains on, in whole batches.
+        """Return the number of answered prompts per training prompt of a step, rounded up to whole batches.
 
-        If no sampled group would be used, this is the smallest number that is possible.
+        If no sampled group would be used, the result is a lower bound.
         """
         used, size = self.report["generated_per_used"], config.data.train_batch_size
         each = config.data.prompts_at_a_time

@@ -18,21 +18,21 @@ from tandem.lifetime import end_now, last_words
 
 _READER_GONE = 141
 _SAME_S = 0.002
-"""Two signals within so many seconds count as one: `timeout` sends its signal twice."""
+"""Seconds within which two signals count as one, because the program `timeout` sends its signal twice."""
 
 
 class OutputError(TandemError):
-    """Standard output cannot be written."""
+    """Raised if standard output cannot be written."""
 
 
 class ReaderGoneError(OutputError):
-    """The reader of standard output closed it."""
+    """Raised if the reader of standard output has closed the pipe."""
 
     exit_code = _READER_GONE
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output whose errors are `OutputError`s."""
+    """A wrapper of standard output that raises `OutputError` for write errors."""
 
     def write(self, text: str) -> int:
         try:
@@ -48,7 +48,7 @@ class _Output(io.TextIOWrapper):
 
 
 class _ErrorOutput(io.TextIOWrapper):
-    """Standard error. If it cannot be written, the error is ignored and the work goes on."""
+    """A wrapper of standard error that ignores write errors."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -63,7 +63,7 @@ class _ErrorOutput(io.TextIOWrapper):
 def prepare() -> None:
     """Prepare this process for a command.
 
-    It gets UTF-8 and working streams, and a second signal ends it at once.
+    Set up UTF-8 and working standard streams, and let a second signal end the process at once.
     """
     _use_utf8()
     _open_streams()
@@ -76,10 +76,10 @@ def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
 
     Args:
         words: the words after `tandem`.
-        run: runs the command that the words name.
+        run: a function that runs the subcommand in the first word.
 
     Returns:
-        the exit status. An error that the user can act on has been printed.
+        the exit status. The function prints errors that the user can fix.
     """
     try:
         status = run(words)
@@ -103,7 +103,7 @@ def outcome(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def _use_utf8() -> None:
-    """Restart this process in Python's UTF-8 mode if the locale has another encoding.
+    """If the locale does not use UTF-8, restart this process in Python's UTF-8 mode.
 
     The mode applies to paths, texts and output.
     """
@@ -115,7 +115,7 @@ def _use_utf8() -> None:
 def _open_streams() -> None:
     """Open closed standard streams, and make write errors `OutputError`s.
 
-    Otherwise the next files that are opened would get the numbers of the closed streams. Writing to a
+    Otherwise, the next opened files would get the file descriptors of the closed streams. Writing to a
     standard output that was closed is an error.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
@@ -135,8 +135,7 @@ def _raw(number: int) -> io.BufferedWriter:
 def _watch_signals() -> None:
     """Let a second signal end this process at once.
 
-    A thread reads which signals arrive, because during a long computation Python does not run signal
-    handlers.
+    A thread waits for signals, because during a long computation Python does not run signal handlers.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)

@@ -1,4 +1,4 @@
-"""Functions that find what may be deleted of a run folder, and delete it."""
+"""Find and delete checkpoints and run folders that are no longer needed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Doomed:
 
     Attributes:
         path: the folder.
-        run: the run folder, which may be the same.
-        why: the reason why it may be deleted.
-        bytes: size of all files in it.
+        run: the run folder, which may be the same folder.
+        why: the reason why the folder may be deleted.
+        bytes: size of all files in the folder.
     """
 
     path: Path
@@ -42,10 +42,11 @@ class Doomed:
 
 
 def doomed(run: Run) -> list[Doomed]:
-    """Return what may be deleted of a run.
+    """Return the folders of a run that may be deleted.
 
-    This is the whole run if it did nothing; otherwise all checkpoints except the newest complete one and
-    the best one. Nothing may be deleted of a run that is running, or of one without a complete checkpoint.
+    For a run without results, this is the run folder. For other runs, these are all checkpoints except the
+    newest complete checkpoint and the best checkpoint. The result is empty if the run is running or has no
+    complete checkpoint.
 
     Raises:
         DataError: the run's metrics cannot be read.
@@ -68,10 +69,10 @@ def doomed(run: Run) -> list[Doomed]:
 
 
 def remove(each: Doomed) -> None:
-    """Delete a folder. Meanwhile nobody can start to write in its run.
+    """Delete a folder. During the deletion, the run is locked.
 
     Raises:
-        ConfigError: a process writes in the run.
+        ConfigError: a process writes to the run folder.
     """
     with ProcessLock(each.run / LOCK, str(each.run), say):
         last = each.path.with_name(
@@ -82,7 +83,7 @@ def remove(each: Doomed) -> None:
 
 
 def _best(run: Run) -> int | None:
-    """Return the step of the best checkpoint, or None if no checkpoint has a value."""
+    """Return the step of the best checkpoint; None if no checkpoint has the metric."""
     best = run.best
     if best is None:
         return None

@@ -30,15 +30,15 @@ def replay(
     """Repeat a step of a run and compare the result with what was recorded.
 
     The replay starts from the checkpoint before the step, and uses the samples
-    that the run kept. On a CPU the results are the same, bit for bit. If you
-    give changes, the replay also shows what the step would have been with them.
-    The exit status is 1 if the replay differs from the record.
+    that the run stored. On a CPU the results are equal, bit for bit. If you
+    give changes, the replay also shows the step with these changes. The exit
+    status is 1 if the replay differs from the record.
 
     Args:
         run: the run folder, which is only read
         changes: changed config keys for a second replay; only keys that affect
             training on given samples
-        step: the step to repeat; default: the last finished one
+        step: the step to repeat; default: the last finished step
         reward: reward function that replaces the recorded scores
         without: leave out the samples of prompts (UID), or single samples
             (UID#SAMPLE)

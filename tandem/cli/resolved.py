@@ -1,4 +1,4 @@
-"""Functions that several commands share: loading their config, and the dry run."""
+"""Load the config of a command, and handle --dry-run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LOADERS: dict[str, Callable[..., Loaded[Any]]] = {
     "sft": load_sft_config,
     "rm": load_rm_config,
 }
-"""The functions that load the configs of the commands that train."""
+"""A dict from training command to the function that loads its config."""
 
 
 def resolved(arguments: list[str], load: Load[C], options: Collection[str] = ()) -> C | None:
-    """Return the config of `[CONFIG.yaml] key=value …`, or None after a dry run.
+    """Load the config from `[CONFIG.yaml] key=value …`; with --dry-run, print it and return None.
 
     Notes about the config go to standard error.
 
     Args:
         arguments: the words of the command line.
         load: loads the config.
-        options: words of the command that are not settings, in addition to --dry-run.
+        options: the command's options besides --dry-run, which are skipped.
 
     Raises:
-        ConfigError: the config is wrong, or an option is unknown.
+        ConfigError: the config is invalid, or an option is unknown.
     """
     words = [word for word in arguments if word not in ("--dry-run", *options)]
     loaded = load(*split_arguments(words))

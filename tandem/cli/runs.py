@@ -23,7 +23,7 @@ from tandem.observability.sinks.console import duration
 from tandem.observability.terminal import plain_console, printable, say
 
 WIDTH = 200
-"""Columns of a table that is written to a file or to another program."""
+"""The width of a table, in columns, if the output is not a terminal."""
 OF_THE_PLACE = ("trainer.default_local_dir", "trainer.experiment_name")
 COMPARED = (
     *METRICS,
@@ -87,7 +87,7 @@ def _compare(named: list[Path], metric: list[str] | None = None) -> None:
 
     Args:
         named: run folders
-        metric: a further metric to show
+        metric: an additional metric to show
     """
     compared = [Run(folder) for folder in named]
     settings = [dict(flat(run.config)) for run in compared]
@@ -182,7 +182,7 @@ def _under(folders: Iterable[Path] | None) -> list[Run]:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """Return what the list shows of a run, as plain values."""
+    """Return a run's row of the list, as JSON-like values."""
     facts: dict[str, Any] = {"run": str(run.path), "bytes": run.bytes}
     try:
         curve = run.curve(run.metric) if run.metric else []

@@ -16,7 +16,7 @@ from tandem.observability.terminal import say
 
 SHOWN = 4
 LONGEST = 2000
-"""Texts with more characters are shown without their middle."""
+"""The length in characters above which texts are shown without their middle."""
 
 
 @command
@@ -88,7 +88,7 @@ def _show(row: dict[str, Any], longest: int | None) -> None:
 
 
 def framed(text: str, longest: int | None, mark: str = " |") -> str:
-    """Return the text with a mark before each line, to tell it from this program's own output."""
+    """Return the text with a mark before each line, to distinguish it from Tandem's own output."""
     if longest is not None and len(text) > longest:
         left_out = len(text) - longest
         text = f"{text[: longest // 2]}\n[… {left_out:,} characters, see --full …]\n{text[-longest // 2 :]}"
@@ -96,6 +96,6 @@ def framed(text: str, longest: int | None, mark: str = " |") -> str:
 
 
 def _short(text: str, longest: int) -> str:
-    """Return the text on one line, cut to a length."""
+    """Return the text on one line, shortened to at most `longest` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= longest else f"{line[:longest]}…"

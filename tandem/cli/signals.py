@@ -1,7 +1,7 @@
 """The handling of Ctrl-C and SIGTERM while a command is being loaded.
 
-This module imports very little. As soon as it is loaded, a signal no longer ends the command with a
-traceback.
+This module imports very few modules, so that signals are handled early. After its import, a signal no longer
+ends the command with a traceback.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ INTERRUPTED = 130
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 _begun: list[bool] = []
-"""Not empty if this process runs a command."""
+"""A list that is not empty if this process runs a command."""
 
 _said: list[bool] = []
-"""Not empty after this process has printed that it was stopped."""
+"""A list that is not empty after this process has printed "stopped"."""
 
 
 def end_at_signals() -> None:
@@ -39,8 +39,8 @@ def raise_interrupts() -> None:
 def import_module(name: str) -> ModuleType:
     """Import a module.
 
-    In a process that runs a command, signals end the process at once during the import. Nothing is lost
-    then, while an interrupted import could raise any error.
+    In a process that runs a command, signals end the process at once during the import. No work is lost at
+    this time, but an interrupted import could raise any error.
     """
     before = [(number, signal.getsignal(number)) for number in STOPS]
     ours = all(handler in (signal.default_int_handler, _end_at_once) for _, handler in before)

@@ -17,28 +17,28 @@ import typer
 from tandem.errors import ConfigError
 
 Command = Callable[[list[str]], int]
-"""A function that takes the words after the command's name and returns the exit status."""
+"""A command: a function from the words after the command's name to the exit status."""
 
 Works = Mapping[str, tuple[Callable[..., None], str]]
-"""The subcommands of a command by name, each with an example."""
+"""A dict from the name of a subcommand to its function and an example."""
 
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
-"""The base class of Typer's command line errors, which is click's or Typer's copy of it."""
+"""The base class of Typer's command line errors, from click or from Typer's copy of click."""
 
 _INTERRUPTED = 130
-"""The status that Typer returns after Ctrl-C."""
+"""The exit status of Typer after Ctrl-C."""
 
 _MEANING = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
 class UsageError(ConfigError):
-    """A command line that the command does not understand."""
+    """Raised for an invalid command line."""
 
     exit_code = 2
 
 
 def command(function: Callable[..., None]) -> Command:
-    """Turn a function into the command of its name; see `run_typed`."""
+    """Return a command for a function, with the function's name; see `run_typed`."""
     return partial(run_typed, function.__name__, function)
 
 
@@ -49,7 +49,7 @@ def run_work(name: str, works: Works, arguments: list[str], alone: Command) -> i
         name: name of the command.
         works: the subcommands.
         arguments: the words after the command's name.
-        alone: runs if the first word is not a subcommand.
+        alone: the command that runs if the first word is not a subcommand.
     """
     if not arguments or arguments[0] not in works:
         return alone(arguments)
@@ -63,8 +63,8 @@ def run_typed(name: str, function: Callable[..., None], arguments: list[str], *,
 
     Args:
         name: name of the command.
-        function: does the work. Its signature declares the options. Its docstring is the text of --help,
-            and its `Args:` section describes each option there.
+        function: the function of the command. Its signature declares the options. Its docstring is the text
+            of --help, and the docstring's `Args:` section describes each option.
         arguments: the words after the command's name.
         example: a command line that --help shows first.
 
@@ -72,7 +72,7 @@ def run_typed(name: str, function: Callable[..., None], arguments: list[str], *,
         the exit status.
 
     Raises:
-        UsageError: an unknown option, or a missing or wrong value.
+        UsageError: an option is unknown, or a value is missing or invalid.
     """
     text, meanings = described(function)
     _declare(function, meanings)
@@ -99,7 +99,7 @@ def described(function: Callable[..., None]) -> tuple[str, dict[str, str]]:
 def _declare(function: Callable[..., None], meanings: Mapping[str, str]) -> None:
     """Add the descriptions to the function's options.
 
-    A switch gets only the form `--NAME`, without `--no-NAME`. A parameter without a default is an argument.
+    A switch is only `--NAME`, without `--no-NAME`. A parameter without a default is an argument.
     """
     hints = get_type_hints(function, include_extras=True)
     for name, meaning in meanings.items():
@@ -114,7 +114,7 @@ def _declare(function: Callable[..., None], meanings: Mapping[str, str]) -> None
 
 
 def worded(function: Command) -> Command:
-    """Turn a function that parses its own words into a command, for which --help prints its docstring."""
+    """Return a command for a function that parses its words itself; --help prints the docstring."""
 
     @wraps(function)
     def run(arguments: list[str]) -> int:
@@ -133,12 +133,12 @@ def valued(
 
     Args:
         arguments: the words.
-        options: names of the options. The value of each is the next word.
+        options: names of the options. The value of an option is the next word.
         equals: whether the value may also follow in the same word, after "=".
-        remedy: remedy of the error.
+        remedy: the remedy of the error.
 
     Returns:
-        the other words, and the value of each option that was given.
+        the other words, and a dict from each given option to its value.
 
     Raises:
         UsageError: an option has no value.

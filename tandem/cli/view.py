@@ -25,8 +25,8 @@ def view(
     """Show runs in a browser, during and after training.
 
     The page shows curves, samples token by token, times, and warnings. Only
-    this machine can open the page. It loads nothing from elsewhere and sends
-    nothing.
+    this machine can open the page. The page sends no data to other machines and
+    loads no files from them.
 
     Args:
         runs: run folders, or folders to search for runs; default: runs/

@@ -29,7 +29,7 @@ KLKind = Annotated[str, OneOf((*tables.KL_KINDS, tables.FULL_KL), own_code=True)
 
 
 def _takes(option: str, loss: str = "policy_loss.loss_mode") -> When:
-    """Return the condition that the policy loss takes the option. A user's own loss might take any."""
+    """Return the condition that the policy loss accepts an option; assume so for a user-defined loss."""
 
     def applies(own: Any) -> bool:
         options = tables.loss_options(attrgetter(loss)(own))
@@ -39,7 +39,7 @@ def _takes(option: str, loss: str = "policy_loss.loss_mode") -> When:
 
 
 def _clips(own: Any) -> bool:
-    """Return whether the loss has a clip range; only a loss of bypass mode may have none."""
+    """Return whether the loss has a clip range. Only losses of bypass mode can lack a clip range."""
     correction = root(own).algorithm.rollout_correction
     return not correction.bypass_mode or correction.loss_type == "ppo_clip"
 
@@ -99,15 +99,15 @@ class PolicyLossConfig(Section):
         loss_mode: The policy loss: a name, or your own function as file.py:function.
         clip_cov_ratio: For clip_cov: fraction of the response tokens that are excluded from learning.
         clip_cov_lb: For clip_cov: a token may be excluded if the covariance of its log-prob and advantage is
-            above this.
+            above this value.
         clip_cov_ub: For clip_cov: a token may be excluded if the covariance of its log-prob and advantage is
-            below this.
+            below this value.
         kl_cov_ratio: For kl_cov: fraction of the response tokens that a KL penalty keeps close to the old
             policy.
         ppo_kl_coef: For kl_cov: weight of that KL penalty, per nat.
         dro_beta: For dro: weight of the squared log-ratio to the old policy. It has no default, so you must
             set it.
-        kwargs: Additional options of the policy loss, by name.
+        kwargs: Additional options of the policy loss: {name: value, …}.
     """
 
     loss_mode: Annotated[
@@ -128,9 +128,9 @@ class ActorConfig(Section):
     Attributes:
         strategy: Training engine. fsdp is another name for fsdp2.
         ppo_mini_batch_size: Prompts per optimizer step, over all devices.
-        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share of
-            the mini-batch.
-        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: all samples of the mini-batch
+            that are on the device.
+        use_dynamic_bsz: Limit micro-batches by their number of tokens instead of their number of samples.
         ppo_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
         ppo_epochs: Number of passes over the samples of each step.
         shuffle: Shuffle the samples before each pass.
@@ -142,12 +142,12 @@ class ActorConfig(Section):
         clip_ratio_c: Upper bound of the probability ratio for tokens with a negative advantage (dual
             clipping).
         tau_pos: For sapo: how fast the weight of tokens with a positive advantage falls as the new policy
-            moves away from the old one.
-        tau_neg: For sapo: the same for tokens with any other advantage.
+            moves away from the old policy.
+        tau_neg: For sapo: like tau_pos, for tokens whose advantage is zero or negative.
         loss_agg_mode: How the losses of all tokens are combined into one number, over the global mini-batch.
-            null: the way in which the loss was published, which is seq-mean-token-mean for gspo, geo_mean and
-            sapo, seq-mean-token-sum for reinforce, and token-mean for the others.
-        loss_scale_factor: For seq-mean-token-sum-norm: the number of tokens that the sums are divided by.
+            null: the aggregation that the loss was published with, which is seq-mean-token-mean for gspo,
+            geo_mean and sapo, seq-mean-token-sum for reinforce, and token-mean for all other losses.
+        loss_scale_factor: For seq-mean-token-sum-norm: the divisor of the sums, in tokens.
         entropy_coeff: Weight of the entropy bonus in the loss.
         use_kl_loss: Add the KL divergence from the reference policy to the loss.
         kl_loss_coef: Weight of that KL divergence in the loss.
@@ -195,7 +195,7 @@ class ActorConfig(Section):
 
     @property
     def aggregation(self) -> str:
-        """How the losses of all tokens are combined: as configured, or as the policy loss was published."""
+        """The configured aggregation of token losses, or the one that the policy loss was published with."""
         return self.loss_agg_mode or tables.published_aggregation(self.policy_loss.loss_mode)
 
     @property
@@ -223,11 +223,11 @@ _RESETTABLE = Check(
 
 
 class ReferenceTerm(Section):
-    """One of several reference policies.
+    """The config of one reference policy, if a run has several reference policies.
 
     Attributes:
-        path: its Hugging Face folder; None: the policy as it is at the start of the run.
-        weight: the weight of the KL to it in the sum; 0: the KL is measured but not used.
+        path: Hugging Face folder of the reference; None: the policy at the start of the run.
+        weight: the weight of the KL to this reference in the sum; 0: the KL is reported but not used.
     """
 
     path: LocalPath | None = None
@@ -256,26 +256,27 @@ _ONE_EXACT = Check(
 
 
 ONE_REFERENCE: Mapping[str, float] = {"ref_log_probs": 1.0}
-"""The column of the log-probs of the only reference, mapped to the weight of its KL."""
+"""For a run with one reference: a dict from the column of its log-probs to the weight of its KL."""
 
 
 def reference_name(column: str) -> str:
-    """Return the name of one of several references, given the column of its log-probs or its role."""
+    """Return NAME for the log-probs column `ref_log_probs.NAME` or the role `ref.NAME` of a reference."""
     return column.partition(".")[2]
 
 
 class RefConfig(LogProbSection):
-    """The frozen reference policies. A run has them only if a KL term needs them.
+    """The frozen reference policies. A run has reference policies only if a KL term needs them.
 
     Attributes:
         models: Several references instead of one: {name: {path: …, weight: 1.0}, …}. The KL of the run is the
-            sum of the KLs to all of them, each multiplied by its weight. They must use the policy's tokens.
-            Without path, a reference is the policy as it is at the start of the run. Each is placed as
-            ref.NAME, or together as ref. Empty: one reference, the policy as it is at the start of the run.
+            weighted sum of the KLs to all references. All references must use the policy's tokens. Without
+            path, a reference is the policy at the start of the run. In trainer.placement, a reference is
+            called ref.NAME; ref means all references. Empty: one reference, the policy at the start of the
+            run.
         ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
             sequence parallelism).
-        reset_interval: Copy the actor's weights to the reference every this many training steps. 0: never. If
-            it is not 0, checkpoints also contain the reference.
+        reset_interval: Copy the actor's weights to the reference every reset_interval training steps. 0:
+            never. Otherwise, checkpoints also contain the reference.
         reset_optimizer: At each such reset, also reset the actor's optimizer state (ProRL, Liu et al. 2025,
             arXiv 2505.24864). The learning rate schedule continues.
     """
@@ -298,10 +299,10 @@ class RefConfig(LogProbSection):
 
     @property
     def references(self) -> Mapping[str, ReferenceTerm]:
-        """The references by role."""
+        """A dict from role to the config of a reference."""
         return {f"ref.{name}": term for name, term in self.models.items()} or {"ref": ReferenceTerm()}
 
     @property
     def columns(self) -> Mapping[str, float]:
-        """The weight of each reference's KL, by the column of its log-probs."""
+        """A dict from the column of a reference's log-probs to the weight of its KL."""
         return {f"ref_log_probs.{name}": term.weight for name, term in self.models.items()} or ONE_REFERENCE

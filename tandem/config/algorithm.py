@@ -17,7 +17,7 @@ _ADAPTIVE = beside("type", "adaptive")
 
 
 def _takes(option: str) -> When:
-    """Return the condition that the advantage estimator takes the option. A user's own might take any."""
+    """Return the condition that the estimator accepts an option; assume so for a user-defined estimator."""
 
     def applies(own: Any) -> bool:
         known = tables.needs(own.adv_estimator)
@@ -62,19 +62,19 @@ class KLControllerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How rewards become advantages.
+    """The conversion of rewards to advantages.
 
     Attributes:
         adv_estimator: The advantage estimator: a name, or your own function as file.py:function.
         gamma: Discount factor per token.
         lam: Lambda of GAE. 0 relies on the critic's values, 1 on the rewards.
-        norm_adv_by_std_in_grpo: Divide GRPO's advantages by the standard deviation of the rewards in their
+        norm_adv_by_std_in_grpo: Divide GRPO's advantages by the standard deviation of the rewards in the
             group. false: do not divide (Dr.GRPO).
         gdpo_reward_weights: GDPO's weights of the reward's components, in the order of the components. Empty:
             all 1.
-        adv_kwargs: Additional options of the estimator, by name.
-        gdpo_reward_keys: Names in the dict that a reward function returns which are GDPO's components, in
-            this order. null: all numbers except score.
+        adv_kwargs: Additional options of the estimator: {name: value, …}.
+        gdpo_reward_keys: GDPO's components, in order, as names in the dict that a reward function returns.
+            null: all numbers except score.
         use_kl_in_reward: Subtract the KL from the reference policy from the rewards.
         kl_penalty: Estimator of that KL: a name (k1 to k3 are from Schulman 2020), full for the exact KL over
             the vocabulary, or your own function as file.py:function.

@@ -1,4 +1,4 @@
-"""How a phase splits its share of a batch into micro-batches."""
+"""The settings that split a device's part of a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.config.section import Section, beside, key
 class Batching:
     """A rule that splits sequences into micro-batches.
 
-    At most one of the two limits is set. Without a limit, the whole share is one micro-batch.
+    At most one of the two limits is set. Without a limit, all sequences of a device are one micro-batch.
 
     Attributes:
         max_samples: sequences per micro-batch and device.
@@ -24,7 +24,7 @@ class Batching:
 
     @classmethod
     def of(cls, dynamic: bool, samples: int | None, tokens: int) -> Batching:
-        """Return the rule that three keys describe: by tokens if `dynamic`, otherwise by samples."""
+        """Return the rule for three config values: limit tokens if `dynamic`, otherwise samples."""
         return cls(max_tokens=tokens) if dynamic else cls(max_samples=samples)
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ BY_TOKENS = beside("use_dynamic_bsz", True, notice=True)
 
 
 class LogProbSection(Section):
-    """The micro-batch keys of a phase that only computes log-probs. Their defaults are the actor's values.
+    """The micro-batch keys of a phase that only computes log-probs. The defaults are the actor's values.
 
     Attributes:
         log_prob_micro_batch_size_per_gpu: Samples per micro-batch and device when log-probs are computed.

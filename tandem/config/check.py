@@ -1,6 +1,6 @@
-"""The check of a loaded config: what its keys declare, and the rules that cross sections.
+"""The check of a loaded config: the declarations of its keys, and rules about several sections.
 
-All problems are found in one pass.
+One pass finds all problems.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.errors import ConfigError
 
 C = TypeVar("C", bound=Section)
 Rule = Callable[[C], Iterator[Finding]]
-"""A rule that crosses sections: given the whole config, it yields errors and notices."""
+"""A function that checks a rule about several sections of a config, and yields errors and notices."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ def check(
 
     Args:
         config: the config, with all defaults filled in.
-        changed: the keys whose values differ from what they would be if the user had set nothing.
+        changed: the keys whose values differ from the default or inherited value.
         bad: the keys whose invalid values were replaced by defaults.
         rules: the rules that cross sections.
         lenient: whether a key without effect gives only a notice, as for a command line that was written for
             another program.
-        off: the keys that were explicitly set to false, which is their default. A key that they turn off then
-            gives only a notice.
+        off: the keys that the user explicitly set to false, which is also their default. If such a key turns
+            off another key, a value of the other key gives only a notice.
 
     Returns:
-        everything that was found.
+        all errors and notices.
     """
     run = _Check(config, changed, bad, lenient, off)
     found = [item for rule in rules for item in _until_invalid(rule, run.view)]
@@ -61,7 +61,7 @@ def check(
 
 
 def _until_invalid(rule: Callable[..., Iterator[Finding]], *given: Any) -> Iterator[Finding]:
-    """Yield what a rule finds before it reads an invalid value. Only later findings could be mistaken."""
+    """Yield a rule's findings until the rule reads an invalid value. Later findings may be wrong."""
     try:
         yield from rule(*given)
     except InvalidValueRead:
@@ -83,7 +83,7 @@ class _Check:
         self.view = view_of(self.config, self.changed, self.bad)
 
     def needs(self) -> list[Finding]:
-        """Return what the needs of all used keys find."""
+        """Return the errors and notices from the `needs` rules of all used keys."""
         found: list[Finding] = []
         for item in self.keys.values():
             if item.needs and self._asked(item):
@@ -97,7 +97,7 @@ class _Check:
         return found
 
     def with_value(self, error: ConfigError) -> ConfigError:
-        """Add the value of its key to an error that has no `got`; an empty value adds nothing."""
+        """Return the error with the key's value as `got`, if `got` is missing and the value is not empty."""
         field = error.field or ""
         if error.got is None and field in self.keys:
             value = value_at(self.config, field)
@@ -125,7 +125,7 @@ class _Check:
             yield f"{', '.join(names)}: no effect; used only {words}."
 
     def _unused(self, *, notice: bool) -> Iterator[tuple[str, Condition]]:
-        """Yield the changed keys that have no effect, sorted by name, each with its outermost reason."""
+        """Yield (key, outermost condition that fails) for each changed key without effect, sorted by name."""
         for name in sorted(self.changed - self.bad):
             conditions = self.keys[name].conditions
             reasons = (item for item in conditions if self._is_notice(item) == notice)
@@ -142,7 +142,7 @@ class _Check:
         return when.notice or self.lenient or f"{condition.at}{when.switch}" in self.off
 
     def _holds(self, condition: Condition) -> bool | None:
-        """Return whether the condition holds; None if that depends on an invalid value."""
+        """Return whether the condition is true; None if this depends on an invalid value."""
         own = value_at(self.view, condition.at.removesuffix(".")) if condition.at else self.view
         try:
             return condition.when.applies(own)

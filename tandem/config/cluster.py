@@ -1,4 +1,4 @@
-"""Where a run's processes are: pools and their roles, addresses, ports, network interfaces and timeouts."""
+"""The processes of a run: pools and their roles, addresses, ports, network interfaces and timeouts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HELPER_POOLS = ("controller_pool", "reward_pool")
 """Pools that every run has in addition to the user's. Each has one process and no device."""
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model", "reward")
-"""Every role by its own name."""
+"""The names of all roles."""
 
 PLACED_ROLES = ("actor_rollout", *ROLES)
 """The roles that a placement may name; actor_rollout means actor and rollout on one pool."""
 
 CLASS_ROLES = (*PLACED_ROLES, "batch", "data")
-"""The roles that may have a worker class of the user's own."""
+"""The roles for which the user may set a worker class."""
 
 
 def _without_nulls(value: Any) -> Any:
@@ -40,21 +40,21 @@ def _without_nulls(value: Any) -> Any:
 ByName = BeforeValidator(_without_nulls)
 
 Counts = Annotated[tuple[Annotated[int, Ge(1)], ...], AsTuple, MinLen(1)]
-"""Processes per machine: one integer for each."""
+"""A list of integers: the number of processes on each machine."""
 
 
 class TimeoutsConfig(Section):
-    """The longest times that a run waits. When a timeout is exceeded, the run stops with a report.
+    """The time limits of a run. When a time limit is exceeded, the run stops with a report.
 
     Attributes:
         start: Seconds until all processes of the pools have started and are connected. Loading the models is
             limited by call instead.
-        call: Seconds that one call of a worker method, or loading its models, may take. The time in which it
-            waits for its input is not included.
+        call: Seconds that one call of a worker method, or loading its models, may take. Time spent waiting
+            for the call's input is not included.
         answer: Seconds in which a process must answer a liveness check.
         collective: Seconds that one collective operation between processes may take.
         resources: Seconds until the cluster provides the nodes and devices that the pools need.
-        stop: Seconds that a process has to exit by itself before it is killed.
+        stop: Seconds after which a process is killed if it has not exited by itself.
     """
 
     start: float = key(300, gt=0)
@@ -88,12 +88,12 @@ class ClusterConfig(Section):
     Attributes:
         address: The Ray cluster to use: HOST:PORT of its head node, or auto for the cluster that this machine
             belongs to. null: start Ray on this machine for this run.
-        namespace: Ray namespace of the run's processes. null: a namespace of its own for each run.
+        namespace: Ray namespace of the run's processes. null: a separate namespace for each run.
         interface: Network interface for collective operations, such as eth0. null: on each node, the
             interface that has the node's address.
         master_port: TCP port on the first node of a pool, which the processes of the pool use to find each
-            other. It is the port of the first pool that has more than one process; each further such pool
-            uses the next port. 0: any free port.
+            other. The first pool with more than one process uses this port, and each further such pool uses
+            the next port. 0: any free port.
         object_store_gb: Memory for Ray's object store, in GB (2^30 bytes), if Ray is started here. null: Ray
             chooses.
         temp_dir: Folder for Ray's sockets and logs, if Ray is started here. null: Ray chooses.
@@ -110,14 +110,14 @@ class ClusterConfig(Section):
 
 
 def kind_of(role: str) -> str:
-    """Return the role without the name of its model, such as ref for ref.NAME."""
+    """Return the role without its model's name: "ref" for "ref.NAME"."""
     return role.partition(".")[0]
 
 
 def place(role: str, pools: Mapping[str, Any], placement: Mapping[str, str]) -> str | None:
     """Return the name of a role's pool; None for reward functions that have no placement.
 
-    Those run in a helper pool.
+    Such reward functions run in a helper pool.
     """
     if role in placement:
         return placement[role]

@@ -29,17 +29,17 @@ class CriticConfig(Section):
     Attributes:
         strategy: Training engine. fsdp is another name for fsdp2.
         ppo_mini_batch_size: Prompts per optimizer step, over all devices.
-        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share of
-            the mini-batch.
+        ppo_micro_batch_size_per_gpu: Samples per micro-batch and device. null: all samples of the mini-batch
+            that are on the device.
         forward_micro_batch_size_per_gpu: Samples per micro-batch and device when values are computed without
-            training. null: the device's whole share.
-        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+            training. null: all samples that are on the device.
+        use_dynamic_bsz: Limit micro-batches by their number of tokens instead of their number of samples.
         ppo_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
         forward_max_token_len_per_gpu: Tokens per micro-batch and device when values are computed without
             training, with use_dynamic_bsz=true.
         ppo_epochs: Number of passes over the samples of each step.
         shuffle: Shuffle the samples before each pass.
-        cliprange_value: How far a new value may differ from the old one before its loss is clipped.
+        cliprange_value: How far a new value may differ from the old value before its loss is clipped.
         loss_agg_mode: How the losses of all tokens are combined into one number, over the global mini-batch.
             null: token-mean.
         ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
@@ -68,7 +68,7 @@ class CriticConfig(Section):
 
     @property
     def aggregation(self) -> str:
-        """How the losses of all tokens are combined into one number."""
+        """The name of the aggregation of token losses."""
         return self.loss_agg_mode or "token-mean"
 
     @property

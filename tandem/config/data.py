@@ -1,4 +1,4 @@
-"""`data`: prompt files, and how their rows become batches."""
+"""The section `data`: prompt files, their columns, and the batches made from their rows."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class DataConfig(Section):
     Attributes:
         train_files: Training prompts: Parquet, Arrow, JSON or CSV files, a folder or glob pattern of such
             files, a dataset saved by `datasets`, reasoning-gym:NAME?…, hf:OWNER/NAME?…, or a list of these.
-        val_files: Validation prompts, in the same forms as train_files. null: no validation.
+        val_files: Validation prompts, in the same formats as train_files. null: no validation.
         train_batch_size: Prompts per training step, over all devices.
         gen_batch_size: Prompts per generation batch if algorithm.filter_groups is on. null: train_batch_size.
         val_batch_size: Prompts per validation batch. null: all at once.
         max_prompt_length: Longest prompt, in tokens.
         max_response_length: Longest response, in tokens.
-        prompt_key: Column that holds the prompt as a conversation.
+        prompt_key: Column of the prompt, which is a conversation.
         image_key: Column of images. A row that has an image is refused, because only text models are trained.
         video_key: Column of videos. A row that has a video is refused, because only text models are trained.
         audio_key: Column of audio. A row that has audio is refused, because only text models are trained.
@@ -52,13 +52,13 @@ class DataConfig(Section):
         system_key: Column of a system message that is put before the prompt. null: none.
         tools_key: Column of tools for the chat template: a list of JSON schemas, or such a list as JSON text.
             null: none.
-        apply_chat_template: If a prompt is a plain text, put it into the chat template as the user's message.
-            false: such a text is already formatted and is used unchanged.
+        apply_chat_template: If a prompt is plain text, put it into the chat template as the user's message.
+            false: use plain text unchanged, because it is already formatted.
         mixture: Weight of each data source in training batches: {source: weight, …}. Empty: each row is used
             once per epoch.
         shuffle: Shuffle the training prompts in each epoch.
         seed: Seed of the shuffle.
-        filter_overlong_prompts: Leave out prompts that are longer than max_prompt_length.
+        filter_overlong_prompts: Skip prompts that are longer than max_prompt_length.
         filter_overlong_prompts_workers: Processes that check, filter and tokenize data files larger than 32
             MiB. null: one per CPU core.
         cache_dir: Folder that caches the result of reading such large files. Entries that are unused for 30
@@ -67,7 +67,7 @@ class DataConfig(Section):
             left, right, middle: cut tokens off its beginning, its end or out of its middle.
         train_max_samples: Use only this many rows from the start of the training data. -1: all rows.
         val_max_samples: Use only this many rows from the start of the validation data. -1: all rows.
-        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template, by name.
+        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template: {name: value, …}.
     """
 
     train_files: Paths = key(..., needs=files)
@@ -107,7 +107,7 @@ class DataConfig(Section):
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The keys of this section that add up to the longest sequence."""
+        """The keys of this section whose values sum to the length of the longest sequence."""
         return ("max_prompt_length", "max_response_length")
 
     @property
@@ -117,5 +117,5 @@ class DataConfig(Section):
 
     @property
     def prompts_at_a_time(self) -> int:
-        """Prompts per generation batch."""
+        """The number of prompts per generation batch."""
         return self.gen_batch_size or self.train_batch_size

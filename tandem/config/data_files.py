@@ -1,6 +1,7 @@
-"""The files that a data key names.
+"""Find the data files that the value of a config key names.
 
-A key can name a file, a folder, a pattern, a dataset saved by `datasets`, or one of the Hugging Face hub.
+A value can name a file, a folder, a glob pattern, a dataset saved by `datasets`, or a dataset on the Hugging
+Face hub.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow", ".feather", ".jsonl
 
 
 def files_of(reference: str) -> list[str]:
-    """Return the files, sorted by name, or the reference itself if it names one file or a task.
+    """Return the data files, sorted by name; [reference] if the reference is a single file or a task.
 
     Raises:
         ConfigError: a folder or pattern has no data files, a saved dataset has several splits, or
-            `tandem.hub.data_files` raises it.
+            `tandem.hub.data_files` raises the error.
     """
     if reference.startswith(hub.DATA):
         return hub.data_files(reference)
@@ -52,7 +53,7 @@ def _in_folder(folder: Path) -> list[str]:
 
 
 def _listed(file: Path, name: str) -> list[Any]:
-    """Return the list stored under a name in a file of `datasets`."""
+    """Return the list that is stored under the key `name` in a JSON file of `datasets`."""
     try:
         return list(parse_json(file.read_bytes())[name])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Which samples are learned from, in which order, and with which entropy target."""
+"""Config sections that select training samples, their order, and the entropy target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _by_step(value: Any) -> Any:
 
 
 BySteps = Annotated[dict[int, int], BeforeValidator(_by_step)]
-"""An integer that applies from a training step on: {step: number, …}."""
+"""A schedule of integers, {step: number, …}. Each number applies from its training step on."""
 
 
 def _groups(own: Any, name: str) -> Iterator[ConfigError]:
@@ -61,16 +61,17 @@ _FILLS_A_BATCH = Check(
 class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2).
 
-    Prompts whose responses all have the same value teach nothing. They are left out, and further prompts
-    replace them.
+    Prompts whose responses all have the same value do not change the policy. Such prompts are left out, and
+    more prompts replace them.
 
     Attributes:
         enable: Leave out prompts whose responses all have the same value of the metric.
-        metric: The value that is compared. acc, score: as the reward function returns it. seq_reward, reward:
-            including the penalty for long responses. seq_final_reward: also including the KL. Any other
-            number that the reward function returns can be named too.
-        max_num_gen_batches: Maximum number of generation batches in one step; if they do not fill the
-            training batch, the run stops with an error. 0: enough to try every training prompt once.
+        metric: The value that is compared. acc, score: the value that the reward function returns.
+            seq_reward, reward: the reward including the penalty for long responses. seq_final_reward: the
+            reward that also includes the KL penalty. You can also name any other number that the reward
+            function returns.
+        max_num_gen_batches: Maximum number of generation batches in one step. If these batches do not fill
+            the training batch, the run stops with an error. 0: enough to try every training prompt once.
     """
 
     enable: bool = key(False, needs=_groups)
@@ -91,8 +92,8 @@ def _within_longest(own: Any, name: str) -> Iterator[ConfigError]:
 class OverlongBufferConfig(Section):
     """A soft penalty for long responses (DAPO, eq. 13).
 
-    From max_response_length - len tokens on, the reward falls linearly. At max_response_length it is lower by
-    penalty_factor. Validation has no such penalty.
+    For responses longer than max_response_length - len tokens, the penalty grows linearly. At
+    max_response_length, the penalty is penalty_factor. Validation rewards have no such penalty.
 
     Attributes:
         enable: Subtract the penalty from training rewards.
@@ -120,12 +121,12 @@ def _with_a_class(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class SamplerConfig(Section):
-    """A sampler that chooses the order of prompts by what was observed of them (a curriculum).
+    """A sampler that chooses the order of prompts from their earlier scores (a curriculum).
 
     Attributes:
         class_path: Python file or module that contains the sampler's class. null: tandem.data.curriculum.
         class_name: Name of the class. null: no sampler; data.shuffle decides the order.
-        kwargs: Additional arguments of the class, by name.
+        kwargs: Additional arguments of the class: {name: value, …}.
     """
 
     class_path: LocalPath | None = key(None, needs=_with_a_class)
@@ -146,7 +147,9 @@ def _together(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CustomClassConfig(Section):
-    """Your own dataset class, which replaces the rows of the files. It has the same signature as in verl.
+    """Your own dataset class, which replaces the rows of the files.
+
+    The class has the same signature as in verl.
 
     Attributes:
         path: Python file or module that contains the dataset class. null: the rows of the files are used.
@@ -168,11 +171,11 @@ _BELOW_UPPER = Check(
 class AdaptiveEntropyConfig(Section):
     """An entropy coefficient that keeps the policy's entropy at a target value.
 
-    It starts at entropy_coeff (Skywork-OR1, He et al. 2025, arXiv 2505.22312, section 4).
+    The coefficient starts at entropy_coeff (Skywork-OR1, He et al. 2025, arXiv 2505.22312, section 4).
 
     Attributes:
         enabled: Adjust entropy_coeff after each step, depending on the entropy of the step.
-        target_entropy: Target entropy, in nats per token. Above it, the coefficient is zero.
+        target_entropy: Target entropy, in nats per token. Above this entropy, the coefficient is zero.
         max_ent_coef: Upper bound of the coefficient.
         min_ent_coef: Lower bound of the coefficient.
         delta_ent_coef: Amount by which the coefficient rises or falls after each step.

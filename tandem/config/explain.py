@@ -15,9 +15,9 @@ from tandem.peers.table import rule_of
 from tandem.texts import parse_json
 
 READERS = Path(__file__).with_name("readers.json")
-"""A file with the modules that read each key, by command and key.
+"""A JSON file with the modules that read each key: {command: {key: modules}}.
 
-`python -m docs.readers` derives it from the code.
+`python -m docs.readers` writes this file from the code.
 """
 
 COMMANDS: Mapping[str, type[Section]] = {
@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, type[Section]] = {
 
 
 def explain(name: str) -> str:
-    """Return the type, default, meaning and readers of a key, or the keys of a section.
+    """Return the type, default and description of a key, and the modules that read it; or a section's keys.
 
     Raises:
         ConfigError: there is no such key; the error suggests the most similar one.

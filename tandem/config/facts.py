@@ -1,7 +1,6 @@
-"""Facts that follow from a config, all in one place.
+"""Functions that return facts about a config: its engines, its models and their sizes.
 
-These are the engines and the models of a run, and the sizes that a model's folder states. Nothing here
-imports PyTorch.
+The sizes come from the model's folder. This module does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ class Engine(NamedTuple):
 
     Attributes:
         at: the dotted path of the engine's section; "" at the root.
-        section: that section, which has `fsdp_config`.
-        model_at: the dotted path of its model's section.
-        model: that section.
+        section: the engine's section, which has `fsdp_config`.
+        model_at: the dotted path of the section of the engine's model.
+        model: the section of the engine's model.
     """
 
     at: str
@@ -41,8 +40,8 @@ class Model(NamedTuple):
 
     Attributes:
         role: one of `TrainConfig.roles`; "" for the only model of a supervised run.
-        engine: the engine that runs it.
-        path: its folder.
+        engine: the engine that runs the model.
+        path: the folder of the model.
     """
 
     role: str
@@ -51,7 +50,7 @@ class Model(NamedTuple):
 
 
 def engines(config: TrainConfig | SupervisedConfig) -> Mapping[str, Engine]:
-    """Return the engines of a config by role. Several models of one role share an engine."""
+    """Return a dict from role to engine. Several models of one role share an engine."""
     if isinstance(config, SupervisedConfig):
         return {"": Engine("", config, "model", config.model)}
     policy, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
@@ -66,8 +65,8 @@ def engines(config: TrainConfig | SupervisedConfig) -> Mapping[str, Engine]:
 def models(config: TrainConfig | SupervisedConfig) -> Iterator[Model]:
     """Yield the models of a run.
 
-    A key is only read when its model is next. For a copy of a config that has an invalid value, the models
-    before that value are yielded.
+    The generator reads the keys of a model just before it yields the model. So if a later value is invalid,
+    the models before it are still yielded (see `tandem.config.view`).
     """
     every = engines(config)
     if isinstance(config, SupervisedConfig):
@@ -84,14 +83,14 @@ def models(config: TrainConfig | SupervisedConfig) -> Iterator[Model]:
 
 
 def size_of(path: str, name: str) -> int | None:
-    """Return a size from the model's config.json; None if it cannot be read, which other checks report."""
+    """Return a size from the model's config.json; None if the file is unreadable."""
     stored = stored_config(path)
     count = stored.get("text_config", stored).get(name)
     return count if isinstance(count, int) else None
 
 
 def uneven(path: str, parts: int, *, leave_out: Collection[str] = ()) -> str:
-    """Describe the sizes of a model that do not divide by `parts` devices; return "" if all do."""
+    """Describe the sizes of a model that are not divisible by `parts` devices; return "" if all are."""
     sizes = {name: size_of(path, name) for name in SHARED_OUT if name not in leave_out}
     return ", ".join(
         f"{name} {count}" for name, count in sizes.items() if count is not None and count % parts

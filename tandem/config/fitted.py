@@ -1,7 +1,7 @@
-"""Values fitted to a run, for keys that the user did not set.
+"""Choose values that suit a run, for keys that the user did not set.
 
-Without them, verl's batch of 1,024 prompts and one response per prompt would stop most first runs before they
-start.
+With verl's defaults (a batch of 1,024 prompts and one response per prompt), most first runs would stop before
+they start.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BATCHED_BY = (f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_micro_batch_size_per_
 
 
 def fitted(config: TrainConfig, given: Collection[str], rows: int | None) -> dict[str, tuple[Any, str]]:
-    """Return a value and the reason for it, by key, for keys that the user did not set.
+    """Return a dict from key to (value, reason), for keys that the user did not set.
 
     Args:
         config: the config, with all defaults filled in.
         given: the keys that the user set.
-        rows: the number of rows in the training data; None: not known.
+        rows: the number of rows in the training data; None: unknown.
     """
     data, policy, trainer = config.data, config.actor_rollout_ref, config.trainer
     found: dict[str, tuple[Any, str]] = {}

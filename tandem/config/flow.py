@@ -1,6 +1,6 @@
 """A parser for lists and mappings as Hydra writes them on a command line, `[a,b]` and `{a:1,b:[x,y]}`.
 
-This is almost YAML.
+The syntax is almost YAML.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WORDS = {"null": None, "true": True, "false": False}
 
 
 def read_flow(text: str) -> Any:
-    """Return the list or mapping that a text holds.
+    """Parse a text that is a list or a mapping, and return the value.
 
     Raises:
-        ValueError: the text is neither, or has a syntax error.
+        ValueError: the text is not a list or mapping, or has a syntax error.
     """
     reader = _Reader(text)
     try:
@@ -36,7 +36,7 @@ def read_flow(text: str) -> Any:
 
 
 class _Reader:
-    """A text, and the position up to which it has been read."""
+    """The parser's text and its position in the text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -66,7 +66,7 @@ class _Reader:
         return self.typed(_PRIMITIVE)
 
     def listed(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
-        """Yield the comma-separated items up to a closing mark."""
+        """Yield the comma-separated items up to a closing bracket."""
         if self.took(end):
             return
         while True:
@@ -92,7 +92,7 @@ class _Reader:
         return _typed(found.group().rstrip())
 
     def quoted(self, quote: str) -> str:
-        """Return a text up to its closing quote. A backslash is kept, except before the quote."""
+        """Return the text up to its closing quote. Backslashes are kept, except before a quote."""
         end = self.at
         while self.text[end : end + 1] != quote:
             if end >= len(self.text):

@@ -16,13 +16,13 @@ OPTIMIZER_HAS_STATE_HERE = When(
     notice=True,
     neutral=(False,),
 )
-"""The condition of optimizer_offload, for the section that holds `fsdp_config` and `optim`."""
+"""The condition of optimizer_offload, for the section that has `fsdp_config` and `optim`."""
 
 FORWARD_ALONE = {
     "pipeline_schedule": replace(NOT_TRAINED, notice=True),
     "gradient_sync": replace(NOT_TRAINED, notice=True),
 }
-"""The conditions of keys that do not apply to a model which only computes."""
+"""The conditions of keys that do not apply to a model that is not trained."""
 
 SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 
@@ -38,13 +38,13 @@ _LOSES_SMALL_UPDATES = Check(
 
 
 class WrapPolicyConfig(Section):
-    """Which modules are gathered, and freed, together.
+    """The rule that groups modules into FSDP units, which are gathered and freed together.
 
     Attributes:
         transformer_layer_cls_to_wrap: Class names of the decoder's modules that become units of FSDP, such as
             [Qwen2DecoderLayer, Embedding]. All other modules form one unit. null: the decoder layers.
-        min_num_params: Minimum number of parameters of a unit. Consecutive modules share a unit until it has
-            this many. 0: each module has its own unit.
+        min_num_params: Minimum number of parameters of a unit. Consecutive modules share a unit until the
+            unit has this many parameters. 0: each module has its own unit.
     """
 
     transformer_layer_cls_to_wrap: Names = ()
@@ -52,7 +52,7 @@ class WrapPolicyConfig(Section):
 
 
 class FSDPConfig(Section):
-    """How FSDP2 holds a model.
+    """The settings of FSDP2 for a model: sharding, precision and offload.
 
     Attributes:
         param_offload: Keep the parameters in host memory while the model is not in use.
@@ -62,23 +62,24 @@ class FSDPConfig(Section):
         fsdp_size: Number of devices that share one copy of the weights (hybrid sharding). -1: all devices of
             the model.
         tensor_parallel_size: Number of devices that split each layer of the model (tensor parallelism). FSDP
-            shards the part of each device.
-        pipeline_parallel_size: Number of pipeline stages. Each stage is a group of devices that holds some
+            shards each device's slices of the layers further.
+        pipeline_parallel_size: Number of pipeline stages. Each stage is a group of devices that has some
             consecutive layers. A micro-batch passes through all stages.
         pipeline_schedule: Order in which the micro-batches pass through the stages. 1f1b: a stage runs a
-            backward pass as soon as it is ready, and holds the activations of at most as many micro-batches
-            as there are stages. gpipe: all forward passes come first.
+            backward pass as soon as its input is available, and stores the activations of at most as many
+            micro-batches as there are stages. gpipe: all forward passes run before the first backward pass.
         gradient_sync: When the gradients of an update's micro-batches are reduced over the devices. each:
-            after every micro-batch; a device then holds only its shard of the gradients. once: after the last
-            micro-batch; fewer bytes are sent, but each device holds the whole gradient and the gathered
-            weights. auto: once if these take at most an eighth of the device's memory, otherwise each.
+            after every micro-batch; a device then stores only its shard of the gradients. once: after the
+            last micro-batch; fewer bytes are sent, but each device stores the whole gradient and the gathered
+            weights. auto: once if gradient and gathered weights need at most an eighth of the device's
+            memory, otherwise each.
         forward_prefetch: Gather the parameters of the next layer while a layer runs its forward pass.
         model_dtype: Precision of the parameters that the optimizer updates.
         dtype: Precision of the forward and backward pass. auto: bf16 on CUDA, model_dtype on CPU.
-        use_torch_compile: Compile the decoder layers and the tiles of the head. It is off by default, unlike
-            in verl, because the first steps wait for the compiler: on a CPU half a minute or more.
-        full_determinism: Use only deterministic kernels, so that the same run gives the same bits. An
-            operation that has no deterministic kernel is an error.
+        use_torch_compile: Compile the decoder layers and the tiles of the head. Unlike in verl, the default
+            is false, because the first steps wait for the compiler (on a CPU half a minute or more).
+        full_determinism: Use only deterministic kernels, so that a repeated run gives identical bits. If an
+            operation has no deterministic kernel, the run stops with an error.
     """
 
     all_resumed = "reported"
@@ -109,16 +110,16 @@ class FSDPConfig(Section):
 
     @property
     def undivided(self) -> FSDPConfig:
-        """The same settings for a model that samples from its own module.
+        """The same settings without tensor and pipeline parallelism, for sampling from a model's module.
 
-        Every rank then holds all layers completely and computes nothing else with them.
+        Every rank then has all layers completely, and uses them only for sampling.
         """
         whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_torch_compile": False}
         return self.model_copy(update=whole)
 
 
 class RefFSDPConfig(FSDPConfig):
-    """How FSDP2 holds the reference. By default it is compiled if the actor is.
+    """The settings of FSDP2 for the reference, which is compiled if the actor is compiled.
 
     Attributes:
         use_torch_compile: Compile the decoder layers and the tiles of the head.

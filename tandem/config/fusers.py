@@ -1,7 +1,7 @@
-"""Fusers, which combine several kernels into few, in a model's layers and in its head.
+"""Tables of fusers, which combine several kernels into fewer kernels, in a model's layers and its head.
 
-The tables say what each fuser fuses, what it needs, and what it excludes. The rules of the config and the
-engines read them.
+For each fuser, the tables list its operations, its packages, and the settings that it excludes. The config's
+rules and the engines read these tables.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from tandem.config.fsdp import FSDPConfig
 class Exclusion:
     """A key of `fsdp_config` that cannot be combined with a fuser.
 
-    In the texts, `{key}` and `{value}` stand for this key and its value, `{fuser}` and `{asked}` for the key
-    and value that request the fuser, and `{plain}` for a value of that key that does not.
+    The texts may contain placeholders. `{key}` and `{value}` are the excluded key and its value. `{fuser}`
+    and `{asked}` are the key and value that request the fuser. `{plain}` is a value of this key that does not
+    request the fuser.
 
     Attributes:
         key: the name of the key.
         excludes: returns whether a value of the key excludes the fuser.
         problem: the message of the error.
-        remedy: as in `ConfigError`.
-        field: as in `ConfigError`.
-        got: as in `ConfigError`.
-        expected: as in `ConfigError`.
+        remedy: what to do, for the `ConfigError`.
+        field: the key, for the `ConfigError`.
+        got: the given value, for the `ConfigError`.
+        expected: the valid values, for the `ConfigError`.
     """
 
     key: str
@@ -41,13 +42,13 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Fuser:
-    """A way to compute layers or log-probs.
+    """A fused implementation of layers or of log-probs.
 
     Attributes:
-        words: how messages describe it.
-        packages: the packages that it needs, on CUDA devices only.
-        install: how to install them.
-        exclusions: what it cannot be combined with.
+        words: the fuser's name in messages.
+        packages: the packages that the fuser needs on CUDA devices.
+        install: how to install these packages.
+        exclusions: the settings that cannot be combined with the fuser.
     """
 
     words: str

@@ -19,11 +19,11 @@ OTHER_NAMES = {
     "rollout.prompt_length": Rule("rollout.prompt_length", now=("data.max_prompt_length",)),
     "rollout.response_length": Rule("rollout.response_length", now=("data.max_response_length",)),
 }
-"""The keys of verl's `main_generation`, and what they are called here."""
+"""A dict from a key of verl's `main_generation` to the key's name in Tandem."""
 
 
 def _ends_in(*suffixes: str) -> Check:
-    """Return the check that the name of the output file ends in one of these suffixes."""
+    """Return the check that the name of the output file has one of these suffixes."""
     return Check(
         lambda own, file: not file.endswith(suffixes),
         "unknown format",
@@ -46,10 +46,10 @@ class RowsConfig(Section):
         max_samples: Use only this many rows from the start. -1: all rows.
         max_prompt_length: Longest prompt, in tokens.
         max_response_length: Longest response, in tokens.
-        filter_overlong_prompts: Leave out prompts that are longer than max_prompt_length.
+        filter_overlong_prompts: Skip prompts that are longer than max_prompt_length.
         truncation: What to do with a prompt that is longer than max_prompt_length. error: stop with an error.
             left, right, middle: cut tokens off its beginning, its end or out of its middle.
-        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template, by name.
+        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template: {name: value, …}.
         filter_overlong_prompts_workers: Processes that check, filter and tokenize data files larger than 32
             MiB. null: one per CPU core.
         cache_dir: Folder that caches the result of reading such large files. Entries that are unused for 30
@@ -69,7 +69,7 @@ class RowsConfig(Section):
 
 
 class GenerateDataConfig(RowsConfig):
-    """Where the prompts come from, and where the responses are written.
+    """The input file of prompts and the output file of responses.
 
     Attributes:
         output_path: File for the responses, .parquet or .jsonl. Finished responses are saved next to it
@@ -80,7 +80,7 @@ class GenerateDataConfig(RowsConfig):
 
 
 class EvalDataConfig(RowsConfig):
-    """Problems with the data that their reward needs, and the report.
+    """The file of problems with the columns that the reward function needs, and the file of the report.
 
     Attributes:
         output_path: JSON file for the report. The scored responses are written next to it, as Parquet.
@@ -94,10 +94,10 @@ class EvalDataConfig(RowsConfig):
 
 
 class ChatConfig(Section):
-    """How conversations are formatted for a model.
+    """The settings that format conversations for a model.
 
     Attributes:
-        custom_chat_template: Jinja chat template. null: the tokenizer's own.
+        custom_chat_template: Jinja chat template. null: the template of the tokenizer.
         trust_remote_code: Run Python code that is in the model folder.
     """
 
@@ -133,7 +133,7 @@ class EvalModelConfig(ChatConfig):
 
 
 class OfflineRolloutConfig(EngineConfig):
-    """The rollout engine and its sampling, without training.
+    """The rollout engine and its sampling settings, without training.
 
     Attributes:
         n: Responses per prompt.
@@ -168,11 +168,11 @@ class GenerateConfig(Section):
 
 
 class MeasuresConfig(Section):
-    """What is computed from the scores.
+    """The statistics to compute from the scores.
 
     Attributes:
-        k: The values of k for pass@k and maj@k: one, or a list. Empty: 2, 4, 8, … and the number of all
-            responses.
+        k: The values of k for pass@k and maj@k: one integer, or a list. Empty: 2, 4, 8, … and the number of
+            all responses.
         confidence: Probability level of the confidence intervals.
         bootstrap_samples: Number of bootstrap resamples of the problems for the confidence intervals.
     """

@@ -1,4 +1,4 @@
-"""Reads Hydra's command-line options and config files without Hydra.
+"""Read Hydra's command-line options and config files without the package Hydra.
 
 These are `--config-path`, `--config-name`, and YAML with a `defaults:` list of other files.
 """
@@ -25,7 +25,7 @@ VERLS_OWN: dict[str, tuple[str, ...]] = {
     "ppo_trainer": (),
     "ppo_megatron_trainer": ("model_engine=megatron",),
 }
-"""verl's own main config files, and the overrides that each stands for in addition to verl's defaults."""
+"""A dict from a main config file of verl to the overrides that replace the file, besides verl's defaults."""
 
 VERLS_GROUPS = frozenset(
     {
@@ -33,7 +33,7 @@ VERLS_GROUPS = frozenset(
         *("model_engine", "npu_profile", "optim", "profiler", "ref", "reward", "rollout", "transfer_queue"),
     }
 )
-"""The folders and files that verl's main config files are composed of."""
+"""The folders and files that verl's main config files load."""
 
 VERLS_DEFAULTS: tuple[str, ...] = ("trainer.defaults=verl",)
 """The overrides that select verl's defaults for values that are not given."""
@@ -55,8 +55,8 @@ def take_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove Hydra's options from a command line.
 
     Returns:
-        the config file that the options name, or the overrides that verl's own file stands for, if any; and
-        the other words.
+        Two lists. The first has the config file that the options name; for a config file of verl, it has the
+        overrides that replace the file; it may be empty. The second has the other words.
 
     Raises:
         ConfigError: an option has no value, an option is not supported, or the file does not exist.
@@ -100,9 +100,9 @@ def _is_verls(file: Path) -> bool:
 
 
 def merged(old: Any, new: Any) -> Any:
-    """Merge two mappings, recursively; any other value is replaced.
+    """Merge two mappings recursively. For any other type, return `new`.
 
-    OmegaConf's merge takes a millisecond per override of a whole tree.
+    OmegaConf's own merge takes a millisecond per override, because it handles the whole tree.
     """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
@@ -110,7 +110,7 @@ def merged(old: Any, new: Any) -> Any:
 
 
 def read_file(path: str) -> Any:
-    """Return the tree of a YAML file, with its interpolations unresolved.
+    """Return the values of a YAML file as nested dicts and lists, with interpolations unresolved.
 
     Raises:
         ConfigError: the file does not exist, or is not a mapping in YAML.
@@ -142,8 +142,8 @@ class Composed:
 
     Attributes:
         tree: all values, with interpolations unresolved.
-        overrides: the overrides that verl's own files in the list stand for.
-        groups: the groups in the list; a command line may choose a file of each.
+        overrides: the overrides that replace files of verl in the list.
+        groups: the config groups in the list. The command line may choose a file of each group.
         has_hydra_section: whether a file had a section for Hydra itself.
     """
 
@@ -154,11 +154,12 @@ class Composed:
 
 
 def compose(path: str, choices: Mapping[str, str]) -> Composed:
-    """Return the composed tree of a config file, which may be in Hydra's format or plain.
+    """Compose a config file, which may be in Hydra's format or plain YAML.
 
     Args:
         path: the file.
-        choices: the values of the command line by name; the name of a group selects its file.
+        choices: a dict from key to value, from the command line. If a key is the name of a group, the value
+            selects the group's file.
 
     Raises:
         ConfigError: a file does not exist, is not a mapping in YAML, or a default cannot be found.
@@ -184,7 +185,7 @@ class _Composer:
     stack: list[Path] = field(default_factory=list)
 
     def add(self, file: Path, tree: dict[str, Any], *, group: str, package: str) -> None:
-        """Merge the defaults of a file, and the file itself at its place among them, into the tree."""
+        """Merge the files of a `defaults:` list and the file itself (at `_self_`) into the tree."""
         if file in self.stack:
             raise ConfigError("this file includes itself in its defaults", field=str(file))
         self.stack.append(file)
@@ -208,9 +209,9 @@ class _Composer:
         self.stack.pop()
 
     def _entries(self, file: Path, entry: Any) -> Iterator[tuple[str, str, str, str | None]]:
-        """Yield the parts of a line of a `defaults:` list: kind, group, file and package.
+        """Parse an entry of a `defaults:` list and yield (kind, group, file, package).
 
-        Without a group, the second part is the file and the third is empty.
+        If the entry has no group, the second item is the file, and the third item is empty.
         """
         pairs = list(entry.items()) if isinstance(entry, dict) else [(entry, "")]
         for name, value in pairs:
@@ -255,7 +256,7 @@ class _Composer:
         self.add(found, read_file(str(found)), group=inner, package=inside)
 
     def _chosen(self, group: str, value: str) -> str:
-        """Return the chosen file of a group, with `${other_group}` in its name filled in."""
+        """Return the file that is chosen for a group, with `${other_group}` in the file's name replaced."""
         value = self.choices.get(group, value)
         self.choices.setdefault(group, value)
         return re.sub(r"\$\{(\w+)\}", lambda other: self.choices.get(other[1], other[0]), value)

@@ -1,4 +1,4 @@
-"""Turns a YAML file and overrides into a complete, checked, frozen config; reports all errors together."""
+"""Load a complete, checked, frozen config from a YAML file and overrides; report all errors together."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ C = TypeVar("C", bound=Section)
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """A config, and what the user should know about it.
+    """A loaded config, with the notices for the user.
 
     Attributes:
-        config: the config. Every key has its value.
-        notices: one sentence each, about keys of other programs, renamed keys and unused keys.
+        config: the config. Every key has a value.
+        notices: sentences about keys of other programs, renamed keys and unused keys.
         given: the keys that the user set.
-        readings: how each key of another program's command line was read.
+        readings: the translation of each key of another program's command line.
         other_defaults: for a command line with keys of verl: a sentence about the defaults that differ from
             verl's.
-        chosen: keys that the user did not set and whose values were fitted to the run, with the reasons.
+        chosen: a dict from key to (value, reason), for keys that the user did not set and whose values were
+            chosen to suit the run.
     """
 
     config: C
@@ -75,10 +76,11 @@ def load_train_config(
 
     Args:
         path: a YAML file with the values that differ from the defaults, if any.
-        overrides: texts `key=value`, whose values are in YAML, or values by key, dotted or nested. They
-            override the file, and later ones override earlier ones.
+        overrides: texts `key=value`, whose values are in YAML; or dicts from key (dotted or nested) to value.
+            Overrides take precedence over the file, and later overrides over earlier overrides.
         count_rows: counts the rows of files, up to a limit (-1: all). If given, keys that the user did not
-            set are fitted to the run, unless the command line is verl's. None: the defaults are used.
+            set get values that suit the run, unless the command line is verl's. None: these keys get their
+            defaults.
         elsewhere: the run is for another machine, so its files and folders need not exist here.
 
     Raises:
@@ -120,9 +122,9 @@ def load_eval_config(path: str | None = None, overrides: Overrides = ()) -> Load
 
 
 def load_data_config(root: type[C], overrides: Overrides) -> C:
-    """Return the config for a command that only reads data. The path of a missing model is "".
+    """Return the config for a command that only reads data. If no model is given, its path is "".
 
-    Any key of `root` may be given, and only single values are checked.
+    Any key of `root` may be given. Only single values are checked, not rules about several keys.
 
     Raises:
         ConfigErrors: everything that is wrong.
@@ -142,7 +144,7 @@ def load_data_config(root: type[C], overrides: Overrides) -> C:
 
 
 def _no_rule(name: str) -> None:
-    """Return None, because only `tandem train`, `generate` and `eval` accept keys of other programs."""
+    """Return None: no key is translated, because this command does not accept keys of other programs."""
 
 
 def _load(
@@ -186,14 +188,14 @@ def _load(
 
 
 _PLACES = ("path", "train_files", "val_files", ".models")
-"""The endings of the keys that name files and folders."""
+"""The suffixes of the keys that name files and folders."""
 _DATA = ("data.train_files", "data.val_files")
 
 
 def _snapshots(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the local files and folders, by key, for hub names, folders and patterns that were given.
+    """Return a dict from key to local files or folders, for given hub names, folders and patterns.
 
-    What is not available is left out.
+    Keys whose files are not available are left out.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -209,7 +211,7 @@ def _snapshots(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_by_terms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same for the keys that hold several models."""
+    """Return a dict from key to local model folders, for the keys that name several models."""
     found: dict[str, Any] = {}
     for name in ("actor_rollout_ref.ref.models", "reward_model.models"):
         terms = given.get(name)
@@ -224,9 +226,9 @@ def _named_by_terms(given: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten(
     root: type[Section], rules: Rules, tree: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the given values by dotted path, and an error for each path that is not a key.
+    """Return a dict from dotted path to given value, and an error for each path that is not a key.
 
-    An inherited key given as null, and an empty section, count as not given.
+    An inherited key with the value null counts as not given. So does an empty section.
     """
     known, parents = keys(root), sections(root)
     flat: dict[str, Any] = {}
@@ -269,7 +271,7 @@ def _left_out(place: str) -> ConfigError:
 
 
 def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
-    """Return the pools and their roles as far as their values are valid, before everything is validated."""
+    """Return the `trainer` section with those pools and placements whose given values are valid."""
     names = ("n_gpus_per_node", "nnodes", "resource_pools", "placement")
     given = {name: flat[f"trainer.{name}"] for name in names if f"trainer.{name}" in flat}
     try:
@@ -281,7 +283,7 @@ def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
 
 
 def _build(root: type[C], given: Mapping[str, Any]) -> tuple[C, list[ConfigError]]:
-    """Return the config, and the errors of single values, which defaults replace for further checks."""
+    """Return the config and the errors of invalid values; for later checks, defaults replace such values."""
     known = keys(root)
     missing = [key for key in known.values() if key.required and given.get(key.name) is None]
     errors = [_missing(key) for key in missing]
@@ -303,7 +305,7 @@ def _missing(key: Key) -> ConfigError:
 
 
 def _resolve(root: type[Section], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the whole tree of plain values, with defaults, inherited keys and interpolations filled in."""
+    """Return the config as nested dicts, with defaults, inherited values and resolved interpolations."""
     known = keys(root)
     if "${" not in repr(given) and "???" not in repr(given):  # OmegaConf would take ten times as long
         return nested({name: _value(known, name, given) for name in known}), []
@@ -324,7 +326,7 @@ def _resolve(root: type[Section], given: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _value(known: Mapping[str, Key], name: str, given: Mapping[str, Any]) -> Any:
-    """Return the given value of a key, or that of the key it inherits from, or its resolved default."""
+    """Return the given value of a key, else its inherited value, else its resolved default."""
     if name in given:
         return given[name]
     if (source := known[name].inherits) is not None:
@@ -338,7 +340,7 @@ def _value(known: Mapping[str, Key], name: str, given: Mapping[str, Any]) -> Any
 def _invalid(
     root: type[Section], given: Mapping[str, Any], values: Mapping[str, Any], details: list[ErrorDetails]
 ) -> list[ConfigError]:
-    """Return an error for each given key whose value pydantic refused; an inherited one names its source."""
+    """Return an error for each value that pydantic refused; for an inherited value, name the source key."""
     errors: dict[str, ConfigError] = {}
     for detail in details:
         name = _name_of(root, detail["loc"])
@@ -355,7 +357,7 @@ def _invalid(
 
 
 def _name_of(root: type[Section], loc: tuple[int | str, ...]) -> str:
-    """Return the key in which pydantic found an error."""
+    """Return the dotted key of a pydantic error, from the error's location."""
     paths = (".".join(str(part) for part in loc[:end]) for end in range(len(loc), 0, -1))
     return next(path for path in paths if path in keys(root))
 
@@ -382,7 +384,7 @@ def _refused(name: str, got: Any, expected: str, detail: ErrorDetails) -> Config
 
 
 def _with_heirs(root: type[Section], given: Mapping[str, Any], bad: frozenset[str]) -> frozenset[str]:
-    """Return `bad`, and the keys that would have inherited a value from one of these keys."""
+    """Return the keys in `bad`, and the keys that inherit their values from these keys."""
     known = keys(root)
 
     def tainted(name: str | None) -> bool:

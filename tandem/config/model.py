@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.model`: the policy's weights and tokenizer."""
+"""The section `actor_rollout_ref.model`: the policy's weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tandem.errors import ConfigError
 from tandem.texts import parse_json
 
 PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""The model types whose decoder is an embedding, layers and a norm, with the same parts in every layer.
+"""The model types whose decoder is an embedding, layers and a norm, with equal submodules in all layers.
 
-They can be split over devices, and the native engine runs them with fused operations. Other models are
-trained as transformers implements them.
+Such models can be split over devices, and the native engine runs their layers with fused operations. Other
+models are trained with the module of transformers.
 """
 
 SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -124,7 +124,7 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def stored_config(folder: str | Path) -> dict[str, Any]:
-    """Return the config.json of a model's folder; {} if it cannot be read, which other checks report."""
+    """Return a model's config.json; {} if the file is unreadable, which other checks report."""
     try:
         stored = parse_json((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -133,18 +133,18 @@ def stored_config(folder: str | Path) -> dict[str, Any]:
 
 
 class BackboneConfig(Section):
-    """A Hugging Face model folder, and how the model is run.
+    """A Hugging Face model folder, and the settings for running the model.
 
     Attributes:
         path: Hugging Face folder of the model.
         trust_remote_code: Run Python code that is in the model folder.
         enable_gradient_checkpointing: Save memory by recomputing activations in the backward pass, as
             gradient_checkpointing_mode says.
-        gradient_checkpointing_mode: Which activations are recomputed. full: those of all layers. first: those
-            of the first gradient_checkpointing_layers layers. every: those of one layer in every
-            gradient_checkpointing_layers. ops: those of all layers, except the outputs of the operators in
-            gradient_checkpointing_ops. auto: none, ops or full: the fastest of these that fits into the
-            memory that is free at the first update; a message says which one was chosen.
+        gradient_checkpointing_mode: Which activations are recomputed. full: in all layers. first: in the
+            first gradient_checkpointing_layers layers. every: in one layer out of every
+            gradient_checkpointing_layers layers. ops: in all layers, except the outputs of the operators in
+            gradient_checkpointing_ops. auto: the fastest mode out of none, ops and full that fits into the
+            memory that is free at the first update. A message names the mode.
         gradient_checkpointing_layers: For mode first: the number of layers that recompute. For mode every:
             one layer in this many recomputes.
         gradient_checkpointing_ops: For mode ops: the operators whose outputs are kept: matmul, attention, or
@@ -153,11 +153,11 @@ class BackboneConfig(Section):
         activation_offload_mode: How activations are copied to and from host memory. async: while the next
             layer is computed. sync: the computation waits for the copies.
         use_remove_padding: Pack sequences end to end. false: pad each micro-batch to its longest sequence.
-        attn_implementation: Attention kernels for half precision on CUDA devices. torch: PyTorch's own. auto:
-            flash_attention_3 or flash_attention_4 if it is installed for the GPU, otherwise torch.
-        use_liger: Kernels for norms, gated layers and rotary embeddings on CUDA devices. true: Liger's, which
-            must be installed. null: Liger's if installed, otherwise Tandem's own Triton kernels for norms and
-            gated layers. false: the operators of transformers.
+        attn_implementation: Attention kernels for half precision on CUDA devices. torch: PyTorch's kernels.
+            auto: flash_attention_3 or flash_attention_4 if it is installed for the GPU, otherwise torch.
+        use_liger: Kernels for norms, gated layers and rotary embeddings on CUDA devices. true: the kernels of
+            Liger, which must be installed. null: Liger's kernels if installed, otherwise Tandem's Triton
+            kernels for norms and gated layers. false: the operators of transformers.
         lora_rank: Rank of the low-rank adapters (LoRA). Only the adapters are trained; the model's weights
             stay fixed. 0: no adapters, all weights are trained.
         lora_alpha: The output of the adapters is multiplied by lora_alpha / lora_rank.
@@ -215,7 +215,7 @@ class BackboneConfig(Section):
 
     @property
     def without_adapters(self) -> BackboneConfig:
-        """The same model without adapters, with all of its weights."""
+        """The same model config without adapters."""
         return self.model_copy(update={"lora_rank": 0})
 
     @property
@@ -240,7 +240,7 @@ LEARNING = (
 
 
 class FusedKernelOptions(Section):
-    """How the fused head is computed.
+    """The implementation of the fused head.
 
     Attributes:
         impl_backend: Kernels of the head, with use_fused_kernels=true. auto: triton on a CUDA device,
@@ -257,7 +257,7 @@ class ModelConfig(BackboneConfig):
 
     Attributes:
         tokenizer_path: Folder of the tokenizer.
-        custom_chat_template: Jinja chat template. null: the tokenizer's own.
+        custom_chat_template: Jinja chat template. null: the template of the tokenizer.
         use_fused_kernels: How log-probs and entropies are computed. true: with the kernels of
             fused_kernel_options. null: with Triton kernels on a CUDA device if Triton is installed, otherwise
             with PyTorch operators. false: always with PyTorch operators. In all cases, the vocabulary is

@@ -1,4 +1,4 @@
-"""What single keys need, for `key(…, needs=…)`.
+"""Rules about the value of a single key, for `key(…, needs=…)`.
 
 For example: files that exist, sizes that fit other sizes, a device that supports the setting.
 """
@@ -21,35 +21,35 @@ from tandem.errors import ConfigError, DataError
 from tandem.tasks import is_task, parse
 
 CODE_FILES = (".py", ".pkl")
-"""Endings of files that contain functions; the same as in `tandem.loading`, which config does not import."""
+"""Suffixes of files with functions. `tandem.loading` has the same list, but config does not import it."""
 
 _SPLIT = "ulysses_sequence_parallel_size"
 
 MOST_SAMPLES = 10_000_000
-"""The number of responses in one step above which the setting must be a mistake.
+"""The largest accepted number of responses in one step. A larger number must be a mistake.
 
-One process needs some hundred bytes for each response.
+The controller needs some hundred bytes for each response.
 """
 
 
 @dataclass(frozen=True)
 class Check:
-    """A rule written as data: when a value is wrong, and what the message says.
+    """A rule about a value: a function that detects a wrong value, and the texts of the message.
 
-    A rule that sets `field` can also be used as a rule of the whole config.
+    If `field` is set, the rule can also check the whole config.
 
-    In the texts, {name} is replaced by the path of a key, {name=} by path=value, and {=name} by the value
-    alone (for a mapping, by its names). The key is one of the same section, or a dotted path of the whole
-    config. Without a name, it is the key that the rule checks.
+    In the texts, {name} is replaced by the path of the key `name`, {name=} by path=value, and {=name} by the
+    value alone (for a mapping, by its keys). `name` is a key of the same section, or a dotted path of the
+    whole config. If `name` is empty, it is the key that the rule checks.
 
     Attributes:
-        wrong: returns whether the value is wrong, given the section that holds the key (or the whole config)
-            and the value.
-        message: what is wrong; for a notice, a whole sentence.
-        got: as in `ConfigError`.
-        expected: as in `ConfigError`.
-        remedy: as in `ConfigError`.
-        field: the key, if it is not the one that declares this rule.
+        wrong: returns whether the value is wrong, given the section with the key (or the whole config) and
+            the value.
+        message: the problem; for a notice, a whole sentence.
+        got: the given value, for the `ConfigError`.
+        expected: the valid values, for the `ConfigError`.
+        remedy: what to do, for the `ConfigError`.
+        field: the key of the error, if another key than the checked key.
         notice: whether the rule gives a notice instead of an error.
     """
 
@@ -90,9 +90,9 @@ def _filled(text: str, own: Any, key: str) -> str:
 
 
 def files(own: Any, name: str) -> Iterator[ConfigError]:
-    """Check that every file exists, and that the name of a task can be parsed.
+    """Check that every data file exists, and that the name of each generated task can be parsed.
 
-    The rows that a task makes are checked when they are loaded.
+    The rows that a task generates are checked when the data is loaded.
     """
     for file in getattr(own, name) or ():
         if is_task(file):
@@ -113,7 +113,7 @@ def files(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
-    """Check that a Python file exists. The dotted name of a module is only looked up when it is loaded."""
+    """Check that a Python file exists. The dotted name of a module is not checked."""
     given = getattr(own, name)
     if given is not None and (given.endswith(CODE_FILES) or os.sep in given) and not os.path.isfile(given):
         yield ConfigError("this file does not exist", remedy="check the path")
@@ -121,7 +121,7 @@ def module_or_file(own: Any, name: str) -> Iterator[ConfigError]:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The rule of a key that names a model: a local folder must contain the file `marker`."""
+    """The rule for a key that names a model: if it is a local folder, it must contain the file `marker`."""
 
     marker: str
 
@@ -163,7 +163,7 @@ def names(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def own_code(own: Any, name: str) -> Iterator[ConfigError]:
-    """Check that the files of the user's own functions exist.
+    """Check that the files of user-defined functions exist.
 
     Their content is only read when the function is loaded.
     """
@@ -173,7 +173,7 @@ def own_code(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def code_file(field: str, reference: str) -> Iterator[ConfigError]:
-    """Yield an error if `reference`, the value of `field`, is a name in a Python file that does not exist."""
+    """Yield an error if `reference`, the value of `field`, is FILE.py:NAME and the file does not exist."""
     file, colon, _ = reference.rpartition(":")
     if colon and file.endswith(CODE_FILES) and not os.path.isfile(file):
         yield ConfigError(
@@ -191,7 +191,7 @@ within_response = Check(
 
 
 def holds_longest(own: Any, name: str) -> Iterator[ConfigError]:
-    """Check that a token limit is large enough for the longest sequence, or for one device's part of it."""
+    """Check that a token limit is large enough for one device's part of the longest sequence."""
     data, field = root(own).data, path(own, name)
     longest = sum(getattr(data, length) for length in data.lengths)
     names = " + ".join(path(data, length) for length in data.lengths)
@@ -229,7 +229,7 @@ def divides_batch(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 def countable(number: int, prompts: int, of: str, prompts_key: str) -> Iterator[ConfigError]:
-    """Check that this many responses fit into memory. The error names the larger of the two factors.
+    """Check that `number` · `prompts` responses fit into memory. The error names the larger factor.
 
     Args:
         number: responses per prompt.

@@ -23,13 +23,13 @@ Undecayed = Literal["norm", "bias", "embedding"]
 class OptimConfig(Section):
     """The optimizer, its learning rate schedule, gradient clipping, and the handling of failed steps.
 
-    adamw is Loshchilov and Hutter 2019, arXiv 1711.05101. adamw_8bit keeps its moments in 8 bits, by torchao
-    (Dettmers et al. 2022, arXiv 2110.02861). adamw_cpu keeps and updates them in host memory (Ren et al.
-    2021, arXiv 2101.06840). muon is Jordan et al. 2024 for the matrices of the layers, scaled as in Moonlight
-    (arXiv 2502.16982), and adamw for all other weights.
+    adamw is Loshchilov and Hutter 2019, arXiv 1711.05101. adamw_8bit stores its moments in 8 bits; it is the
+    implementation of torchao (Dettmers et al. 2022, arXiv 2110.02861). adamw_cpu stores and updates its
+    moments in host memory (Ren et al. 2021, arXiv 2101.06840). muon is Jordan et al. 2024 for the matrices of
+    the layers, scaled as in Moonlight (arXiv 2502.16982), and adamw for all other weights.
 
-    Which weights decay: transformers' Trainer, and therefore TRL, does not decay norms and biases. This is
-    also the default here. verl decays every weight (no_weight_decay=[]).
+    By default, norms and biases have no weight decay, as in transformers' Trainer and TRL. In verl, every
+    weight decays (no_weight_decay=[]).
 
     Attributes:
         optimizer: The optimizer. adamw_8bit stores its state in 8 bits. adamw_cpu stores its state and
@@ -38,7 +38,7 @@ class OptimConfig(Section):
         fused: Run AdamW's update as one kernel. false: as several kernels (foreach), which make copies.
         lr: Peak learning rate. 0: nothing is trained.
         weight_decay: Decoupled weight decay: each step multiplies the weights by 1 - lr · weight_decay.
-        no_weight_decay: Kinds of weights that do not decay. []: all weights decay.
+        no_weight_decay: Types of weights without weight decay. []: all weights decay.
         betas: Decay rates of the running averages of the gradient and of its square.
         eps: Added to the square root of the running average of the squared gradient.
         muon_momentum: Decay rate of muon's running average of the gradient.
@@ -54,7 +54,7 @@ class OptimConfig(Section):
             of all steps.
         lr_wsd_decay_style: For wsd: how the learning rate falls in the last part.
         min_lr_ratio: For linear, cosine and wsd: the learning rate at the end, as a fraction of lr.
-        total_training_steps: Number of optimizer steps that the schedule covers. -1: those of the whole run.
+        total_training_steps: Number of optimizer steps that the schedule covers. -1: all steps of the run.
     """
 
     optimizer: OptimizerName = "adamw"

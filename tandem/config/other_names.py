@@ -1,4 +1,4 @@
-"""Names that other programs use for a key: transformers' Trainer, TRL, OpenRLHF, prime-rl."""
+"""The names of config keys in other programs: transformers' Trainer, TRL, OpenRLHF, prime-rl."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("packing", ("use_dynamic_bsz",)),
 )
 OTHER_NAMES = {name: ends for names, ends in _ROWS for name in names.split()}
-"""The endings of the keys that are meant, by another program's name for them."""
+"""A dict from a key's name in another program to the suffixes of Tandem's keys with this meaning."""
 
 
 def meant_elsewhere(name: str, known: Iterable[str]) -> str | None:
-    """Return a sentence with the key that another program's name stands for, or None.
+    """Return a sentence with the Tandem key for another program's key name; None if no key fits.
 
     Args:
         name: the dotted path that was given.

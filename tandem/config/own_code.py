@@ -1,4 +1,4 @@
-"""Which keys of a run's config name code, and whether that code may run when a run folder is read."""
+"""Find config keys that load the user's code, and check whether a run folder's code may be loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tandem.errors import ConfigError
 from tandem.trusted import TRUST, is_own
 
 _REFERENCE = re.compile(r".*\.(py|pkl)(:\w+)?|[A-Za-z_][\w.]*:[A-Za-z_]\w*|.*\$\{.*", re.DOTALL)
-"""Matches a file that contains code, a name in a file or module, or a text with an interpolation."""
+"""Matches a Python file, FILE:NAME, MODULE:NAME, or a text with an interpolation."""
 _ALWAYS = ("trust_remote_code", "class_path", "ray_init")
-"""The last parts of keys that cause code to run whatever their value is, unless it is empty."""
+"""The last names of keys that cause code to run for any value that is not empty."""
 _MODULES = ("custom_reward_function.path", "custom_reward_function.terms", "custom_cls.path")
 """Keys that name a module without a colon."""
 
 
 def named_code(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a nested config that cause code other than this program's own to run."""
+    """Yield the keys of a nested config that cause code from outside of Tandem to run."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if value and (str(name) in _ALWAYS or key.endswith(_MODULES)):
@@ -33,20 +33,20 @@ def named_code(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def in_run_folder(file: Path) -> bool:
-    """Return whether a config file is the one that a run wrote to its folder."""
+    """Return whether a file is the config that a run wrote to its folder."""
     beside = ("events.jsonl", "metrics.jsonl", "checkpoints")
     return file.name == "config.yaml" and any((file.parent / name).exists() for name in beside)
 
 
 def require_own(file: Path, tree: Mapping[str, Any]) -> None:
-    """Refuse to run code that the config in a run folder names, unless the current user's run wrote it.
+    """Raise an error if a run folder's config loads code and another user's run wrote the config.
 
     Args:
         file: the config of the run folder.
         tree: the part of the config that is used.
 
     Raises:
-        ConfigError: the config names code; the error lists the keys.
+        ConfigError: the config loads code. The error lists the keys.
     """
     named = list(named_code(tree))
     if named and not is_own(file, file.read_bytes()):

@@ -23,9 +23,9 @@ class Change:
     """A key whose value differs from that of the original run.
 
     Attributes:
-        key: its name.
-        then: its value in the original run, as YAML spells it.
-        now: its value now, as YAML spells it.
+        key: the key's name.
+        then: the value in the original run, in YAML.
+        now: the value now, in YAML.
     """
 
     key: str
@@ -34,16 +34,16 @@ class Change:
 
 
 def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callable[[str], None]) -> None:
-    """Report the keys whose values differ from those of the run that wrote a checkpoint.
+    """Report the keys whose values differ from the config of the run that wrote a checkpoint.
 
     Args:
         checkpoint: the checkpoint's folder, inside the run folder.
         config: the config of the resumed run.
-        allowed: whether changes of what is learned are allowed.
+        allowed: whether keys that affect training may have changed.
         say: receives each message.
 
     Raises:
-        ConfigError: the run would learn something else, which is not allowed; or the run's config is not
+        ConfigError: a key that affects training has changed, which is not allowed; or the run's config is not
             valid YAML.
     """
     file = checkpoint.parent.parent / "config.yaml"
@@ -79,7 +79,7 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
 
     Args:
         then: the resolved config with which the original run started, perhaps with key names of an older
-            version. A key that it lacks did not exist yet, and counts as unchanged.
+            version. A missing key did not exist yet, and counts as unchanged.
         config: the config of the resumed run.
     """
     now, values = to_dict(config), config.model_dump(mode="json")
@@ -106,14 +106,14 @@ def changes(then: Mapping[str, Any], config: Section) -> list[Change]:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Return whether two values are equal. A part that was left out of the written config counts as equal."""
+    """Return whether two values are equal. A secret that was left out of the file counts as equal."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return old.keys() == new.keys() and all(_same(value, new[name]) for name, value in old.items())
     return old == LEFT_OUT or bool(old == new)
 
 
 def _value(tree: Mapping[str, Any], written: Any) -> Any:
-    """Return a value of a written config with its references filled in, if that is possible here."""
+    """Return a value of a written config, with its references resolved if possible."""
     if not refers(written):
         return written
     try:
@@ -138,7 +138,7 @@ def _old_value(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(tree: Mapping[str, Any], name: str, value: Any) -> Any:
-    """Return the value. For an aggregation that the loss decides, return the loss's own."""
+    """Return the value of a key. For a loss aggregation of null, return the aggregation of the loss."""
     at, _, leaf = name.rpartition(".")
     if value is not None or leaf != "loss_agg_mode":
         return value

@@ -1,6 +1,6 @@
-"""`custom_reward_function`, `reward` and `reward_model`: reward functions and trained reward models.
+"""The sections `custom_reward_function`, `reward` and `reward_model`.
 
-Reward models score responses instead of reward functions, or together with them.
+Responses are scored by reward functions, by trained reward models, or by both.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from tandem.errors import ConfigError
 
 _OWN = When(lambda own: own.path is not None, "if {path} is set")
 FUNCTIONS = "rule"
-"""The name of the data sources' built-in rewards among the parts of a reward."""
+"""The name of the built-in reward functions in metrics and in the function that combines scores."""
 _SERVER = When(lambda own: own.url is not None, "if {url} is set", notice=True)
 _MODEL = beside("enable", True, notice=True)
 _BESIDE_MODELS = When(lambda own: root(own).reward_model.enable, "if reward_model.enable=true")
 
 
 class RewardTerm(Section):
-    """One of several reward functions.
+    """The config of one reward function, if a run has several reward functions.
 
     Attributes:
         name: the function's name.
         label: the name of its metric; None: the function's name.
-        path: the Python file or module that contains it; None: `custom_reward_function.path`.
-        weight: the weight of its score in the sum.
-        reward_kwargs: additional arguments.
+        path: the Python file or module of the function; None: `custom_reward_function.path`.
+        weight: the weight of the function's score in the sum.
+        reward_kwargs: additional arguments of the function.
     """
 
     name: str
@@ -67,13 +67,13 @@ def _term_files(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CustomRewardConfig(Section):
-    """Your own reward functions, which replace the built-in ones for every data source.
+    """Your own reward functions, which replace the built-in reward functions of all data sources.
 
     Attributes:
         path: Python file or module that contains the reward function. null: the built-in function of each
             row's data source.
         name: Name of the function.
-        reward_kwargs: Additional arguments of the function, by name.
+        reward_kwargs: Additional arguments of the function: {name: value, …}.
         terms: Several functions instead of one: [{name: …, label: …, path: …, weight: 1.0, reward_kwargs:
             {}}, …]. The reward is the sum of their scores, each multiplied by its weight. Without path, a
             function is taken from the path above. Without label, its metric has the function's name.
@@ -91,7 +91,7 @@ class CustomRewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Where the programs that a reward tests are run, and with which limits.
+    """The sandbox for the programs that a reward function tests, and its limits.
 
     Attributes:
         url: Address of a server with SandboxFusion's protocol that runs the programs. null: a sandbox on this
@@ -108,13 +108,13 @@ class SandboxConfig(Section):
 
 
 class RewardConfig(Section):
-    """How reward functions are called: processes, limits, and what happens after a failure.
+    """The settings for calls of reward functions: processes, limits, and the reaction to failures.
 
     Attributes:
-        num_workers: Number of processes that call reward functions. null: one per CPU core, at most 8. 0:
-            none; the functions are called without limits in the process that collects the samples.
-        timeout: Seconds that one call may take. After this time, its process is ended.
-        retries: Number of further attempts for a sample whose call failed.
+        num_workers: Number of processes that call reward functions. null: one per CPU core, at most 8. 0: no
+            extra processes; the functions are called without limits in the process that collects the samples.
+        timeout: Seconds that one call may take. After this time, its process is stopped.
+        retries: Number of additional attempts for a sample whose call failed.
         max_growth_mb: Memory growth, in MiB, after which a process is replaced as soon as its current call
             has ended. null: no limit.
         on_error: What happens if a score fails. raise: the run stops. zero: the score is 0. drop: in
@@ -130,7 +130,7 @@ class RewardConfig(Section):
 
 
 def _sums(own: Any, name: str) -> Iterator[ConfigError]:
-    """Check that no weights are set if the user's own function combines the scores."""
+    """Check that no weights are set if a user-defined function combines the scores."""
     functions, models = root(own).custom_reward_function, root(own).reward_model
     weights = {"custom_reward_function.terms": [term.weight for term in functions.terms]}
     weights["reward_model.models"] = [term.weight for term in models.models.values()]
@@ -148,7 +148,7 @@ def _sums(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class CombinedRewardConfig(RewardConfig):
-    """Reward functions and reward models together.
+    """The settings that combine scores of reward functions and reward models.
 
     Attributes:
         weight: Weight of the score of the reward functions, if reward models are used too. null: 1 if
@@ -162,19 +162,20 @@ class CombinedRewardConfig(RewardConfig):
 
 
 class ScorerTerm(Section):
-    """One of several reward models.
+    """The config of one reward model, if a run has several reward models.
 
     Attributes:
-        path: its Hugging Face folder, of a sequence or token classifier.
-        weight: the weight of its score in the sum; 0: the score is measured but not used.
-        tokenizer_path: the folder of the tokenizer that it uses; None: the one in its own folder, if there is
-            one.
-        custom_chat_template: Jinja template for the conversations that it reads; None: that of its tokenizer.
-        normalize: whether its scores are normalized: minus their mean so far, divided by their standard
-            deviation so far.
+        path: Hugging Face folder of the reward model, a sequence or token classifier.
+        weight: the weight of the model's score in the sum; 0: the score is reported but not used.
+        tokenizer_path: the folder of the model's tokenizer; None: the tokenizer in the model's folder, if
+            there is one.
+        custom_chat_template: Jinja template for the model's conversations; None: the template of the
+            tokenizer.
+        normalize: whether to normalize scores: subtract the mean of all scores so far, and divide by their
+            standard deviation.
         step_separator: the text that ends a step of a response. Each step is scored at its end. None: the
-            response is scored as a whole.
-        step_score: how the scores of the steps become the score of the response.
+            whole response gets one score.
+        step_score: how to combine the scores of the steps into the score of the response.
     """
 
     path: LocalPath
@@ -244,18 +245,20 @@ def _scorers(own: Any, name: str) -> Iterator[ConfigError]:
 
 
 class RewardModelConfig(Section):
-    """The reward models, which are not trained. These settings apply to each of them.
+    """The reward models, which are not trained. These settings apply to every reward model.
 
     Attributes:
-        enable: Score responses with reward models, instead of reward functions or together with them.
+        enable: Score responses with reward models, instead of reward functions or in addition to reward
+            functions.
         models: Several reward models instead of one: {name: {path: …, weight: 1.0, tokenizer_path: …,
             custom_chat_template: …, normalize: false, step_separator: …, step_score: sum}, …}. The reward is
-            the sum of their scores, each multiplied by its weight. Each is placed as reward_model.NAME, or
-            together as reward_model.
-        use_dynamic_bsz: Limit micro-batches by their tokens instead of their samples.
+            the weighted sum of their scores. In trainer.placement, a model is called reward_model.NAME;
+            reward_model means all models.
+        use_dynamic_bsz: Limit micro-batches by their number of tokens instead of their number of samples.
         ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
             sequence parallelism).
-        forward_micro_batch_size_per_gpu: Samples per micro-batch and device. null: the device's whole share.
+        forward_micro_batch_size_per_gpu: Samples per micro-batch and device. null: all samples that are on
+            the device.
         forward_max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
     """
 
@@ -286,7 +289,7 @@ class RewardModelConfig(Section):
 
     @property
     def scorers(self) -> Mapping[str, ScorerTerm]:
-        """The reward models by role."""
+        """A dict from role to the config of a reward model."""
         if not self.enable:
             return {}
         several = {f"reward_model.{name}": term for name, term in self.models.items()}

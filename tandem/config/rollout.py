@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout`: how responses are sampled, and how their old log-probs are recomputed."""
+"""The section `actor_rollout_ref.rollout`: sampling of responses, and recomputation of old log-probs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ends_early(at: str = "") -> When:
     """Return the condition of min_tokens: a response can end before the length limit.
 
     Args:
-        at: the path of the rollout section from the section that declares the key, with a dot at its end.
+        at: the path from the section that declares the key to the rollout section, with a dot at the end.
     """
     return When(
         lambda own: not attrgetter(f"{at}ignore_eos")(own) or bool(attrgetter(f"{at}stop")(own)),
@@ -103,17 +103,17 @@ _NOT_GREEDY = Check(
 
 
 class SamplingSection(Section):
-    """The sampling settings, other than the temperature, that change the distribution tokens are drawn from.
+    """The sampling settings, other than the temperature, that change the distribution of sampled tokens.
 
-    Training always uses softmax(logits / temperature). Its log-probs are compared with those of that
-    distribution.
+    Training always uses softmax(logits / temperature), without these settings. So if they are set, the
+    log-probs of training differ from the log-probs of sampling.
 
     Attributes:
         top_k: Sample only from the k most likely tokens. -1: all tokens.
         top_p: Sample only from the most likely tokens whose probabilities add up to this value. 1: all
             tokens.
-        min_p: Sample only from tokens whose probability is at least this fraction of that of the most likely
-            token. 0: all tokens.
+        min_p: Sample only from tokens whose probability is at least min_p times the probability of the most
+            likely token. 0: all tokens.
         repetition_penalty: For tokens that occur in the prompt or the response, divide positive logits and
             multiply negative logits by this value. 1: no penalty.
         presence_penalty: Subtracted from the logits of tokens that occur in the response.
@@ -133,7 +133,7 @@ class SamplingSection(Section):
 
 
 class ValidationSampling(SamplingSection):
-    """How validation responses are sampled.
+    """The sampling settings of validation responses.
 
     Attributes:
         temperature: The logits are divided by this value. 0: greedy.
@@ -152,8 +152,8 @@ class ServerConfig(Section):
     """Servers that generate the responses. All serve the same model.
 
     Attributes:
-        urls: Addresses of the servers, as http://host:port: one, or a list.
-        model: Name of the model on a server that serves several. Only used by the engine openai.
+        urls: Addresses of the servers, as http://host:port: one address, or a list.
+        model: Name of the model, if a server serves several models. Only used by the engine openai.
         api_key_env: Name of the environment variable that holds the API key of the servers.
         connect_timeout: Seconds until a connection must be established.
         request_timeout: Seconds from the start of a request to the end of its response.
@@ -175,7 +175,7 @@ class ServerConfig(Section):
 
 
 class EngineConfig(SamplingSection):
-    """The rollout engine and its sampling.
+    """The rollout engine and its sampling settings.
 
     Attributes:
         name: The rollout engine. hf is a slow reference implementation.
@@ -183,7 +183,7 @@ class EngineConfig(SamplingSection):
             server.urls, or, if that is empty, on a server that the worker starts.
         n: Responses per training prompt.
         temperature: The logits are divided by this value, in sampling and in training.
-        stop: Texts that end a response: one, or a list.
+        stop: Texts that end a response: one text, or a list.
         ignore_eos: Continue after an end-of-sequence token, up to the length limit.
         logprobs_mode: What the engine returns for each token: log-probs or logits, of the distribution that
             the token was sampled from (processed) or of the model itself (raw).
@@ -191,20 +191,19 @@ class EngineConfig(SamplingSection):
         max_num_batched_tokens: Maximum number of tokens in one engine step. Responses that are being
             generated come first, then prompts.
         enable_chunked_prefill: Allow a prompt to be computed over several engine steps. false: each prompt is
-            computed in one step, in a step of its own if it is longer than max_num_batched_tokens.
+            computed in one step. A prompt that is longer than max_num_batched_tokens gets a separate step.
         enable_prefix_caching: If a prompt starts like an earlier sequence, reuse the KV cache of the common
-            part.
+            prefix.
         gpu_memory_utilization: Fraction of the device's memory that the rollout may use in total, for
-            weights, KV cache and workspace. The native engine uses less if training leaves less free. On a
-            CPU: the fraction of all memory for the KV cache. null: 0.9 for the native engine on CUDA with
-            free_cache_engine=true, otherwise 0.5.
+            weights, KV cache and workspace. The native engine uses less memory if training leaves less memory
+            free. On a CPU: the fraction of all memory for the KV cache. null: 0.9 for the native engine on
+            CUDA with free_cache_engine=true, otherwise 0.5.
         enforce_eager: On CUDA, launch the kernels of each step one by one instead of replaying CUDA graphs.
         block_size: Tokens per block of the KV cache.
         num_gpu_blocks_override: Number of blocks in the KV cache, regardless of the available memory. null:
             determined by memory and need.
-        tensor_model_parallel_size: Number of devices that together hold each layer of the native or vllm
-            engine (tensor parallelism). If the run has more devices, more engines run in parallel on other
-            samples.
+        tensor_model_parallel_size: Number of devices that split each layer of the native or vllm engine
+            (tensor parallelism). If the run has more devices, more engines run in parallel on other samples.
         disable_log_stats: Do not write the engine's progress lines to the log.
         runner: How the native engine computes the model. fused: a decoder with fused operations. module: the
             model as transformers implements it. auto: fused if it supports the model.
@@ -236,7 +235,7 @@ class EngineConfig(SamplingSection):
 
     @property
     def on_servers(self) -> bool:
-        """Whether responses come from servers, no matter who started them."""
+        """Whether responses come from servers, whether the run or the user started the servers."""
         return self.name in tables.SERVER_ENGINES or (self.name == "vllm" and self.mode == "server")
 
     @property
@@ -246,7 +245,7 @@ class EngineConfig(SamplingSection):
 
     @property
     def split(self) -> int:
-        """The number of devices of this run that hold each layer of an engine together."""
+        """The number of devices of this run that split each layer of an engine."""
         return 1 if self.on_named_servers else self.tensor_model_parallel_size
 
 
@@ -261,9 +260,9 @@ class RolloutConfig(EngineConfig, LogProbSection):
             length. null: data.max_prompt_length + data.max_response_length.
         free_cache_engine: Free the memory of the engine's KV cache and weights after each generation.
         update_weights_bucket_megabytes: Size, in MiB, of the pieces in which weights are sent to a rollout in
-            a different pool than the actor. A larger tensor is sent as a piece of its own.
-        log_prob_diff_limit: Limit of the mean difference between the log-probs of sampling and those of
-            training, in nats. Above it, the run names the cause. null: 1e-7 for fp64, 1e-4 for fp32, 0.02 for
+            a different pool than the actor. A larger tensor is sent as a separate piece.
+        log_prob_diff_limit: Limit of the mean difference between log-probs of sampling and of training, in
+            nats. Above this limit, a message names the cause. null: 1e-7 for fp64, 1e-4 for fp32, 0.02 for
             bf16.
     """
 
@@ -293,5 +292,5 @@ class RolloutConfig(EngineConfig, LogProbSection):
 
     @property
     def group_sizes(self) -> dict[int, int]:
-        """The number of responses per training prompt, by the step from which it applies, sorted by step."""
+        """A sorted dict from step to the number of responses per training prompt from this step on."""
         return {1: self.n} | dict(sorted(self.n_schedule.items()))

@@ -1,7 +1,6 @@
-"""`algorithm.rollout_correction`: importance weights and rejection of samples.
+"""The section `algorithm.rollout_correction`: importance weights and rejection of samples.
 
-They correct for samples that the rollout engine drew with probabilities other than those that training
-computes.
+Both correct for the difference between the rollout engine's probabilities and the training engine's.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Bounds:
     """The bounds of a weight or a statistic.
 
     Attributes:
-        lower: the lower bound; None: there is none.
+        lower: the lower bound; None: no lower bound.
         upper: the upper bound.
     """
 
@@ -60,7 +59,7 @@ _WEIGHS = When(lambda own: own.rollout_is is not None, "if {rollout_is} is set")
 
 
 def _readable(bounds: str) -> Need:
-    """Return the rule that the bounds can be read."""
+    """Return the rule that the property `bounds` can be parsed."""
 
     def check(own: Any, name: str) -> Iterator[ConfigError]:
         try:
@@ -79,18 +78,19 @@ _NORMALISED = Check(
 
 
 class RolloutCorrectionConfig(Section):
-    """Importance weights and rejection, and which log-probs are used as the old ones.
+    """Importance weights, rejection, and the source of the old log-probs.
 
     Attributes:
         rollout_is: Importance weights: a name, or your own function as file.py:function. null: none.
-        rollout_is_threshold: Bounds of the weights. One number: larger weights are reduced to it. Two
-            numbers, written as lower_upper with decimal points, such as 0.5_5.0: weights outside become 0.
+        rollout_is_threshold: Bounds of the weights. One number: larger weights are reduced to this number.
+            Two numbers, written as lower_upper with decimal points, such as 0.5_5.0: weights outside of this
+            range become 0.
         rollout_is_batch_normalize: Divide the weights by their mean over the batch.
-        rollout_rs: What is rejected: one or several modes separated by commas, or your own function as
-            file.py:function.
-        rollout_rs_threshold: Bounds for rejection: one for all modes, or one for each mode, separated by
-            commas. A bound is an upper limit. For the k1 modes it is lower_upper, limits of the ratio; a
-            single number u means 1/u_u.
+        rollout_rs: Rejection modes, separated by commas, or your own function as file.py:function. null:
+            none.
+        rollout_rs_threshold: Bounds for rejection: one bound for all modes, or one bound per mode, separated
+            by commas. A bound is an upper limit. For the k1 modes, a bound is lower_upper, the limits of the
+            ratio; a single number u means 1/u_u.
         bypass_mode: Use the rollout's log-probs as the old log-probs instead of recomputing them.
         loss_type: Policy loss, with bypass_mode=true. Only reinforce uses importance weights.
     """
@@ -115,19 +115,19 @@ class RolloutCorrectionConfig(Section):
     def takes_weights(self) -> bool:
         """Whether importance weights are used.
 
-        They are not used with a clipped ratio to the sampling policy, because that ratio already is an
-        importance weight.
+        A loss with a clipped ratio to the sampling policy does not use importance weights, because this ratio
+        already is an importance weight.
         """
         return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
     def applied_weight(self) -> str | None:
-        """The importance weights that are used, if any."""
+        """The importance weights that are used: a name or file.py:function; None if no weights are used."""
         return self.rollout_is if self.takes_weights else None
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or rejection are on."""
+        """Whether importance weights or rejection are used."""
         return self.applied_weight is not None or bool(self.rollout_rs)
 
     @property
@@ -155,7 +155,7 @@ class RolloutCorrectionConfig(Section):
 
         Raises:
             ConfigError: there is no bound, the number of bounds differs from the number of modes, the numbers
-                are not positive and ascending, or a mode that has only an upper bound was given two.
+                are not positive and ascending, or a mode that has only an upper bound was given two bounds.
         """
         field, modes = f"{AT}.rollout_rs_threshold", self.rollout_rs
         texts = [part for part in (self.rollout_rs_threshold or "").split(",") if part.strip()]

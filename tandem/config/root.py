@@ -89,7 +89,7 @@ class TrainConfig(Section):
 
     @property
     def exact_kl_terms(self) -> frozenset[str]:
-        """Where the KL to the reference is exact over the vocabulary: a subset of "reward" and "loss"."""
+        """The KL terms that are exact over the vocabulary: a subset of "reward" and "loss"."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         exact = {
             "reward": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL,
@@ -99,7 +99,7 @@ class TrainConfig(Section):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantage estimator needs a critic. For a user's own estimator, assume that it does."""
+        """Whether the advantage estimator needs a critic; True for a user-defined estimator."""
         known = needs(self.algorithm.adv_estimator)
         return known is None or known.critic
 
@@ -111,7 +111,7 @@ class TrainConfig(Section):
     def roles_with(self, *, reference: bool, critic: bool) -> tuple[str, ...]:
         """Return the roles of a run, in the order of `tandem.config.cluster.ROLES`.
 
-        If a role has several models, each is a role of its own, named role.NAME.
+        If a role has several models, each model is a separate role, named role.NAME.
 
         Args:
             reference: whether the run has a reference policy.

@@ -26,7 +26,7 @@ REQUIRED = PydanticUndefined
 
 @dataclass(frozen=True)
 class Condition:
-    """A `When` together with the position of the section that declares it.
+    """A `When` condition, with the path of the section that declares the condition.
 
     Attributes:
         at: the prefix of the keys in that section: a dotted path that ends with a dot, or "" at the root.
@@ -49,11 +49,11 @@ class Key:
         name: the dotted path from the root.
         conditions: the conditions under which the key is used, outermost first.
         needs: rules that are checked if the key is used.
-        default: the value if the user sets none; REQUIRED if there is no default. Meaningless with
-            `inherits`.
+        default: the value if the user sets none; REQUIRED if there is no default. Unused if `inherits` is
+            set.
         inherits: the dotted path of the key whose value is used if this key is not set, if any.
         info: pydantic's declaration.
-        resumed: what a different value means when a run is resumed.
+        resumed: the reaction to a different value when a run is resumed; see `Resumed`.
     """
 
     name: str
@@ -77,26 +77,26 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """Return the type and limits in words."""
+        """Return a description of the type and its limits."""
         return _words(self.info.annotation, self.info.metadata)
 
 
 @cache
 def keys(root: type[Section]) -> Mapping[str, Key]:
-    """Return all keys of a config by dotted path, in the order of their declaration."""
+    """Return a dict from dotted path to key, in the order of declaration."""
     return {key.name: key for key in _walk(root, None, "", (), {}, "refused")}
 
 
 @cache
 def sections(root: type[Section]) -> frozenset[str]:
-    """Return the dotted paths of the sections that hold keys."""
+    """Return the dotted paths of all sections that have keys."""
     return frozenset(
         name.rsplit(".", depth)[0] for name in keys(root) for depth in range(1, name.count(".") + 1)
     )
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict of dicts, given values by dotted path."""
+    """Convert a dict from dotted path to value to nested dicts."""
     out: dict[str, Any] = {}
     for name, value in flat.items():
         *parents, leaf = name.split(".")
@@ -118,8 +118,8 @@ def value_at(config: Section, name: str) -> Any:
 def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a key that does not exist, with the most similar existing key.
 
-    Keys with the same last name are tried first, because the user may have named the wrong section. Next come
-    the keys that have this name in another program.
+    Keys with the same last name are tried first, because the user may have named the wrong section. Then
+    follow keys that have this name in another program.
     """
     names = list(known)
     leaf = name.rsplit(".", 1)[-1]
@@ -135,14 +135,14 @@ def unknown_key(name: str, known: Iterable[str]) -> ConfigError:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML would spell it, on one line."""
+    """Return a value in YAML, on one line."""
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def is_no_number(given: Any) -> bool:
     """Return whether the value is NaN or infinite, as a number or as a text.
 
-    YAML itself reads only .nan and .inf as such numbers.
+    YAML itself parses only .nan and .inf as such numbers.
     """
     try:
         return isinstance(given, float | str) and not math.isfinite(float(given))
@@ -158,7 +158,7 @@ def _walk(
     below: Mapping[str, Condition],
     resumed: Resumed,
 ) -> Iterator[Key]:
-    """Yield the keys of `section`, which lies at path `at`.
+    """Yield the keys of `section`, which is at path `at`.
 
     Args:
         section: the section's type.
@@ -166,7 +166,8 @@ def _walk(
         at: the prefix of the section's keys.
         outer: conditions that apply to every key of the section.
         below: conditions that apply to single keys of the section.
-        resumed: what a different value means when a run is resumed, unless the section says otherwise.
+        resumed: the reaction to a different value when a run is resumed, unless the section declares another
+            reaction.
     """
     resumed = section.all_resumed or resumed
     for name, info in section.model_fields.items():
@@ -196,7 +197,7 @@ _SIMPLE = {int: "integer", float: "number", bool: "true or false", str: "text", 
 
 
 def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Return a type and its limits in words."""
+    """Return a description of a type and its limits."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _words(parts[0], [*parts[1:], *metadata])

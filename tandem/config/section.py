@@ -1,7 +1,7 @@
 """Building blocks of config sections.
 
-`Section` is the frozen, strict base class. `key` declares one setting together with the conditions under
-which it is used and the rules that it must satisfy. A few types express what plain annotations cannot.
+`Section` is the frozen, strict base class. `key` declares one setting, the conditions under which the setting
+is used, and the rules for its value. The module also has types for paths, names and lists.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 """Matches one name and its description below `Attributes:` in a docstring."""
 
 Resumed = Literal["refused", "reported", "silent"]
-"""What happens when a resumed run gives the key a different value.
+"""The reaction to a different value of the key when a run is resumed.
 
-"refused": an error, because the run would learn something else, unless the user allows it. "reported": a
-message names the change. "silent": nothing, because the key only says which run to resume.
+"refused": an error unless the user allows the change, because the key affects training. "reported": a message
+names the change. "silent": no reaction, because the key only selects the run to resume.
 """
 
 
 class InvalidValueRead(Exception):
     """Raised when a rule reads a key whose invalid value was replaced by a default.
 
-    The rule cannot conclude anything from that point on.
+    From then on, the rule's findings would be meaningless.
     """
 
 
 @dataclass
 class Place:
-    """The position of a section in the config that rules look at.
+    """The position of a section in the config that rules check.
 
     Attributes:
         at: the prefix of the section's keys: a dotted path that ends with a dot, or "" at the root.
-        changed: the keys of the whole config whose values differ from what they would be if the user had set
-            nothing.
+        changed: the keys of the whole config whose values differ from the default or inherited value.
         root: the whole config.
     """
 
@@ -65,7 +64,7 @@ class Place:
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, no unknown keys, no conversions between types.
+    """The base class of config sections: immutable, no unknown keys, no conversions between types.
 
     The docstring of a section describes each key and its unit under `Attributes:`. `tandem config explain`
     and the reference pages print these descriptions.
@@ -73,7 +72,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     all_resumed: ClassVar[Resumed | None] = None
-    """The `resumed` value of keys that set none of their own; None: that of the outer section."""
+    """The `resumed` value of keys that do not set `resumed`; None: the value of the outer section."""
     _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
     _place: Place | None = PrivateAttr(default=None)
 
@@ -95,7 +94,7 @@ class Section(BaseModel):
     def from_environment(self) -> dict[str, tuple[Any, Any]]:
         """Return the keys whose values came from the environment (of a whole config only).
 
-        Maps each key to the text that is written to files instead of the value, and to the value; see
+        The result is a dict from key to (text that is written to files instead of the value, value); see
         `tandem.config.written`.
         """
         return self._from_environment
@@ -106,15 +105,15 @@ class When:
     """A condition under which a key, or every key of a section, is used.
 
     Attributes:
-        applies: returns whether the key is used. Its argument is the section that holds the key; `path`,
-            `root` and `changed` of `tandem.config.view` give access to the rest of the config.
-        words: the same condition in words, to complete "used only <words>". {name} is replaced by the dotted
-            path of a key in the same section.
-        notice: if true, an unused value gives a notice, because it only affects speed, memory or a part that
-            does not run. If false, it is an error.
-        neutral: values that request nothing, and are therefore allowed even if the key is not used.
-        switch: the key in the same section that turns this key on, if there is one. If the user set that key
-            to false, which is its default, an unused value gives only a notice.
+        applies: returns whether the key is used. Its argument is the section that has the key; `path`, `root`
+            and `changed` of `tandem.config.view` give access to the rest of the config.
+        words: a description of the condition, which completes "used only <words>". {name} is replaced by the
+            dotted path of a key in the same section.
+        notice: whether an unused value gives a notice instead of an error. Use True if the key only affects
+            speed, memory or a component that does not run.
+        neutral: values that have no effect, and are therefore allowed even if the key is not used.
+        switch: the key in the same section that turns this key on, if there is one. If the user explicitly
+            set the switch to false, which is its default, an unused value gives only a notice.
     """
 
     applies: Callable[[Any], bool]
@@ -125,26 +124,26 @@ class When:
 
 
 Finding = ConfigError | str
-"""What a rule yields: an error, or a notice (a plain sentence)."""
+"""The result of a rule: an error, or a notice (a plain sentence)."""
 
 Need = Callable[[Any, str], Iterator[Finding]]
-"""A rule of one key. Its arguments are the section that holds the key, and the key's name.
+"""A rule of one key. Its arguments are the section that has the key, and the key's name.
 
-If the error it yields has no `field`, the field is that key; if it has no `got`, the value of the key is
-filled in.
+If an error of the rule has no `field`, the field becomes this key. If it has no `got`, `got` becomes the
+value of the key.
 """
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a key or section declares in addition to its type.
+    """The declarations of a key or section, in addition to its type.
 
     Attributes:
         inherits: the key whose value is used if this key is not set.
         when: conditions, all of which must hold for the key to be used.
         needs: rules that are checked if the key is used.
-        below: further conditions for single keys of a section, by name.
-        resumed: what a different value means when a run is resumed; None: the section decides.
+        below: a dict from key name to an additional condition, for single keys of a section.
+        resumed: the reaction to a different value when a run is resumed; None: the section decides.
     """
 
     inherits: str | None = None
@@ -155,7 +154,7 @@ class Declared:
 
 
 NOT_TRAINED = When(lambda own: False, "if the model is trained")
-"""The condition for keys that a model which only computes does not use."""
+"""The condition for keys that only a trained model uses."""
 
 
 def beside(name: str, *values: Any, notice: bool = False, neutral: tuple[Any, ...] = ()) -> When:
@@ -182,9 +181,9 @@ def key(
             otherwise a dotted path from the root. `default` is then only used by a section that is created on
             its own.
         when: the conditions under which the key is used.
-        needs: what the key requires of other keys, of files or of the device, if it is used. An inherited
-            value is checked at the key that it comes from, unless that key is not used.
-        resumed: what a different value means when a run is resumed; None: the section decides.
+        needs: rules about other keys, files or the device, which are checked if the key is used. An inherited
+            value is checked at its source key, unless the source key is not used.
+        resumed: the reaction to a different value when a run is resumed; None: the section decides.
         **limits: pydantic's constraints, such as ge=1.
     """
     extra = _extra(Declared(inherits, _several(when), _several(needs), resumed=resumed))
@@ -204,13 +203,14 @@ def section(
     Args:
         default: the value if the user sets none of its keys.
         when: the conditions under which all keys of the section are used.
-        below: conditions for single keys of the section, by name, if they depend on keys next to the section.
+        below: a dict from key name to condition, for keys of the section whose conditions depend on keys next
+            to the section.
     """
     return Field(default, json_schema_extra=_extra(Declared(None, _several(when), below=below or {})))
 
 
 def declared(info: FieldInfo) -> Declared:
-    """Return what the call of `key` or `section` declared."""
+    """Return the declarations from the call of `key` or `section`."""
     extra = info.json_schema_extra
     found: Any = extra.get("declared") if isinstance(extra, dict) else None
     return found if isinstance(found, Declared) else Declared()
@@ -235,7 +235,7 @@ class OneOf:
     Attributes:
         choices: the names.
         aliases: other spellings, mapped to a name.
-        absent: names that other programs have, mapped to what to do here instead.
+        absent: a dict from a name in other programs to advice on what to use instead.
         own_code: whether "file.py:function" and "package.module:function" are valid too.
     """
 
@@ -248,7 +248,7 @@ class OneOf:
         return core_schema.no_info_after_validator_function(self.name, handler(source))
 
     def name(self, given: str | None) -> str | None:
-        """Return the name that `given` stands for, or None if `given` is None."""
+        """Return the valid name for `given`, which may be an alias; None if `given` is None."""
         if given is None:
             return None
         name = self.aliases.get(given, given)
@@ -268,7 +268,7 @@ def nearest_remedy(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> 
     Args:
         given: the text that the user wrote.
         names: the valid names.
-        cutoff: the least similarity, 0 to 1. If no name reaches it, the result is None.
+        cutoff: the minimum similarity, 0 to 1. If no name reaches this similarity, the result is None.
     """
     close = difflib.get_close_matches(given, list(names), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else None
@@ -277,7 +277,7 @@ def nearest_remedy(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> 
 def _as_tuple(value: Any) -> Any:
     """Convert a YAML value to a tuple.
 
-    YAML only has lists. A single text or integer counts as a list of one; null is the empty list.
+    YAML only has lists. A single text or integer becomes a tuple with one item; null becomes ().
     """
     if value is None:
         return ()

@@ -6,7 +6,7 @@ from tandem.config.root import TrainConfig
 
 
 def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, int | str]:
-    """Return sizes by name, in reading order. Lengths and limits are in tokens.
+    """Return a dict from name to size, in the order for display. Lengths and limits are in tokens.
 
     Args:
         config: the loaded config.
@@ -50,7 +50,7 @@ def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, 
 
 
 def _sampling_sizes(config: TrainConfig) -> dict[str, int | str]:
-    """Return the sizes that vary between steps, or that include samples that are not learned from."""
+    """Return sizes that vary between steps, and sizes that include samples that training does not use."""
     sizes: dict[str, int | str] = {}
     rollout = config.actor_rollout_ref.rollout
     if config.algorithm.filter_groups.enable:
@@ -72,7 +72,7 @@ def total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
 
 
 def _places(config: TrainConfig) -> dict[str, int | str]:
-    """Return the processes per node of each pool, and the roles on it."""
+    """Return, for each pool, its processes per node and its roles."""
     trainer = config.trainer
     places: dict[str, int | str] = {"backend": "ray"}
     for name, counts in trainer.pools.items():

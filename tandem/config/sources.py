@@ -1,4 +1,4 @@
-"""Reads what the user wrote, a YAML file and `key=value` overrides, into one tree of plain values."""
+"""Read the user's YAML file and `key=value` overrides into nested dicts and lists."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tandem.errors import ConfigError
 from tandem.texts import TooLargeError, check_yaml
 
 Overrides = Sequence[str | Mapping[str, Any]]
-"""Texts `key=value`, whose values are in YAML; or mappings of values by key, dotted or nested."""
+"""Texts `key=value`, whose values are in YAML; or mappings from key (dotted or nested) to value."""
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split a command's positional arguments, `[CONFIG.yaml] key=value …`, into the path and the overrides.
 
-    Hydra's `--config-path` and `--config-name` also name the file, or one of verl's own configs.
+    Hydra's `--config-path` and `--config-name` can also name the file, or one of verl's configs.
 
     Raises:
         ConfigError: there is a second path or an unknown option, or the named file does not exist.
@@ -53,15 +53,17 @@ def _is_override(text: str) -> bool:
 def read_sources(
     path: str | None, overrides: Overrides
 ) -> tuple[dict[str, Any], list[ConfigError], list[str], dict[str, Any]]:
-    """Return the tree of given values, errors, notices, and the same tree without any interpolation resolved.
+    """Return four results: the given values, errors, notices, and the given values before interpolation.
 
-    In the first tree, only the interpolations of keys that were not given are unresolved.
+    The values are nested dicts. In the first result, only interpolations of keys that were not given are
+    unresolved.
 
     Args:
         path: a YAML file, if any. A file in Hydra's format is composed with the files of its `defaults:`. A
-            file in a run folder may only name code if a run of this user wrote it.
+            file in a run folder may only load code if a run of this user wrote the file.
         overrides: texts `key=value`, whose values are in YAML, or lists and mappings as Hydra writes them; or
-            values by key. Later ones override earlier ones and the file. `~key` removes a key.
+            dicts from key to value. Later overrides replace earlier overrides and the file's values. `~key`
+            removes a key.
     """
     tree: Any = {}
     errors: list[ConfigError] = []
@@ -97,7 +99,7 @@ def _choices(overrides: Overrides) -> dict[str, str]:
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """Return a tree of plain values as YAML that `read_sources` reads as the same tree."""
+    """Return nested dicts and lists as YAML that `read_sources` parses to equal values."""
     return str(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
 
 
@@ -118,7 +120,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 @dataclass
 class _Overrides:
-    """Reads overrides one by one, and collects what the notices must mention."""
+    """Reads overrides one by one, and collects notices."""
 
     errors: list[ConfigError]
     hydra_keys: list[str] = field(default_factory=list)
@@ -127,7 +129,7 @@ class _Overrides:
     seen: dict[str, str] = field(default_factory=dict)
 
     def merge(self, tree: Any, text: str) -> Any:
-        """Return the tree with an override added, or the unchanged tree if the override is wrong."""
+        """Return the nested values with an override added; unchanged if the override is invalid."""
         try:
             if text.startswith("~"):
                 return self._without(tree, text[1:].partition("=")[0])
@@ -167,7 +169,7 @@ class _Overrides:
         ]
 
     def _without(self, tree: Any, name: str) -> Any:
-        """Return the tree without a key, as if it had never been given."""
+        """Return the nested values without a key."""
         if not name:
             raise ConfigError("this is not an override", got="~", expected="~key")
         first, _, below = name.partition(".")
@@ -197,7 +199,7 @@ def _read_override(name: str, value: str) -> Any:
 
 
 def _read_flow(name: str, value: str) -> Any:
-    """Return the tree of a list or mapping as Hydra writes it; None if the value is neither."""
+    """Return the value of a list or mapping in Hydra's syntax; None for any other value."""
     try:
         tree = read_flow(value)
     except ValueError:

@@ -15,7 +15,7 @@ from tandem.config.trainer import RunConfig
 
 
 class SupervisedDataConfig(Section):
-    """The examples to learn from.
+    """The training and validation examples of a supervised run.
 
     Attributes:
         train_files: Parquet or .jsonl file of training data, or a list of such files.
@@ -28,7 +28,7 @@ class SupervisedDataConfig(Section):
         prompt_key: Column of prompts, if the responses do not contain the whole conversation.
         shuffle: Shuffle the rows in each epoch.
         seed: Seed of the shuffle.
-        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template, by name.
+        apply_chat_template_kwargs: Additional arguments of the tokenizer's chat template: {name: value, …}.
         filter_overlong_prompts_workers: Processes that check, filter and tokenize data files larger than 32
             MiB. null: one per CPU core.
         cache_dir: Folder that caches the result of reading such large files. Entries that are unused for 30
@@ -49,7 +49,7 @@ class SupervisedDataConfig(Section):
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The keys of this section that add up to the maximum number of tokens in a row."""
+        """The keys of this section whose values sum to the maximum number of tokens in a row."""
         return ("max_length",)
 
 
@@ -64,11 +64,11 @@ class SupervisedRunConfig(RunConfig):
 
 
 class SupervisedConfig(Section):
-    """The whole config, except for the columns of the data.
+    """The config keys that `tandem sft` and `tandem rm` share.
 
     Attributes:
-        micro_batch_size_per_gpu: Rows per micro-batch and device. null: the device's whole share.
-        use_dynamic_bsz: Limit micro-batches by their tokens instead of their rows.
+        micro_batch_size_per_gpu: Rows per micro-batch and device. null: all rows that are on the device.
+        use_dynamic_bsz: Limit micro-batches by their number of tokens instead of their number of rows.
         max_token_len_per_gpu: Tokens per micro-batch and device, with use_dynamic_bsz=true.
         ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
             sequence parallelism).
@@ -96,8 +96,8 @@ class SFTDataConfig(SupervisedDataConfig):
         response_key: Column of the responses to the prompts, as text or messages. If the data has no such
             column, `completion` is used.
         messages_key: Column of whole conversations. The model learns the assistant's turns.
-        text_key: Column of texts that the model learns completely. It is used if the data has no other column
-            to learn from.
+        text_key: Column of texts that the model learns completely. This column is used if the data has
+            neither messages nor prompts with responses.
         tools_key: Column of tools for the chat template, if the data has one: a list of JSON schemas, or such
             a list as JSON text. null: none.
     """
@@ -115,11 +115,11 @@ class SFTConfig(SupervisedConfig):
 
 
 class RMDataConfig(SupervisedDataConfig):
-    """Preferences to learn a reward from.
+    """Preference data for training a reward model.
 
     Attributes:
         chosen_key: Column of the better response: a conversation, or a text that follows the prompt.
-        rejected_key: Column of the worse response, in the same form.
+        rejected_key: Column of the worse response: a conversation, or a text that follows the prompt.
         margin_key: Column of the margin by which the better response should score higher. null: no margin.
     """
 

@@ -1,4 +1,4 @@
-"""What the config must know about the algorithms without importing them, because they need torch.
+"""Facts about algorithms for config checks, which must not import the algorithms because they need torch.
 
 A test compares these tables with the registries of `tandem.algorithms`.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an advantage estimator requires.
+    """The requirements of an advantage estimator.
 
     Attributes:
-        critic: whether it needs the values of a critic.
-        group: whether it needs several samples of one prompt.
-        options: the numbers and switches that it takes.
+        critic: whether the estimator needs the values of a critic.
+        group: whether the estimator needs several samples of one prompt.
+        options: the names of the estimator's options.
     """
 
     critic: bool
@@ -46,7 +46,7 @@ ADVANTAGES = {
 ADVANTAGE_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 ADVANTAGE_KEYS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_weights")
-"""The options that have their own key in `algorithm`."""
+"""The options of advantage estimators that have a separate key in `algorithm`."""
 
 _CLIP = ("clip_ratio_low", "clip_ratio_high")
 
@@ -73,7 +73,7 @@ BY_SEQUENCE = ("geo_mean", "gspo", "sapo")
 """Losses that were published with the mean over the tokens of each sequence, then over the sequences."""
 
 LOW_ABOVE_ONE = ("cispo", "dppo_kl", "geo_mean")
-"""Losses whose lower clip range may be above 1: it is in nats, or it means that there is no lower bound."""
+"""Losses whose lower clip range may be above 1, because it is in nats or means "no lower bound"."""
 
 LOSS_KEYS = {
     **{name: name for name in (*_CLIP, "clip_ratio_c", "tau_pos", "tau_neg")},
@@ -89,7 +89,7 @@ LOSS_KEYS = {
         )
     },
 }
-"""The options of policy losses that have their own key, mapped to that key below the actor's section."""
+"""A dict from an option of policy losses to its key in the actor's section."""
 
 IMPORTANCE_WEIGHTS = ("token", "sequence", "geometric")
 
@@ -114,14 +114,14 @@ KL_KINDS = tuple(
 )
 """Estimators of the KL from the sampled tokens.
 
-The form with a + has the same value, and the gradient of k2.
+An estimator with a + has the same value as without it, but the gradient of k2.
 """
 
 FULL_KL = "full"
 """The exact KL over the whole vocabulary."""
 
 READS_COMPONENTS = frozenset({"gdpo"})
-"""Advantage estimators that read the numbers of a reward by name."""
+"""Advantage estimators that read named components of a reward."""
 
 READS_SQUARES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Advantage estimators that read the sum of squared probabilities."""
@@ -148,12 +148,12 @@ LOGGERS = (
 
 
 def needs(estimator: str) -> Needs | None:
-    """Return what an estimator requires; None for a user's own, which declares it when it is loaded."""
+    """Return the requirements of an estimator; None for a user-defined estimator."""
     return ADVANTAGES.get(ADVANTAGE_ALIASES.get(estimator, estimator))
 
 
 def published_aggregation(loss: str) -> str:
-    """Return the aggregation that a policy loss was published with; token-mean for a user's own loss."""
+    """Return the aggregation that a policy loss was published with; token-mean for a user-defined loss."""
     loss = POLICY_LOSS_ALIASES.get(loss, loss)
     if loss == "reinforce":
         return "seq-mean-token-sum"
@@ -161,5 +161,5 @@ def published_aggregation(loss: str) -> str:
 
 
 def loss_options(loss: str) -> tuple[str, ...] | None:
-    """Return the options of a policy loss; None for a user's own loss."""
+    """Return the options of a policy loss; None for a user-defined loss."""
     return POLICY_LOSSES.get(POLICY_LOSS_ALIASES.get(loss, loss))

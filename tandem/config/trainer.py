@@ -1,4 +1,4 @@
-"""`trainer`: the run, its folder, its devices, and when it validates and saves."""
+"""The section `trainer`: name, folder and devices of the run, and its schedule of validation and saving."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ProfileConfig(Section):
 
 
 class RunConfig(Section):
-    """The settings that every kind of run has.
+    """The settings that RL, SFT and reward-model runs share.
 
     Attributes:
         project_name: Name of the project, as loggers show it.
@@ -97,24 +97,24 @@ class RunConfig(Section):
         nnodes: Number of machines.
         device: Where the models are placed. auto: CUDA if a CUDA device is available, otherwise CPU.
         seed: Seed of all random numbers.
-        test_freq: Validate every this many steps, and at the end of the run. -1: never.
-        save_freq: Save a checkpoint every this many steps, and at the end of the run. -1: only at the end. 0:
+        test_freq: Validate every test_freq steps, and at the end of the run. -1: never.
+        save_freq: Save a checkpoint every save_freq steps, and at the end of the run. -1: only at the end. 0:
             never.
-        max_ckpt_to_keep: Number of newest checkpoints to keep; older ones are deleted. null: keep all.
+        max_ckpt_to_keep: Number of newest checkpoints to keep; older checkpoints are deleted. null: keep all.
         keep_best: Metric that decides which checkpoint is the best, such as val/accuracy. The best checkpoint
-            is kept in addition to the newest ones. A checkpoint is only considered if its step has this
-            metric. null: no best checkpoint is kept.
+            is kept in addition to the newest checkpoints. A checkpoint is only considered if its step has
+            this metric. null: no best checkpoint is kept.
         keep_best_mode: Whether the largest (max) or the smallest (min) value of keep_best is the best.
         async_save: Write checkpoints while training continues. Each process then needs host memory for a copy
-            of its share of the weights and the optimizer state.
+            of its shards of the weights and the optimizer state.
         resume_mode: Whether to continue an earlier run. auto: continue from the newest complete checkpoint in
             the run folder, if there is one. resume_path: continue from resume_from_path. disable: start a new
             run.
         resume_from_path: The checkpoint folder to continue from, for resume_mode=resume_path.
-        resume_with_changes: Also continue from a checkpoint if a key that affects what is learned has a
-            different value now. false: such a change is an error.
-        backend: How workers run. local: all in this process. ray: each in its own process. auto: local if the
-            run has one process, otherwise ray.
+        resume_with_changes: Also continue from a checkpoint if a key that affects training has a different
+            value now. false: such a change is an error.
+        backend: How workers run. local: all in this process. ray: each worker in a separate process. auto:
+            local if the run has one process, otherwise ray.
         balance_batch: Distribute samples so that all devices get about the same number of tokens.
         max_restarts: How many times the run restarts by itself, from its newest checkpoint, after a worker
             has failed.
@@ -166,7 +166,7 @@ class RunConfig(Section):
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
-        """The number of processes on each node, by pool. There is at least one pool."""
+        """A dict from pool to the number of processes on each of its nodes. There is at least one pool."""
         return {POOL: (self.n_gpus_per_node,) * self.nnodes}
 
     @property
@@ -189,22 +189,22 @@ class TrainerConfig(RunConfig):
     """The settings of a reinforcement learning run.
 
     Attributes:
-        defaults: Which defaults apply to keys that you do not set. tandem: Tandem's own. verl: verl's, for
-            keys that affect what is learned or where files are written.
-        resource_pools: Pools of processes: {name: [number of processes on each of its nodes]}. Each process
-            has a device, except in a pool that only runs reward functions. Empty: one pool, with
-            n_gpus_per_node processes on each of nnodes nodes.
+        defaults: Which defaults apply to keys that you do not set. tandem: Tandem's own. verl: verl's
+            defaults, for keys that affect training or the location of files.
+        resource_pools: Pools of processes: {name: [number of processes on each node]}. Each process has a
+            device, except in a pool that only runs reward functions. Empty: one pool, with n_gpus_per_node
+            processes on each of nnodes nodes.
         placement: The pool that each role runs on: {role: pool name}. Place actor and rollout separately, or
-            together as actor_rollout. Place one of several models as ref.NAME or reward_model.NAME. Without
-            an entry, actor and rollout use the first pool, the ref, critic and reward_model roles share the
-            actor's pool, and reward functions run in their own CPU process.
+            together as actor_rollout. If a role has several models, place a model as ref.NAME or
+            reward_model.NAME. Without an entry, actor and rollout use the first pool, the ref, critic and
+            reward_model roles share the actor's pool, and reward functions run in a separate CPU process.
         worker_classes: Your own worker classes: {role: file.py:Class or package.module:Class}. The roles are
-            those of placement, and also batch and data.
+            the roles of placement, and also batch and data.
         worst_batch_first: Run the largest micro-batch of actor and critic before the first step, without
             learning from it, so that a run with too little memory fails at once. null: only on CUDA.
         critic_warmup: Number of training steps at the start in which only the critic learns.
         val_before_train: Validate before the first training step.
-        samples_freq: Write the samples of every this many steps to the run folder. -1: write none.
+        samples_freq: Write a step's samples to the run folder every samples_freq steps. -1: never.
         log_val_generations: Number of responses from each validation that are sent to the loggers as text.
         on_step: Your own function, as file.py:function. The controller calls it after each step, with the
             step number and the step's metrics.
@@ -230,11 +230,11 @@ class TrainerConfig(RunConfig):
 
     @property
     def pools(self) -> dict[str, tuple[int, ...]]:
-        """The number of processes on each node, by pool. There is at least one pool."""
+        """A dict from pool to the number of processes on each of its nodes. There is at least one pool."""
         return dict(self.resource_pools) or super().pools
 
     def placed(self, role: str) -> str | None:
-        """Return the name of a role's pool; None for reward functions that have their own CPU process.
+        """Return the name of a role's pool; None for reward functions that run in a separate CPU process.
 
         Args:
             role: one of `tandem.config.cluster.PLACED_ROLES`, or of `TrainConfig.roles`.

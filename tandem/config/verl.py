@@ -1,4 +1,4 @@
-"""Keys that verl treats differently: their defaults, and an aggregation that verl ignores."""
+"""Keys that verl treats differently: keys with other defaults, and a loss aggregation that verl ignores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.peers.translate import Translation
 _FOUND = read_table("verl_defaults.yaml")
 
 DEFAULTS: Mapping[str, Any] = _FOUND["taken"]
-"""verl's defaults, by key, that `trainer.defaults=verl` applies."""
+"""A dict from key to verl's default. The config key `trainer.defaults=verl` applies these defaults."""
 
 KEPT: Mapping[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _FOUND["kept"].items()}
-"""The other differing defaults of verl, by key, each with the reason why Tandem's default stays.
+"""A dict from key to (verl's default, the reason why `trainer.defaults=verl` does not apply it).
 
-Where files are written depends on none of these keys. What is learned depends only on `loss_agg_mode`, with
-gspo, and a notice says so.
+None of these keys affects the location of files. Only `loss_agg_mode` affects training, and only with gspo; a
+notice then tells the user.
 """
 
 
@@ -37,16 +37,16 @@ def differing(given: Collection[str]) -> str:
 
 
 IGNORES_AGGREGATION = ("geo_mean", "sapo")
-"""Policy losses that verl 0.9.1 averages by sequence, whatever `loss_agg_mode` says."""
+"""Policy losses that verl 0.9.1 averages by sequence for every value of `loss_agg_mode`."""
 
 _ACTOR, _CRITICS = "actor_rollout_ref.actor", "critic.loss_agg_mode"
 _MODE = f"{_ACTOR}.loss_agg_mode"
 
 
 def averaged_by_verl(found: Translation) -> Translation:
-    """Return the translation with the aggregation that verl really trains with.
+    """Return the translation of verl's keys with the loss aggregation that verl really uses.
 
-    For some losses, verl ignores the key. The critic inherits the key, and keeps the value that was given.
+    For some losses, verl ignores `loss_agg_mode`. The critic inherits this key, and keeps the given value.
     """
     loss = str(found.given.get(f"{_ACTOR}.policy_loss.loss_mode"))
     loss, mode = POLICY_LOSS_ALIASES.get(loss, loss), found.given.get(_MODE)

@@ -1,4 +1,4 @@
-"""A copy of a config, made for the rules that check it.
+"""Make a copy of a config for the rules that check the config.
 
 In the copy, each section knows its dotted path, the root of the config, and which keys were changed. When a
 rule reads a key that has an invalid value, the rule stops.
@@ -14,11 +14,11 @@ C = TypeVar("C", bound=Section)
 
 
 def view_of(config: C, changed: frozenset[str] = frozenset(), bad: frozenset[str] = frozenset()) -> C:
-    """Return a copy of the config for its rules, in which invalid values are missing.
+    """Return a copy of the config for rules. In the copy, reading an invalid value raises an error.
 
     Args:
         config: the config.
-        changed: the keys whose values differ from what they would be if the user had set nothing.
+        changed: the keys whose values differ from the default or inherited value.
         bad: the keys whose invalid values were replaced by defaults.
     """
     places: list[Place] = []
@@ -46,7 +46,7 @@ def path(own: Section, name: str) -> str:
 
 
 def changed(own: Section, name: str) -> bool:
-    """Return whether the user gave the key a value that differs from the one it would have anyway."""
+    """Return whether the user gave the key a value that differs from its default or inherited value."""
     assert own._place is not None
     return path(own, name) in own._place.changed
 

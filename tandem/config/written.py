@@ -1,7 +1,7 @@
-"""A config in the form that files and messages may hold.
+"""Convert a config to a version without secrets, for files and messages.
 
-Every key has its value, with two exceptions: values from the environment stay references to it, and secrets
-are left out.
+The version has every value, with two exceptions. Values from environment variables stay references to the
+variables, and secrets are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.hidden import hide
 
 C = TypeVar("C", bound=Section)
 LEFT_OUT = "???"
-"""The text written in place of a secret. To OmegaConf it is a value that must still be given."""
+"""The text that is written in place of a secret. In OmegaConf, this text marks a missing value."""
 UNREADABLE = (OmegaConfBaseException, ValueError, TypeError, RecursionError)
 """The exceptions that reading an interpolation can raise."""
 _SECRET = re.compile(
@@ -50,7 +50,7 @@ OmegaConf.register_resolver("oc.env", _environment, replace=True)
 def to_dict(config: Section) -> dict[str, Any]:
     """Return the whole config as plain dicts, lists, numbers and texts, ready to be written to a file.
 
-    References to the environment stay unresolved, and secrets are left out.
+    References to environment variables stay unresolved, and secrets are left out.
     """
     tree: dict[str, Any] = config.model_dump(mode="json")
     for name, (reference, value) in config.from_environment.items():
@@ -73,13 +73,13 @@ def hide_secrets(tree: Any) -> None:
 
 
 def with_references(config: C, given: Mapping[str, Any], raw: Mapping[str, Any], known: Iterable[Key]) -> C:
-    """Record in the config which of its values came from the environment, and return it.
+    """Record in the config which values came from environment variables, and return the config.
 
     Args:
         config: the loaded config.
-        given: the values that the config was made from, by dotted path. Interpolations that need defaults are
-            unresolved.
-        raw: the text that the user wrote for each of these values, with all interpolations unresolved.
+        given: a dict from dotted path to a value that the config was made from. Interpolations that need
+            defaults are unresolved.
+        raw: a dict from dotted path to the value that the user wrote, with all interpolations unresolved.
         known: all keys.
     """
     texts = {key.name: given.get(key.name, key.fallback) for key in known}
@@ -102,9 +102,9 @@ def with_references(config: C, given: Mapping[str, Any], raw: Mapping[str, Any],
 
 
 def remade(config: C, tree: Mapping[str, Any]) -> C:
-    """Return another config of the same kind, made from a tree of values.
+    """Return another config of the same class, made from nested values.
 
-    The new config keeps the references to the environment.
+    The new config keeps the references to environment variables.
 
     Raises:
         pydantic.ValidationError: a value is invalid.
@@ -115,14 +115,14 @@ def remade(config: C, tree: Mapping[str, Any]) -> C:
 
 
 def tracked_name(value: str, written: str) -> str:
-    """Return a name in the form in which it is sent to trackers, which must not contain references.
+    """Return a name for experiment trackers, without the values of environment variables.
 
     If the written name differs from the value, each reference is shortened to the name of its variable or
     key.
 
     Args:
         value: the name.
-        written: the text for it in a written config.
+        written: the text of the name in a written config.
     """
     while value != written and (shorter := _REFERENCE.sub(r"\1", written)) != written:
         written = shorter
@@ -150,7 +150,7 @@ def resolved(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def plain(tree: DictConfig, name: str) -> Any:
-    """Return the value of a dotted key, with interpolations filled in."""
+    """Return the value of a dotted key, with interpolations resolved."""
     found = OmegaConf.select(tree, name)
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
@@ -191,7 +191,7 @@ def _value(tree: DictConfig, name: str) -> Any:
 
 
 def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts of a tree, each with the name of its key."""
+    """Yield (key name, text) for each text in a nested value."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):
@@ -208,11 +208,11 @@ def _is_secret(name: str, text: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return a copy of a tree of plain values in which `LEFT_OUT` replaces each secret.
+    """Return a copy of a nested value in which `LEFT_OUT` replaces each secret.
 
     Args:
-        value: the tree, or one value.
-        name: the name of the key that holds the value.
+        value: the value.
+        name: the name of the key that has the value.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(inner, str(key)) for key, inner in value.items()}

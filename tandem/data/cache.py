@@ -1,9 +1,8 @@
-"""A cache folder for rows and tokens that were made from data files.
+"""The cache folder for rows and tokens of data files.
 
-Rows are stored as Arrow files, which are mapped into memory. The name of an entry is a digest of everything
-that the entry was made from, so an entry can never be out of date. Entries that no run has used for a month
-are removed. Several runs may use the folder at the same time: an entry is written under a temporary name
-first, then renamed.
+Rows are stored as Arrow files, which are mapped into memory. The name of an entry is a digest of all its
+inputs, so an entry can never be outdated. Entries that no run has used for a month are removed. Several runs
+may use the folder at the same time: an entry is written under a temporary name first, then renamed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tandem.observability.terminal import warn
 
 UNUSED_SECONDS = 30 * 86400
 ABANDONED_SECONDS = 86400
-"""An unfinished entry that has not changed for this long was left behind by a killed run."""
+"""The age, in seconds, after which an unfinished entry is considered a leftover of a killed run."""
 BATCH_ROWS = 8192
 _BUILDING = ".building-"
 _ENDS = 1 << 16
@@ -33,7 +32,7 @@ _PERMISSIVE = "permissive"
 
 
 def entry(folder: Path, name: str, what: str, build: Callable[[Path], None]) -> Path:
-    """Return the path of a cache entry, and build the entry first if it is missing.
+    """Return the path of a cache entry; if the entry is missing, build it first.
 
     A message tells the user whether the entry was found or built.
 
@@ -98,9 +97,9 @@ def number_of(text: str) -> int:
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of a file's size, modification time, first bytes and last bytes.
+    """Return a digest of a file: of its size, modification time, first bytes and last bytes.
 
-    The digest tells the file from other files and from earlier versions of itself.
+    The digest differs between files, and between versions of the same file.
     """
     state = path.stat()
     with path.open("rb") as file:
@@ -110,14 +109,14 @@ def file_digest(path: Path) -> str:
 
 
 def write_arrow(place: Path, tables: Callable[[], Iterator[pa.Table]]) -> None:
-    """Write tables one below the other into one Arrow file that can be mapped.
+    """Write the concatenated rows of tables into one Arrow file, which can be mapped into memory.
 
     One table is in memory at a time.
 
     Args:
         place: The path of the Arrow file.
-        tables: A function that yields the tables. Column types may get wider from one table to the next. In
-            that case the function is called a second time.
+        tables: A function that yields the tables. Column types may become wider from one table to the next.
+            In that case the function is called a second time.
 
     Raises:
         pyarrow.ArrowException: The column types of the tables cannot be combined.
@@ -128,10 +127,10 @@ def write_arrow(place: Path, tables: Callable[[], Iterator[pa.Table]]) -> None:
 
 
 def _write_tables(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | None) -> pa.Schema | None:
-    """Write the tables, or return the schema that they need.
+    """Write the tables; return None, or the schema that all tables need.
 
-    Without `schema`, the first table's schema is used. If all tables have the schema, return None. Else
-    return the schema that fits all tables; the file is incomplete then.
+    If `schema` is None, the first table's schema is used. If the schema does not fit a table, the file is
+    incomplete, and the result is the schema that fits all tables.
     """
     first = _plain(next(tables, pa.table({})))
     schema = widest = schema or first.schema
@@ -151,7 +150,7 @@ def _write_tables(place: Path, tables: Iterator[pa.Table], schema: pa.Schema | N
 def _plain(table: pa.Table) -> pa.Table:
     """Return the table without metadata and without dictionary columns.
 
-    An Arrow file holds one dictionary for all batches, so dictionary columns are stored as plain values.
+    An Arrow file has one dictionary for all batches, so dictionary columns are stored as plain values.
     """
     fields = [
         field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
@@ -172,6 +171,6 @@ def mapped(path: Path) -> pa.Table:
 
 
 def is_zero_copy(table: pa.Table) -> bool:
-    """Return whether no buffer of a mapped table was copied, which means that the file is not compressed."""
+    """Return whether a mapped table uses the file's memory without copies (the file is not compressed)."""
     buffers = (b for column in table.columns for chunk in column.chunks for b in chunk.buffers() if b)
     return not any(buffer.is_mutable for buffer in buffers)

@@ -32,7 +32,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        options: Further variables of the template, such as `enable_thinking`.
+        options: Additional variables of the template, such as `enable_thinking`.
         key: The config key of the template, for messages.
     """
 
@@ -80,11 +80,11 @@ class ChatTemplate:
         return text
 
     def prompt(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
-        """Return the pieces of a prompt, up to the place where the response starts.
+        """Return a prompt as `Piece`s (text or token ids), up to the start of the response.
 
         A text prompt counts as already formatted. If the tokenizer puts a begin token before texts, this
-        method puts the token before the prompt, unless the prompt already starts with it. Errors are those of
-        `render`.
+        method puts the token before the prompt, unless the prompt already starts with the token. Raises the
+        errors of `render`.
         """
         if not isinstance(prompt, str):
             return [(self.render(prompt, generation_prompt=True, tools=tools), False)]
@@ -103,7 +103,7 @@ class ChatTemplate:
         """Return the conversation as text, and the spans of the template's `generation` marks.
 
         Each span is (start, end) in characters. The text is empty if the template has no `generation` marks.
-        Errors are those of `render`.
+        Raises the errors of `render`.
         """
         template = self._tokenizer.chat_template and self._tokenizer.get_chat_template(None, tools)
         if not template or not _MARKS.search(template):
@@ -118,7 +118,7 @@ class ChatTemplate:
         return text, marks
 
     def read(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in the form that the template reads."""
+        """Convert messages to the format that the template expects."""
         given: list[Message] = plain(messages)
         if not self._in_parts:
             return given
@@ -128,7 +128,7 @@ class ChatTemplate:
     def _in_parts(self) -> bool:
         """Whether the template needs message content as a list of parts instead of text.
 
-        Templates of models that also read images often do.
+        Templates of multimodal models often need such lists.
         """
         sample = "tandem"
 
@@ -143,7 +143,7 @@ class ChatTemplate:
 
     @property
     def eos(self) -> str:
-        """The end-of-sequence token as text. It is empty if the tokenizer has none."""
+        """The end-of-sequence token as text; "" if the tokenizer has no such token."""
         return str(self._tokenizer.eos_token or "")
 
     @cached_property
@@ -158,8 +158,8 @@ class ChatTemplate:
     def beginning(self, role: str) -> str:
         """Return the token that starts a message of this role after an assistant's turn.
 
-        Whitespace before the token is included. The result is empty if the message does not start with a
-        token that was added to the vocabulary.
+        Whitespace before the token is included. The result is "" if the message does not start with a token
+        that was added to the vocabulary.
         """
         if role not in self._beginnings:
             self._beginnings[role] = self._find_beginning(role)
@@ -201,10 +201,10 @@ class ChatTemplate:
 
 
 def _with_either_arguments(messages: list[Message], run: Callable[[list[Message]], Any]) -> Any:
-    """Return `run(messages)`, with the arguments of tool calls in the form that works.
+    """Return `run(messages)`, with the arguments of tool calls in the format that the template accepts.
 
-    Some templates need the arguments as JSON text, others as a mapping. If the given form fails, the other
-    form is tried.
+    Some templates need the arguments as JSON text, others as a mapping. If the given format fails, the other
+    format is tried.
     """
     try:
         return run(messages)
@@ -241,7 +241,7 @@ def _parts(content: Any) -> Any:
 def plain(value: Any) -> Any:
     """Return the value without null fields.
 
-    A columnar file adds null fields so that all rows have the same shape.
+    Columnar files add null fields so that all rows have the same fields.
     """
     if isinstance(value, dict):
         present = ((name, inner) for name, inner in value.items() if inner is not None)

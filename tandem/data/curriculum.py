@@ -11,16 +11,17 @@ You can write your own sampler. Put a class into a file and name both with `data
         def load_state_dict(self, state): ...
 
 `len(dataset)` is the number of training prompts. `dataset.records(rows)` returns the columns of some rows as
-the data files hold them, and `dataset[row]` those of one row.
+stored in the data files, and `dataset[row]` returns the columns of one row.
 
 A class with `__iter__` and without `draw` is treated as a sampler of verl. It is created with `data_source`
-and `data_config`. If it has `update`, it receives a batch with `token_level_scores` and the columns of the
-rows. Each pass over the sampler yields whole batches. After a resume the sampler continues through its
-`state_dict` and `load_state_dict`. If it lacks these methods, Tandem skips the rows that were already drawn;
-a class that also has `update` is refused then, because its order would differ from that of the first run.
+and `data_config`. A method `update` receives a batch with `token_level_scores` and the columns of the rows.
+Each pass over the sampler yields complete batches. After a resume, the sampler continues from its
+`state_dict`. If the class lacks `state_dict` and `load_state_dict`, Tandem skips the rows that were already
+drawn. This is an error if the class has `update`, because its order would then differ from the order of the
+first run.
 
-The sampler runs in the process that holds the data. It receives the rewards of every generation batch before
-it draws the next one, so a run that was killed continues with exactly the same rows.
+The sampler runs in the process that reads the data. The sampler receives the rewards of every generation
+batch before it draws the next batch. So a run that was killed continues with exactly the same rows.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Sampler(Protocol):
         """Record the mean reward of the responses to some rows.
 
         Args:
-            rows: (P) int64, each row once.
+            rows: (P) int64, different row numbers.
             rewards: (P) float64.
         """
         ...
@@ -66,9 +67,9 @@ class Sampler(Protocol):
 class PassRateSampler:
     """A sampler that prefers prompts that the model answers well only sometimes.
 
-    A row is drawn with the weight p (1 - p) + floor. p is a running mean of the row's rewards, limited to 0 …
-    1. p (1 - p) is the variance of a reward that is 0 or 1. A group whose rewards do not vary has no
-    advantages to learn from.
+    A row is drawn with the weight p (1 - p) + floor. Here p is a running mean of the row's rewards, clamped
+    to 0 … 1, and p (1 - p) is the variance of a reward that is 0 or 1. A group whose rewards do not vary has
+    zero advantages.
 
     When to use: rewards of 0 to 1 on data of mixed difficulty, above all without dynamic sampling.
     Watch: `reward/mean` moves towards one half; `training/epoch` no longer means that each prompt came once.
@@ -78,8 +79,8 @@ class PassRateSampler:
         dataset: The dataset of training prompts.
         batch_size: Rows per batch.
         seed: The seed of the draws.
-        start: The p of a row before its first reward.
-        momentum: The weight of the past in the running mean, at least 0 and below 1.
+        start: The value of p before the row's first reward.
+        momentum: The weight of earlier rewards in the running mean, at least 0 and below 1.
         floor: The extra weight of every row. It must be above 0, so that rows with p = 0 or p = 1 are still
             drawn.
 
@@ -142,11 +143,11 @@ def load_sampler(
 
     Args:
         dataset: The dataset of training prompts.
-        path: A Python file or a module; None means this module.
+        path: A Python file or a module; None: this module.
         name: The name of the class.
         batch_size: Rows per batch.
         seed: The seed of the sampler's draws.
-        kwargs: Further arguments of the class.
+        kwargs: Additional arguments of the class.
         config: The `data` section of the config, for samplers of verl.
 
     Raises:
@@ -184,7 +185,7 @@ def load_sampler(
 
 
 class IteratedSampler:
-    """An adapter for a sampler of verl, which yields row numbers when it is iterated.
+    """An adapter for samplers of verl, which are iterables of row numbers.
 
     Args:
         sampler: An iterable that yields row numbers.
@@ -259,8 +260,8 @@ class DrawnBatches:
     def batch(self, number: int) -> DataProto:
         """Return the next batch.
 
-        `number` must be that of the next batch. It is the prefix of the batch's uids, because a row may be
-        drawn again at any time.
+        `number` must be the number of the next batch. The uids of the batch start with this number, because a
+        row may be drawn several times.
 
         Raises:
             DataError: The sampler did not return the requested number of different rows.

@@ -1,7 +1,7 @@
-"""A check of how deep the JSON of a data file is nested.
+"""A check of the nesting depth of JSON data files.
 
-Arrow's JSON reader makes one recursive call per level, and the process dies when its stack is full. The check
-raises an error before Arrow sees such a file.
+Arrow's JSON reader makes one recursive call per level, and the process crashes when its stack is full. The
+check raises an error before Arrow sees such a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PIECE = 1 << 18  # bytes that are checked together
 _MARKS = b'[]{}"\n'
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
 _PAIRS = (b'""', b"{}", b"[]", b"{}", b"[]")
-"""The pairs of marks that are removed first. Most rows contain nothing else.
+"""The pairs of characters that are removed first. Most rows contain no other structure.
 
 Removing a pair of brackets hides one level. At most two levels of each kind of bracket are hidden, so the
 limit `DEEPEST` may be exceeded by up to four levels.

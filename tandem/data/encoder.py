@@ -1,4 +1,4 @@
-"""Turn rows into token ids: check, format, tokenize and apply the length limit.
+"""Convert rows to token ids: check, format, tokenize and apply the length limit.
 
 This module does not import torch.
 """
@@ -24,10 +24,10 @@ from tandem.data.truncation import Limit
 from tandem.errors import DataError
 
 FORMAT = 2
-"""The version of the cached tokens. Cached tokens of another version are made again."""
+"""The version of the cached tokens. Cached tokens of another version are recomputed."""
 SHAPE, FAILED, TEMPLATE, EMPTY, UNLEARNT = "shape", "failed", "template", "empty", "unlearnt"
 Problems = dict[str, list[tuple[int, str]]]
-"""For each kind of problem: pairs of (row number, description)."""
+"""A dict from type of problem to a list of (row number, description)."""
 
 Form = PromptForm | ExampleForm
 
@@ -40,14 +40,14 @@ class EncodedRows:
         ids: int32 token ids of all sequences that the limit keeps, concatenated. Long sequences are cut to
             the limit.
         masks: bool, whether the model is trained to write each token. The first token of a sequence is always
-            false, because no token comes before it. Empty if the rows are not examples to learn from.
+            false, because no token comes before it. Empty if the rows are not training examples.
         lengths: (S) The number of tokens of each sequence before the cut.
         rows: (S) int64, the row number of each sequence, ascending. A row with a problem has one sequence
             without tokens.
         digests: (S) uint64, a digest of the columns that identify each sequence's row.
-        problems: Problems by kind, with row numbers.
-        formed: The number of rows that the template formatted.
-        error: An error of the template or the tokenizer itself, not of a single row.
+        problems: A dict from type of problem to a list of (row number, description).
+        formed: The number of rows that the chat template formatted.
+        error: An error of the template or the tokenizer that does not depend on the row.
     """
 
     ids: np.ndarray
@@ -65,7 +65,7 @@ class Encoder:
     """A converter from rows to token ids.
 
     Attributes:
-        form: The form of the rows.
+        form: The form of the rows, which checks rows and converts them to text; see `tandem.data.forms`.
         tokenizer: A Hugging Face tokenizer.
         template: The tokenizer's chat template.
         limit: The limit of a sequence's length.
@@ -83,12 +83,12 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """A digest of all settings that the results depend on."""
+        """A digest of all settings that affect the results."""
         settings = (FORMAT, self.form, self.limit, self.ended, self.learnt, self.template.options)
         return digest(settings, tokenizer_digest(self.tokenizer))
 
     def part(self, records: Sequence[dict[str, Any]], numbers: Sequence[int]) -> EncodedRows:
-        """Return the tokens and problems of rows; `numbers` are the numbers of the rows."""
+        """Return the tokens and problems of `records`, whose row numbers are `numbers`."""
         problems: Problems = defaultdict(list)
         digests = np.zeros(len(records), np.uint64)
         rows: list[list[list[Piece]]] = [[[]] for _ in records]

@@ -1,7 +1,6 @@
-"""Turn data files into token ids, in the same way for every use.
+"""Convert the rows of data files to token ids, in parallel processes and with a cache.
 
-Several processes share the work on large data, and a cache keeps the result. Problems are collected over all
-rows and reported together, with the names of the rows.
+Problems are collected over all rows and reported together, with the names of the rows.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from tandem.errors import DataError
 from tandem.observability.progress import Progress
 
 PART_ROWS = 8 * CHUNK_ROWS
-"""Rows that a process gets at a time."""
+"""The number of rows that a process gets at a time."""
 PART_SECONDS = 600
-"""A process that needs longer than this for one part counts as hung."""
+"""The time limit, in seconds, for one part. A process that needs longer is considered hung."""
 _ALLOCATIONS = 1_000_000
 _PER_SEQUENCE = ("lengths", "rows", "digests")
-"""The arrays with one value per sequence, which are kept in addition to the tokens."""
+"""The arrays with one value per sequence, which are stored in addition to the tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Encoded:
         ids: int32 token ids of all sequences, concatenated.
         masks: bool, for each token whether the model is trained to write it. Empty if the data are prompts.
         lengths: (K) int64, the length of each sequence.
-        kept: (K) int64, the number of each sequence's row.
-        digests: (K) uint64, a digest of the data that each sequence was made from.
+        kept: (K) int64, the row number of each sequence.
+        digests: (K) uint64, a digest of the row of each sequence.
     """
 
     ids: np.ndarray
@@ -67,12 +66,12 @@ def encode(files: DataFiles, encoder: Encoder, *, workers: int | None, cache_dir
     Args:
         files: The rows.
         encoder: The converter from rows to tokens.
-        workers: The number of processes; None starts one per CPU core, but fewer if there are few rows.
+        workers: The number of processes; None: one per CPU core, or fewer if there are few rows.
         cache_dir: The cache folder.
 
     Raises:
-        DataError: Rows have the wrong shape, are rejected by the template or the tokenizer, have no tokens,
-            exceed the limit, or leave nothing to train on; or the tokenizer has no template or end token.
+        DataError: Rows are invalid, are rejected by the template or the tokenizer, have no tokens, exceed the
+            limit, or have no tokens to train on; or the tokenizer has no template or end token.
     """
     if not files.arrow:
         return gather_rows(files, encoder, _parts(files, encoder, 1))
@@ -120,9 +119,9 @@ def gather_rows(files: DataFiles, encoder: Encoder, parts: Iterable[EncodedRows]
 def _within_limit(
     files: DataFiles, encoder: Encoder, ids: np.ndarray, masks: np.ndarray, per_sequence: Sequence[np.ndarray]
 ) -> Encoded:
-    """Return the sequences that the limit keeps.
+    """Return the sequences that the length limit keeps.
 
-    `ids` and `masks` already hold the tokens of these sequences only, and `per_sequence` describes all
+    `ids` and `masks` already contain only the tokens of these sequences. `per_sequence` describes all
     sequences.
     """
     lengths, rows, digests = per_sequence

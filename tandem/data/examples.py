@@ -1,6 +1,6 @@
-"""Forms of training examples: which columns a row needs, and which text the model reads and learns.
+"""Forms of training examples. A form defines the columns of a row, and the text that the model learns.
 
-`tandem.data.forms` describes what a form is.
+`tandem.data.forms` describes the interface of a form.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tandem.data.validate import conversation_problem, kind, prompt_problem
 
 @dataclass(frozen=True)
 class ConversationForm:
-    """Conversations in which the model learns the assistant's turns.
+    """The form of conversations in which the model learns the assistant's turns.
 
     Attributes:
         key: The column of conversations.
-        tools_key: The column of the tools that the template receives, if there is one.
+        tools_key: The column of tools for the chat template, if the data has such a column.
     """
 
     key: str
@@ -48,7 +48,7 @@ class ConversationForm:
 
 @dataclass(frozen=True)
 class PairForm:
-    """Prompts with the responses to learn.
+    """The form of prompts with responses, which the model learns.
 
     A response is text, or messages that follow a prompt of messages.
 
@@ -56,7 +56,7 @@ class PairForm:
         prompt_key: The column of prompts.
         response_key: The column of responses.
         texts: Whether the responses are texts.
-        tools_key: The column of the tools that the template of messages receives, if there is one.
+        tools_key: The column of tools for the chat template, if the data has such a column.
     """
 
     prompt_key: str
@@ -91,7 +91,7 @@ class PairForm:
 
 @dataclass(frozen=True)
 class TextForm:
-    """Texts that the model learns as a whole, as in pretraining."""
+    """The form of texts that the model learns completely, as in pretraining."""
 
     key: str
     texts: ClassVar[bool] = True
@@ -113,18 +113,18 @@ class TextForm:
 
 @dataclass(frozen=True)
 class PreferenceForm:
-    """Pairs of responses, one of which is turned into tokens.
+    """The form of preference pairs. An instance converts one response of each pair to tokens.
 
-    A response can be a text. It follows the prompt or, without a prompt, is the whole sequence. A response
+    A response can be a text, which follows the prompt or, without a prompt, is the whole sequence. A response
     can also be a list of messages: a whole conversation, or messages that start with the assistant's turn and
     follow a prompt of messages.
 
     Attributes:
         answers: The columns of the two responses.
-        prompt_key: The column of prompts; None means that there is none.
-        margin_key: The column of margins, if there is one.
+        prompt_key: The column of prompts; None: the data has no prompts.
+        margin_key: The column of margins, if the data has such a column.
         texts: Whether the responses are texts.
-        side: The column of the response that becomes tokens.
+        side: The column of the response that is converted to tokens.
     """
 
     answers: tuple[str, str]
@@ -159,7 +159,7 @@ class PreferenceForm:
         return wrong if ended else "the last message is not the assistant's"
 
     def _follows(self, answer: Any) -> bool:
-        """Return whether a response of messages continues the prompt, and is not a whole conversation."""
+        """Return whether a list of messages continues the prompt instead of being a whole conversation."""
         if self.prompt_key is None or conversation_problem(answer):
             return False
         return bool(answer[0]["role"] == "assistant")
@@ -187,9 +187,9 @@ def _of(key: str, problem: str | None) -> str | None:
 
 
 def answered(template: ChatTemplate, messages: Sequence[Message], *, prompt: int = 0) -> list[Piece]:
-    """Return the pieces of a conversation up to the end of the assistant's last turn.
+    """Return a conversation as `Piece`s, up to the end of the assistant's last turn.
 
-    Errors are those of `tandem.data.turns.examples`.
+    Raises the errors of `tandem.data.turns.examples`.
 
     Args:
         template: The chat template.
@@ -206,7 +206,7 @@ def _all_learnt(template: ChatTemplate, text: str) -> list[Piece]:
 
 
 def turns_problem(messages: Any) -> str | None:
-    """Return why `messages` is not a conversation with a turn of the assistant, or None if it is."""
+    """Return why `messages` is not a conversation with an assistant's turn; None if it is valid."""
     if problem := conversation_problem(messages):
         return problem
     roles = [message["role"] for message in messages]
@@ -220,7 +220,7 @@ def _text_problem(answer: Any) -> str | None:
 
 
 def _following_problem(prompt: Any, answer: Any) -> str | None:
-    """Return why the messages of a response cannot follow the prompt, or None if they can."""
+    """Return why the messages of a response cannot follow the prompt; None if they are valid."""
     if problem := conversation_problem(answer):
         return problem
     if isinstance(prompt, str) or prompt_problem(prompt):

@@ -36,7 +36,7 @@ from tandem.tasks import is_task, parse
 
 CHUNK_ROWS = 1024
 IN_MEMORY_BYTES = 32 << 20
-"""If all files together are larger than this and there is a cache, they are mapped."""
+"""The size in bytes. If all files together are larger and there is a cache, the files are mapped."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class DataFiles:
     """The rows of all files, one file after the other.
 
     Attributes:
-        table: The requested columns, as far as they exist.
+        table: The requested columns that exist.
         paths: The path of each file.
-        starts: The row number in the table of each file's first row.
-        arrow: The Arrow files that the table is mapped from, if it is mapped.
+        starts: For each file, the row number of its first row in the table.
+        arrow: The Arrow files that the table is mapped from; empty if the table is not mapped.
         digest: A digest of a mapped table.
     """
 
@@ -65,7 +65,7 @@ class DataFiles:
         return list(self.table.column_names)
 
     def where(self, row: int) -> str:
-        """Return a row's name for messages: its number in its file, and the file if there are several."""
+        """Return a row's name for messages: its number in its file, and the file's name if needed."""
         place = bisect_right(self.starts, row) - 1
         file = f"{self.paths[place].name} " if len(self.paths) > 1 else ""
         return f"{file}row {row - self.starts[place]}"
@@ -82,7 +82,7 @@ class DataFiles:
             yield from enumerate(table.slice(start, CHUNK_ROWS).to_pylist(), start)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-        """Return the rows with these numbers, in the given order."""
+        """Return the rows with the given numbers, in the given order."""
         numbers = np.asarray(rows, dtype=np.int64)
         batches, ends = self._batches
         at = np.searchsorted(ends, numbers, side="right")
@@ -113,14 +113,15 @@ def read_files(
         files: One or several paths, or tasks (see `tandem.tasks`), in the formats of
             `tandem.data.formats.FORMATS`.
         alternatives: Sets of columns. The files must have all columns of at least one set.
-        optional: Further columns to read if they exist; None means all other columns.
-        max_samples: Keep only this many rows of all files together, from the start; -1 keeps all.
+        optional: Additional columns to read if they exist; None: all other columns.
+        max_samples: Keep only the first `max_samples` rows of all files together; -1: all rows.
         keys: The config keys that name the columns, for messages.
-        cache_dir: The cache folder. If the files are larger than `IN_MEMORY_BYTES`, they are mapped; formats
-            other than Arrow are copied to this folder first. None reads everything into memory.
+        cache_dir: The cache folder. If the files are larger than `IN_MEMORY_BYTES`, they are mapped. Files of
+            other formats than Arrow are first converted to Arrow in this folder. None: all rows are read into
+            memory.
 
     Raises:
-        DataError: No file is named, `max_samples` is out of range, a file is missing, unreadable, empty or
+        DataError: `files` is empty, `max_samples` is out of range, a file is missing, unreadable, empty or
             lacks columns, or a column has different types in two files.
     """
     paths = [Path(file).expanduser() for file in ([files] if isinstance(files, str) else files)]
@@ -159,7 +160,7 @@ def read_files(
 
 
 def read_part(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: int) -> pa.Table:
-    """Return the rows from `start` to `stop` of a table that is mapped from these files."""
+    """Return the rows from `start` to `stop` of a table that is mapped from Arrow files."""
     tables = [mapped(path).select(list(columns)) for path in arrow]
     return pa.concat_tables(tables).slice(start, stop - start)
 
@@ -167,11 +168,11 @@ def read_part(arrow: Sequence[Path], columns: Sequence[str], start: int, stop: i
 def count_rows(files: Sequence[str], max_samples: int = -1) -> int:
     """Count the rows of data files without reading more than needed.
 
-    Parquet files are counted by their footers, and JSON-lines files by their lines.
+    The count comes from the footer of a Parquet file, and from the number of lines of a JSON-lines file.
 
     Args:
         files: The paths of the files.
-        max_samples: The largest number to return; -1 sets no limit.
+        max_samples: The largest number to return; -1: no limit.
 
     Raises:
         DataError: A file cannot be read.
@@ -222,12 +223,12 @@ def _shared_columns(
 
 
 def _refuse_numbers(file: File, texts: Sequence[str], remedy: str) -> None:
-    """Check that no column of texts or messages holds numbers.
+    """Check that columns of texts or messages do not contain numbers.
 
-    Such a column cannot be the intended one, whatever else is missing.
+    A column of numbers cannot be the intended column.
 
     Raises:
-        DataError: A column holds numbers.
+        DataError: A column contains numbers.
     """
     for name in texts:
         kind = file.schema.field(name).type if name in file.columns else None
@@ -242,7 +243,7 @@ def _refuse_numbers(file: File, texts: Sequence[str], remedy: str) -> None:
 
 
 def _nearest(missing: Sequence[str], columns: Sequence[str]) -> str:
-    """Return the start of a remedy, which asks whether similar column names are the missing ones."""
+    """Return "did you mean" questions about similar column names, to start a remedy."""
     lower = {name.lower(): name for name in columns}
     close = {name: difflib.get_close_matches(name.lower(), lower, n=1) for name in missing}
     return "".join(f"is {lower[near[0]]!r} the column {name!r}? " for name, near in close.items() if near)

@@ -27,9 +27,9 @@ from tandem.texts import parse_exact
 
 ARROW, CSV, JSON, LINES, PARQUET = "Arrow", "CSV", "JSON", "JSON-lines", "parquet"
 FORMATS = {".arrow": ARROW, ".feather": ARROW, ".csv": CSV, ".json": JSON, ".jsonl": LINES}
-"""The format of each file extension, after `.gz` is removed. Any other extension means parquet.
+"""The format for each file extension, after `.gz` is removed. All other files are read as parquet.
 
-A `.json` file is either a list or has one row per line.
+A `.json` file contains either a list, or one row per line.
 """
 UNREADABLE = (OSError, EOFError, ValueError, OverflowError, RecursionError, pa.ArrowException)
 _READABLE = "a parquet, Arrow, JSON or CSV file"
@@ -39,7 +39,7 @@ BLOCK_BYTES = 64 << 20
 Arrow's default of 1 MiB is shorter than a long conversation.
 """
 _READING = 2
-"""The version of the way in which files are read. Cached copies of another version are made again."""
+"""The version of the file reader. Cached copies from another version are made again."""
 _PACKED = 5
 """The assumed compression ratio of gzip."""
 
@@ -49,8 +49,8 @@ class FileRows(NamedTuple):
 
     Attributes:
         table: The rows.
-        place: The Arrow file that the rows are mapped from, if they are mapped.
-        digest: A digest of the rows, empty if they are not mapped.
+        place: The Arrow file that the rows are mapped from; None if the rows are not mapped.
+        digest: A digest of the rows; empty if the rows are not mapped.
     """
 
     table: pa.Table
@@ -76,7 +76,7 @@ def open_file(path: Path, cache: Path | None) -> File:
 
     Args:
         path: The file, or a task.
-        cache: The cache folder; None reads everything into memory.
+        cache: The cache folder; None: read all rows into memory.
 
     Raises:
         DataError: The file is missing, unreadable or empty.
@@ -123,7 +123,7 @@ def _inspected(path: Path, cache: Path | None) -> File:
 
 
 def _file_of_rows(path: Path, part: FileRows) -> File:
-    """Return the `File` of rows that were already read."""
+    """Return a `File` object for rows that were already read."""
     table = part.table
     return File(path, table.schema, len(table), lambda names: part._replace(table=table.select(names)))
 
@@ -131,13 +131,13 @@ def _file_of_rows(path: Path, part: FileRows) -> File:
 def _cached_rows(
     path: Path, cache: Path, tables: Callable[[], Iterator[pa.Table]], names: Sequence[str] = ()
 ) -> FileRows:
-    """Return the rows of a file from the cache, and add them to the cache first if they are missing.
+    """Return the rows of a file from the cache; if the cache lacks these rows, add them first.
 
     Args:
         path: The file.
         cache: The cache folder.
         tables: A function that yields the file's tables.
-        names: The columns, if they are not all columns.
+        names: The columns to read; empty: all columns.
     """
     rows_digest = digest(_READING, file_digest(path), names)
     place = entry(
@@ -147,9 +147,9 @@ def _cached_rows(
 
 
 def as_one(parts: list[FileRows], cache: Path) -> list[FileRows]:
-    """Return mapped tables with the same column types.
+    """Return the tables of several files with equal column types.
 
-    If the parts differ in their types or are not all mapped, they are combined in one cache entry.
+    If the tables have different types or are not all mapped, they are combined in one cache entry.
     """
     if (
         all(part.place for part in parts)
@@ -182,7 +182,7 @@ def bytes_of(path: Path) -> int:
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a file's extension names."""
+    """Return the format of a file, according to its extension."""
     name = Path(path.stem) if path.suffix == ".gz" else path
     return FORMATS.get(name.suffix, PARQUET)
 
@@ -193,7 +193,7 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def is_list(path: Path) -> bool:
-    """Return whether a JSON file holds a list, instead of one row per line."""
+    """Return whether a JSON file contains a list, instead of one row per line."""
     with opened(path) as file:
         return format_of(path) == JSON and file.read(64).lstrip()[:1] == b"["
 
@@ -212,8 +212,8 @@ def whole_table(path: Path) -> pa.Table:
 def _json_lines(source: IO[bytes]) -> pa.Table:
     """Read the rows of JSON lines; `source` must be at its beginning.
 
-    Arrow converts texts that look like times into times, and whole numbers that are too large into floats. If
-    the result has either type, Python's JSON parser reads the rows again.
+    Arrow converts texts that look like times to times, and large integers to floats. If the result has times
+    or floats, Python's JSON parser parses the rows again.
     """
     options = pa_json.ReadOptions(block_size=BLOCK_BYTES)
     table = pa_json.read_json(Shallow(source), read_options=options)
@@ -237,7 +237,7 @@ def listed(source: IO[bytes]) -> Iterator[Row]:
 def parsed_lines(source: IO[bytes], parse: Callable[[bytes], Any] = parse_exact) -> Iterator[Row]:
     """Yield the rows of JSON lines; `parse` parses one line.
 
-    For a line that cannot be read, yield the reason.
+    For a line that cannot be parsed, yield the reason.
     """
     for text in source:
         try:

@@ -1,16 +1,16 @@
-"""The form of prompts: which columns a row needs, and which text the model reads.
+"""The form of prompts: it defines the columns of a row, and the text that the model reads.
 
-A form describes how rows of one use are checked and turned into text. The forms of training examples are in
-`tandem.data.examples`. Every form has these members:
+A form checks the rows of a dataset for one purpose and converts rows to text. The forms of training examples
+are in `tandem.data.examples`. Every form has these members:
 
 - `identifying_columns`: the columns that identify a row.
-- `expected`: the expected shape of a row in words.
-- `problem`: what is wrong with a row, or None.
-- `pieces`: the texts or token ids of the sequences that a row becomes. In each sequence, the text to learn
-  starts where the model's response starts; see `tandem.data.tokens.encoded`.
+- `expected`: a description of a valid row.
+- `problem`: the problem of a row, or None.
+- `pieces`: the texts or token ids of a row's sequences. In each sequence, the text to learn starts where the
+  model's response starts; see `tandem.data.tokens.encoded`.
 
-A form is sent to other processes. Its `repr` contains everything that its results depend on, apart from the
-tokenizer and the template, because the cache uses it as a key.
+A form is picklable. Its `repr` contains all settings that affect its results, except tokenizer and template,
+because the cache uses the `repr` as a key.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from tandem.data.validate import kind, prompt_problem, reward_problem
 from tandem.texts import parse_json
 
 UNNAMED = "data"
-"""The data source, for metrics, of rows that do not name one."""
+"""The data source, for metrics, of rows without a data source."""
 RESERVED = ("response", "responses")
 """Column names that reward functions use for the model's responses.
 
-TRL uses them for the responses too. As in TRL, data columns with these names are not passed to the reward
-function.
+TRL uses these names for the model's responses too. As in TRL, data columns with these names are not passed to
+the reward function.
 """
 PARAMETERS = "the parameters or arguments of your reward function"
-"""The text for messages about where else column names come from."""
+"""A text for messages about other origins of column names."""
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """Prompts to answer, with the columns that the reward reads.
+    """The form of prompts, with the columns that the reward reads.
 
     Attributes:
         prompt_key: The column of prompts. A prompt is a list of {role, content}, which the tokenizer's chat
             template formats; a text, which counts as already formatted; or a list of token ids.
-        apply_chat_template: Whether a text prompt is the message of a user, which the template formats too.
-        system_key: The column of the system message, if there is one.
-        tools_key: The column of the tools that the template receives, if there is one: a list of JSON
+        apply_chat_template: Whether a text prompt is a user's message, which the template formats too.
+        system_key: The column of the system message, if the data has such a column.
+        tools_key: The column of tools for the chat template, if the data has such a column: a list of JSON
             schemas, or such a list as JSON text.
-        answer_key: The column of the ground truth, if it is not in `reward_model`.
+        answer_key: The column of the ground truth, if the ground truth is not in `reward_model`.
         reward_fn_key: The column of data sources. It is optional if there is an `answer_key`.
-        needs: The columns that the reward reads; None means that there is no reward.
-        beside: Further required columns.
-        media_keys: Columns of images, videos and sounds. If they exist, they must be empty.
+        needs: The columns that the reward reads; None: there is no reward.
+        beside: Additional required columns.
+        media_keys: Columns of images, videos and sounds. If such columns exist, they must be empty.
         as_ids: Whether the prompts are token ids.
     """
 
@@ -89,7 +89,7 @@ class PromptForm:
 
     @property
     def expected(self) -> str:
-        """The expected shape of a row, in words."""
+        """A description of a valid row, for messages."""
         parts = [f"{self.prompt_key}: [{{role, content}}, …], text, or token ids"]
         if self.scored and self.answer_key is None:
             parts += [f"{self.reward_fn_key}: a name; reward_model: {{style, ground_truth}}"]
@@ -101,7 +101,7 @@ class PromptForm:
         return "; ".join(parts)
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with a row, or None."""
+        """Return the problem of a row; None if the row is valid."""
         found = _ids_problem if self.as_ids else prompt_problem
         if wrong := found(row[self.prompt_key]):
             return f"{self.prompt_key}: {wrong}"
@@ -134,7 +134,7 @@ class PromptForm:
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the prompt as messages.
 
-        A formatted text becomes one message without a role. Token ids become no message.
+        A formatted text becomes one message without a role. For token ids, the result is [].
         """
         prompt = row[self.prompt_key]
         system = row.get(self.system_key) if self.system_key is not None else None
@@ -146,7 +146,7 @@ class PromptForm:
         return [{"role": "system", "content": system}, *messages] if system else messages
 
     def pieces(self, row: Mapping[str, Any], template: ChatTemplate) -> list[list[Piece]]:
-        """Return the pieces of a row's only sequence.
+        """Return a list with the `Piece`s of the row's only sequence, the prompt.
 
         Raises:
             TemplateError: The template rejects the row.
@@ -163,14 +163,14 @@ class PromptForm:
         return row.get(self.reward_fn_key) or UNNAMED
 
     def truth(self, row: Mapping[str, Any]) -> Any:
-        """Return the ground truth of a row, or None."""
+        """Return the ground truth of a row; None if there is no ground truth."""
         if self.answer_key:
             return row[self.answer_key]
         return (row.get("reward_model") or {}).get("ground_truth")
 
 
 def tools_of(given: Any) -> list[Any] | None:
-    """Return tools as a list for the chat template, or None if there are none.
+    """Return tools as a list for the chat template; None if there are no tools.
 
     Args:
         given: A list of JSON schemas, or such a list as JSON text.

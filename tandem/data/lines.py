@@ -1,4 +1,4 @@
-"""Find the lines of a text file's rows, and what is wrong with a file that cannot be read."""
+"""Find the line of each row in a text file, and the problem in a file that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tandem.tasks import is_task
 from tandem.texts import parse_exact
 
 Scanned = Iterator[tuple[int, dict[str, Any] | None, str | None]]
-"""Row numbers from 0, each with the row or with a description of the problem."""
+"""An iterator of (row number from 0, row or description of the row's problem)."""
 
 
 def line_numbers(path: Path) -> Sequence[int]:
-    """Return the number of the line, from 1, on which each row starts.
+    """Return, for each row, the number of its first line, counted from 1.
 
     The result is empty for formats without lines.
     """
@@ -73,7 +73,7 @@ def _parsed(text: bytes) -> Any:
 
 
 def _storage_problem(row: dict[str, Any]) -> str | None:
-    """Return why no table can store the row, for example half a character or a number beyond 64 bits."""
+    """Return why no table can store a row, such as an unpaired surrogate or a number beyond 64 bits."""
     try:
         pa.array([row])
     except (pa.ArrowException, OverflowError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Batches of a dataset, in an order that a seed determines and a checkpoint can continue."""
+"""Batches of a dataset, in an order that depends on a seed and that a checkpoint can resume."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.errors import DataError
 from tandem.protocol import DataProto
 
 Prefix = str | Sequence[int]
-"""The text before the row numbers in uids: one text for all rows, or one number per row."""
+"""The prefix of row numbers in uids: one text for all rows, or one number per row."""
 
 
 class Dataset(Protocol):
-    """Anything that can make a table from some of its rows.
+    """The interface of a dataset: it returns a batch of the rows with given numbers.
 
     Attributes:
         digests: (N) uint64, one digest per row. Equal rows have equal digests.
@@ -38,7 +38,7 @@ def uids(prefix: Prefix, numbers: Sequence[int]) -> list[str]:
 
 
 def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_size") -> int:
-    """Return the number of whole batches in an epoch.
+    """Return the number of complete batches in an epoch.
 
     Args:
         rows: The rows of the dataset.
@@ -60,23 +60,23 @@ def batches_of(rows: int, batch_size: int, *, field: str = "data.train_batch_siz
 
 
 class BatchOrder:
-    """The places in the dataset that belong to each batch.
+    """The assignment of positions in an epoch to batches.
 
-    All batches have the same size, and there is no last batch. Each epoch passes once through the dataset's
-    places and leaves out the places at the end that do not fill a batch. The places of a batch depend only on
-    its number. The only state is the number of batches used so far.
+    All batches have the same size, and the sequence of batches is endless. Each epoch passes once through the
+    positions and leaves out the positions at the end that do not fill a batch. The positions of a batch
+    depend only on the batch's number. The only state is the number of batches used so far.
 
     Args:
         rows: The rows of the dataset.
         batch_size: Rows per batch.
         field: The config key of the batch size, for messages.
-        settings: Everything else that determines the order of rows, as plain values by name; see
-            `load_state_dict`.
+        settings: A dict from name to value of all other settings that determine the order of rows.
+            `load_state_dict` checks that the settings have not changed.
 
     Attributes:
         used: The number of batches used, which is also the number of the next batch.
-        stretches: The number of rows from each epoch on, if the dataset grew between a run and its
-            continuation. The last entry has all rows.
+        stretches: For each epoch at which the dataset grew (between a run and its resume): the epoch and the
+            number of rows from then on. The last entry has all rows.
 
     Raises:
         DataError: The dataset has fewer rows than one batch.
@@ -98,29 +98,29 @@ class BatchOrder:
 
     @property
     def position(self) -> int:
-        """The number of rows of that epoch used so far."""
+        """The number of rows of the current epoch that were used so far."""
         return (self._place(self.used - 1)[2] + 1) * self.batch_size if self.used else 0
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Return for a batch: the index of its stretch, its epoch, and its number in the epoch."""
+        """Return the index of a batch's stretch, the batch's epoch, and its number in the epoch."""
         firsts = [self._first(each.epoch) for each in self.stretches]
         at = bisect_right(firsts, number) - 1
         epochs, place = divmod(number - firsts[at], self.stretches[at].rows // self.batch_size)
         return at, self.stretches[at].epoch + epochs, place
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which `load_state_dict` continues after the last used batch."""
+        """Return the state of the order after the last used batch, for a checkpoint."""
         stretches = [list(stretch) for stretch in self.stretches]
         return {"epoch": self.epoch, "position": self.position, **self._settings, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved.
+        """Restore a state, so that the order continues after the last used batch.
 
-        If the batch size differs, continue at the first batch that repeats no row. Rows that were added since
-        then are used from the next epoch on.
+        If the batch size has changed, continue at the first batch that repeats no row. If rows were added to
+        the dataset, they are used from the next epoch on.
 
         Raises:
-            DataError: The state was saved with more rows, or with another order.
+            DataError: The state was saved with more rows, or with other settings of the order.
         """
         stretches = [Stretch(*each) for each in state.get("stretches") or [(0, state["rows"])]]
         rows, before = self.stretches[-1].rows, saved_rows(state)
@@ -182,7 +182,7 @@ class BatchLoader(BatchOrder):
         self._dataset, self._order = dataset, order
 
     def batch(self, number: int) -> DataProto:
-        """Return the batch with this number, from 0."""
+        """Return the batch with the given number, counted from 0."""
         at, epoch, place = self._place(number)
         places = range(place * self.batch_size, (place + 1) * self.batch_size)
         passes, rows = self._order.draw(self.stretches[: at + 1], epoch, places)
@@ -195,13 +195,13 @@ class BatchLoader(BatchOrder):
 
 
 class EveryRow:
-    """Batches that contain every row once, in the dataset's order.
+    """An iterable of batches that contain every row once, in the dataset's order.
 
     The last batch may be smaller.
 
     Args:
         dataset: The dataset of the rows.
-        batch_size: Rows per batch; None puts all rows into one batch.
+        batch_size: Rows per batch; None: all rows are one batch.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = None) -> None:

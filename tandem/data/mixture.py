@@ -1,4 +1,4 @@
-"""The order of training rows: every row once per epoch, or fixed shares of several sources."""
+"""The order of training rows: every row once per epoch, or fixed proportions of several sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.errors import DataError
 class Stretch(NamedTuple):
     """A range of epochs in which the dataset had the same rows.
 
-    From `epoch` on, the dataset had the first `rows` of the rows that it has now.
+    From `epoch` on, the dataset consisted of the first `rows` rows of the current dataset.
     """
 
     epoch: int
@@ -26,15 +26,15 @@ class Stretch(NamedTuple):
 
 
 class Order(Protocol):
-    """An endless order of rows that depends only on the place."""
+    """The interface of an order: it maps each position of each epoch to a row."""
 
     def draw(self, stretches: Sequence[Stretch], epoch: int, places: range) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows at some places of an epoch.
+        """Return the rows at some positions of an epoch.
 
         Args:
-            stretches: All stretches up to the epoch's own stretch.
+            stretches: All stretches up to the stretch that contains the epoch.
             epoch: The epoch, from 0.
-            places: Places from 0 to below the number of rows of the stretch.
+            places: Positions in the epoch, from 0 to below the number of rows of the stretch.
 
         Returns:
             passes (P) int64, a number that differs between all draws of the same row, and rows (P) int64.
@@ -43,16 +43,16 @@ class Order(Protocol):
 
 
 def permutation(key: Sequence[int], rows: int) -> np.ndarray:
-    """Return a random order of (rows) int64 that the key determines."""
+    """Return the random permutation of 0 … rows-1, int64, that the key determines."""
     order: np.ndarray = np.random.Generator(np.random.PCG64(list(key))).permutation(rows)
     return order
 
 
 class EpochOrder:
-    """An order with every row once per epoch.
+    """The order in which every row occurs once per epoch.
 
     Args:
-        shuffle: Whether each epoch has its own random order; if false, the dataset's order is used.
+        shuffle: Whether each epoch has a different random order; if False, the dataset's order is used.
         seed: The seed of the orders of all epochs.
     """
 
@@ -69,11 +69,11 @@ class EpochOrder:
 
 
 class MixedOrder:
-    """An order that mixes several sources with fixed shares.
+    """The order that mixes several sources in fixed proportions.
 
-    Count the first n places since the dataset last grew. Each source has n times its share of them, rounded
-    by the Sainte-Laguë method, and the places of a source are spread evenly. A source's rows come one after
-    the other. No row comes again before all of its source's rows were used; then the source gets a new order.
+    Among the first n positions since the dataset last grew, each source has its proportion of n, rounded with
+    the Sainte-Laguë method. The positions of a source are spread evenly. Within a source, all rows are used
+    once before a row is repeated; then the source gets a new order.
 
     Args:
         weights: The weight of each source, in any unit.
@@ -130,13 +130,13 @@ class MixedOrder:
         return np.concatenate(passes)[order], np.concatenate(drawn)[order]
 
     def _size(self, source: int, rows: int) -> int:
-        """Return how many of the first `rows` rows belong to a source."""
+        """Return the number of rows of a source among the first `rows` rows."""
         return int(np.searchsorted(self._rows[source], rows))
 
     def _counts(self, n: int) -> list[int]:
-        """Return how many of the first n places each source has.
+        """Return the number of positions of each source among the first n positions.
 
-        The next place always goes to the source with the smallest (2 count + 1) / weight.
+        The next position always goes to the source with the smallest (2 count + 1) / weight.
         """
         whole, so_far = sum(self._weights), max(0, n - len(self._weights))
         counts = [(2 * so_far * weight + whole) // (2 * whole) for weight in self._weights]
@@ -146,7 +146,7 @@ class MixedOrder:
         return counts
 
     def _passes(self, stretches: Sequence[Stretch]) -> list[int]:
-        """Return how many passes through each source were started in earlier stretches."""
+        """Return, for each source, the number of passes that were started in earlier stretches."""
         passes = [0] * len(self._weights)
         for (began, rows), (end, _) in pairwise(stretches):
             counts = self._counts((end - began) * rows)

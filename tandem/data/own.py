@@ -1,8 +1,8 @@
 """A dataset class written by the user, which verl's option `data.custom_cls` names.
 
 The class is a map-style torch dataset. It is created with `data_files`, `tokenizer`, `processor`, `config`
-and, if the constructor accepts it, `max_samples`. A row is a mapping. It holds the prompt as `raw_prompt`
-(messages), as `raw_prompt_ids`, or as `input_ids` with `attention_mask`, and it holds the columns that
+and, if the constructor accepts it, `max_samples`. A row is a mapping. The row has the prompt as `raw_prompt`
+(messages), as `raw_prompt_ids`, or as `input_ids` with `attention_mask`. The row also has the columns that
 rewards read.
 """
 
@@ -45,11 +45,11 @@ def load_dataset(
 
     Args:
         path: A Python file or a module.
-        name: The name of the class in it.
+        name: The name of the class in the file or module.
         files: The paths of the data files.
         tokenizer: A Hugging Face tokenizer.
         config: The `data` section of the config, which the class receives as OmegaConf.
-        max_samples: The number of rows to use; -1 uses all.
+        max_samples: The number of rows to use; -1: all rows.
 
     Raises:
         ConfigError: The file or class does not exist, the class is not a map-style dataset, or its
@@ -83,17 +83,17 @@ class OwnPrompts(PromptDataset):
     """The prompts of a dataset class written by the user.
 
     Every row is read once at the start, so that all problems are found. A row is read again for each batch
-    that contains it, because the class may return another row each time.
+    that contains it, because the class may return different values each time.
 
     Args:
         rows: The user's dataset.
-        name: The name of its class, for messages.
+        name: The name of the dataset's class, for messages.
         encoder: The converter from rows to tokens.
         form: The form of the rows.
         by_name: Whether the reward reads columns by their names.
 
     Raises:
-        DataError: Rows have the wrong shape or exceed the length limit.
+        DataError: Rows are invalid or exceed the length limit.
     """
 
     def __init__(self, rows: Any, name: str, encoder: Encoder, form: PromptForm, *, by_name: bool) -> None:
@@ -116,7 +116,7 @@ class OwnPrompts(PromptDataset):
         self.dropped = len(rows) - len(self._kept)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """Return a table of the rows with these numbers; see `PromptDataset.batch`."""
+        """Return a table of the rows with the given numbers; see `PromptDataset.batch`."""
         index = self._kept[np.asarray(rows, dtype=np.int64)].tolist()
         records, part = self._read(index)
         made = gather_rows(self._names, self._encoder, [part])
@@ -126,17 +126,17 @@ class OwnPrompts(PromptDataset):
         return self._table_of(records, tokens, uid_prefix, index)
 
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows with these numbers as the dataset returns them."""
+        """Return the rows with the given numbers, as the user's dataset returns them."""
         return [self._row(int(row))[0] for row in self._kept[np.asarray(rows, dtype=np.int64)]]
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[dict[str, Any]], EncodedRows]:
-        """Return the rows with these numbers, and their tokens."""
+        """Return the rows with the given numbers, and their tokens."""
         key, found = self._form.prompt_key, list(map(self._row, numbers))
         for_tokens = [record if ids is None else {**record, key: ids} for record, ids in found]
         return [record for record, _ in found], self._encoder.part(for_tokens, numbers)
 
     def _row(self, number: int) -> tuple[dict[str, Any], list[int] | None]:
-        """Return a row and its token ids, or None instead of the ids.
+        """Return a row and its token ids; None for the ids if the row has no ids.
 
         Tensors are removed from the row, and its prompt is stored under the form's prompt key.
         """
@@ -156,7 +156,7 @@ class OwnPrompts(PromptDataset):
 
 
 def _ids(row: Mapping[str, Any]) -> list[int] | None:
-    """Return the prompt's token ids without padding, or None if the row has no ids."""
+    """Return the prompt's token ids without padding; None if the row has no ids."""
     if (ids := row.get("raw_prompt_ids")) is not None:
         return [int(token) for token in ids]
     if (ids := row.get("input_ids")) is None:

@@ -1,4 +1,4 @@
-"""Pairs of responses with a known preference, tokenized once, to train a reward model on."""
+"""Preference pairs for training a reward model, tokenized once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PreferenceDataset:
     """The pairs of one or several data files.
 
     The chosen and the rejected response are both texts or both lists of {role, content} that end with the
-    assistant's message. A text gets the end-of-sequence token at its end. Messages that start with the
-    assistant's continue the prompt of their row, which must be messages too; other messages are a whole
+    assistant's message. A text gets the end-of-sequence token at its end. Messages that start with an
+    assistant's message continue the prompt of the row, which must be messages too; other messages are a whole
     conversation. A text follows the prompt (messages, or formatted text); without a prompt column the text is
     the whole sequence. Everything after the assistant's last end-of-sequence token is left out, so a sequence
     ends where the model's response ends.
@@ -36,8 +36,8 @@ class PreferenceDataset:
         rejected_key: The column of the worse response.
         prompt_key: The column of prompts. "prompt" may be missing. A column of another name may be missing
             only if the responses are messages.
-        margin_key: The column of margins: how much better the chosen response should be. None means 0 for
-            all.
+        margin_key: The column of margins: how much higher the chosen response should score. None: all margins
+            are 0.
         cache_dir: The cache folder; see `read_files`.
         options: See `encode_learnt`. The length limit applies to each response together with its prompt.
 
@@ -86,14 +86,14 @@ class PreferenceDataset:
         return len(self.chosen)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """Return a table of the pairs with these numbers.
+        """Return a table of the pairs with the given numbers.
 
         A pair is one row of the table, so its two sequences always stay together.
 
         Returns:
-            batch tokens (Ragged int64, the chosen sequence, then the rejected one), response_mask (Ragged
-            bool), sequence_lengths (Ragged int64, the tokens of both), margin ((B) fp64); non-tensor uid
-            ("{uid_prefix}-{row}") and index (the row's number in the files together).
+            batch tokens (Ragged int64, the chosen sequence, then the rejected sequence), response_mask
+            (Ragged bool), sequence_lengths (Ragged int64, the token counts of both sequences), margin ((B)
+            fp64); non-tensor uid ("{uid_prefix}-{row}") and index (the row's number in the files together).
         """
         rows = list(rows)
         tokens = _side_by_side(self.chosen[rows], self.rejected[rows])
@@ -117,7 +117,7 @@ def _side_by_side(first: Ragged, second: Ragged) -> Ragged:
 
 
 def prompt_of(table: DataFiles, prompt_key: str, needs: Sequence[str]) -> str | None:
-    """Return the column of prompts, or None if there is none.
+    """Return the column of prompts; None if the data has no such column.
 
     Raises:
         DataError: The responses are texts, and the named column of prompts is missing.

@@ -1,4 +1,4 @@
-"""Prompts to answer: read, checked, formatted and tokenized once, before training."""
+"""The dataset of prompts, which are read, checked, formatted and tokenized once, before training."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class PromptDataset:
         files: Paths of data files.
         tokenizer: A Hugging Face tokenizer.
         form: The form of the rows.
-        optional: Further columns that the reward reads if they exist; None means all other columns. The
-            reward receives the columns that it reads, and the prompt as "prompt".
-        max_prompt_length: The largest number of tokens of a prompt, including those of the template.
-        truncation: What happens to longer prompts: "error", or the part that is cut off: "left", "right" or
+        optional: Additional columns that the reward reads if they exist; None: all other columns. The reward
+            receives the columns that it reads, and the prompt as "prompt".
+        max_prompt_length: The largest number of tokens of a prompt, including the template's tokens.
+        truncation: The treatment of longer prompts: "error", or the part that is cut off: "left", "right" or
             "middle".
         filter_overlong_prompts: Whether to drop longer prompts instead.
-        max_samples: Use only this many rows, from the start; -1 uses all.
-        chat_template_kwargs: Further variables of the chat template.
+        max_samples: Use only the first `max_samples` rows; -1: all rows.
+        chat_template_kwargs: Additional variables of the chat template.
         template_key: The config key of the chat template, for messages.
         workers: The number of processes; see `tandem.data.encoding.encode`.
         cache_dir: The cache folder; see `read_files`.
 
     Attributes:
         tokens: Ragged int32, one row per prompt.
-        digests: (N) uint64, a digest of each prompt as it is in the files.
+        digests: (N) uint64, a digest of each prompt's row in the files.
         longest: The number of tokens of the longest prompt.
         dropped: The number of prompts that were left out because of their length.
 
@@ -95,11 +95,11 @@ class PromptDataset:
 
     @property
     def table(self) -> pa.Table:
-        """All columns that were read, for the rows that were kept."""
+        """The table of all columns that were read, with only the rows that were not dropped."""
         return self._files.table.take(pa.array(self._kept)) if self.dropped else self._files.table
 
     def where(self, row: int) -> str:
-        """Return the name, for messages, of a row that was kept."""
+        """Return the name of a row for messages."""
         return self._files.where(int(self._kept[row]))
 
     @cached_property
@@ -116,7 +116,7 @@ class PromptDataset:
         return pa.chunked_array([pa.repeat(UNNAMED, len(table))])
 
     def places_of_sources(self, names: Sequence[str]) -> np.ndarray:
-        """Return for each prompt the index of its data source in `names`, (N) int64.
+        """Return (N) int64: for each prompt, the index of its data source in `names`.
 
         Raises:
             DataError: A prompt has a source that is not in `names`.
@@ -138,15 +138,15 @@ class PromptDataset:
         return len(self._kept)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """Return a table of the prompts with these numbers.
+        """Return a table of the prompts with the given numbers.
 
         Args:
-            rows: Numbers below `len(self)`.
+            rows: Row numbers below `len(self)`.
             uid_prefix: The epoch, or one number per row, or "val". A prompt's uid is "{uid_prefix}-{index}".
 
         Returns:
             batch["prompts"] Ragged int64; non-tensor uid, data_source, ground_truth, messages (one message
-            without a role for a text, none for token ids), extra_info, index (the row's number in all files),
+            without a role for a text, [] for token ids), extra_info, index (the row's number in all files),
             and, if the reward reads columns by name, columns (the columns of the row).
         """
         index = self._kept[np.asarray(rows, dtype=np.int64)].tolist()
@@ -169,13 +169,13 @@ class PromptDataset:
         return DataProto({"prompts": tokens.to(torch.int64)}, table)
 
     def recall(self, uids: Sequence[str]) -> DataProto:
-        """Return the table of prompts from earlier tables, by their uids."""
+        """Return the table of the prompts with the given uids, which come from earlier tables."""
         index = np.array([int(uid.rpartition("-")[2]) for uid in uids], dtype=np.int64)
         table = self.batch(self.rows_of(index).tolist(), uid_prefix="")
         return DataProto(table.batch, {**table.non_tensor_batch, "uid": list(uids)})
 
     def rows_of(self, index: np.ndarray) -> np.ndarray:
-        """Return the dataset rows of prompts, given their numbers in the files together."""
+        """Convert row numbers in the concatenated files to row numbers in the dataset."""
         rows: np.ndarray = np.searchsorted(self._kept, index)
         return rows
 
@@ -184,7 +184,7 @@ class PromptDataset:
         return self.records([row])[0]
 
     def records(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the prompts with these numbers as they are in the files, with the columns that were read."""
+        """Return the rows with the given numbers as stored in the files, with the columns that were read."""
         return self._files.take(self._kept[np.asarray(rows, dtype=np.int64)])
 
 

@@ -1,4 +1,4 @@
-"""Write rows and added columns to files."""
+"""Write a table with additional columns to a file."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def check_new_columns(table: pa.Table, names: Sequence[str]) -> None:
 
 
 def write_rows(path: Path, table: pa.Table, columns: Mapping[str, pa.Array]) -> None:
-    """Write the table's columns and further columns to a file.
+    """Write the table's columns and additional columns to a file.
 
-    The file is complete. After a crash, no file of this name exists unless it existed before.
+    The file is written atomically: after a crash, the path is unchanged.
 
     Args:
         path: A path that ends with `.parquet` or `.jsonl`. An existing file is replaced.
         table: The rows.
-        columns: Further columns with one entry per row.
+        columns: Additional columns with one entry per row.
     """
     for name, column in columns.items():
         table = table.append_column(name, column)

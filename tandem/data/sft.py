@@ -1,6 +1,6 @@
-"""Responses to imitate: conversations, or prompts with responses, for supervised fine-tuning.
+"""The dataset of supervised fine-tuning: conversations, or prompts with responses.
 
-They are tokenized once, with a mask of the tokens that the model learns to write.
+Examples are tokenized once, with a mask of the tokens that the model learns to generate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOOLS, _RESPONSE, _COMPLETION = "tools", "response", "completion"
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns of examples; `SFTDataset` describes them."""
+    """The names of the columns of examples; `SFTDataset` describes the columns."""
 
     messages_key: str
     prompt_key: str
@@ -38,22 +38,22 @@ class Columns:
 
     @property
     def responses(self) -> tuple[str, ...]:
-        """The possible names of the response column; the first one that exists is used."""
+        """The possible names of the response column. The first name that exists is used."""
         return (_RESPONSE, _COMPLETION) if self.response_key == _RESPONSE else (self.response_key,)
 
     @property
     def alternatives(self) -> list[tuple[str, ...]]:
-        """Sets of columns, one of which must exist; the first one that exists is used."""
+        """Alternative sets of columns. The first set that exists is used."""
         pairs = ((self.prompt_key, name) for name in self.responses)
         return [(self.messages_key,), *pairs, (self.text_key,)]
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Further columns, which are read if they exist."""
+        """Additional columns, which are read if they exist."""
         return () if self.tools_key is None else (self.tools_key,)
 
     def form(self, files: DataFiles) -> ConversationForm | PairForm | TextForm:
-        """Return the form of the rows of files that were read with one of the alternatives.
+        """Return the form of the rows of files, according to the columns that the files have.
 
         Raises:
             DataError: The named column of tools is missing.
@@ -70,18 +70,18 @@ class Columns:
 
 
 class SFTDataset:
-    """The sequences of one or several data files.
+    """The training sequences of one or several data files.
 
-    A row has one of these; the first one that the files have is used:
+    A row has one of the following; the first alternative that the files have is used:
 
     - messages, a list of {role, content}: the model learns the assistant's turns;
     - a prompt (messages, or formatted text) and a response. The response is text or, after a prompt of
       messages, a list of messages in which the model learns the assistant's turns;
-    - a text, which the model learns as a whole.
+    - a text, which the model learns completely.
 
-    The end-of-sequence token is added to texts, and the model learns it. Some templates render earlier turns
-    differently once other turns follow. With them, one row of messages becomes several sequences; see
-    `tandem.data.turns.examples`.
+    The end-of-sequence token is added to texts, and the model learns this token. Some templates render
+    earlier turns differently once other turns follow. With such templates, one row of messages becomes
+    several sequences; see `tandem.data.turns.examples`.
 
     Args:
         files: Paths of parquet or .jsonl files.
@@ -90,7 +90,7 @@ class SFTDataset:
         prompt_key: The column of prompts.
         response_key: The column of responses. Files without "response" may have "completion".
         text_key: The column of texts.
-        tools_key: The column of the tools that the template of messages receives. "tools" may be missing.
+        tools_key: The column of tools for the chat template. A column called "tools" may be missing.
         cache_dir: The cache folder; see `read_files`.
         options: See `encode_learnt`.
 
@@ -134,7 +134,7 @@ class SFTDataset:
         return len(self.tokens)
 
     def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
-        """Return a table of the sequences with these numbers.
+        """Return a table of the sequences with the given numbers.
 
         Returns:
             batch tokens (Ragged int64) and response_mask (Ragged bool); non-tensor uid
@@ -148,7 +148,7 @@ class SFTDataset:
 
 
 def are_text(files: DataFiles, columns: Sequence[str]) -> bool:
-    """Return whether these columns hold texts, judged by the first row."""
+    """Return whether the columns contain texts in the first row."""
     (first,) = files.take([0])
     return all(isinstance(first[key], str) for key in columns)
 
@@ -164,16 +164,16 @@ def encode_learnt(
     workers: int | None = None,
     cache_dir: str | None = None,
 ) -> Encoded:
-    """Return the tokens of examples to learn from.
+    """Tokenize training examples, apply the length limit, and return the tokens.
 
     Args:
         table: The rows.
         tokenizer: A Hugging Face tokenizer.
         form: The form of the rows.
         max_length: The largest number of tokens of a sequence.
-        truncation: What happens to longer sequences: "error", or the part that is cut off: "left", "right" or
-            "middle".
-        chat_template_kwargs: Further variables of the chat template.
+        truncation: The treatment of longer sequences: "error", or the part that is cut off: "left", "right"
+            or "middle".
+        chat_template_kwargs: Additional variables of the chat template.
         workers: The number of processes; see `tandem.data.encoding.encode`.
         cache_dir: The cache folder; see `tandem.data.encoding.encode`.
     """
@@ -184,6 +184,6 @@ def encode_learnt(
 
 
 def tokens_and_mask(made: Encoded) -> tuple[Ragged, Ragged]:
-    """Return the token ids of sequences, and a mask of the tokens that the model learns to write."""
+    """Return the token ids of sequences, and a mask of the tokens that the model learns to generate."""
     tokens = Ragged.from_lengths(torch.from_numpy(made.ids), torch.from_numpy(made.lengths))
     return tokens, tokens.with_values(torch.from_numpy(made.masks))

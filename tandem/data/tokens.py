@@ -1,6 +1,6 @@
-"""Turn texts into token ids.
+"""Convert texts to token ids.
 
-The ids of a response are those that the model would write after its prompt.
+A response is tokenized as if the model generated it after its prompt.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Piece = tuple[str | Sequence[int], bool]
-"""Text or token ids, and whether the model learns to write it.
+"""A piece of a sequence: a text or token ids, and whether the model learns to generate it.
 
 In a sequence, pieces of ids come before all texts.
 """
 TOKENIZE_CHUNK = 4096
-"""Texts per call of the tokenizer: enough to keep it busy, few enough to limit the memory of its results."""
+"""The number of texts per call of the tokenizer: large enough for speed, small enough for memory."""
 _ANCHORS = ("\n", ":", "a", "0")
 """Texts to put before another text, so that the tokenizer treats the other text as a continuation."""
 
@@ -32,9 +32,10 @@ def encoded(
 ) -> list[list[np.ndarray]]:
     """Return the int32 token ids of each piece of each sequence.
 
-    If every piece ends between two tokens of the whole text, the ids of all pieces together are those of the
-    whole text. If a token of the whole text crosses the end of a piece, the text up to that end is tokenized
-    on its own, just as a prompt is when the model answers. The rest is tokenized as its continuation.
+    If every piece ends between two tokens of the whole text, the concatenated ids of the pieces equal the ids
+    of the whole text. If a token of the whole text crosses the end of a piece, the text up to this end is
+    tokenized separately, in the same way as a prompt before the model's response. The following text is then
+    tokenized as a continuation.
     """
     texts = [[text for text, _ in pieces if isinstance(text, str)] for pieces in sequences]
     found = _piece_ids(texts, lambda wanted: tokenize(tokenizer, wanted), tokenizer)
@@ -45,7 +46,7 @@ def encoded(
 
 
 def begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the tokenizer puts before a text, which are those of its begin token, if any."""
+    """Return the ids that the tokenizer puts before a text: the id of its begin token, or []."""
     ids = list(tokenizer("")["input_ids"])
     after = {tokenizer.eos_token_id, getattr(tokenizer, "sep_token_id", None)} - {tokenizer.bos_token_id}
     while ids and ids[-1] in after:
@@ -59,7 +60,7 @@ _Tokenize = Callable[[list[str]], list[np.ndarray]]
 def _piece_ids(
     rows: Sequence[Sequence[str]], run: _Tokenize, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[np.ndarray]]:
-    """Return the ids of each text of each row; the texts of a row follow each other."""
+    """Return the ids of each text of each row; the texts of a row are consecutive parts of one sequence."""
     found = iter(run(["".join(texts[: end + 1]) for texts in rows for end in range(len(texts))]))
     return [_parts(texts, [next(found) for _ in texts], tokenizer) for texts in rows]
 
@@ -69,7 +70,7 @@ def _parts(
 ) -> list[np.ndarray]:
     """Return the ids of each text of a row.
 
-    `up_to` holds, for each text, the ids of the row from its start to the end of that text.
+    `up_to` has, for each text, the ids of the row from its start to the end of the text.
     """
     parts: list[np.ndarray] = []
     start = 0
@@ -89,7 +90,7 @@ def _starts_with(whole: np.ndarray, ids: np.ndarray) -> bool:
 def _continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
     """Return the ids of texts that follow another text.
 
-    Some tokenizers put a space before a text. It is left out here.
+    Some tokenizers put a space before a text. This space is left out here.
     """
     alone = tokenize(tokenizer, ["a"])[0].tolist()
     if tokenizer.decode(alone * 2, clean_up_tokenization_spaces=False) == "aa":

@@ -11,15 +11,15 @@ from tandem.data.validate import RowProblems
 from tandem.errors import DataError
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-"""What happens to a sequence over the limit: an error, or its start, end or middle is cut off."""
+"""The treatment of a sequence over the limit: an error, or its start, end or middle is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The length limit of sequences, and what happens to longer sequences.
+    """The length limit of sequences, and the treatment of longer sequences.
 
     Attributes:
-        tokens: The limit.
+        tokens: The largest number of tokens.
         field: The config key of the limit, for messages.
         truncation: One of `TRUNCATIONS`.
         drops: Whether longer sequences are left out instead.
@@ -43,11 +43,11 @@ class Limit:
             )
 
     def holds(self, length: int) -> bool:
-        """Return whether a sequence of this length is kept, either whole or cut."""
+        """Return whether a sequence of this length is kept, either completely or cut."""
         return length <= self.tokens or (self.truncation != "error" and not self.drops)
 
     def kept(self, lengths: np.ndarray, rows: np.ndarray, files: DataFiles) -> np.ndarray:
-        """Return the indices of the sequences that stay, (K) int64.
+        """Return the indices of the sequences that are kept, (K) int64.
 
         Args:
             lengths: (S) The length of each sequence.
@@ -55,8 +55,8 @@ class Limit:
             files: The rows, for messages.
 
         Raises:
-            DataError: Rows exceed the limit and may be neither cut nor left out (the error names the rows),
-                or no row stays.
+            DataError: Rows exceed the limit and may be neither cut nor dropped (the error names the rows), or
+                all rows are dropped.
         """
         if not self.drops and self.truncation == "error":
             problems = RowProblems(files.where)
@@ -88,8 +88,8 @@ class Limit:
     def cut(self, values: np.ndarray) -> np.ndarray:
         """Return the sequence, (T), cut to (min(T, limit)).
 
-        "left" keeps the end, "right" keeps the start, and "middle" keeps half of each; with an odd limit, the
-        end is one token longer. With "error", call `kept` first.
+        The mode "left" keeps the end, "right" keeps the start, and "middle" keeps equally many tokens of the
+        start and the end; with an odd limit, the end is one token longer. With "error", call `kept` first.
         """
         excess = len(values) - self.tokens
         if excess <= 0:

@@ -1,6 +1,6 @@
-"""Turn a conversation into training examples in which the model learns the assistant's turns.
+"""Convert a conversation to training examples in which the model learns the assistant's turns.
 
-Each example is a text as the model meets it when it generates.
+Each example has exactly the text that the model sees during generation.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class _Example:
 def examples(
     template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: int = 0
 ) -> list[list[Piece]]:
-    """Return the examples of a conversation, cut into pieces where the text to learn starts or ends.
+    """Return the examples of a conversation. Each example is split where the text to learn starts or ends.
 
     Each turn of the assistant follows the text that the template renders before it, with the generation
     prompt. If an earlier example is the beginning of a later turn's text, both share one example. So most
     templates give one example per conversation. Templates that change earlier turns or remove their reasoning
     give several.
 
-    The template's `generation` marks determine which text of a turn the model learns. Without marks it is
-    everything from the generation prompt to the end of the turn. Some templates, such as GLM-4, have no token
-    that ends a turn. With them, the turn ends with the token that starts the next turn, also after the last
-    turn.
+    The template's `generation` marks determine which text of a turn the model learns. Without marks, the
+    model learns the text from the generation prompt to the end of the turn. Some templates, such as GLM-4,
+    have no token that ends a turn. With such a template, a turn ends with the token that starts the next
+    turn, also after the last turn.
 
     Args:
         template: The chat template.
-        messages: The conversation. The first message is not the assistant's.
+        messages: The conversation. The first message is not an assistant's message.
         tools: JSON schemas of the tools for the template.
         prompt: The number of messages at the start that form the prompt. The model learns no turn of the
             prompt.
@@ -77,7 +77,7 @@ def _pieces(example: _Example) -> list[Piece]:
 
 
 def _marked(template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None) -> _Example | None:
-    """Return the last turn according to the template's own marks, or None if it has no marks."""
+    """Return the last turn according to the template's `generation` marks; None without such marks."""
     text, marks = template.marked(messages, tools)
     if not marks:
         return None
@@ -89,7 +89,7 @@ def _marked(template: ChatTemplate, messages: Sequence[Message], tools: list[Any
 def _turn(
     template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, follower: str
 ) -> _Example:
-    """Return the last turn, from the generation prompt to its end.
+    """Return the last turn, from the generation prompt to the end of the turn.
 
     `follower` is the role of the next message.
     """
@@ -104,7 +104,7 @@ def _turn(
 def _written(
     template: ChatTemplate, prompt: str, messages: Sequence[Message], tools: list[Any] | None
 ) -> str:
-    """Return the text that the model and the template write after the prompt."""
+    """Return the text that follows the prompt in the rendered conversation."""
     whole = template.render(messages, tools=tools)
     if whole.startswith(prompt):
         return whole[len(prompt) :]

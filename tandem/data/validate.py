@@ -1,4 +1,4 @@
-"""Checks of data rows, which collect the problems of all rows and report them in one error."""
+"""Checks of data rows. The problems of all rows are collected and reported in one error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from tandem.errors import DataError
 
 SHOWN = 10
-"""The number of rows named in a message. Further rows are only counted."""
+"""The maximum number of rows named in a message. Other rows are only counted."""
 
 
 class RowProblems:
-    """A collection of problems with single rows.
+    """A collection of the problems of rows.
 
     Args:
-        where: A function that turns a row number into the row's name for messages.
+        where: A function from a row number to the row's name for messages.
     """
 
     def __init__(self, where: Callable[[int], str]) -> None:
@@ -32,7 +32,7 @@ class RowProblems:
         """Raise one error for all collected problems.
 
         Raises:
-            DataError: There are problems. The error names the first rows and the problem of each.
+            DataError: There are problems. The error names the first rows and their problems.
         """
         if not self.count:
             return
@@ -47,7 +47,7 @@ class RowProblems:
 
 
 def conversation_problem(value: Any) -> str | None:
-    """Return why `value` is not a list of {role, content} with text in both, or None if it is."""
+    """Return why `value` is not a list of {role, content} with texts; None if it is valid."""
     if not isinstance(value, list):
         return f"not a list of messages but {kind(value)}"
     if not value:
@@ -63,14 +63,14 @@ def conversation_problem(value: Any) -> str | None:
 
 
 def prompt_problem(value: Any) -> str | None:
-    """Return why `value` is not a prompt, or None if it is non-empty text or a conversation."""
+    """Return why `value` is not a prompt; None if it is non-empty text or a conversation."""
     if isinstance(value, str):
         return None if value else "an empty text"
     return conversation_problem(value)
 
 
 def reward_problem(row: Mapping[str, Any], reward_fn_key: str) -> str | None:
-    """Return which data for the reward the row lacks, the data source or the ground truth, or None."""
+    """Return a message if the row lacks the reward's data source or ground truth; else None."""
     source = row[reward_fn_key]
     if not isinstance(source, str) or not source:
         return f"{reward_fn_key} is {source!r}, not a name"
@@ -86,5 +86,5 @@ def reward_problem(row: Mapping[str, Any], reward_fn_key: str) -> str | None:
 
 
 def kind(value: Any) -> str:
-    """Return the type of a value in words."""
+    """Return a description of a value's type."""
     return "null" if value is None else f"of type {type(value).__name__}"

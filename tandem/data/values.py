@@ -1,6 +1,6 @@
-"""Checks that a reader does not convert values.
+"""Checks that reading JSON rows into a table does not change values.
 
-A table has one type per column, so values of different types in one column would be converted.
+A table has one type per column. So if a column has values of different types, a reader converts some of them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _KINDS = {
     list: "a list",
 }
 Row = tuple[Any, str | None]
-"""A row of JSON and None, or None and the reason why it cannot be read."""
+"""A pair: a parsed row and None, or None and the reason why the row cannot be parsed."""
 Seen = dict[str, tuple[str, int]]
-"""For each place in a row: the type of the values there, and the number of the first row with it."""
+"""A dict from path in a row to (type of its values, number of the first row with this type)."""
 
 
 class RowError(ValueError):
-    """A row that no table can store without changing it; the text names the row and the value."""
+    """Raised for a row that no table can store unchanged. The text names the row and the value."""
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a JSON value in words."""
+    """Return a description of a JSON value's type."""
     return _KINDS.get(type(value), "null")
 
 
@@ -41,9 +41,9 @@ def type_conflicts(value: Any, number: int, seen: Seen, at: str = "") -> Iterato
 
     Args:
         value: A JSON value.
-        number: The number of its row.
-        seen: The types in earlier rows. New places are added.
-        at: The place of the value in the row.
+        number: The number of the value's row.
+        seen: The types in earlier rows. This function adds new paths.
+        at: The path of the value in the row.
     """
     if value is None:
         return
@@ -64,7 +64,7 @@ def type_conflicts(value: Any, number: int, seen: Seen, at: str = "") -> Iterato
 
 
 def checked_rows(rows: Iterable[Row]) -> Iterator[tuple[int, Any, str | None]]:
-    """Yield the rows of JSON with their numbers, from 0, and the problem of each, or None.
+    """Yield (row number from 0, row, problem or None) for each row of JSON.
 
     A row has a problem if it cannot be read, is not an object, or has a value whose type differs from that in
     an earlier row.
@@ -92,7 +92,7 @@ def table_of(rows: Iterable[Row]) -> pa.Table:
 
 
 def leaves(kind: pa.DataType, at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each place in a column whose values may be converted, with the type of its values."""
+    """Yield (path, type) for each path in a column whose values may be converted."""
     if pa.types.is_struct(kind):
         for field in kind:
             yield from leaves(field.type, f"{at}.{field.name}")

@@ -1,4 +1,4 @@
-"""A control of the demo: rewards with the same distribution but without meaning."""
+"""A control experiment of the demo: rewards with the same distribution but in random order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shuffled(
     ground_truths: list[Any],
     extra_infos: list[dict[str, Any]],
 ) -> list[float]:
-    """Return the scores in a random order, so that each response gets the score of another one.
+    """Return the scores in a random order, so that each response gets the score of a random response.
 
     The mean stays the same, so validation still measures accuracy.
     """

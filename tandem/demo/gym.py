@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym for the demo: their problems, and demonstrations of which about half are wrong."""
+"""Tasks of reasoning-gym for the demo: problems, and demonstrations of which about half are wrong."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Gym:
     """A generator of small problems.
 
     Attributes:
-        parameters: parameters of the generator, as in a reference to it.
+        parameters: parameters of the generator, as in a task reference (see `tandem.tasks`).
         prompt: the longest prompt, in tokens of the demo's tokenizer.
-        response: the longest response, in these tokens, with its end token.
+        response: the longest response, in tokens of the demo's tokenizer, with its end token.
         warm_up: number of steps of supervised fine-tuning.
         steps: number of steps of reinforcement learning.
     """
@@ -37,7 +37,7 @@ class Gym:
     steps: int = 30
 
     def reference(self, name: str, size: int, seed: int) -> str:
-        """Return the task in the form of `data.train_files`.
+        """Return the task reference for `data.train_files`.
 
         Problem i of a generator depends on its seed + i.
         """
@@ -61,10 +61,10 @@ GYMS = {  # tasks with many different answers: a model would otherwise learn the
     "word_sequence_reversal": Gym("min_words=2&max_words=2", 32, 31, warm_up=400, steps=45),
 }
 LONG = 12
-"""A text between the parts of a question becomes a token if it has at least this many characters."""
+"""The minimum number of characters of a text between the varying parts of questions to become a token."""
 CHOICES = (ARITHMETIC, *GYMS)
 SLIPS = 0.55
-"""The share of wrong demonstrations. A model that imitates them is right less than half of the time."""
+"""The fraction of wrong demonstrations. A model that imitates them is right less than half of the time."""
 
 
 def check_task(name: str) -> None:
@@ -85,12 +85,12 @@ def check_task(name: str) -> None:
 
 
 def draw(name: str, *, seed: int, train: int, validation: int) -> tuple[list[Row], list[Row]]:
-    """Return problems for training, and other problems for validation, as rows in the usual form.
+    """Return rows for training, and rows of different problems for validation.
 
     Args:
         name: a key of GYMS.
         seed: seed of the draw.
-        train: number of training problems; those that also occur in validation are removed.
+        train: number of training problems. Problems that also occur in validation are removed.
         validation: number of different validation problems.
 
     Raises:
@@ -108,9 +108,9 @@ def question(row: Row) -> str:
 
 
 def phrases(rows: Sequence[Row]) -> list[str]:
-    """Return the common texts of all questions: their start, their end, and long texts in between.
+    """Return the texts that all questions share: their start, their end, and long texts in between.
 
-    Each becomes one token. A prompt then consists mainly of its own part.
+    Each shared text becomes one token. Then most tokens of a prompt are specific to its problem.
     """
     asked = [question(row) for row in rows]
     head, tail = _ends(asked)
@@ -124,7 +124,7 @@ def own_parts(questions: Sequence[str]) -> list[str]:
 
 
 def _shared(texts: Sequence[str]) -> list[str]:
-    """Return the common parts of all texts with at least LONG characters, in order."""
+    """Return the substrings of at least LONG characters that all texts share, in order."""
     shortest = min(texts, key=len)
     for size in range(len(shortest), LONG - 1, -1):
         for start in range(len(shortest) - size + 1):
@@ -142,10 +142,10 @@ def _ends(texts: Sequence[str]) -> tuple[str, str]:
 
 
 def slip(answer: str) -> str:
-    """Return a wrong answer of a common kind.
+    """Return a wrong answer with a typical mistake.
 
-    The last two numbers or words change places. If there are not two, or they are equal, the last number
-    becomes two larger (some scorers accept a difference of one), or the last two letters change places.
+    The last two numbers or words are swapped. If there are fewer than two, or if they are equal, 2 is added
+    to the last number (some scorers accept a difference of one), or the last two letters are swapped.
     """
     parts = list(re.finditer(r"-?[\w.]+", answer))
     last = parts[-1]
@@ -164,10 +164,10 @@ def slip(answer: str) -> str:
 
 
 def demonstrations(rows: Sequence[Row], *, seed: int, count: int) -> list[tuple[str, str]]:
-    """Return questions and answers to imitate. A share of SLIPS of the answers is wrong.
+    """Return questions and answers for supervised fine-tuning. The fraction SLIPS of the answers is wrong.
 
     Args:
-        rows: problems. Each occurs as often as the others, or once more.
+        rows: problems. The counts of two problems in the result differ by at most one.
         seed: seed of the order and of the mistakes.
         count: number of demonstrations.
     """

@@ -1,6 +1,6 @@
-"""The demo's model as a Hugging Face folder.
+"""Write the demo's model as a Hugging Face folder.
 
-It is an untrained Qwen2 of about a million parameters, with a tokenizer of one token per byte.
+The model is an untrained Qwen2 of about a million parameters, with a tokenizer of one token per byte.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""A conversation is the concatenation of its contents; an end-of-sequence token ends each answer."""
+"""The chat template: it concatenates the contents of messages, with an end token after each answer."""
 
 
 def build_tokenizer(phrases: Sequence[str] = ()) -> Qwen2Tokenizer:
     """Return Qwen2's byte-level tokenizer without merges.
 
-    It has one token per byte, thus one per character of plain text, and one token for each phrase.
+    The tokenizer has one token per byte (so one token per ASCII character) and one token for each phrase.
     """
     bytes_as_characters = sorted(ByteLevel.alphabet())
     vocabulary = {token: place for place, token in enumerate((END, PADDING, *bytes_as_characters))}
@@ -41,7 +41,7 @@ def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
     """Return a Qwen2 of 1.06 million parameters with random weights.
 
     Args:
-        tokenizer: its vocabulary becomes the model's.
+        tokenizer: the tokenizer, which determines the vocabulary size.
         seed: seed of the weights.
     """
     config = Qwen2Config(

@@ -1,8 +1,8 @@
-"""Additions of two-digit numbers: problems, imperfect demonstrations, and parquet files of both.
+"""Additions of two-digit numbers: problems, imperfect demonstrations, and functions that write them.
 
 An answer shows its working, column by column from the right, then the sum after "=": 37+65 is "12,10=102".
-Most demonstrations forget to carry: "12,9=92". A model that imitates them solves the problems without a
-carry, one in three, and carries now and then. All further gains come from reinforcement learning.
+Most demonstrations forget to carry: "12,9=92". A model that imitates them solves the third of the problems
+that have no carry, and few of the other problems. All further gains come from reinforcement learning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST = 99
 SMALLEST = 10
 LONGEST_PROMPT = len("99+99?")
 LONGEST_RESPONSE = len("18,19=198") + 1
-"""Tokens, one per character, plus the end token."""
+"""The length of the longest answer in tokens: one per character, plus the end token."""
 
 
 class Problem(NamedTuple):
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
         return self.first % 10 + self.second % 10 > 9
 
     def working(self, *, forget_carry: bool = False) -> str:
-        """Return a worked answer: the sum of the units, that of the tens with the carry, and the result."""
+        """Return a worked answer: the sum of the units, the sum of the tens with carry, and the result."""
         units = self.first % 10 + self.second % 10
         carry = 0 if forget_carry else units // 10
         tens = self.first // 10 + self.second // 10 + carry
@@ -60,9 +60,9 @@ class Split:
 
 
 def split(*, seed: int, train: int, validation: int) -> Split:
-    """Draw different problems. Two of three have a carry.
+    """Draw different problems, two thirds of which have a carry.
 
-    No validation problem occurs in training, nor does the same sum with exchanged numbers.
+    No validation problem occurs in training, not even with swapped numbers.
 
     Args:
         seed: seed of the draw.
@@ -82,7 +82,7 @@ def split(*, seed: int, train: int, validation: int) -> Split:
 
 
 def _draw(pool: Sequence[Problem], count: int) -> list[Problem]:
-    """Return the first problems of the pool, in the order: carry, carry, none, carry, carry, none …."""
+    """Return the first problems of the pool, with the repeated pattern: carry, carry, no carry."""
     kinds = {carries: iter([p for p in pool if p.carries is carries]) for carries in (True, False)}
     drawn = [next(kinds[place % 3 < 2], None) for place in range(count)]
     found = [problem for problem in drawn if problem is not None]
@@ -96,13 +96,13 @@ def _draw(pool: Sequence[Problem], count: int) -> list[Problem]:
 def demonstrations(
     problems: Sequence[Problem], *, seed: int, count: int, forget_carry: float
 ) -> list[tuple[Problem, str]]:
-    """Return worked answers to imitate. Some of them are wrong.
+    """Return problems with worked answers for supervised fine-tuning. Some of the answers are wrong.
 
     Args:
-        problems: each occurs as often as the others, or once more.
+        problems: the problems. Their counts in the result differ by at most one.
         seed: seed of the order and of the mistakes.
         count: number of demonstrations.
-        forget_carry: the share of problems with a carry whose answer forgets it.
+        forget_carry: the fraction of problems with a carry whose answer forgets the carry.
     """
     rng = np.random.default_rng([seed, 1])
     rounds = -(-count // len(problems))
@@ -117,7 +117,7 @@ def write_problems(path: Path, problems: Sequence[Problem], *, part: str) -> Non
     Args:
         path: the parquet file.
         problems: one row each.
-        part: "train" or "validation", which is noted in each row.
+        part: "train" or "validation", which is stored in each row.
     """
     rows: list[dict[str, Any]] = [
         {

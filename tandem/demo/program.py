@@ -1,6 +1,6 @@
-"""The demo: it trains a new model on a task by reinforcement learning.
+"""The program of `tandem demo`, which trains a new model on a task by reinforcement learning.
 
-It uses the same trainers as `tandem sft` and `tandem train`.
+The demo uses the same trainers as `tandem sft` and `tandem train`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ TRAIN_PROBLEMS = 4000
 VALIDATION_PROBLEMS = 512
 GYM_VALIDATION = 256
 GYM_PROMPTS = {"grpo": 32, "ppo": 256}
-"""Prompts per step: half as many as for arithmetic, whose sequences are shorter."""
+"""Prompts per step for tasks of reasoning-gym: half as many as for arithmetic, which has shorter sequences.
+"""
 FORGET_CARRY = 0.8
 SFT_STEPS = 300
 SFT_BATCH = 64
@@ -90,8 +91,8 @@ class Outcome:
     Attributes:
         folder: folder of all files.
         run: the run folder of the reinforcement learning.
-        before: validation accuracy before it.
-        after: validation accuracy after it.
+        before: validation accuracy before reinforcement learning.
+        after: validation accuracy after reinforcement learning.
         seconds: seconds from the first file to the last step.
     """
 
@@ -122,8 +123,8 @@ def run_demo(
         seed: seed of the task and of the training.
         control: a key of CONTROLS.
         ranks: number of processes that share the reinforcement learning.
-        overrides: further `key=value` words for `tandem train`.
-        say: prints to the user.
+        overrides: additional `key=value` words for `tandem train`.
+        say: prints a sentence for the user.
     """
     gym.check_task(task)
     for option, given, choices in (("--algo", algorithm, ALGORITHMS), ("--control", control, CONTROLS)):

@@ -1,1 +1,1 @@
-"""Imports from other systems: shell scripts that call verl, and settings of TRL and OpenRLHF."""
+"""Convert shell scripts that call verl, and settings of TRL and OpenRLHF, to Tandem's config."""

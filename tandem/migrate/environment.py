@@ -1,4 +1,4 @@
-"""Environment variables that verl reads, and what each does for a run here."""
+"""Translate the environment variables that verl reads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from tandem.peers.table import Reading, Rule, by_name, read_table
 
 VARIABLES: dict[str, Rule] = by_name(read_table("verl_environment.yaml"))
-"""The rule of each variable. A variable without a rule affects any program that reads it, as usual."""
+"""A dict from environment variable to rule. A variable without a rule works as usual."""
 
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def readings(variables: Mapping[str, str]) -> Iterator[Reading]:
-    """Yield what each variable does here, sorted by name. The values of secrets are not shown.
+    """Yield the translation of each variable, sorted by name. The values of secrets are not shown.
 
     Args:
-        variables: values by name.
+        variables: a dict from name to value.
     """
     for name, value in sorted(variables.items()):
         known = VARIABLES.get(name, Rule(name, acts="passed on to the run's environment"))

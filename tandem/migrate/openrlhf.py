@@ -1,4 +1,4 @@
-"""Converts OpenRLHF's settings (`openrlhf.cli.train_ppo_ray` of 0.9) to a config of Tandem."""
+"""Convert OpenRLHF's settings (`openrlhf.cli.train_ppo_ray` of version 0.9) to a config of Tandem."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _UNBOUNDED = 1e9
 TABLE: dict[str, Rule] = by_name(read_table("openrlhf.yaml"))
-"""For each option of `train_ppo_ray`: its default, and what it is called here."""
+"""For each option of `train_ppo_ray`: its default, and its rule."""
 _DEFAULTS = {name: rule.default for name, rule in TABLE.items()}
 
 
 def after_module(words: Sequence[str]) -> Sequence[str]:
-    """Return the words after OpenRLHF's trainer in a command line; all words if it does not occur."""
+    """Return the words after OpenRLHF's trainer in a command line; all words if it has no trainer."""
     for place, word in enumerate(words):
         if word.endswith((MODULE, f"{MODULE.replace('.', '/')}.py")):
             return words[place + 1 :]
@@ -33,7 +33,7 @@ def migrate_openrlhf(words: Sequence[str]) -> Peer:
     """Return the config for options of `train_ppo_ray`.
 
     Raises:
-        ConfigError: a word belongs to no option, or the samples of an update do not form whole groups.
+        ConfigError: a word belongs to no option, or an update would not contain complete groups of samples.
     """
     given = {name: typed(values) for name, values in options(after_module(words))}
     peer = Peer("train", TrainConfig, TABLE, _DEFAULTS, given)

@@ -1,4 +1,4 @@
-"""Converts another system's settings to a config of Tandem, with a table that has a rule for each setting."""
+"""Convert another system's settings to a config of Tandem, with a table of rules."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Peer:
         defaults: the defaults of the settings.
         given: the settings that the user gave.
         config: Tandem's keys and values so far.
-        rows: what became of the given settings so far.
-        notes: one sentence each about calculations, and about values that the user must still fill in.
-        lost: one sentence each about defaults that have no counterpart here.
+        rows: the translations of the given settings so far.
+        notes: sentences about calculations, and about values that the user must still fill in.
+        lost: sentences about the other system's defaults that Tandem does not support.
     """
 
     command: str
@@ -41,15 +41,15 @@ class Peer:
         return self.given.get(name, self.defaults.get(name))
 
     def put(self, key: str, value: Any, *, always: bool = False) -> None:
-        """Set a key if the value differs from its default, or in any case if `always`."""
+        """Set a key if the value differs from the key's default, or always if `always`."""
         known = keys(self.root)
         if key in known and (always or known[key].inherits is not None or known[key].default != value):
             self.config[key] = value
 
     def refuse(self, name: str, why: str) -> None:
-        """Report that a setting is not supported. This replaces what was reported about it before.
+        """Record that a setting is not supported. This replaces an earlier record of the setting.
 
-        A setting that the user did not give is reported in `lost`.
+        For a setting that the user did not give, a sentence is added to `lost`.
         """
         if name not in self.given:
             self.lost.append(f"{name}={self[name]}, the default there, is not supported: {why}.")
@@ -58,10 +58,10 @@ class Peer:
         self.rows.append(Reading(name, self[name], "refused", why))
 
     def take(self, place: Callable[[str], str] = str) -> None:
-        """Convert every setting that corresponds to one key, and report what became of each given setting.
+        """Convert every setting that corresponds to exactly one key, and record all given settings in `rows`.
 
         Args:
-            place: maps a key of `tandem train` to its path in this config.
+            place: a function from a key of `tandem train` to its path in this config.
         """
         for name in [*self.table, *(name for name in self.given if name not in self.table)]:
             rule = self.table.get(name)

@@ -1,7 +1,7 @@
-"""Runs a user's shell script with bash to record its calls of a trainer.
+"""Run a user's shell script with bash to record its calls of a trainer.
 
-Only programs that print run; all others are recorded instead. The system confines bash, so that it changes no
-file and reaches no network.
+Only programs that print are run; all other programs are recorded instead. Bash runs in a sandbox, so that it
+cannot change files or use the network.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Call:
     """A call of verl's trainer that a script made.
 
     Attributes:
-        number: its place among the calls of the script, from 1.
+        number: the number of the call in the script, from 1.
         words: the program and its arguments, as the program would have received them.
         folder: the working folder of the call.
-        variables: the environment variables of the call that differ from those of this process.
+        variables: the environment variables of the call that differ from this process's environment.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Script:
 
     Attributes:
         path: the script.
-        status: its exit status.
+        status: the exit status of the script.
         calls: the calls of a trainer, in order.
         others: the other commands that were not run, in order.
     """
@@ -73,8 +73,8 @@ class Script:
     def read(cls, path: str, arguments: Sequence[str] = (), *, limit_s: float | None = None) -> Script:
         """Run a script with bash and record its calls of a trainer.
 
-        Programs that do not print are recorded and not run. The output of the others goes to standard error
-        after the script has ended.
+        Programs that do not print are recorded and not run. The output of the programs that run goes to
+        standard error after the script has ended.
 
         Args:
             path: the script.
@@ -117,7 +117,7 @@ class Script:
         """Return one of the recorded calls.
 
         Args:
-            number: which call, from 1.
+            number: the number of the call, from 1.
             trainer: the module of the trainer, for the error message.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Prints a translation as a table: the settings that were given, and what became of each."""
+"""Print the translation of another system's settings as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts TRL's settings to a config of Tandem, including keys that depend on several settings."""
+"""Convert TRL's settings to a config of Tandem, including keys that depend on several settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, type[Section]]] = {
     "SFTConfig": ("sft", SFTConfig),
     "RewardConfig": ("rm", RMConfig),
 }
-"""The command of Tandem and its config, by class of TRL."""
+"""A dict from a config class of TRL to Tandem's command and config class."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -42,12 +42,12 @@ def migrate(
 
     Args:
         name: TRL's class: GRPOConfig, RLOOConfig, SFTConfig or RewardConfig.
-        given: its fields, and those of ModelConfig and of the script's arguments.
+        given: the fields of this class, of ModelConfig and of the script's arguments.
         devices: the number of processes that TRL runs on.
-        implied: fields that the user did not write but that follow from what was written.
+        implied: fields that the user did not write, with values that follow from other code of the user.
 
     Raises:
-        ConfigError: the sizes split a group of completions.
+        ConfigError: the batch sizes would split a group of completions.
     """
     command, root = COMMANDS[name]
     table = {**SCRIPT, **MODEL, **TABLES[name], **(OLDER if command == "train" else {})}
@@ -89,7 +89,7 @@ def _offline(key: str) -> str:
 def _sizes(peer: Peer, devices: int) -> None:
     """Set the batch sizes and the keys that count steps.
 
-    TRL's batches count completions. Tandem's count prompts.
+    TRL's batch sizes count completions. Tandem's batch sizes count prompts.
     """
     rows, accumulated, n = (
         peer["per_device_train_batch_size"],
@@ -173,7 +173,7 @@ def _steps(peer: Peer, updates: int) -> None:
 
 
 def _run(peer: Peer) -> None:
-    """Set where the run resumes from, and its loggers."""
+    """Set the keys for resuming and for loggers."""
     resumed = peer["resume_from_checkpoint"]
     if isinstance(resumed, str):
         peer.put("trainer.resume_mode", "resume_path")

@@ -1,4 +1,4 @@
-"""Reads what a user wrote for TRL: a Python file, which is parsed but never run, or a command line."""
+"""Read TRL's settings from a Python file, which is parsed but never run, or from a command line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Given:
     """TRL's settings as the user wrote them.
 
     Attributes:
-        name: the class that has most of them.
-        settings: values by field.
-        implied: values by field that follow from what was written.
-        unread: for each field whose value is not a literal, the text of its expression.
+        name: the TRL class that has most of the settings.
+        settings: a dict from field to value.
+        implied: a dict from field to a value that follows from other code of the user.
+        unread: a dict from a field whose value is not a literal to the text of its expression.
     """
 
     name: str
@@ -114,7 +114,7 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def typed(values: Sequence[str]) -> Any:
-    """Convert a value to a number, boolean, None, list or mapping if it is one; otherwise return the text."""
+    """Parse a value as a number, boolean, None, list or mapping; return any other text unchanged."""
     found = [_typed(value) for value in values]
     return True if not found else found[0] if len(found) == 1 else found
 

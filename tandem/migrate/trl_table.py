@@ -1,4 +1,4 @@
-"""TRL's settings (1.16), and what each is called here according to `trl.yaml`."""
+"""TRL's settings (version 1.16), with their rules from `trl.yaml`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tandem.peers.table import Rule, by_name, read_table
 from tandem.texts import parse_json
 
 FIELDS: dict[str, dict[str, Any]] = parse_json(files("tandem.peers").joinpath("trl_1_16.json").read_bytes())
-"""The fields of each class, with their defaults."""
+"""A dict from class to its fields, with their defaults."""
 
 _ROWS = read_table("trl.yaml")
 OLDER_NAMES: dict[str, str] = _ROWS.pop("names")
-"""The name in TRL 1.16 of each setting that earlier versions name differently."""
+"""A dict from a setting's name in earlier versions to its name in TRL 1.16."""
 _PARTS = {name: by_name(rows) for name, rows in _ROWS.items()}
 OLDER = _PARTS["older"]
 """Settings of earlier versions, for trainers that train on prompts."""
@@ -22,4 +22,4 @@ TABLES: dict[str, dict[str, Rule]] = {
     f"{own}Config": {**_PARTS["training"], **_PARTS[common], **_PARTS[own]}
     for own, common in {"GRPO": "online", "RLOO": "online", "SFT": "offline", "Reward": "offline"}.items()
 }
-"""The rules of each class of TRL that a trainer takes."""
+"""A dict from a config class of TRL's trainers to its rules."""

@@ -1,4 +1,4 @@
-"""Interprets a script's call of verl: the arguments of verl's trainer, and the command around it."""
+"""Interpret a script's call of verl: the arguments of verl's trainer, and the command around the trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tandem.migrate.script import Call
 from tandem.texts import parse_json, parse_yaml
 
 _TRAINERS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_v0", "recipe.dapo.main_dapo")
-"""Programs whose overrides `tandem train` accepts. Since verl 0.9, the first one samples like the last."""
+"""Programs whose overrides `tandem train` accepts. Since verl 0.9, the first program samples like the last.
+"""
 
 _OTHER_TRAINERS = (
     (
@@ -35,13 +36,13 @@ _SUBMITTED = {
 
 @dataclass(frozen=True)
 class VerlCall:
-    """A call of verl's trainer, interpreted.
+    """The interpretation of a call of verl's trainer.
 
     Attributes:
         arguments: the words after the trainer: Hydra's options and overrides.
         folder: the working folder.
-        variables: the environment variables that are set in addition to those of this process.
-        around: one sentence each about the command around the call, such as a submission through Ray.
+        variables: the environment variables to set, in addition to this process's environment.
+        around: sentences about the command around the call, such as a submission through Ray.
     """
 
     arguments: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Reading of the config in a run folder."""
+"""Read the config in a run folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST = 4 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a run's config as nested plain values.
+    """Return a run's config as nested dicts and lists.
 
     Raises:
         FileNotFoundError: If the file does not exist.
@@ -33,7 +33,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a nested config and their values, in the config's order."""
+    """Yield (dotted key, value) for all keys of a nested config, in order."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")

@@ -1,8 +1,8 @@
 """A live display of a run at the bottom of a terminal.
 
-`python -m tandem.observability.display RUN …` is a separate process that reads the run folder. Everything
-that the run and its libraries print comes through a pipe and is written above the display, byte by byte. This
-works also while the run computes and when the run dies.
+`python -m tandem.observability.display RUN …` is a separate process that reads the run folder. All output of
+the run and its libraries goes through a pipe to this process, which writes the output above the display, byte
+by byte. So the display also works while the run computes, and when the run crashes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Picture:
-    """The current state of a run as a few lines of text.
+    """The display's content: the current state of a run as a few lines of text.
 
     Args:
         folder: the run folder.
-        start_step: the step after which the run continues.
+        start_step: the step of the checkpoint that the run continues from.
         total_steps: the last step of the run.
         process: the process id of the run. Its memory is shown if no device's memory is known.
     """
@@ -56,7 +56,7 @@ class Picture:
         self.step = self._running = start_step  # the last finished step, and the current one
 
     def look(self) -> None:
-        """Read what the run has written since the last call."""
+        """Read the lines that the run has written to its folder since the last call."""
         for row in self._new("metrics.jsonl"):
             self._metrics = {name: value for name, value in row.items() if value is not None}
             for name in self._curves.keys() & self._metrics.keys():
@@ -127,7 +127,7 @@ class Picture:
         return Text.assemble((counted, "bold"), ("━" * full, "green"), ("━" * (wide - full), "dim"), ahead)
 
     def _phases(self) -> str:
-        """Return the running phases with their worker groups; the controller's phase if no group works."""
+        """Return the running phases of the worker groups; if there are none, the controller's phase."""
         running: dict[tuple[str, str], float] = {}
         for track, phases in self._open.items():
             for name, since in phases[-1:]:
@@ -138,7 +138,7 @@ class Picture:
         return ", ".join(f"{name} ({role}) {seconds}" for (role, name), seconds in ago.items())
 
     def _memory(self) -> Text | None:
-        """Return the phase that is closest to its planned device memory, or else the host memory."""
+        """Return the memory line: the phase closest to its planned device memory, else the host memory."""
         peaks, plan = self._below("perf/memory_peak_bytes/"), self._below("perf/memory_predicted_bytes/")
         if peaks:
             phase = max(peaks, key=lambda name: peaks[name] / plan.get(name, math.inf))
@@ -166,7 +166,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in GiB, or in MiB if it is below a tenth of a GiB."""
+    """Return a number of bytes as text in GiB, or in MiB if the number is below 0.1 GiB."""
     return f"{count / 2**30:.2f} GiB" if count > 0.1 * 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -178,11 +178,11 @@ def one_line(text: str) -> str:
 class Screen:
     """A terminal that shows a picture below the printed output.
 
-    The cursor stays visible, on the line after the picture, so the terminal is usable at every moment.
+    The cursor stays visible, on the line after the picture, so you can use the terminal at any time.
 
     Attributes:
-        open_line: whether the last output has no line end yet, as a prompt for input. No picture is shown
-            below it.
+        open_line: whether the last output does not end with a line end, for example a prompt for input. The
+            picture is not shown in this case.
     """
 
     def __init__(self, terminal: BinaryIO) -> None:
@@ -203,15 +203,15 @@ class Screen:
 
 
 def show_until_end(picture: Picture, printed: int, screen: Screen, ended: threading.Event) -> None:
-    """Show the picture below the output that comes through a pipe.
+    """Show the picture below the output that arrives in a pipe.
 
-    This ends when the pipe is closed, or when the run has ended and the pipe is empty.
+    The function returns when the pipe is closed, or when the run has ended and the pipe is empty.
 
     Args:
         picture: the picture.
         printed: the file descriptor of the pipe.
         screen: the terminal.
-        ended: set when the run wants the terminal back; the picture is then removed.
+        ended: an event that is set when the display must release the terminal; the picture is then removed.
     """
     console, parent, due, shown, before = plain_console(), os.getppid(), 0.0, b"", (0, 0)
     while True:

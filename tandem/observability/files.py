@@ -1,4 +1,4 @@
-"""Files that stay readable whenever the process that writes them dies."""
+"""Functions for files that stay readable if the writing process crashes at any time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tandem.observability.inside import opened
 from tandem.observability.lock import NO_LOCKS_HERE
 
 _TAIL = 64
-"""The number of bytes before the new part that must be unchanged for the file to count as the same."""
+"""The number of bytes before the new part that must be unchanged; else the file counts as rewritten."""
 LARGEST = 1 << 30
-"""The most bytes that a file of lines may have."""
+"""The largest accepted size of a file of lines, in bytes."""
 LONGEST_LINE = 16 << 20
-"""The most bytes that a line may have."""
+"""The largest accepted length of a line, in bytes."""
 
 
 class GrowingFile:
-    """The lines of a file that grows, or is rewritten, between two calls of `look`.
+    """A reader of the lines of a file that may grow, or be rewritten, between two calls of `look`.
 
     Args:
         path: the file; it may not exist yet.
-        last: the first call reads only this many bytes from the end of the file; None: all.
-        folder: the folder in which the file must lie; None: anywhere.
+        last: the number of bytes at the end of the file that the first call reads; None: the whole file.
+        folder: the folder that must contain the file; None: any folder.
     """
 
     def __init__(self, path: Path, last: int | None = None, folder: Path | None = None) -> None:
@@ -41,7 +41,7 @@ class GrowingFile:
             Whether the file was rewritten or removed since the last call, and the new lines.
 
         Raises:
-            DataError: If the file is not a regular file, lies outside the folder, or is too large.
+            DataError: If the file is not a regular file, is outside the folder, or is too large.
         """
         try:
             file = opened(self._path, self._folder)
@@ -76,7 +76,7 @@ class GrowingFile:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file. After a crash it holds either all of the new content or all of the old content."""
+    """Replace a file atomically: after a crash, it has either the whole new or the whole old content."""
     partial = path.with_name(path.name + ".partial")
     with file_errors(path), partial.open("wb") as file:
         file.write(content)
@@ -86,10 +86,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def append_line(path: Path, line: str, *, header: str | None = None, durable: bool = False) -> None:
-    """Append a line; first cut off a last line that a crash left incomplete.
+    """Append a line; if a crash left the last line incomplete, remove this line first.
 
-    Several processes may append to one file. A lock on the file lets one process write at a time. The lock
-    ends with its holder.
+    Several processes may append to one file. A lock on the file lets one process write at a time. The system
+    releases the lock if its holder dies.
 
     Args:
         path: the file.
@@ -115,7 +115,7 @@ def append_line(path: Path, line: str, *, header: str | None = None, durable: bo
 def _lock(file: BinaryIO) -> None:
     """Lock the file until it is closed.
 
-    On a file system without locks, do nothing; each line is one write.
+    On a file system without locks, do nothing, because each line is a single write.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Safe access to files in a folder that somebody else may have made.
+"""Safe access to files in a folder that another user may have created.
 
 Only regular files inside the folder are opened.
 """
@@ -14,11 +14,11 @@ from tandem.errors import DataError
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """Return the file that a path leads to. Links that stay inside the folder are followed.
+    """Resolve the links of a path, and check that the result is a regular file inside the folder.
 
     Raises:
         FileNotFoundError: If there is no file.
-        DataError: If the file lies outside the folder, or is a pipe, a device or a folder.
+        DataError: If the file is outside the folder, or is a pipe, a device or a folder.
     """
     real = _within(path, folder)
     if not stat.S_ISREG(real.stat().st_mode):
@@ -31,7 +31,7 @@ def opened(path: Path, folder: Path | None = None) -> BinaryIO:
 
     Args:
         path: the file.
-        folder: the folder in which the file must lie; None: anywhere.
+        folder: the folder that must contain the file; None: any folder.
     """
     if folder is not None:
         path = inside(path, folder)
@@ -46,10 +46,10 @@ def opened(path: Path, folder: Path | None = None) -> BinaryIO:
 
 
 def require_inside(below: Path, folder: Path) -> None:
-    """Check everything below a part of a folder.
+    """Check that all paths below a subfolder stay inside the folder.
 
     Raises:
-        DataError: If a link leads out of the folder, or something is neither a file nor a folder.
+        DataError: If a link leads out of the folder, or a path is neither a file nor a folder.
     """
     _within(below, folder)
     for path, folders, names in os.walk(below):

@@ -1,4 +1,4 @@
-"""A journal of finished work, from which a command continues after it was killed."""
+"""A journal of finished work, so that a killed command can continue."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from tandem.texts import parse_json
 SYNC_S = 1.0
 """Seconds of work that may be lost if the machine loses power.
 
-If only the process is killed, no appended work is lost."""
+If only the process is killed, no appended entry is lost.
+"""
 
 
 class Journal:
-    """A file of JSON lines: first the settings that the work depends on, then each finished piece of work.
+    """A file of JSON lines: first the settings that affect the work, then one entry per finished item.
 
     Args:
         path: the file. The first append creates it, in a folder that exists.
-        settings: plain values by name. Work that was done with other settings is not continued.
-        overwrite: delete existing work.
+        settings: a dict from name to JSON value. A journal with other settings is an error.
+        overwrite: delete an existing journal.
 
     Attributes:
-        entries: the existing pieces of work, in the order in which they were appended.
+        entries: the entries that exist at the start, in the order in which they were appended.
 
     Raises:
-        ConfigError: If the file was made with other settings; the error names them.
+        ConfigError: If the file was made with other settings. The error names the settings.
         DataError: If the file is not a journal.
     """
 
@@ -67,7 +68,7 @@ class Journal:
             )
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Add pieces of work. When this returns, they survive the death of the process."""
+        """Append entries. When this returns, the entries survive a crash of the process."""
         lines = [json.dumps(entry) for entry in entries]
         if not lines:
             return

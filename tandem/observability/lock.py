@@ -25,14 +25,14 @@ _TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 class ProcessLock:
-    """A lock that one process holds until it releases the lock or ends in any way.
+    """A lock that one process holds until it releases the lock, ends or crashes.
 
-    The lock's file exists while the lock is held, and names the holder. On an NFS mount, the lock also
-    applies to the other machines, unless the mount has the option `nolock` or `local_lock`.
+    The lock's file exists while the lock is held, and contains the holder's process and machine. On an NFS
+    mount, the lock also applies to other machines, unless the mount has the option `nolock` or `local_lock`.
 
     Args:
         path: the lock's file.
-        field: the config key or argument that names what is locked, for the error.
+        field: the config key or argument that names the locked folder or file, for the error.
         say: prints a sentence to the user.
         folder_mode: permissions of the folder of the lock's file, if it is created here; the umask applies.
     """
@@ -54,7 +54,7 @@ class ProcessLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock; do nothing if this object already holds it.
+        """Acquire the lock; do nothing if this object already holds the lock.
 
         Raises:
             ConfigError: If another process holds the lock (the error names it), or the folder cannot be
@@ -131,8 +131,8 @@ class ProcessLock:
     def _report_leftover(self, holder: dict[str, str]) -> None:
         """Tell the user about a lock that an earlier process left behind.
 
-        If that process was on this machine, it has ended without cleaning up. If it was on another machine,
-        it may still hold the lock, on a file system that does not share locks between machines.
+        A process on this machine must have ended without cleaning up. A process on another machine may still
+        hold the lock, if the file system does not share locks between machines.
         """
         if holder.get("host") == socket.gethostname():
             self._say(f"{self.path.parent}: {_named(holder)} was killed or crashed")
@@ -150,14 +150,14 @@ class ProcessLock:
 
 
 def is_held(path: Path, folder: Path | None = None) -> bool:
-    """Return whether the process that the lock's file names is alive.
+    """Return whether the process in the lock's file is alive.
 
-    The lock itself is not touched, so this does not get in the way of a process that takes it. A holder on
-    another machine is assumed to be alive.
+    The lock itself is not acquired, so other processes can acquire it at the same time. A holder on another
+    machine is assumed to be alive.
 
     Args:
         path: the lock's file.
-        folder: the folder in which the file must lie; None: anywhere.
+        folder: the folder that must contain the file; None: any folder.
     """
     try:
         with opened(path, folder) as file:
@@ -173,8 +173,8 @@ def is_held(path: Path, folder: Path | None = None) -> bool:
 def process_start(pid: int) -> str | None:
     """Return when a living process of this machine started, in Linux's clock ticks.
 
-    This tells the process from a later one with the same number. The result is None for a process that has
-    ended.
+    The start time distinguishes the process from a later process with the same id. The result is None for a
+    process that has ended.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -185,7 +185,7 @@ def process_start(pid: int) -> str | None:
 
 
 def _holder(file: BinaryIO) -> dict[str, str]:
-    """Return what the holder wrote into the file; empty if it has not written yet."""
+    """Return the holder's data from the lock's file; {} if the holder has not written it yet."""
     file.seek(0)
     try:
         return {str(name): str(value) for name, value in parse_json(file.read(1 << 16)).items()}

@@ -1,6 +1,6 @@
-"""Metrics that know how they are reduced over micro-batches and ranks.
+"""Metrics with their reductions over micro-batches and ranks.
 
-A value may be a tensor on any device. Nothing is copied to the host before `to_floats`, which fetches all
+A value may be a tensor on any device. No value is copied to the host before `to_floats`, which copies all
 values at once.
 """
 
@@ -24,12 +24,12 @@ Reduction = Literal["sum", "mean", "max", "min"] | Spread
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A value and the way it combines with other values of the same name.
+    """A value, and its reduction with other values of the same metric.
 
     Attributes:
         value: a scalar; for "mean" and spreads the weighted sum of the observations, not their mean.
         weight: for "mean" and spreads the sum of the weights; unused otherwise.
-        reduction: how two values combine.
+        reduction: how two values are combined.
         squares: for spreads the weighted sum of the squared observations; unused otherwise.
     """
 
@@ -48,13 +48,13 @@ class Metric:
 
 
 class Metrics(dict[str, Metric]):
-    """The named metrics of one phase; see the module's docstring."""
+    """A dict from name to metric, for the metrics of one phase."""
 
     def add_sum(self, name: str, value: Number) -> None:
         self._add(name, Metric(_detached(value), 1.0, "sum"))
 
     def add_mean(self, name: str, total: Number, weight: Number) -> None:
-        """Add to a mean.
+        """Add observations to a metric that is a weighted mean.
 
         Args:
             name: the metric's name.
@@ -70,15 +70,16 @@ class Metrics(dict[str, Metric]):
         self._add(name, Metric(_detached(value), 1.0, "min"))
 
     def add_spread(self, name: str, reduction: Spread, total: Number, squares: Number, count: Number) -> None:
-        """Add to a measure of how observations differ, over all parts together.
+        """Add observations to a metric for the spread of all observations, over micro-batches and ranks.
 
         Args:
             name: the metric's name.
             reduction: "std", over the number of observations n; "sample_std", over n - 1, zero for one
-                observation; "ess", the effective sample size as a share, mean² / mean of squares (Kong 1992).
-            total: the sum of the observations. Use fp64, so that digits do not cancel.
-            squares: the sum of their squares, in fp64.
-            count: n.
+                observation; "ess", the effective sample size as a fraction, mean² / mean of squares (Kong
+                1992).
+            total: the sum of the observations, in fp64 to avoid cancellation.
+            squares: the sum of the squared observations, in fp64.
+            count: n, the number of observations.
         """
         self._add(name, Metric(_detached(total), _detached(count), reduction, _detached(squares)))
 
@@ -87,7 +88,7 @@ class Metrics(dict[str, Metric]):
 
     @classmethod
     def merged(cls, parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-        """Return the metrics over all observations of `parts` together."""
+        """Return the metrics over the observations of all `parts`."""
         out = cls()
         for part in parts:
             for name, metric in part.items():
@@ -115,7 +116,7 @@ class Metrics(dict[str, Metric]):
         return sum(24 if metric.reduction in _SPREADS else 16 for metric in self.values())
 
     def to_floats(self) -> dict[str, float]:
-        """Return plain numbers, with one transfer per device.
+        """Return the metrics as floats, with one transfer per device.
 
         A mean or spread without observations is left out.
         """

@@ -18,13 +18,13 @@ def plot(
     size: tuple[int, int] = (72, 16),
     limits: tuple[float, float] | None = None,
 ) -> str:
-    """Return the curves in one frame, without colors. Several curves have different marks and a legend.
+    """Return a plot of the curves as text, without colors. Several curves have different marks and a legend.
 
     Args:
-        curves: points (step, finite value) by the curve's name.
+        curves: a dict from the curve's name to its points (step, finite value).
         title: the title of the frame.
-        size: columns and lines.
-        limits: of the vertical axis; None: the range of the values.
+        size: the plot's width in columns and height in lines.
+        limits: the limits of the vertical axis; None: the range of the values.
     """
     plotext.clear_figure()
     plotext.theme("clear")

@@ -1,7 +1,7 @@
 """Profiles of single steps.
 
 PyTorch's profiler runs in every process. Its traces and the phases of the timeline are merged into one Chrome
-trace. Profiling changes no number of a run.
+trace. Profiling does not change the results of a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.texts import parse_json
 
 _MEMORY_EVENTS = 100_000
 _running: dict[int, tuple[str, profile]] = {}
-"""The name and profiler of this process, by process id. A process has one profiler for all of its roles."""
+"""A dict from process id to (name, profiler). A process has one profiler for all of its roles."""
 
 
 def begin(name: str, *, memory: bool) -> None:
@@ -45,7 +45,7 @@ def begin(name: str, *, memory: bool) -> None:
 
 
 def end(folder: Path, *, memory: bool) -> None:
-    """Stop the profiler that `begin` started in this process, if any, and write its result.
+    """Stop the profiler that `begin` started in this process, if there is one, and write its files.
 
     The files are `NAME.trace.json` and, on CUDA with `memory`, `NAME.memory.pickle` for
     pytorch.org/memory_viz.
@@ -100,10 +100,10 @@ def _shifted(event: dict[str, Any], since: float) -> dict[str, Any]:
 
 
 def breakdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the seconds of each part of a step as a table.
+    """Return a table of the seconds of each phase of a step.
 
     Args:
-        rows: rows of metrics.jsonl. The value of a part is the mean over the rows that have it.
+        rows: rows of metrics.jsonl. The value of a phase is the mean over the rows that have this phase.
     """
     rows = list(rows)
     lines = [f"{'Metric':<18} {'Value':<12} Unit"]

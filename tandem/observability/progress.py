@@ -15,14 +15,14 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """A counter of finished samples that shows the progress and the rate, also while no sample is finished.
+    """A counter of finished samples that shows progress and rate, even before the first sample is finished.
 
     Args:
         what: the task, such as "generate".
         total: the number of samples.
-        done: samples that were finished before; they do not count for the rate.
-        unit: what `advance` counts besides samples, for the rate.
-        console: where to show the progress; default: standard error.
+        done: the number of samples that an earlier run finished; the rate does not include these samples.
+        unit: the unit of the other count in `advance`, such as tokens, for the rate.
+        console: the console that shows the progress; default: standard error.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Reading of run folders that may be running, ended, resumed or half-written.
+"""Read run folders of runs that may be running, ended, resumed or killed.
 
-Nothing here imports torch or changes the folder.
+This module does not import torch and does not change the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METRICS: Mapping[str, Literal["max", "min"]] = {
     "rm/accuracy": "max",
     "sft/loss": "min",
 }
-"""The main metric of each kind of run, and whether larger or smaller is better."""
+"""A dict from the main metric of a type of run to whether larger or smaller values are better."""
 SHOWN = (*METRICS, "val/accuracy", "val/loss")
 """The metrics that are shown first."""
 PHASES = {
@@ -39,7 +39,7 @@ PHASES = {
     **dict.fromkeys(("values", "adv", "update_critic", "update_actor", "step"), "seconds"),
     **{"response_length": "tokens", "save_checkpoint": "seconds"},
 }
-"""The rows of the tables that show a step, including a critic's rows, with their units."""
+"""The metrics in tables of a step, including a critic's metrics, with their units."""
 _TIMED = ("timing/step", "timing/testing", "timing/save_checkpoint")
 _SAMPLES = re.compile(r"step_(\d+)(_val\d*)?\.parquet")
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
@@ -50,7 +50,7 @@ class Best:
     """The best step of a run.
 
     Attributes:
-        step: the step; the first one if several are equal.
+        step: the step with the best value; the first such step if several values are equal.
         metric: the metric that was compared.
         value: the metric's value at that step.
     """
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config as nested plain values; empty while the run is still loading."""
+        """The resolved config as nested dicts; empty while the run is still loading."""
         file = self.path / "config.yaml"
         try:
             written = file.stat().st_mtime_ns
@@ -118,7 +118,7 @@ class Run:
         return found
 
     def written(self, key: str) -> Any:
-        """Return the value of a key as it is in the file, with references to environment variables."""
+        """Return the value of a key as written in the file, with references to environment variables."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step, in order: `step`, and floats by metric name; NaN if a value was not finite.
+        """One dict per step, in order: `step`, and metric names with floats; NaN if a value was not finite.
 
         If a step was repeated after a resume, its last row counts. Step 0 is the validation before training.
 
@@ -180,7 +180,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Whether the run is running, or else how it ended. A run that was killed counts as interrupted.
+        """Whether the run is running, or how it ended. A run that was killed counts as interrupted.
 
         A run without metrics and checkpoints is empty, unless it failed.
         """
@@ -200,7 +200,7 @@ class Run:
 
     @property
     def metric(self) -> str | None:
-        """The main metric of this kind of run, a key of `METRICS`; None before the first step."""
+        """The main metric of this type of run, a key of `METRICS`; None before the first step."""
         rows = self._metrics.look()
         return next((name for name in METRICS if any(name in row for row in rows)), None)
 
@@ -224,7 +224,7 @@ class Run:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The folders of complete checkpoints by step, in order."""
+        """A dict from step to the folder of its complete checkpoint, sorted by step."""
         folder = self.path / "checkpoints"
         found = {
             int(match[1]): path
@@ -246,10 +246,10 @@ class Run:
     ) -> list[dict[str, Any]]:
         """Return the samples of a step, one dict per sample.
 
-        A dict has `step`, `uid` (of the prompt), `sample` (its number among the prompt's samples), `prompt`
-        and `response` (texts), `score`, `extra` (further numbers of the reward, by name), `why` (the reason
-        for the score; "" if the reward gives none), `ground_truth`, `data_source`, `finish_reason`,
-        `prompt_tokens` and `response_tokens` (counts).
+        A dict has `step`, `uid` (of the prompt), `sample` (the sample's number among the prompt's samples),
+        `prompt` and `response` (texts), `score`, `extra` (a dict of the reward's other numbers), `why` (the
+        reason for the score; "" if the reward gives no reason), `ground_truth`, `data_source`,
+        `finish_reason`, `prompt_tokens` and `response_tokens` (counts).
 
         Args:
             step: the step; None: the last step with samples.
@@ -257,7 +257,7 @@ class Run:
             tokens: add the other columns of the file unchanged; columns per token are lists.
 
         Raises:
-            DataError: If the run wrote no samples, or none of that step.
+            DataError: If the run wrote no samples, or no samples of the given step.
         """
         files = self._sample_files(val)
         steps = sorted({number for number, _ in files})
@@ -297,7 +297,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Seconds that steps, validations and checkpoints took, over all starts of the run."""
+        """The time of all steps, validations and checkpoints, over all starts of the run, in seconds."""
         return sum(row.get(name) or 0.0 for row in self._rows() for name in _TIMED)
 
     @property
@@ -307,13 +307,13 @@ class Run:
 
 
 class GrowingLines:
-    """The JSON objects of a file of lines that grows, or is rewritten, between two calls of `look`.
+    """A reader of the JSON objects of a file of lines that may grow or be rewritten between calls.
 
     Args:
         path: the file; it may not exist yet.
         key: a key that every object has.
-        kind: the type of that key's value.
-        folder: the folder in which the file must lie; None: anywhere.
+        kind: the type of the value of `key`.
+        folder: the folder that must contain the file; None: any folder.
     """
 
     def __init__(self, path: Path, key: str, kind: type, folder: Path | None = None) -> None:
@@ -328,7 +328,7 @@ class GrowingLines:
         """Return the objects of all complete lines so far, in order. Only new lines are read.
 
         Raises:
-            DataError: If a complete line is not such an object.
+            DataError: If a complete line is not an object with `key`.
         """
         rewritten, lines = self._file.look()
         if rewritten:  # a resumed run rewrote the file
@@ -358,7 +358,7 @@ class GrowingLines:
 
 
 def by_step(lines: GrowingLines) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl in the order of their steps. The last row of a step counts."""
+    """Return the rows of a metrics.jsonl sorted by step, with only the last row of each step."""
     rows = {row[STEP]: row for row in lines.look()}
     return [rows[step] for step in sorted(rows)]
 
@@ -382,7 +382,7 @@ def find_runs(folder: str | Path) -> list[Run]:
 
 
 def bytes_below(folder: Path) -> int:
-    """Return the size of all files below a folder, in bytes. Files that vanish meanwhile do not count."""
+    """Return the size of all files below a folder, in bytes, except files that are deleted meanwhile."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

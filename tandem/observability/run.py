@@ -1,4 +1,4 @@
-"""The run folder: everything that a run writes to disk. It is readable during the run and after a crash.
+"""The run folder: all files of a run. They are readable during the run and after a crash.
 
 config.yaml                 the resolved config; values from the environment are references to variables
 metrics.jsonl               one JSON object per step; append-only
@@ -35,10 +35,11 @@ from tandem.texts import parse_json
 from tandem.trusted import sign
 
 KIND = b"kind"
-"""The metadata key of a column of a samples file that names the kind of its values.
+"""The metadata key for the type of values of a column in a samples file.
 
-The kinds are: numbers per token (ragged), numbers per sample (dense), or any Python value per sample, stored
-unchanged (plain) or as JSON (json)."""
+The types are: numbers per token (ragged), numbers per sample (dense), or one Python value per sample, stored
+unchanged (plain) or as JSON (json).
+"""
 SampleColumn = Ragged | Tensor | np.ndarray | Sequence[Any]
 
 _CONTENTS = (
@@ -55,7 +56,7 @@ _CONTENTS = (
 
 
 class RunFolder:
-    """A run's folder. It is created if it does not exist. Opening an existing folder changes nothing in it.
+    """The writer of a run's folder. A missing folder is created; an existing folder is not changed.
 
     Args:
         path: the run's folder.
@@ -86,13 +87,14 @@ class RunFolder:
     def write_config(self, yaml: str) -> None:
         """Write the config and its signature.
 
-        The signature lets Tandem run code that the config names when this user reads the folder later.
+        With the signature, Tandem may run code that the config names when the same user reads the folder
+        later.
         """
         replace_file(self.config_file, yaml.encode())
         sign(self.config_file)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line of metrics. It is on disk when this returns.
+        """Append one line of metrics. The line is on disk when this returns.
 
         NaN and infinities become null, because JSON has no numbers for them.
         """
@@ -101,7 +103,7 @@ class RunFolder:
         append_line(self.metrics_file, json.dumps({"step": step} | finite, allow_nan=False), durable=True)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append one line about the run itself, with the time.
+        """Append one line about an event of the run, with the time.
 
         Args:
             kind: "start", "end" or "warning".
@@ -116,8 +118,8 @@ class RunFolder:
 
         Args:
             step: the step.
-            table: B entries per column: numbers, texts or bools; a `Ragged` or a list of rows for columns per
-                token. Dicts, and values of mixed types, are stored as JSON text.
+            table: a dict from column name to B entries: numbers, texts or bools; a `Ragged` or a list of rows
+                for columns per token. Dicts, and values of mixed types, are stored as JSON text.
             part: distinguishes several files of one step.
 
         Raises:
@@ -139,7 +141,7 @@ class RunFolder:
         return path
 
     def generations(self, step: int, count: int) -> list[Generation]:
-        """Return at most `count` first responses of the validation after a step, read from this folder."""
+        """Return the first `count` responses of the validation after a step, read from this folder."""
         found: list[Generation] = []
         for path in sorted(self.samples.glob(f"step_{step:06d}_val*.parquet")):
             if len(found) < count:
@@ -157,9 +159,9 @@ class RunFolder:
         append_line(self.logs / "run.log", f"{now} {masked(message)}")
 
     def trim_after(self, step: int) -> None:
-        """Delete everything after a checkpoint's step, and a last line that a crash left incomplete.
+        """Delete the records after a checkpoint's step, and incomplete last lines, which a crash may leave.
 
-        With step -1, delete everything. Without this, a resumed run would repeat steps.
+        With step -1, delete all records. Otherwise a resumed run would have some steps twice.
         """
         if self.metrics_file.exists():
             kept = [row for row in read_metrics(self.metrics_file) if row["step"] <= step]
@@ -183,7 +185,7 @@ class RunFolder:
         """Move the files of an earlier run into a new folder `earlier/NNN`. Other files stay.
 
         Returns:
-            That folder; None if there was no earlier run.
+            The new folder; None if there was no earlier run.
         """
         if not (self.metrics_file.exists() or any(self.samples.iterdir()) or _has_entries(self.checkpoints)):
             return None
@@ -194,7 +196,7 @@ class RunFolder:
         return target
 
     def remove_if_unused(self) -> None:
-        """Remove the folder if the run did nothing except start its timeline."""
+        """Remove the folder if it only has the start of the timeline."""
         folders = (self.samples, self.logs, self.checkpoints)
         if not (self.config_file.exists() or any(map(_has_entries, folders))):
             self.timeline_file.unlink(missing_ok=True)
@@ -209,7 +211,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     A last line without a line end (from a write in progress, or a crash) is ignored.
 
     Raises:
-        DataError: If another line is not a JSON object with a step.
+        DataError: If any other line is not a JSON object with a step.
     """
     return by_step(GrowingLines(Path(path), STEP, int))
 
@@ -224,7 +226,7 @@ def read_batch(path: str | Path) -> DataProto:
     """Return the batch from which a samples file was written, bit for bit.
 
     Raises:
-        DataError: If the file is damaged, or an earlier version wrote it without the kinds of its columns.
+        DataError: If the file is damaged, or an earlier version wrote it without the types of its columns.
     """
     try:
         table = pq.read_table(path).combine_chunks()
@@ -259,7 +261,7 @@ def _has_entries(folder: Path) -> bool:
 
 
 def _arrow(column: SampleColumn) -> tuple[str, pa.Array]:
-    """Return the kind of the column, and the column."""
+    """Return the type of the column's values (see `_KIND`), and the column as an Arrow array."""
     if isinstance(column, Ragged):
         values = pa.array(column.values.detach().cpu().numpy())
         return "ragged", pa.LargeListArray.from_arrays(column.offsets.numpy(), values)

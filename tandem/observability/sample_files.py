@@ -1,4 +1,4 @@
-"""Reading of samples files: one dict per sample, with texts, scores and lengths."""
+"""Read samples files as one dict per sample, with texts, scores and lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
         tokens: add the other columns unchanged.
 
     Raises:
-        DataError: If it is not a parquet file, or lacks a column of `NEEDED`.
+        DataError: If the file is not a parquet file, or lacks a column of `NEEDED`.
     """
     wanted = (*_AS_THEY_ARE, *_RENAMED, "messages", _MASK)
     try:
@@ -68,10 +68,10 @@ def read(path: Path, *, tokens: bool) -> Iterator[dict[str, Any]]:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]] | str | None) -> str:
-    """Return messages as text, each after its role. A prompt that is plain text has no role.
+    """Return messages as text, with the role before each message. A plain-text prompt has no role.
 
     Args:
-        messages: as in samples files: JSON if they differ in type, None if there are none.
+        messages: the value of the column in a samples file: messages, JSON text of messages, or None.
     """
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     return "\n".join(

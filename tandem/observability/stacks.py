@@ -1,6 +1,6 @@
-"""Python stacks of the controller, for a person or program outside of it.
+"""Read the Python stacks of the controller from another process.
 
-The controller writes its stacks when it gets a signal, even if the interpreter hangs in native code.
+The controller writes its stacks when it receives a signal, even if the interpreter hangs in native code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Safe output on a terminal.
 
-Data, prompts, responses and rewards may contain control sequences, marks that change the writing direction,
-and rich's markup. This module, and no other, makes them harmless.
+Data, prompts, responses and rewards may contain control sequences, characters that change the writing
+direction, and rich's markup. All such texts go through this module, which makes them harmless.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ESCAPES = {code: ascii(chr(code))[1:-1] for code in _UNSAFE}
 
 
 def printable(text: str) -> str:
-    r"""Return the text with its control characters written out, as in \x1b. Line ends and tabs stay.
+    r"""Return the text with escaped control characters, such as \x1b. Line ends and tabs stay.
 
     Secret values are replaced by their placeholders.
     """
@@ -32,12 +32,12 @@ def printable(text: str) -> str:
 
 
 def say(sentence: str, *, file: TextIO | None = None, end: str = "\n") -> None:
-    """Print to the user at once; by default to standard output."""
+    """Print a sentence and flush; by default to standard output."""
     print(printable(sentence), file=file or sys.stdout, end=end, flush=True)
 
 
 def warn(sentence: str) -> None:
-    """Print to standard error at once."""
+    """Print a sentence to standard error and flush."""
     say(sentence, file=sys.stderr)
 
 
@@ -45,6 +45,6 @@ def plain_console(**options: Any) -> Console:
     """Return a console that prints texts unchanged: no markup, no emoji codes, no colors by content.
 
     Args:
-        **options: further options of rich.
+        **options: more arguments of rich's Console.
     """
     return Console(markup=False, emoji=False, highlight=False, **options)

@@ -1,8 +1,8 @@
-"""Where time is spent: seconds per phase for the metrics, and a Chrome trace of all phases.
+"""Measure the time of phases: seconds per phase for the metrics, and a Chrome trace of all phases.
 
-The trace is the JSON array form of the Trace Event Format, in which the closing bracket is optional. Each
-event is one line, appended when it happens. So chrome://tracing and Perfetto can open the file during the run
-and after the run was killed. An interrupted phase has a start and no end.
+The trace has the JSON array format of the Trace Event Format, in which the closing bracket is optional. Each
+event is appended as one line when it happens. So chrome://tracing and Perfetto can open the file during the
+run and after the run was killed. An interrupted phase has a start and no end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _numbers = itertools.count()
 
 
 class Timeline:
-    """The phases of one worker, possibly nested. Threads must not share a timeline.
+    """A timer for the phases of one worker. Phases may be nested. Threads must not share a timeline.
 
     Several timelines, of one or many processes, may write to one file.
 
     Args:
-        path: the trace to append to; None: only the seconds are kept.
+        path: the trace file to append to; None: only the seconds are stored.
         process: the name of the worker's track in the trace, such as "controller" or "actor rank 3".
         synchronize: called before each reading of the clock. Use for instance `torch.cuda.synchronize` if the
             work of a phase would otherwise be counted in a later phase.
-        ranges: makes a range that a device's own profiler shows, as `torch.cuda.nvtx.range` does.
+        ranges: makes a range for the profiler of the device, such as `torch.cuda.nvtx.range`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str, **details: Any) -> Iterator[None]:
-        """Measure the time of the block. The times of a phase that occurs several times are added.
+        """Measure the time of the block. If a phase occurs several times, its times are added up.
 
         Args:
             name: the phase.
@@ -79,7 +79,7 @@ class Timeline:
         return taken
 
     def now(self) -> float:
-        """Return the seconds of the clock that measures phases."""
+        """Return the current time of the timeline's clock, in seconds."""
         if self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()
@@ -94,5 +94,5 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:
-    """Return the events of a trace, finished or not. A last line that a crash left incomplete is ignored."""
+    """Return the events of a trace, also of a running run. An incomplete last line is ignored."""
     return [parse_json(line.rstrip(",")) for line in whole_lines(Path(path))[1:]]

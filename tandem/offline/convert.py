@@ -1,4 +1,4 @@
-"""`tandem data convert`: turn published datasets into rows that training reads."""
+"""Convert published datasets to rows for training (`tandem data convert`)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _CONVERSATIONS = PreferenceForm(("chosen", "rejected"), None, None, texts=False)
 
 
 class Unfit(ValueError):
-    """A row that cannot be converted. The text says why."""
+    """Raised for a row that cannot be converted. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the user.
+    """The user's options for a conversion.
 
     Attributes:
-        columns: the file's name of a column, by the format's name.
+        columns: a dict from the format's name of a column to the file's name.
         source: the data source of all rows; None: the source in the row, or the format's source.
         instruction: a text to add after each question; None: the format's text.
         skip: leave out rows that cannot be converted.
@@ -48,13 +48,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Format:
-    """A published format.
+    """A published dataset format, and its conversion to rows for training.
 
     Attributes:
-        columns: the columns that identify the format and that it needs.
-        convert: turns a row and the settings into a row of training, or into the parts of a row with a
-            reward. It raises Unfit if it cannot.
-        reader: the command that reads the result.
+        columns: the columns that identify the format, all of which are required.
+        convert: converts a row to a row for training, or to `Scored`. It raises Unfit if this is impossible.
+        reader: the command that reads the converted rows.
     """
 
     columns: tuple[str, ...]
@@ -100,14 +99,14 @@ def convert(files: Sequence[str], form: str, settings: Settings) -> tuple[pa.Tab
 
 
 def detect(files: Sequence[str], columns: Mapping[str, str]) -> str:
-    """Return the format of files, by their columns.
+    """Return the format of files, recognized by their columns.
 
     Args:
         files: the files.
         columns: the file's name of a column, by the format's name.
 
     Raises:
-        ConfigError: If no format fits.
+        ConfigError: If no format has these columns.
     """
     rows = read_files(files, (), optional=None)
     there = {*rows.columns, *columns}
@@ -139,10 +138,11 @@ def _converted(
 
 
 class Scored(NamedTuple):
-    """The parts of a row for `tandem train`.
+    """The converted values of a row for `tandem train`.
 
     `question` is a text or messages, and `truth` the ground truth. `source` is the data source of the format,
-    if it has one. `hint` is the text to add after each question. `keep` names further columns to keep.
+    if the format has a data source. `hint` is the text to add after each question. `keep` has the names of
+    additional columns to keep.
     """
 
     question: Any
@@ -153,7 +153,7 @@ class Scored(NamedTuple):
 
 
 def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str, Any]:
-    """Return a row for `tandem train`."""
+    """Build a row for `tandem train` from the converted values of a row."""
     question, truth = made.question, made.truth
     hint = made.hint if settings.instruction is None else settings.instruction
     name = settings.source or row.get("data_source") or made.source
@@ -181,7 +181,7 @@ def _scored(row: Row, number: int, settings: Settings, made: Scored) -> dict[str
 
 
 def _refuse(found: Iterable[tuple[str, str]]) -> None:
-    """Raise Unfit for what validation would report, except a missing reward, which the user may supply."""
+    """Raise Unfit for problems that validation would report, except a missing reward function."""
     for fault, problem in found:
         if fault != UNREWARDED:
             raise Unfit(problem)

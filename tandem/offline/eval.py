@@ -1,7 +1,7 @@
-"""`tandem eval`: measure how well a model answers, or how good the responses in a file are.
+"""Evaluate a model, or the responses in a file (`tandem eval`).
 
-Responses are scored as they finish. Responses and scores go to journals next to the report, so a run that was
-killed continues from there. Measures are averaged over problems, and each problem counts the same.
+Responses are scored as they finish. Responses and scores are written to journals next to the report, so a run
+that was killed can continue. Measures are averaged over problems with equal weights.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ SCORE_COLUMNS = {
     "answers": ("answer", _TEXTS),
     "reward_why": ("why", _TEXTS),
 }
-"""The columns that are added to each row: the field of the verdict, and the type.
+"""The columns that are added to each row: a dict from name to (field of the verdict, type).
 
-Each is a list with one entry per response."""
+Each value is a list with one entry per response.
+"""
 
 _SCORED_AT_ONCE = 16
 
 
 class Response(NamedTuple):
-    """A response to a row. `sample` distinguishes the responses to a row."""
+    """A response to a row. `sample` is the response's number among the responses to the row."""
 
     row: int
     sample: int
@@ -60,12 +61,12 @@ class Responses:
 
     Attributes:
         table: the rows, with all columns.
-        where: returns the name of a row, by its number, for messages.
+        where: a function from a row number to the row's name, for messages.
         counts: (P) the number of responses to each row.
-        settings: the settings that the responses depend on.
-        parts: yields all responses, in parts.
-        columns: returns the columns to write besides the rows' own, after the last part.
-        journal: the stored responses of a model, from which to continue.
+        settings: the settings that affect the responses.
+        parts: yields all responses, in lists.
+        columns: returns the additional columns to write; called after the last list.
+        journal: the stored responses of the model, for continuing.
     """
 
     table: pa.Table
@@ -80,7 +81,7 @@ class Responses:
 def _generated(
     config: EvalConfig, output: Path, overwrite: bool, say: Callable[[str], None], needs: Sequence[str]
 ) -> Responses:
-    """Return responses that a model generates now."""
+    """Return a source of responses that a model generates now."""
     offline = Offline(config, say, needs)
     rows, settings, samples = offline.rows, offline.settings(), list[Sample]()
     journal = Journal(beside(output, "responses"), settings, overwrite=overwrite)
@@ -97,7 +98,7 @@ def _generated(
 
 
 def _from_column(config: EvalConfig, needs: Sequence[str]) -> Responses:
-    """Return responses from a column of the data, which has a text or a list of texts in each row."""
+    """Return a source of responses from a column of the data, with a text or list of texts per row."""
     data, name = config.data, config.data.response_key
     named = "data.reward_fn_key" if "reward_model" in needs else PARAMETERS
     keys, columns = ("data.response_key", named), (name, *needs)
@@ -137,7 +138,7 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
         say: prints a sentence to the user.
 
     Returns:
-        The measures by data source and under "overall".
+        A dict from data source, and from "overall", to the measures.
 
     Raises:
         ConfigError: If there is unfinished work with other settings, a k is above the number of responses, or
@@ -187,7 +188,7 @@ def evaluate_file(config: EvalConfig, *, overwrite: bool, say: Callable[[str], N
 def _verdicts(
     responses: Responses, problems: Sequence[Item], pool: Pool, journal: Journal
 ) -> dict[int, list[Verdict]]:
-    """Return the verdicts on the responses to each problem, in order.
+    """Return a dict from problem number to the verdicts on its responses, in order.
 
     Responses whose verdicts are in the journal are not scored again.
     """
@@ -216,10 +217,10 @@ def _verdicts(
 
 
 def _problems(responses: Responses, data: EvalDataConfig, reward: Scorer | None) -> list[Item]:
-    """Return the problem of each row as its reward sees it, without a response.
+    """Return an `Item` for each row, as the input of its reward function, without a response.
 
     Raises:
-        DataError: If rows have the wrong form.
+        DataError: If rows are invalid.
         RewardError: If a data source has no reward.
     """
     wrong = RowProblems(responses.where)
@@ -247,7 +248,7 @@ def _problems(responses: Responses, data: EvalDataConfig, reward: Scorer | None)
 
 
 def _ks(asked: Sequence[int], responses: int) -> list[int]:
-    """Return the ks to report, in ascending order.
+    """Return the values of k to report, in ascending order.
 
     Raises:
         ConfigError: If a k is below 1 or above the number of responses.
@@ -268,7 +269,7 @@ def _ks(asked: Sequence[int], responses: int) -> list[int]:
 
 
 def _reward_settings(config: EvalConfig, problems: Sequence[Item]) -> dict[str, Any]:
-    """Return the settings that the scores depend on, besides the responses."""
+    """Return the settings that affect the scores, in addition to the responses."""
     custom = config.custom_reward_function
     files = [Path(path) for path in (custom.path, *(term.path for term in custom.terms)) if path]
     content = [path.read_bytes().hex() for path in files if path.is_file()]

@@ -1,4 +1,4 @@
-"""Export of a run's checkpoint to a Hugging Face model folder."""
+"""Export a run's checkpoint as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def export_checkpoint(
     """Write a checkpoint's model as a folder that `transformers` loads.
 
     A policy becomes a causal language model, a reward model a classifier with one label. Adapters are merged.
-    Weights are read and written one after the other, and the model is never built.
+    Weights are read and written one after the other. The model is never instantiated.
 
     Args:
         checkpoint: RUN/checkpoints/step_NNNNNN, or RUN for its newest complete checkpoint.
@@ -53,7 +53,7 @@ def export_checkpoint(
         dtype: the type of the written weights.
         best: if `checkpoint` is RUN, use its best checkpoint by `trainer.keep_best` instead of the newest.
         adapter: write only the adapters, as a folder that peft loads.
-        max_shard_bytes: the most bytes of one weights file, and about the memory that is used.
+        max_shard_bytes: the maximum size of a weights file, which is also the approximate memory use.
         say: prints a sentence to the user.
 
     Returns:
@@ -104,7 +104,7 @@ def _model_of(run: Path) -> ModelConfig:
 def _model_config(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, scores: bool
 ) -> PreTrainedConfig:
-    """Return the config.json to write."""
+    """Return the model config to write as config.json."""
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     if scores:
         config.num_labels = 1
@@ -138,7 +138,7 @@ def _best(manager: CheckpointManager, run: Path, given: Path) -> Checkpoint:
     """Return the best checkpoint of a run.
 
     Raises:
-        CheckpointError: If the run has none, or `given` is a single checkpoint.
+        CheckpointError: If the run has no best checkpoint, or `given` is a single checkpoint.
     """
     if run != given:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Files next to the weights in a model's folder, which an export copies unchanged."""
+"""Copy the files next to the weights from a model's folder to the export's folder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _OF_A_SCORER = ("num_labels", "id2label", "label2id", "pad_token_id")
 def copy_files(model: ModelConfig, out: Path, *, scores: bool = False) -> None:
     """Copy all files except weights from the model's and the tokenizer's folder, byte for byte.
 
-    The folder already has the model's config.json. In it, the fields that the run has changed stay. Every
-    other field is taken from the model's folder, even if transformers does not know the field.
+    The folder already has the model's config.json. Fields of config.json that the run has changed stay. Every
+    other field is copied from the model's folder, even if transformers does not know the field.
 
     Args:
         model: the model section of the run's config.

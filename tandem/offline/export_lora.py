@@ -1,4 +1,4 @@
-"""Export of adapters: merged into the base model's weights, or alone in peft's format."""
+"""Export adapters: merged into the base model's weights, or separately in peft's format."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of an equivalent model without adapters, one after the other.
 
-    They have the type in which the adapters were trained. All adapters and one weight of the model are in
-    memory at a time.
+    The weights have the dtype in which the adapters were trained. All adapters and one weight of the model
+    are in memory at a time.
 
     Args:
         path: the folder that an engine saved.
@@ -70,14 +70,14 @@ def export_adapter(
 ) -> Path:
     """Write a folder that `peft.PeftModel.from_pretrained` loads on top of the base model.
 
-    It holds the adapters, a reward model's head, and the tokenizer.
+    The folder has the adapters, a reward model's head, and the tokenizer.
 
     Args:
-        path: see `merged_weights`.
-        model: see `merged_weights`.
+        path: the folder that an engine saved.
+        model: the model section of the run's config.
         out: the folder to write; it must not exist or be empty.
         dtype: the type of the written tensors.
-        scores: see `merged_weights`.
+        scores: whether the model is a reward model.
 
     Returns:
         The folder.
@@ -111,7 +111,7 @@ def export_adapter(
 
 
 def _targets(skeleton: PreTrainedModel, adapted: set[str]) -> list[str]:
-    """Return the last parts of the adapted layers' names, or the full names if these parts are ambiguous."""
+    """Return the last components of the adapted layers' names, or the full names if they are ambiguous."""
     ends = {name.rpartition(".")[2] for name in adapted}
     alike = {name for name, _ in skeleton.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends if alike == adapted else adapted)
@@ -127,7 +127,7 @@ def _model(model: ModelConfig, *, scores: bool, weights: bool) -> PreTrainedMode
 def _base_weights(
     model: ModelConfig, *, scores: bool, without: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the folder's weights except those named in `without`.
+    """Yield the folder's weights, except the weights in `without`.
 
     If the files do not match the model weight by weight, the whole model is loaded.
     """

@@ -1,4 +1,4 @@
-"""Faults of rows that training can read but that cause problems later."""
+"""Find faults of rows that training accepts but that cause problems later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.rewards.items import Item
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE, UNREWARDED = "role", "no reward function"
 Faults = Iterator[tuple[str, str]]
-"""Pairs of a kind of problem and the problem."""
+"""An iterator of (type of problem, description)."""
 
 
 def conversation_faults(key: str, prompt: Any, *, ended: bool = False) -> Faults:
@@ -32,7 +32,7 @@ def conversation_faults(key: str, prompt: Any, *, ended: bool = False) -> Faults
 
 
 def reward_faults(row: Mapping[str, Any], form: PromptForm) -> Faults:
-    """Yield why the reward of the row's data source cannot score it.
+    """Yield the reasons why the reward of the row's data source cannot score responses to the row.
 
     There may be no reward, or the reward cannot use the ground truth.
     """

@@ -1,8 +1,8 @@
-"""`tandem generate`: turn a file of prompts into a file of responses, without training.
+"""Generate responses to a file of prompts, without training (`tandem generate`).
 
-Each finished response goes to a journal next to the output. If a run was killed, the same command continues
-with the missing responses. The random numbers of a response depend only on the seed, its row and its number,
-so a continued run produces the same responses.
+Each finished response is written to a journal next to the output. If a run was killed, the same command
+continues with the missing responses. The random numbers of a response depend only on the seed, the row and
+the response's number, so a continued run generates the same responses.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def generate_file(config: GenerateConfig, *, overwrite: bool, say: Callable[[str
 
 
 def alone(output: Path, field: str, say: Callable[[str], None]) -> ProcessLock:
-    """Return the lock of an output that only one process may write. Taking the lock creates the folder.
+    """Return the lock of an output that only one process may write. Acquiring it creates the folder.
 
     Args:
         output: the file or folder; the lock's file is next to it.
@@ -94,7 +94,7 @@ def alone(output: Path, field: str, say: Callable[[str], None]) -> ProcessLock:
 def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwrite: bool) -> None:
     """Check that no output exists, unless it may be replaced.
 
-    If a journal exists, an output may exist too: a run that was killed at its very end is continued.
+    If a journal exists, an output may exist too, because a run may have been killed at its very end.
 
     Args:
         outputs: the files to write.
@@ -115,7 +115,7 @@ def check_new_outputs(outputs: Sequence[Path], journals: Sequence[Path], overwri
 
 
 def beside(output: Path, what: str) -> Path:
-    """Return the path of a journal of the output."""
+    """Return the path of a journal, next to the output."""
     return output.with_name(f"{output.name}.{what}.jsonl")
 
 
@@ -125,7 +125,7 @@ class Offline:
     Args:
         config: the config of the command.
         say: prints a sentence to the user.
-        needs: further columns that must exist.
+        needs: additional columns that must exist.
 
     Attributes:
         rows: the rows with the prompts.
@@ -176,9 +176,9 @@ class Offline:
         ]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that the responses depend on, as plain values by key.
+        """Return a dict from key to value of the settings that affect the responses.
 
-        Keys that change only the speed are not among them, so they may change when a run is continued.
+        Keys that only affect speed are left out, so they may change when a run is continued.
         """
         rollout, prompts = self._config.rollout, hashlib.blake2b(digest_size=8)
         for request in self.requests[:: rollout.n]:
@@ -197,9 +197,9 @@ class Offline:
         }
 
     def samples(self, journal: Journal) -> Iterator[list[Sample]]:
-        """Yield all samples: first those in the journal, then the others as they finish.
+        """Yield all samples: first the samples in the journal, then new samples as they finish.
 
-        Each new sample is in the journal before it is yielded.
+        Each new sample is written to the journal before it is yielded.
 
         Raises:
             ModelError: If the model cannot be used.
@@ -237,10 +237,10 @@ class Offline:
                     yield part
 
     def _give_weights(self, engine: RolloutEngine, device: torch.device) -> None:
-        """Send the model's weights to the engine if it takes weights.
+        """Send the model's weights to the engine, if the engine accepts weights.
 
         Raises:
-            WeightSyncError: If the engine then has other weights than were sent.
+            WeightSyncError: If the engine has received different weights.
         """
         if not engine.takes:
             return
@@ -307,7 +307,7 @@ def _check_json(table: pa.Table) -> None:
     """Check that a table can be written as JSON lines.
 
     Raises:
-        DataError: If JSON cannot hold a column.
+        DataError: If JSON cannot represent a column.
     """
     for column in table.schema:
         if (unfit := _unfit_for_json(column.type)) is not None:
@@ -320,7 +320,7 @@ def _check_json(table: pa.Table) -> None:
 
 
 def _unfit_for_json(kind: pa.DataType) -> pa.DataType | None:
-    """Return the type, or the part of it, that JSON cannot hold; None if there is none."""
+    """Return the type, or the nested type in it, that JSON cannot represent; None if JSON can."""
     if pa.types.is_dictionary(kind):
         return _unfit_for_json(kind.value_type)
     if kind.num_fields:

@@ -1,4 +1,4 @@
-"""Measures of a model, with confidence intervals, from the reward's verdicts on its responses."""
+"""Compute accuracy, pass@k and maj@k with confidence intervals from the verdicts on responses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tandem.algorithms.evaluation import Estimate, Floats, estimate, majority_at
 from tandem.config.generate import MeasuresConfig
 
 OVERALL = "overall"
-"""The name of all data sources together."""
+"""The key for the measures over all data sources."""
 
 
 class Verdict(NamedTuple):
-    """The reward's verdict on a response.
+    """The reward's verdict on a response: its score, and the answer that was found.
 
-    `answer` is the answer in the response, if any. `reads_answers` says whether the reward looks for an
+    `answer` is the answer in the response, or None. `reads_answers` is whether the reward looks for an
     answer. `why` is the reward's reason for the score.
     """
 
@@ -33,12 +33,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The measures of one data source, or of all together.
+    """The measures of one data source, or over all data sources.
 
     Attributes:
         problems: the number of problems.
         responses: the number of responses.
-        measures: estimates by name, such as "pass@4".
+        measures: a dict from name, such as "pass@4", to estimate.
     """
 
     problems: int
@@ -56,14 +56,14 @@ def measure(
 ) -> dict[str, Source]:
     """Estimate score, accuracy, pass@k and maj@k for each data source and overall.
 
-    The score is the mean score. The accuracy is the share of right responses. maj@k is estimated if the
-    reward reads answers.
+    The measure "score" is the mean score. The accuracy is the fraction of correct responses. maj@k is
+    estimated if the reward reads answers.
 
     Args:
-        verdicts: the verdicts on the responses to each problem, by the problem's number from 0.
+        verdicts: a dict from problem number, from 0, to the verdicts on its responses.
         names: (P) the data source of each problem.
-        ks: the ks; none may be above the number of responses to any problem.
-        how: confidence and bootstrap of the intervals.
+        ks: the values of k, at most the smallest number of responses to a problem.
+        how: the confidence level and bootstrap settings of the intervals.
         seed: the seed of the bootstrap.
     """
     problems = [verdicts[row] for row in range(len(names))]
@@ -90,7 +90,7 @@ def measure(
 
 
 def _values(problems: Sequence[Sequence[Verdict]], ks: Sequence[int]) -> dict[str, Floats]:
-    """Return the value of each measure for each problem, (P)."""
+    """Return a dict from measure to its value for each problem, (P)."""
     samples = np.array(list(map(len, problems)))
     right = np.array([sum(verdict.right for verdict in problem) for problem in problems])
     values = {

@@ -1,4 +1,4 @@
-"""`tandem data split` and `dedupe`: find rows whose prompts are equal or nearly equal."""
+"""Find rows with equal or similar prompts (`tandem data split` and `tandem data dedupe`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from tandem.errors import DataError
 
 ROW_COLUMNS = ("prompt", "messages", "response", "chosen", "rejected")
 SKETCH = 8
-"""How many of a text's smallest n-gram hashes are used to find similar texts.
+"""The number of a text's smallest n-gram hashes that are used to find similar texts.
 
-Two texts that share 0.7 of their n-grams have none of these in common once in (1 - 0.7)^-8 = 15,000 cases."""
+Two texts that share 0.7 of their n-grams have no such hash in common in one of (1 - 0.7)^-8 = 15,000 cases.
+"""
 CROWD = 16
-"""If at most this many texts share an n-gram, all pairs are compared, otherwise only neighbours."""
+"""The largest number of texts with a common n-gram for which all pairs are compared, not only neighbours."""
 
 
 def text_of(value: Any, *, prompt: bool) -> str:
@@ -43,7 +44,7 @@ class Texts:
 
     Args:
         rows: the rows of one or several files.
-        prompt: whether to use only the prompts; else everything in a row that a model learns from.
+        prompt: whether to use only the prompts; otherwise all texts of a row that a model learns from.
     """
 
     def __init__(self, rows: DataFiles, *, prompt: bool) -> None:
@@ -68,7 +69,7 @@ class Texts:
 
 
 def split(rows: DataFiles, share: float, seed: int) -> np.ndarray:
-    """Choose a share of the rows of each data source. Rows with the same prompt stay together.
+    """Choose a fraction of the rows of each data source. Rows with the same prompt stay together.
 
     Returns:
         (B) bool, whether each of the B rows is chosen.
@@ -91,16 +92,16 @@ def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[
     """Yield pairs of equal or similar texts, with equal texts first.
 
     Similar texts share at least `overlap` of their word n-grams and have the same numbers in the same order.
-    They are found by the smallest hashes of their n-grams: Broder, "On the resemblance and containment of
-    documents", 1997.
+    Candidates are found with the smallest hashes of their n-grams: Broder, "On the resemblance and
+    containment of documents", 1997.
 
     Args:
         texts: the texts; rows are counted through all of them.
         ngram: words per n-gram; 0: yield only equal texts.
-        overlap: the least share of common n-grams.
+        overlap: the minimum fraction of common n-grams.
 
     Yields:
-        A row, a later row, and the share of their n-grams that both have.
+        (row, later row, fraction of common n-grams).
     """
     exact, hashes, rows = array("Q"), array("L"), array("q")
     for row, text in enumerate(text for each in texts for text in each):
@@ -122,7 +123,7 @@ def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[
 
 
 def _groups(keys: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the rows of each key that has several rows, in order."""
+    """Yield the rows with the same key, for each key with several rows, in order."""
     order = np.argsort(keys, kind="stable")
     for group in np.split(rows[order], np.flatnonzero(np.diff(keys[order])) + 1):
         if len(group) > 1:

@@ -1,4 +1,4 @@
-"""`tandem data show`: the contents of data files."""
+"""Show the contents of data files (`tandem data show`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.offline.parts import ROW_COLUMNS
 
 PERCENTILES = (0, 5, 50, 95, 99, 100)
 PIECES = 400
-"""The most tokens that are shown one by one."""
+"""The maximum number of tokens that are shown individually."""
 
 
 def summary(rows: DataFiles, source_key: str) -> Iterator[str]:
@@ -38,7 +38,7 @@ def lengths(rows: DataFiles, prompt_key: str, count: Any = None) -> Iterator[str
     Args:
         rows: the rows.
         prompt_key: the column of prompts.
-        count: returns the numbers of tokens of texts; None: count characters.
+        count: a function from texts to their numbers of tokens; None: count characters.
     """
     for name in dict.fromkeys((prompt_key, *ROW_COLUMNS)):
         if name not in rows.columns:
@@ -53,7 +53,7 @@ def lengths(rows: DataFiles, prompt_key: str, count: Any = None) -> Iterator[str
 
 
 def plain(value: Any) -> str:
-    """Return a row's entry as readable text; conversations turn by turn."""
+    """Return a value of a row as readable text, with one paragraph per turn of a conversation."""
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in value)
     return value if isinstance(value, str) else repr(value)

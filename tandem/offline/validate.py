@@ -1,4 +1,4 @@
-"""`tandem data validate`: check every row of data files as training does, and report all problems."""
+"""Check every row of data files as in training, and report all problems (`tandem data validate`)."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ from tandem.workers.data import prompt_form
 
 DUPLICATE = "duplicate"
 ALLOWED = (DUPLICATE, ROLE)
-"""Kinds of problems that training accepts, so a user may allow them."""
+"""Types of problems that training accepts, so a user may allow them."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The way in which a command reads its rows.
+    """The columns and the form with which a command reads its rows.
 
     Attributes:
-        columns: sets of columns, of which one must exist; the prompt comes first.
-        optional: further columns.
+        columns: alternative sets of columns. The files must have all columns of one set. The prompt's column
+            is first.
+        optional: additional columns.
         form: returns the form of the rows of some files.
-        further: yields problems of a row that would show only later.
+        further: yields problems of a row that training would only notice later.
     """
 
     columns: Sequence[tuple[str, ...]]
@@ -63,9 +64,9 @@ class Shape:
 
 
 def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
-    """Return how `tandem train` reads rows.
+    """Return the `Shape` of rows for `tandem train`.
 
-    Data sources that the rows name are added to `sources`.
+    Data sources in the rows are added to `sources`.
     """
     data, own = config.data, own_reward(config.custom_reward_function, config.reward.timeout)
     reads = VERLS if own is None else own.reads
@@ -90,7 +91,7 @@ def prompts_shape(config: TrainConfig, sources: set[str]) -> Shape:
 
 
 def sft_shape(config: SFTConfig) -> Shape:
-    """Return how `tandem sft` reads rows."""
+    """Return the `Shape` of rows for `tandem sft`."""
     data = config.data
     columns = Columns(data.messages_key, data.prompt_key, data.response_key, data.text_key, data.tools_key)
 
@@ -103,7 +104,7 @@ def sft_shape(config: SFTConfig) -> Shape:
 
 
 def rm_shape(config: RMConfig) -> Shape:
-    """Return how `tandem rm` reads rows."""
+    """Return the `Shape` of rows for `tandem rm`."""
     data = config.data
     answers = (data.chosen_key, data.rejected_key)
     needs = (*answers, *([] if data.margin_key is None else [data.margin_key]))
@@ -122,17 +123,17 @@ def rm_shape(config: RMConfig) -> Shape:
 
 
 class Report:
-    """A report that prints and counts problems as they are found.
+    """A report that prints and counts the problems of rows.
 
     Equal problems of neighbouring rows become one line.
 
     Args:
         say: prints a line.
-        named: whether rows are named together with their file.
-        allowed: kinds of problems to ignore.
+        named: whether messages about rows include the file.
+        allowed: types of problems to ignore.
 
     Attributes:
-        kinds: the number of problems of each kind.
+        kinds: a dict from type of problem to the number of problems.
         rows: the number of rows so far, of all files.
     """
 
@@ -145,16 +146,16 @@ class Report:
         self.rows = 0
 
     def begin(self, file: str) -> None:
-        """Start a file. The rows that follow belong to it."""
+        """Start a file. All following rows belong to this file."""
         self._files.append((self.rows, Path(file)))
 
     def number(self, row: int) -> int:
-        """Return the number, over all files, of a row of the current file."""
+        """Return the number of a row of the current file, counted over all files."""
         self.rows = max(self.rows, self._files[-1][0] + row + 1)
         return self._files[-1][0] + row
 
     def row(self, row: int, problem: str, kind: str | None = None) -> None:
-        """Report a problem of one row. The default kind is the problem's text without numbers."""
+        """Report a problem of one row. The default type is the problem's text without numbers."""
         kind = re.sub(r"(?<![-\w])\d+", "N", problem)[:80] if kind is None else kind
         if kind in self._allowed:
             return
@@ -180,14 +181,14 @@ class Report:
             self.file(error)
 
     def flush(self) -> None:
-        """Print the problem that is held back to be merged with those of the next rows."""
+        """Print the pending problem, which waits to be merged with equal problems of the next rows."""
         if self._held:
             first, last, problem = self._held
             self._say(f"{self.place(first)}{f' to {self.place(last)}' if last > first else ''}: {problem}")
         self._held = None
 
     def place(self, row: int) -> str:
-        """Return a row's number in its file, from 0 as in training, and its line, if it has one."""
+        """Return a row's number in its file, from 0 as in training, and its line in a text file."""
         start, file = self._files[bisect_right(self._files, row, key=itemgetter(0)) - 1]
         if file not in self._lines:
             self._lines = {file: line_numbers(file)}  # keep those of one file only
@@ -200,7 +201,7 @@ class Prompts:
     """A check of the prompts' numbers of tokens, some rows at a time.
 
     Args:
-        config: the config of the run; it has the template's options and the limit.
+        config: the config of the run, with the template's options and the length limit.
         tokenizer: the model's tokenizer.
     """
 
@@ -250,7 +251,7 @@ def validate(
     Args:
         config: the config.
         tokenizer: the model's tokenizer, to count tokens; None: do not count.
-        report: receives the problems.
+        report: the report, to which problems are added.
     """
     files = config.data.train_files
     if isinstance(config, TrainConfig):
@@ -313,9 +314,9 @@ def _has_form(row: int, problem: str | None, report: Report) -> bool:
 def _records(
     file: str, shape: Shape, report: Report, cache_dir: str
 ) -> Iterator[tuple[int, dict[str, Any], Form]]:
-    """Yield the rows of a file with their form.
+    """Yield (row number, row, form) for each row of a file.
 
-    If the file cannot be read as a whole, yield the rows that can be read line by line.
+    If the file as a whole cannot be read, yield the rows that can be parsed line by line.
     """
     try:
         table = read_files(file, *shape.columns, optional=shape.optional, cache_dir=cache_dir)
@@ -330,7 +331,7 @@ def _records(
 def _rescued(
     error: DataError, file: str, shape: Shape, report: Report
 ) -> Iterator[tuple[int, dict[str, Any], Form]]:
-    """Yield the good rows of a file that training refuses with `error`, and report the others."""
+    """Yield the valid rows of a file that training refuses with `error`, and report invalid rows."""
     path, broken, form = Path(file), False, None
     for number, record, problem in scan(path) if error.message.startswith("not a readable") else ():
         row = report.number(number)

@@ -1,1 +1,1 @@
-"""Tables of other systems' settings and what they correspond to here: a YAML file for each system."""
+"""Tables that map settings of other systems to Tandem's config keys: one YAML file per system."""

@@ -1,6 +1,6 @@
-"""Tables of other systems' settings, in YAML files in this folder.
+"""Read the tables of other systems' settings, which are YAML files in this folder.
 
-A row says what a setting corresponds to here. The comment at the top of each file explains its fields.
+A row of a table maps a setting to Tandem. The comment at the top of each file explains the fields of a row.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Literal
 import yaml
 
 REFUSED = object()
-"""Stands for a value that is not supported."""
+"""The marker for a value that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a table says about settings. The fields have the names that the tables use."""
+    """A row of a table: the rule for one or several settings. The fields have the tables' names."""
 
     keys: str
     now: tuple[str, ...] = ()
@@ -40,23 +40,23 @@ class Rule:
 
     @property
     def verdict(self) -> str:
-        """What happens to keys with this rule: renamed, ignored, or not supported."""
+        """The result for keys with this rule: "renamed", "ignored" or "not supported"."""
         if self.now or self.values:
             return "renamed"
         return "not supported" if self.refused else "ignored"
 
     @property
     def is_one_key(self) -> bool:
-        """Whether the setting corresponds to exactly one key here."""
+        """Whether the setting corresponds to exactly one Tandem key."""
         return (self.computed, self.nothing, self.refused) == (None, None, None)
 
     @property
     def reason(self) -> str:
-        """Why the rule is so, or how values are converted."""
+        """The reason for the rule, or the conversion of values, as a text."""
         return self.computed or self.acts or self.nothing or self.refused or self.why
 
     def value(self, given: Any) -> Any:
-        """Return the name of a value here."""
+        """Convert a value of the other system to Tandem's value."""
         return self.values.get(given, given) if isinstance(given, str | int | float | bool | None) else given
 
     def __str__(self) -> str:
@@ -68,22 +68,22 @@ class Rule:
 
 
 Verdict = Literal["refused", "renamed", "acts", "ignored"]
-"""What becomes of a setting.
+"""The result of translating a setting.
 
-"refused": it would change the run, but is not supported. "renamed": it is another key here. "acts": it works
-under its own name. "ignored": nothing here depends on it.
+"refused": the setting would change the run, but is not supported. "renamed": Tandem has a key with another
+name. "acts": Tandem accepts the same name. "ignored": the setting has no effect in Tandem.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A given setting of another system, and what became of it.
+    """A given setting of another system, and its translation.
 
     Attributes:
-        name: its name as given: a key, an option, or an environment variable.
+        name: the setting's name as given: a key, an option, or an environment variable.
         value: the given value.
-        verdict: what became of it.
-        sentence: the key and value here, or the reason.
+        verdict: the result; see `Verdict`.
+        sentence: Tandem's key and value, or the reason.
     """
 
     name: str
@@ -99,13 +99,13 @@ def read_table(name: str) -> Any:
 
 
 def by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, Rule]:
-    """Return the rule of each setting that the rows list."""
+    """Return a dict from setting to rule, for all settings in the rows."""
     return {name: rule for rule in map(_rule, rows) for name in _spelt_out(rule.keys)}
 
 
 @cache
 def rule_of(name: str) -> Rule | None:
-    """Return the rule of a key of verl, with the parts of its name filled in; None if there is no rule."""
+    """Return the rule of a key of verl, with its wildcards replaced; None if there is no rule."""
     for pattern, rule in _verls():
         if (match := pattern.fullmatch(name)) is not None:
             return _filled(rule, match)
@@ -113,7 +113,7 @@ def rule_of(name: str) -> Rule | None:
 
 
 def former_names(name: str) -> list[str]:
-    """Return the former names of a key, as far as verl's table lists them without wildcards."""
+    """Return the former names of a key that verl's table lists without wildcards."""
     return [
         old
         for _, rule in _verls()

@@ -1,4 +1,4 @@
-"""Translates keys of other programs' command lines: renamed, ignored, or refused."""
+"""Translate config keys of other programs to Tandem's keys; keys are renamed, ignored or refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tandem.peers.table import Reading, Rule
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Given values under the keys that they have here.
+    """Given values, keyed by Tandem's config keys.
 
     Attributes:
-        given: values by dotted path.
-        origins: for each of these, the key as it was given.
-        errors: one for each key that is refused or cannot be translated.
-        readings: one for each key that was translated.
+        given: a dict from Tandem's dotted key to value.
+        origins: a dict from Tandem's dotted key to the key that was given.
+        errors: one error for each key that is refused or cannot be translated.
+        readings: one reading for each key that was translated.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Translation:
 
     @property
     def notices(self) -> list[str]:
-        """One sentence for each renamed key, and one for each reason why keys are ignored."""
+        """One sentence for each renamed key, and one sentence for each reason why keys are ignored."""
         reasons: dict[str, list[str]] = {}
         renamed = []
         for reading in self.readings:
@@ -40,18 +40,18 @@ class Translation:
 
 
 Rules = Callable[[str], Rule | None]
-"""Returns the rule of a key; None if there is none."""
+"""A function from a key to its rule; None for a key without a rule."""
 
 
 def translate(
     given: Mapping[str, Any], known: Collection[str], rules: Rules, devices_of: Callable[[str], int]
 ) -> Translation:
-    """Return the values under the keys that they have here.
+    """Translate the given values to Tandem's keys.
 
     Args:
-        given: values by dotted path, for keys that exist here or have a rule.
-        known: the keys that exist here.
-        rules: the rules of other keys, and of values of existing keys.
+        given: a dict from dotted key to value. Each key is a Tandem key or has a rule.
+        known: all Tandem keys.
+        rules: returns the rule of a foreign key, or of a value of a Tandem key.
         devices_of: returns the data-parallel size of a role.
     """
     into = _Translator(given, known, rules, devices_of)
@@ -69,7 +69,7 @@ class _Translator:
     found: Translation = field(default_factory=Translation)
 
     def take(self, origin: str, name: str, value: Any, shared: str = "") -> None:
-        """Follow `name`, which stands for the given key `origin`, and record what becomes of it."""
+        """Translate the key `name`, which comes from the given key `origin`, and record the result."""
         rule = self.rules(name)
         if name in self.known and not (rule and _in(value, rule.only or ())):
             self._set(origin, name, rule.value(value) if rule else value, shared)
@@ -107,7 +107,7 @@ class _Translator:
         self.found.readings.append(Reading(origin, value, "ignored", why))
 
     def _closed(self, rule: Rule, name: str) -> bool:
-        """Return whether the key belongs to a feature that is off.
+        """Return whether the key belongs to a feature that is turned off.
 
         If the feature is on and refused, only its switch is reported as an error.
         """

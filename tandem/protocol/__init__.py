@@ -1,4 +1,4 @@
-"""Data that the parts of Tandem exchange: ragged batches, rollout requests and samples."""
+"""Data types that Tandem's processes exchange: ragged batches, rollout requests and samples."""
 
 from tandem.protocol.data import DataProto
 from tandem.protocol.ragged import Ragged

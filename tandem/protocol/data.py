@@ -1,4 +1,4 @@
-"""DataProto: a table of samples, which every worker method takes and returns."""
+"""DataProto: a table of samples, the argument and result of workers' methods."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Kind = TypeVar("Kind", Tensor, Ragged)
 class DataProto:
     """A table of B samples (rows) with named columns.
 
-    Operations return new tables, which share memory with the old one where possible. Only `pop` changes the
-    table that it is called on.
+    Operations return new tables, which share memory with the old table where possible. Only `pop` changes its
+    table.
 
     Args:
-        batch: maps a name to a tensor (B, …) or to a Ragged with B rows.
-        non_tensor_batch: maps a name to an object array (B); lists are converted.
-        meta_info: small facts about the whole table.
+        batch: a dict from column name to a tensor (B, …) or a Ragged with B rows.
+        non_tensor_batch: a dict from column name to an object array (B); lists are converted.
+        meta_info: a dict of small values that describe the whole table.
 
     Raises:
-        DataError: two columns have different numbers of rows; the message names both.
+        DataError: two columns have different numbers of rows. The message names both columns.
     """
 
     __slots__ = ("batch", "meta_info", "non_tensor_batch")
@@ -77,7 +77,7 @@ class DataProto:
         data: Mapping[str, Column | np.ndarray | Sequence[Any]],
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Build a table from columns of any kind.
+        """Build a table from one dict with tensor and non-tensor columns.
 
         Tensors and Ragged columns go to `batch`, all other columns to `non_tensor_batch`.
         """
@@ -102,18 +102,18 @@ class DataProto:
         return (*self.batch, *self.non_tensor_batch)
 
     def ragged(self, name: str) -> Ragged:
-        """Return the ragged column of this name.
+        """Return the ragged column with the given name.
 
         Raises:
-            DataError: there is no such column, or it is dense.
+            DataError: the column does not exist or is dense.
         """
         return self._column(name, Ragged, "ragged")
 
     def dense(self, name: str) -> Tensor:
-        """Return the dense column of this name.
+        """Return the dense column with the given name.
 
         Raises:
-            DataError: there is no such column, or it is ragged.
+            DataError: the column does not exist or is ragged.
         """
         return self._column(name, Tensor, "dense")
 
@@ -141,7 +141,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Return a table with only the named columns; None keeps all columns of that kind.
+        """Return a table with only the named columns; None keeps all columns of the argument's group.
 
         Raises:
             DataError: a name is unknown.
@@ -175,10 +175,10 @@ class DataProto:
         )
 
     def union(self, *others: DataProto) -> DataProto:
-        """Return a table with the columns of all tables side by side.
+        """Return a table with the columns of all tables, which must have the same rows.
 
         Raises:
-            DataError: two tables have different values under the same name, or different numbers of rows.
+            DataError: two tables have different values for the same name, or different numbers of rows.
         """
         batch, arrays, meta = dict(self.batch), dict(self.non_tensor_batch), dict(self.meta_info)
         for other in others:
@@ -190,7 +190,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Concatenate the rows of all tables; `merged_meta_info` says what happens to meta_info.
+        """Concatenate the rows of all tables; `merged_meta_info` merges their meta_info.
 
         Raises:
             DataError: the tables have different columns, or their meta_info cannot be merged.
@@ -204,7 +204,7 @@ class DataProto:
         Consecutive rows of one part are returned as views.
 
         Raises:
-            DataError: there are no parts, or they have different columns, or their meta_info cannot be
+            DataError: `parts` is empty, the parts have different columns, or their meta_info cannot be
                 merged.
         """
         if not parts:
@@ -322,7 +322,7 @@ class DataProto:
         )
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
-        """Return the state to pickle, in which each tensor object occurs once even if columns share it."""
+        """Return the state to pickle. A tensor object that several columns share occurs only once."""
         shipped: dict[int, Shipped] = {}
 
         def ship(tensor: Tensor) -> Shipped:
@@ -343,8 +343,7 @@ class DataProto:
     def save(self, path: str | Path) -> None:
         """Write the table to one file.
 
-        `load` can read the file back if the arrays and `meta_info` hold only tensors, arrays and plain
-        values.
+        `load` can read the file if the arrays and `meta_info` contain only tensors, arrays and plain values.
         """
         batch = {
             name: {"values": c.values, "offsets": c.offsets} if isinstance(c, Ragged) else c
@@ -359,7 +358,7 @@ class DataProto:
         Code in the file is never run, so files from unknown sources are safe to load.
 
         Raises:
-            DataError: the file does not exist, or holds other kinds of objects.
+            DataError: the file does not exist, or contains objects of other types.
         """
         state = load_plain(Path(path), refused=DataError, field=str(path))
         batch = {
@@ -370,7 +369,7 @@ class DataProto:
 
 
 def object_array(column: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """Convert a column to an object array (B), which stays one-dimensional whatever the elements are."""
+    """Convert a column to a one-dimensional object array (B), even if the elements are sequences."""
     if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
         return column
     out = np.empty(len(column), dtype=object)

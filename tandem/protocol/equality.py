@@ -1,4 +1,4 @@
-"""Equality of columns and of the objects in them, where NaN equals NaN."""
+"""Compare columns and their elements for equality, where NaN equals NaN."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tandem.protocol.ragged import Ragged, same_tensor
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two columns, elements or facts are equal in type and content.
+    """Return whether two columns, elements or meta_info values are equal in type and content.
 
-    Arrays are compared at any nesting depth, and NaN equals NaN. If comparing two objects with == gives no
-    single bool, they count as different.
+    Arrays are compared at any nesting depth, and NaN equals NaN. If the == of two objects does not return a
+    single bool, the objects count as different.
     """
     if a is b:
         return True

@@ -1,6 +1,6 @@
-"""Concatenation and selection of rows from several tables, with one plan for all columns.
+"""Concatenate tables and select rows, with one plan for all columns.
 
-A plan holds the selected rows as runs. A run is a sequence of consecutive rows of one table. If there is a
+A plan stores the selected rows as runs. A run is a range of consecutive rows of one table. If there is a
 single run, the result is a view. Several runs are copied once, each to its final position. If rows are short
 and scattered, an index is used instead, because slicing per run would cost more than the copy.
 """
@@ -25,7 +25,7 @@ _BITS = {
     torch.int32: torch.int32,
     torch.int64: torch.int64,
 }
-"""Dtypes that NumPy concatenates as integers of the same size, because it lacks some of PyTorch's dtypes."""
+"""A dict from a dtype that NumPy may lack to an integer dtype of the same size, for concatenation."""
 
 Picks = range | np.ndarray
 """Row numbers: consecutive rows as a range with step 1, other rows as an integer array (n)."""
@@ -36,7 +36,7 @@ class Gather:
 
     Args:
         sizes: number of rows of each table; at least one table.
-        picks: row numbers in the concatenated tables, in the wanted order.
+        picks: row numbers in the concatenated tables, in the order of the result.
     """
 
     def __init__(self, sizes: Sequence[int], picks: Picks) -> None:
@@ -96,7 +96,7 @@ class Gather:
         return _rows(columns[0] if len(columns) == 1 else np.concatenate(columns), self.picks)
 
     def _ragged_plan(self, offsets: Sequence[Tensor]) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """Return the new offsets, and where the values of each run start and stop in its table."""
+        """Return the new offsets, and the start and stop of each run's values in its table."""
         key = tuple(map(id, offsets))
         if key not in self._ragged_plans:
             if len(self._table) == 1:
@@ -114,7 +114,7 @@ class Gather:
         return self._ragged_plans[key]
 
     def _single_run(self) -> tuple[int, int, int]:
-        """Return table, first row and stop row of the only run; an empty run if there is none."""
+        """Return table, first row and stop row of the only run; an empty run if no row is selected."""
         if len(self._table) == 0:
             return 0, 0, 0
         return int(self._table[0]), int(self._start[0]), int(self._stop[0])
@@ -132,7 +132,7 @@ def _rows(column: np.ndarray, picks: Picks) -> np.ndarray:
 def _concat_slices(
     columns: Sequence[Tensor], tables: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> Tensor:
-    """Concatenate slices of the columns; a single slice is a view, several are copied once."""
+    """Concatenate slices of the columns. A single slice is a view; several slices are copied once."""
     runs = list(zip(tables.tolist(), starts.tolist(), stops.tolist(), strict=True))
     if not runs:
         return columns[0][:0]

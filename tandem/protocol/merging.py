@@ -1,4 +1,4 @@
-"""Merging of the values that several tables hold under the same name."""
+"""Merge the values that several tables have for the same name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tandem.errors import DataError
 from tandem.protocol.equality import same
 
 METRICS = "metrics"
-"""The only name in meta_info for which concatenated tables may hold different values."""
+"""The only key of meta_info for which concatenated tables may have different values."""
 
 
 def merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> None:
     """Add the entries of `source` that `target` lacks.
 
     Raises:
-        DataError: both have a name with different values.
+        DataError: both dicts have a key with different values.
     """
     for name, value in source.items():
         if name in target and not same(target[name], value):
@@ -33,12 +33,12 @@ def merge(target: dict[str, Any], source: Mapping[str, Any], remedy: str) -> Non
 def merged_meta_info(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the meta_info of tables that are concatenated.
 
-    All facts must be equal. `metrics` becomes a dict that maps each metric's name to the list of its values,
-    in the order of the tables. A table may have one dict of metrics or a list of such dicts. If a metric's
-    value is a list, its elements are added one by one.
+    All values except `metrics` must be equal. `metrics` becomes a dict from a metric's name to the list of
+    its values, in the order of the tables. A table may have one dict of metrics or a list of such dicts. If a
+    metric's value is a list, its elements are added one by one.
 
     Raises:
-        DataError: another name has different values, or metrics are not a dict.
+        DataError: another key has different values, or metrics are not a dict.
     """
     facts: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}

@@ -1,10 +1,10 @@
 """Ragged: a batch of sequences of different lengths, stored as values and offsets.
 
-Nothing here pads unless you ask for it. No function loops over sequences in Python, except the conversions
+Sequences are padded only by `to_padded`. No function loops over sequences in Python, except the conversions
 from and to lists.
 
 PyTorch's jagged nested tensors (2.13) cannot be indexed, sliced, concatenated or repeated along the batch, so
-Tandem has its own type. `to_nested` and `from_nested` convert.
+Tandem has a separate type. `to_nested` and `from_nested` convert between the two types.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RowIndex = slice | Sequence[int] | np.ndarray | Tensor
 
 
 class Ragged:
-    """B sequences of lengths T_0 … T_{B-1}.
+    """A batch of B sequences with lengths T_0 … T_{B-1}.
 
     Args:
         values: (sum of T_i, …), any dtype and device.
-        offsets: (B+1) int64, non-decreasing, from 0 to len(values). Always kept on the CPU, so that lengths
-            can be read without a device synchronisation.
+        offsets: (B+1) int64, non-decreasing, from 0 to len(values). Offsets are always on the CPU, so that
+            reading lengths needs no device synchronisation.
 
     Raises:
         DataError: the offsets do not match the values.
@@ -141,14 +141,14 @@ class Ragged:
         return self[torch.arange(len(self)).repeat_interleave(repeats)]
 
     def with_values(self, values: Tensor) -> Ragged:
-        """Return a Ragged with other values and the same lengths."""
+        """Return a Ragged with new values and the same lengths."""
         return Ragged(values, self.offsets)
 
     def to(self, device: torch.device | str | torch.dtype) -> Ragged:
         return Ragged(self.values.to(device), self.offsets)
 
     def row_ids(self) -> Tensor:
-        """Return the row that each value belongs to, (total) int64, on the device of the values."""
+        """Return the row number of each value, (total) int64, on the device of the values."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(self.device)
 
     def positions(self) -> Tensor:
@@ -204,7 +204,7 @@ def cut_offsets(offsets: Tensor, spans: Sequence[slice]) -> tuple[list[int], lis
 
 
 def row_index(rows: RowIndex, count: int) -> Tensor:
-    """Convert any kind of row selection to indices, (n) int64 on the CPU.
+    """Convert a row selection of any type to indices, (n) int64 on the CPU.
 
     Raises:
         IndexError: a row is out of range.
@@ -224,7 +224,7 @@ def row_index(rows: RowIndex, count: int) -> Tensor:
 
 
 def picks(rows: RowIndex, count: int) -> Picks:
-    """Convert any kind of row selection to row numbers, like `row_index`, but consecutive rows to a range."""
+    """Convert a row selection to row numbers, like `row_index`; consecutive rows become a range."""
     if isinstance(rows, slice) and rows.step in (None, 1):
         return range(count)[rows]
     return row_index(rows, count).numpy()

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a rollout engine: requests, sampling parameters and samples."""
+"""The types of a rollout engine's inputs and outputs: requests, sampling parameters and samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import numpy as np
 from tandem.errors import ConfigError
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"]
-"""What an engine returns as `Sample.log_probs`.
+"""The type of values that an engine returns as `Sample.log_probs`.
 
-"logprobs" are log-probs in nats, "logits" are the logits of the tokens. "processed" values include everything
-that `SamplingParams` changes. "raw" values come from the model before any change, even before the
-temperature.
+"logprobs" are log-probs in nats, "logits" are the logits of the tokens. "processed" values include all
+changes by `SamplingParams`. "raw" values come from the model before any change, even before the temperature.
 """
 
 
@@ -27,28 +26,28 @@ class SamplingParams:
     The parameters are applied in this order: `min_tokens` sets the logits of forbidden tokens to -inf;
     `logit_bias` is added; `repetition_penalty`, `frequency_penalty` and `presence_penalty` change the logits
     of tokens that already occurred; the logits are divided by the temperature; `min_p`, then `top_k`, then
-    `top_p` each remove tokens from those that are left. Greedy sampling takes the most likely token before
-    the temperature is applied.
+    `top_p` each remove some of the remaining tokens. Greedy sampling selects the most likely token before the
+    temperature is applied.
 
     Attributes:
         temperature: divides the logits; 0 means greedy.
         top_k: keep the k most likely tokens, and tokens as likely as the k-th. -1, 0 and a k above the
             vocabulary size keep all tokens.
-        top_p: keep the smallest set of most likely tokens whose probability reaches p, and tokens as likely
-            as the last of them.
+        top_p: keep the smallest set of most likely tokens whose total probability reaches p, and tokens as
+            likely as the last token of this set.
         max_tokens: maximum number of new tokens, including the stop token.
-        stop_token_ids: if one of these tokens is sampled, the sequence ends, and the token is kept as its
-            last.
+        stop_token_ids: if one of these tokens is sampled, the sequence ends with this token.
         stop: if one of these strings appears in the decoded response, the sequence ends; the tokens of the
             string are kept.
         seed: first part of the key of the random numbers (seed, uid, sample, position).
-        min_p: keep tokens whose probability is at least this share of the highest probability; 0 keeps all.
+        min_p: keep tokens whose probability is at least min_p times the highest probability; 0 keeps all.
         repetition_penalty: divides positive logits and multiplies negative logits of tokens that occur in the
-            prompt or the response; 1 changes nothing.
+            prompt or the response; 1: no penalty.
         presence_penalty: subtracted from the logits of tokens that occur in the response.
         frequency_penalty: subtracted from the logits of tokens in the response, once per occurrence.
-        min_tokens: the sequence cannot end within this many tokens, by a stop token or a stop string.
-        logit_bias: pairs (token id, number added to its logit); each token at most once.
+        min_tokens: number of tokens at the start of the response during which no stop token or stop string
+            can end it.
+        logit_bias: pairs (token id, number added to the token's logit), with each token at most once.
 
     Raises:
         ConfigError: a value is out of range or not finite.
@@ -105,22 +104,23 @@ class SamplingParams:
     def reshapes(self) -> bool:
         """Whether the sampling distribution may differ from softmax(logits / temperature).
 
-        Training recomputes log-probs from softmax(logits / temperature).
+        In this case, the distribution differs from the one of training, which is softmax(logits /
+        temperature).
         """
         return self.truncated or self.penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one response.
+    """A request to a rollout engine for one response.
 
     Attributes:
         uid: identifies the prompt; requests with the same uid share the prompt (and its prefill).
         sample: index among the n responses to the prompt.
         prompt_ids: (T) int64, at least one token.
         params: the sampling parameters.
-        first_position: position in the sequence of the first sampled token. It is len(prompt_ids), unless the
-            prompt already contains sampled tokens of a response that is continued.
+        first_position: position in the sequence of the first sampled token. This is len(prompt_ids), unless
+            prompt_ids already contain sampled tokens of a response that is continued.
     """
 
     uid: str
@@ -136,18 +136,18 @@ class Request:
 
 @dataclass(slots=True)
 class Sample:
-    """A finished or aborted response.
+    """A finished or aborted response of a rollout engine.
 
     Attributes:
         uid: uid of the request.
-        sample: sample of the request.
+        sample: the request's `sample`, the index among the n responses.
         token_ids: (R) int64, the sampled tokens.
         log_probs: (R) float32, nats, under the sampling distribution, after everything in `SamplingParams`.
-            For greedy sampling, under the distribution without temperature and truncation. If the engine's
-            `logprobs_mode` is not "processed_logprobs", the values of that mode.
-        versions: (R) int32, version of the weights that wrote each token.
+            For greedy sampling, they are under the distribution without temperature and truncation. If the
+            engine's `logprobs_mode` is not "processed_logprobs", these are the values of the other mode.
+        versions: (R) int32, version of the weights that generated each token.
         finish_reason: "stop", "length" or "abort".
-        untruncated_log_probs: (R) float32, nats, under softmax(logits / temperature) of the model's own
+        untruncated_log_probs: (R) float32, nats, under softmax(logits / temperature) of the model's unchanged
             logits, without min_tokens, bias, penalties or truncation; with temperature 1 for greedy sampling.
             A trainer recomputes these values from the weights. None if the engine does not provide them.
             Equal to log_probs unless the parameters reshape the distribution.

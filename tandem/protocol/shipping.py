@@ -1,7 +1,7 @@
-"""Pickling of tensors as raw bytes, without copies where possible.
+"""Pickle tensors as raw bytes, without copies where possible.
 
-Only the bytes of the view are pickled. With pickle protocol 5 (PEP 574), they are passed out of band, so that
-an object store can take and map them without a copy.
+Only the bytes of a tensor's view are pickled, not its whole storage. With pickle protocol 5 (PEP 574), the
+bytes are passed out of band, so that an object store can map them without a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Shipped:
-    """A wrapper that pickles a tensor as raw bytes and is unpickled as a CPU tensor.
+    """A wrapper of a tensor that is pickled as raw bytes and unpickled as a CPU tensor.
 
     A tensor that was read from an out-of-band buffer uses the memory of the buffer, even if Python treats the
     buffer as read-only. Copies made by the copy module share or copy the tensor on its own device.
@@ -40,9 +40,9 @@ class Shipped:
 
 
 def unwrap(value: Any) -> Any:
-    """Return the tensor of a state.
+    """Return the tensor in a value of an unpickled or copied state.
 
-    After pickling, the state holds the tensor itself. After a copy, it still holds a Shipped.
+    After unpickling, the value is the tensor itself. After a copy with the copy module, it is a `Shipped`.
     """
     return value.tensor if isinstance(value, Shipped) else value
 
@@ -57,8 +57,8 @@ def tensor_on(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
 class _Memory:
     """The bytes of a buffer as a NumPy array interface that is always writable.
 
-    PyTorch has no read-only tensors and warns about read-only arrays. Callers that pass such a tensor on must
-    say that its memory is borrowed.
+    PyTorch has no read-only tensors and warns about read-only arrays. Code that returns a tensor of such
+    memory must mark the memory as borrowed.
     """
 
     def __init__(self, buffer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rewards for responses: built-in reward functions by data source, and the user's own functions.
+"""Rewards for responses: a built-in reward function per data source, and the user's own functions.
 
 Importing this package registers the built-in reward functions.
 """

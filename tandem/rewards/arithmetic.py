@@ -2,7 +2,7 @@
 
 The answer is the number after the last "####". If there is no "####", it is the number after the last "=". If
 there is no "=" either, it is the last number of the response. If a marker has no number after it, the answer
-is wrong. Numbers are read as in tandem.rewards.numbers, and compared exactly, by value.
+is wrong. Numbers are parsed by tandem.rewards.numbers, and their values are compared exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.rewards.numbers import ANYWHERE, Quantity, last_quantity, quantity, 
 
 
 def answer(solution_str: str) -> Quantity | None:
-    """Return the number that a response gives as its answer; None if there is none."""
+    """Return the number that is the answer of a response; None if the response has no such number."""
     text = readable(solution_str)
     for marker in ("####", "="):
         before, found, _ = text.rpartition(marker)
@@ -29,7 +29,7 @@ def answer(solution_str: str) -> Quantity | None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """Return 1 for the right number, else 0.
+    """Return 1 if the response's answer is the right number, else 0.
 
     Raises:
         ValueError: The ground truth is not a number.

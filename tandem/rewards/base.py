@@ -1,6 +1,6 @@
-"""Reward functions: how they are called, which one a data source uses, and how their results are checked.
+"""Reward functions: calling them, choosing one for a data source, and checking their results.
 
-A reward function has this form, which is verl's (`tandem.rewards.signatures` lists the other forms):
+A reward function has this signature, as in verl (`tandem.rewards.signatures` lists other signatures):
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float | dict
 
@@ -47,20 +47,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reward:
-    """A reward function with its fixed arguments.
+    """A reward function, with its fixed arguments and the columns that it reads.
 
     Attributes:
-        name: The name in messages.
+        name: The function's name in messages.
         function: The function; see the module's docstring.
-        kwargs: Further arguments of every call.
-        answer: Finds the answer in a response, given also `kwargs`; for a function that does not return
-            "pred".
+        kwargs: Additional arguments of every call.
+        answer: A function that finds the answer in a response, called with `kwargs`; for a reward function
+            that does not return "pred".
         bounded: Whether the function always returns soon, so that it needs no time limit.
-        check: Checks the further arguments before any call and returns the columns that they require. It
-            raises if every call would fail with them.
-        style: How the function is called.
+        check: A function that checks `kwargs` before any call and returns the columns that `kwargs` require.
+            It raises an error if every call with these arguments would fail.
+        style: The signature by which the function is called.
         reads: The columns of the data that the function reads.
-        takes: The names of arguments that a call may pass; None: all.
+        takes: The names of arguments that a call may pass; None: any arguments.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Reward:
 
     @property
     def batched(self) -> bool:
-        """Whether one call takes several responses."""
+        """Whether one call scores several responses."""
         if self.style == "verl":
             return bool(getattr(self.function, "batched", False))
         return self.style != "one"
 
     @property
     def parts(self) -> tuple[Reward, ...]:
-        """The reward itself; see `WeightedSum`."""
+        """The tuple with only this reward; `WeightedSum` has several parts."""
         return (self,)
 
     @property
@@ -91,7 +91,7 @@ class Reward:
         return not self.batched and inspect.iscoroutinefunction(self.function)
 
     def arguments(self, items: Sequence[Item], **more: Any) -> dict[str, Any]:
-        """Return the arguments of a call for some items, besides the fixed ones, that the function takes."""
+        """Return the arguments of a call for some items, except for the fixed arguments."""
         given = arguments(self.style, items, several=self.batched) | more
         return given if self.takes is None else {name: v for name, v in given.items() if name in self.takes}
 
@@ -106,7 +106,7 @@ class Reward:
             ) from error
 
     def combine_parts(self, place: int, item: Item, parts: Sequence[Scored | None]) -> Scored:
-        """Return the score of a response, or raise if the function returned None; see `WeightedSum`."""
+        """Return the only score in `parts`, or raise an error if it is None; see `WeightedSum`."""
         (scored,) = parts
         return checked(self, None, place, item) if scored is None else scored
 
@@ -153,7 +153,7 @@ class Reward:
 
     @contextmanager
     def _blamed(self, place: int, item: Item, also: str = "") -> Iterator[None]:
-        """Turn an exception of the function into an error that names the sample."""
+        """Convert an exception of the function to an error that names the sample."""
         try:
             with exits_raised():
                 yield
@@ -188,13 +188,14 @@ def scores_of(rewards: Sequence[Reward], items: Mapping[int, Item]) -> list[dict
 
     Args:
         rewards: The rewards.
-        items: The items by their place in the batch, which messages name.
+        items: A dict from row number in the batch (for messages) to item.
 
     Returns:
-        For each reward, the scores by place; None where the function returned None.
+        For each reward, a dict from row number to score; None if the function returned None.
 
     Raises:
-        RewardError: A function raised, or returned something else than a finite number or a dict with one.
+        RewardError: A function raised an exception, or did not return a finite number or a dict with a finite
+            "score".
     """
     if rewards[0].asynchronous:
         results = run_coroutine(_side_by_side([reward._call_all(items) for reward in rewards]))
@@ -221,14 +222,14 @@ async def _side_by_side(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 class WeightedSum:
     """The weighted sum of the scores of several functions.
 
-    Each function's own score becomes a metric with its name. A function that returns None for a response is
-    left out of the sum for that response.
+    The score of each function becomes a metric with the function's name. A function that returns None for a
+    response is left out of the sum for that response.
 
     Attributes:
         terms: The name, reward and weight of each function.
 
     Raises:
-        RewardError: There are no terms, or two have the same name.
+        RewardError: There are no terms, or two terms have the same name.
     """
 
     terms: tuple[tuple[str, Reward, float], ...]
@@ -250,7 +251,7 @@ class WeightedSum:
 
     @property
     def batched(self) -> bool:
-        """Whether one of the functions takes several responses in one call."""
+        """Whether at least one of the functions scores several responses in one call."""
         return any(reward.batched for reward in self.parts)
 
     @property
@@ -262,7 +263,7 @@ class WeightedSum:
         """Return the score of a response.
 
         Args:
-            place: The place of the response in the batch.
+            place: The row number of the response in the batch.
             item: The response.
             parts: The scores of the functions; None for a function that does not score this response.
 
@@ -285,14 +286,14 @@ class WeightedSum:
 
 
 Scorer = Reward | WeightedSum
-"""The user's own reward: one function, or a weighted sum of several."""
+"""The user's reward: one function, or a weighted sum of several functions."""
 
 
 def checked(reward: Reward, value: Any, place: int, item: Item) -> Scored:
     """Check the value that a reward function returned for an item, and return it as a score.
 
     Raises:
-        RewardError: The value is not a finite number, nor a dict with one.
+        RewardError: The value is neither a finite number nor a dict with a finite "score".
     """
     entries = dict(value) if isinstance(value, Mapping) else {"score": value}
     if len(entries) > MOST_ENTRIES:
@@ -338,10 +339,10 @@ def register_reward(
     bounded: bool = False,
     check: Callable[..., Sequence[str]] | None = None,
 ) -> Callable[[Function], Function]:
-    """Register a function as the reward of data sources; use as a decorator.
+    """Return a decorator that registers a function as the reward of data sources.
 
-    "name*" stands for all data sources that start with "name". Without data sources, the function is used
-    only where the user names it. The other arguments are attributes of `Reward`.
+    "name*" matches all data sources that start with "name". Without data sources, the function is used only
+    where the user names it. The other arguments are attributes of `Reward`.
 
     Raises:
         RewardError: One of the data sources already has a reward.
@@ -366,21 +367,21 @@ def register_reward(
 
 
 def shipped(function: Callable[..., Any]) -> Reward:
-    """Return the registered reward of a function or of a partial of it; an unregistered function as it is."""
+    """Return the registered `Reward` of a function or its partial; wrap an unregistered function."""
     whole = getattr(function, "func", function)
     return next((reward for reward in _SHIPPED if reward.function is whole), Reward("", function))
 
 
 def known_data_sources() -> tuple[str, ...]:
-    """Return the registered data sources, sorted; a trailing * stands for any ending."""
+    """Return the registered data sources, sorted; a trailing * matches any suffix."""
     return tuple(sorted(_REWARDS))
 
 
 def reward_for(data_source: str) -> Reward:
-    """Return the reward of a data source: of the exact name, else of the longest "name*" that fits.
+    """Return the reward of a data source: for the exact name, else for the longest matching "name*".
 
     Raises:
-        RewardError: There is none.
+        RewardError: The data source has no reward.
     """
     if data_source in _REWARDS:
         return _REWARDS[data_source]

@@ -7,11 +7,11 @@ import re
 MAX_ANSWER_CHARACTERS = 1000  # a box with more characters is ignored
 MAX_TAIL_CHARACTERS = 10_000  # how many characters at the end of a response are searched for a box
 MAX_BOXES = 50
-"""How many of the last boxes are tried. Only text that was made to waste time leaves more of them open."""
+"""The number of last boxes to try. Only text that was made to waste time has more unclosed boxes."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which does not count
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 WITHOUT_BRACES = re.compile(r"[^$\n]*")
-"""The content of a box without braces: the rest of the formula or of the line."""
+"""The content of a box without braces: the remaining formula or line."""
 
 
 def last_boxed(text: str) -> str | None:

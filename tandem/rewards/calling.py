@@ -1,4 +1,4 @@
-"""Call a user's functions so that they cannot end the process and need no event loop of their own."""
+"""Call a user's functions so that they cannot end the process and need no event loop."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _NOT_OWN = ("<", *(f"{sysconfig.get_path(name)}/" for name in _PATHS))
 
 
 def load_seconds(timeout: float) -> float:
-    """Return how many seconds a user's file may take to load, if a call may take `timeout` seconds."""
+    """Return the time limit for loading a user's file, in seconds, for calls with the limit `timeout`."""
     return max(LOAD_SECONDS, timeout)
 
 
 class _TooLong(BaseException):
-    """Raised at the time limit. It is not an Exception, because the user's code might catch that."""
+    """Raised at the time limit. The class does not derive from Exception, which the user's code may catch."""
 
 
 @contextmanager
 def limited(seconds: float, what: str) -> Iterator[None]:
-    """Stop the block after a time limit, and tell the user before that if it takes long.
+    """Stop the block after a time limit; if the block is slow, tell the user before the limit.
 
     Outside the main thread there is no limit, because Python cannot interrupt other threads.
 
@@ -85,8 +85,8 @@ def exits_raised() -> Iterator[None]:
     """Make `os._exit` in this thread raise SystemExit, as `sys.exit` does.
 
     A user's function must not end the process without a message. Other threads and forked processes can exit
-    as usual. If the function forks and the fork returns from the function, the fork is ended here, because
-    only the original process may continue.
+    as usual. If the function forks and the child process returns from the function, the child is stopped
+    here, because only the original process may continue.
     """
     exit_at_once, owner = os._exit, (os.getpid(), threading.get_ident())
 
@@ -178,7 +178,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop, and continue after a user's task has raised SystemExit or KeyboardInterrupt."""
+    """Run an event loop; if a user's task raises SystemExit or KeyboardInterrupt, keep running."""
     while not loop.is_closed():
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()

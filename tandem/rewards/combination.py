@@ -1,7 +1,7 @@
 """Combine the scores of reward models and reward functions into one reward.
 
-The reward is the weighted sum, or the result of a user's function. Running statistics normalize the scores of
-models.
+The reward is the weighted sum, or the result of a user's function. Running means and standard deviations
+normalize the scores of models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Running(NamedTuple):
     squares: float = 0.0
 
     def after(self, scores: Sequence[float]) -> Running:
-        """Return the statistics after adding scores."""
+        """Return new statistics that include more scores."""
         if not scores:
             return self
         new = math.fsum(scores) / len(scores)
@@ -58,10 +58,11 @@ class Part:
     """One part of a reward: the reward functions, or one reward model.
 
     Attributes:
-        name: The name of its metric.
-        weight: Its weight in the sum.
-        normalize: Whether its scores are normalized.
-        functions: For reward functions: the names of the functions if there are several. None for a model.
+        name: The name of the part's metric.
+        weight: The weight of the part's score in the sum.
+        normalize: Whether to normalize the part's scores.
+        functions: For reward functions: the names of the functions, if there are several functions. None for
+            a model.
     """
 
     name: str
@@ -72,12 +73,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How the parts of a reward are combined into one score.
+    """The rule that combines the parts of a reward into one score.
 
     Attributes:
         parts: The reward functions first, if there are any, then the reward models.
-        function: The user's function `file.py:function`, which gets the scores by name; None: the weighted
-            sum.
+        function: The user's function `file.py:function`, which receives a dict from part name to score; None:
+            the weighted sum.
         on_error: What to do with a failed score; see `reward.on_error`.
         tells: Whether the score of each part is reported separately.
     """
@@ -97,14 +98,14 @@ class Combination:
         return any(part.normalize for part in self.parts)
 
     def made(self, scores: Mapping[str, float], sample: str) -> float:
-        """Return the result of the user's function for the scores of a sample.
+        """Call the user's function with the scores of a sample, and return the combined score.
 
         Args:
-            scores: The scores of the parts, by name.
+            scores: A dict from part name to score.
             sample: The sample, for the message.
 
         Raises:
-            RewardError: The function raised, or did not return a finite number.
+            RewardError: The function raised an exception, or did not return a finite number.
         """
         assert self.function is not None
         function = _loaded(self.function)
@@ -149,7 +150,7 @@ def load_combine(reference: str, timeout: float) -> None:
 
 
 def combination_of(config: TrainConfig) -> Combination | None:
-    """Return how a run's rewards are combined; None if only reward functions give the reward.
+    """Return the rule that combines a run's rewards; None if the run has no reward models.
 
     Raises:
         ConfigError: The user's function cannot be loaded.

@@ -2,7 +2,7 @@
 
 A model may write an expression that no computer can evaluate, such as 9^{9^{9^9}}, and neither a Python
 signal handler nor a thread can stop arithmetic on one huge number. Expressions are therefore compared in a
-separate process (comparer_program.py), which the operating system ends when a comparison takes too long.
+separate process (comparer_program.py), which the operating system kills when a comparison takes too long.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TIME_LIMIT_S = 5.0  # CPU time for one comparison; if it takes longer, the answe
 class Comparer:
     """A process that compares expressions.
 
-    It starts with the first comparison, and again after it was ended. Several threads may use it; they take
-    turns.
+    The process starts with the first comparison, and again after it was killed. Several threads may use a
+    Comparer. It compares one pair at a time.
 
     Args:
         time_limit_s: The limit of CPU time for one comparison, in seconds.
@@ -34,11 +34,11 @@ class Comparer:
         self._process: subprocess.Popen[str] | None = None
 
     def equal(self, gold: str, answer: str) -> bool:
-        """Return whether two LaTeX expressions are equal; False if it takes too long to find out.
+        """Return whether two LaTeX expressions are equal; False if the comparison exceeds the time limit.
 
         Args:
             gold: The right answer.
-            answer: The answer to compare with it.
+            answer: The answer to compare with the right answer.
 
         Raises:
             RewardError: The process cannot be started.
@@ -83,7 +83,7 @@ class Comparer:
         return self._process
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Stop the process, if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

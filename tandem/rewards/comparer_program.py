@@ -2,13 +2,13 @@
 
     python -P comparer_program.py SECONDS
 
-The library math-verify parses the expressions. This program compares their values exactly: decimals become
-fractions, and everything else is compared by proof (SymPy's simplification, minimal polynomials). No
-tolerance is used. If equality cannot be proven, the answers are not equal.
+The library math-verify parses the expressions. This program compares their values exactly. Decimals are
+converted to fractions. For other values, the program tries to prove equality (SymPy's simplification, minimal
+polynomials). There is no tolerance. If equality cannot be proven, the answers are not equal.
 
-The operating system's alarms, which have no handlers, end the process when one pair takes more than SECONDS
-of CPU time, or WAIT times as long on the clock. CPU time is used so that no score depends on what else runs
-on the machine.
+The operating system's alarms, which have no handlers, kill the process when one pair takes more than SECONDS
+of CPU time, or more than WAIT · SECONDS of wall-clock time. The main limit is CPU time, so that scores do not
+depend on other processes of the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PERCENT = sympy.UnevaluatedExpr(Rational(1, 100))
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return whether two expressions are equal; this program's time limit replaces those of the library."""
+    """Return whether two expressions are equal, without the library's time limits."""
     golds, answers = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer))
     return any(_same(_exact(one), _exact(two)) for one in golds for two in answers)
 
@@ -64,7 +64,7 @@ def _same(gold: Any, answer: Any) -> bool:
 
 
 def _unwrapped(gold: Any, answer: Any) -> tuple[Any, Any]:
-    """Replace an assignment by its right side, if only one of the two values is an assignment."""
+    """If exactly one of the two values is an assignment, replace the assignment by its right side."""
     gold, answer = _shortened(gold), _shortened(answer)
     if isinstance(answer, Eq) and not _is_relation(gold):
         return gold, answer.rhs
@@ -136,7 +136,7 @@ def _same_set(gold: Any, answer: Any) -> bool:
 
 
 def _matched(golds: Sequence[Any], answers: Sequence[Any]) -> bool:
-    """Return whether the parts are equal in some order."""
+    """Return whether the two lists of values are equal up to their order."""
     rest = list(answers)
     for gold in golds:
         found = next((at for at, answer in enumerate(rest) if _same(gold, answer)), None)
@@ -167,7 +167,7 @@ def _same_number(gold: Any, answer: Any) -> bool:
 
 
 def _is_word(one: Any, two: Any) -> bool:
-    """Return whether a name consists of the letters that another value multiplies."""
+    """Return whether one value is a name and the other is the product of the name's letters."""
     letters = Symbol, type(sympy.E)
     if not isinstance(one, Symbol) or not isinstance(two, Mul | Symbol | type(sympy.E)):
         return False
@@ -180,13 +180,13 @@ def _is_word(one: Any, two: Any) -> bool:
 
 
 def _apart(difference: Any) -> bool:
-    """Return whether a number is surely not 0: larger than the error of its first fifteen digits."""
+    """Return whether a number is certainly not 0: larger than its error after fifteen digits."""
     value = sympy.N(difference, 15)
     return bool(value.is_comparable and abs(value) > Rational(1, 10**6))
 
 
 def alarms(limit_s: float) -> None:
-    """Set the alarms for CPU time and for the clock; 0 removes them."""
+    """Set the alarms for CPU time and wall-clock time; 0 removes the alarms."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     signal.setitimer(signal.ITIMER_REAL, WAIT * limit_s)
 

@@ -1,8 +1,9 @@
-r"""Patterns around a number that show that it is not a number by itself.
+r"""Patterns of the text around a number that show that the number is part of something larger.
 
-It may be part of a date, a time, a range, a comparison, an expression or a name, or one of several numbers.
+The number may be part of a date, a time, a range, a comparison, an expression or a name, or one of several
+numbers.
 
-Only the number's own line is searched. Markup (bold, code, formulas, brackets) is skipped.
+Only the line with the number is searched. Markup (bold, code, formulas, brackets) is skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ GOES_ON = re.compile(
     """,
     re.VERBOSE,
 )
-"""Text after a number that makes the number a part of something else."""
+"""Text after a number that makes the number a part of something larger."""
 NO_END = re.compile(rf"{CLOSING}(?:\.\.|…|\\[lc]?dots)")  # after decimals: dots that continue them
 
 BEFORE = re.compile(rf"(?:{MARK}|[ \t\u00a0])+$")  # markup directly before a number
@@ -82,7 +83,7 @@ LEADS_IN = re.compile(
     )$""",
     re.VERBOSE,
 )
-"""Text before a number that makes the number a part of something else."""
+"""Text before a number that makes the number a part of something larger."""
 CALLED = re.compile(r"[A-Za-z]\($")  # a function of the number
 AFTER_SPACED_SIGN = re.compile(r"(?:[:=(#*>]|\b(?:is|are|was)|^)$")
 """Text after which a minus with a space behind it is a sign."""

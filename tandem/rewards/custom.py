@@ -1,4 +1,4 @@
-"""Load a user's own reward function from a file, and check its arguments before training."""
+"""Load a user's reward function from a file, and check its arguments before training."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tandem.rewards.signatures import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CustomReward(Reward):
-    """A user's own reward function.
+    """A reward function that the user wrote.
 
-    Another process loads it again from its source, because objects that its module made on import (clients,
-    locks, models) may not be picklable.
+    Other processes load the function again from its file, because objects that its module creates on import
+    (clients, locks, models) may not be picklable.
 
     Attributes:
         source: The arguments of `load_custom`.
@@ -46,14 +46,14 @@ class CustomReward(Reward):
 
 
 def own_reward(config: CustomRewardConfig, timeout: float = math.inf) -> Scorer | None:
-    """Return the user's own reward; None if the data sources' own rewards are used.
+    """Return the user's reward; None if the config uses the built-in rewards of the data sources.
 
     Args:
         config: The section `custom_reward_function`.
-        timeout: See `load_custom`.
+        timeout: The time limit of a call, in seconds; see `load_custom`.
 
     Raises:
-        RewardError: See `load_custom` and `WeightedSum`.
+        RewardError: A function cannot be loaded (see `load_custom`), or two functions have the same name.
     """
     if not config.terms:
         if config.path is None:
@@ -72,17 +72,17 @@ def load_custom(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = math.inf,
 ) -> Reward:
-    """Load a user's own reward function.
+    """Load a user's reward function.
 
     Args:
         path: A Python file, or the dotted name of a module that can be imported.
-        name: The name of the function in it.
-        kwargs: Further arguments of every call.
+        name: The name of the function in the file or module.
+        kwargs: Additional arguments of every call.
         timeout: The time limit of a call, in seconds. `load_seconds` derives the limit for loading from it.
 
     Raises:
-        RewardError: The file, module or function does not exist; the file raises or takes too long to load;
-            or the function cannot be called in any of the ways that `tandem.rewards.signatures` lists.
+        RewardError: The file, module or function does not exist; the file raises an exception or takes too
+            long to load; or the function has none of the signatures in `tandem.rewards.signatures`.
     """
     module = _module(path, timeout)
     function = getattr(module, name, None)
@@ -164,7 +164,7 @@ def _check_signature(reward: Reward) -> None:
 
 
 def _check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that the function does not take, or that each call passes anyway."""
+    """Check that the function accepts the arguments, and that calls do not already pass them."""
     free = [name for name in named_parameters(function) if name not in GIVEN]
     for name in given:
         if name in GIVEN or not (name in free or takes_all(function)):
@@ -178,7 +178,7 @@ def _check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None
 
 
 def _check_choices(reward: Reward) -> None:
-    """Raise an error for a value that is not among those of the parameter's Literal annotation."""
+    """Check arguments against the Literal annotations of the function's parameters."""
     try:
         parameters = inspect.signature(reward.function, eval_str=True).parameters
     except NameError:  # an annotation that only a type checker can read

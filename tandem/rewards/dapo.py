@@ -17,14 +17,14 @@ from tandem.rewards.expressions import same_as_any
 from tandem.rewards.truths import truths
 
 END_CHARACTERS = 300
-"""How many characters at the end of a response are searched: the answer should be in the last line."""
+"""The number of characters to search at the end of a response; the answer should be in the last line."""
 LINE = re.compile(r"answer[ \t]*[*_]*[ \t]*:\s*([^\n]+)", re.IGNORECASE)
 
 
 def answer(solution_str: str) -> str | None:
-    """Return the answer of a response, searching only its end; None if there is none.
+    """Return the answer at the end of a response; None if there is no answer.
 
-    This is the text after the last "Answer:", or else the content of the last box.
+    The answer is the text after the last "Answer:", or else the content of the last box.
     """
     end = solution_str[-END_CHARACTERS:]
     lines: list[str] = LINE.findall(end)
@@ -37,9 +37,9 @@ def answer(solution_str: str) -> str | None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the score 1 for an answer equal to the ground truth, else -1.
+    """Return the score 1 if the response's answer equals the ground truth, else -1.
 
-    "acc" is 1 or 0; "pred" is the answer.
+    The result also has "acc" (1 or 0) and "pred" (the answer).
 
     Raises:
         RewardError: The process that compares expressions cannot be started.

@@ -1,10 +1,10 @@
-r"""Decide whether two mathematical answers are the same, however they are written.
+r"""Decide whether two mathematical answers have the same value, even if their notation differs.
 
 The library math-verify parses expressions, and a separate process (comparer_program.py) compares their values
 exactly. The library drops words and units, adds up numbers that are separated by spaces, ignores the case of
-letters, and takes the right side of an equation whatever the left side is. Therefore numbers are first
-written in one form, everything except the value is compared separately (measures.py), and a few kinds of
-answers are never compared as values.
+letters, and takes the right side of an equation whatever the left side is. Therefore, this module first
+converts numbers to a standard notation. It compares units, currencies and the like separately (measures.py).
+Some types of answers are never compared by value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPELLINGS = (
     (re.compile(r"≥|⩾|\\geqslant"), r"\\ge "),
     (re.compile(r"°|\\degree(?![A-Za-z])"), r"^\\circ"),
 )
-"""Different spellings of a sign, and the one that is used instead."""
+"""A dict from a variant of a symbol to the standard symbol."""
 REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
 """A decimal whose last digits repeat."""
 DEGREES_OF = re.compile(
@@ -56,12 +56,12 @@ LEFT, RIGHT = " \t\n*_`$", " \t\n*_`$.,:;?"
 
 
 def same_as_any(golds: Sequence[str], answer: str | None) -> bool:
-    """Return whether there is an answer and it equals one of the right answers; see `same`."""
+    """Return whether the answer equals one of the right answers (see `same`); False for None."""
     return bool(answer) and any(same(gold, str(answer)) for gold in golds)
 
 
 def same(gold: str, answer: str) -> bool:
-    """Return whether an answer equals the right one; False if it takes too long to find out.
+    """Return whether an answer equals the right answer; False if the comparison exceeds the time limit.
 
     Args:
         gold: The right answer, in LaTeX or plain text.
@@ -78,7 +78,7 @@ def same(gold: str, answer: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Return an answer without the markup around it, with its numbers written in one form."""
+    """Return an answer without the markup around it, with its numbers in standard notation."""
     text = BLANKS.sub(" ", text)
     for written, meant in SPELLINGS:
         text = written.sub(meant, text)
@@ -116,12 +116,12 @@ def _same_value(truth: Measured, given: Measured) -> bool:
 
 
 def _is_row(text: str) -> bool:
-    """Return whether numbers stand side by side with nothing between them."""
+    """Return whether a text has numbers that are separated only by spaces."""
     return bool(ROW_OF_NUMBERS.search(SPACED_ARGUMENTS.sub("", text)))
 
 
 def _case_differs(gold: str, answer: str) -> bool:
-    """Return whether a letter of the answer occurs in the truth only in the other case; words are ignored."""
+    """Return whether upper and lower case of a single letter differ between answer and truth."""
     one, two = (
         {letter for run in WORD.findall(COMMAND.sub(" ", text)) if len(run) < 3 for letter in run}
         for text in (gold, answer)
@@ -130,7 +130,7 @@ def _case_differs(gold: str, answer: str) -> bool:
 
 
 def _holds(answer: str) -> bool:
-    """Return whether all numbers in an equation are equal, as in 2 + 3 = 5 or x = 5, but not in 4 = 5."""
+    """Return whether an equation's numbers are equal: True for 2 + 3 = 5 or x = 5, False for 4 = 5."""
     *others, last = answer.split("=")
     if len(others) >= MAX_EQUATION_SIDES:
         return False

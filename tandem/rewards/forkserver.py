@@ -1,10 +1,11 @@
-"""The server that forks scoring processes, and the keeper of each scoring process.
+"""The server that forks scoring processes, and the keepers, which watch one scoring process each.
 
-A scoring process calls reward functions. The server imports what these processes need, and forks a keeper for
-each. The keeper forks the scoring process and writes its output to the log. When the scoring process ends or
-is no longer needed, the keeper ends everything that it started, including daemons. Server and keeper run no
-code of the user's and have only one thread, because a process that forks while other threads run may inherit
-their locks and half-changed memory.
+A scoring process calls reward functions. The server imports the modules that scoring processes need, and
+forks one keeper per scoring process. The keeper forks the scoring process and writes the process's output to
+the log. When the scoring process ends or is no longer needed, the keeper kills all processes that the scoring
+process started, including daemons. Server and keepers do not run the user's code and have only one thread
+each. A process that forks while other threads run may inherit locks and half-changed memory from these
+threads.
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ def _kill(pids: Sequence[int]) -> None:
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
-    """Yield the child processes that have ended, with their exit codes."""
+    """Yield (process id, exit code) for each child process that has ended."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def _end_below(seconds: float) -> dict[int, int]:
-    """End all processes below this one, including adopted orphans, and return their exit codes."""
+    """Stop all descendants of this process, including adopted orphans; return a dict from id to exit code."""
     until, codes = time.monotonic() + seconds, dict[int, int]()
     while time.monotonic() < until:
         codes.update(_reaped())
@@ -119,7 +120,7 @@ def _end_below(seconds: float) -> dict[int, int]:
 
 
 def _waker() -> socket.socket:
-    """Return a socket that becomes readable when a child process has ended."""
+    """Return a socket that becomes readable when a child process ends."""
     reads, wakes = socket.socketpair()
     for end in (reads, wakes):
         end.setblocking(False)
@@ -129,7 +130,7 @@ def _waker() -> socket.socket:
 
 
 def _child(run: Callable[[], None]) -> NoReturn:
-    """Run the function of a process that was just forked, then end the process."""
+    """Run a function in a newly forked process, then end the process."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -185,11 +186,11 @@ def run(end: int) -> NoReturn:
 
 
 class Printed:
-    """Writes what a process prints to the log, up to a limit per call and a limit for the log.
+    """Writes a scoring process's output to the log, up to a limit per call and a limit for the log.
 
     Args:
         log: The file descriptor of the log.
-        calls: Memory shared with the process; its content changes with each call.
+        calls: Memory shared with the process, whose content changes with each call.
     """
 
     def __init__(self, log: int, calls: mmap.mmap) -> None:
@@ -197,7 +198,7 @@ class Printed:
         self._call, self._left, self._dropped = b"", CALL_BYTES, 0
 
     def take(self, text: bytes) -> None:
-        """Write as much of the text as the limits allow, and count the rest."""
+        """Write as many bytes as the limits allow, and count the dropped bytes."""
         call = self._calls[:]
         if call != self._call:
             self.tell()
@@ -207,7 +208,7 @@ class Printed:
         self._dropped += len(text) - self._write(text[:room])
 
     def tell(self) -> None:
-        """Report how many bytes were dropped since the last report, unless the log is full already."""
+        """Write the number of bytes dropped since the last report to the log, unless the log is full."""
         if self._dropped and os.fstat(self._log).st_size <= LOG_BYTES:
             full = os.fstat(self._log).st_size == LOG_BYTES
             limit = (
@@ -225,7 +226,7 @@ class Printed:
 
 
 def _keep(line: int, control: int, log: int) -> None:
-    """Keep a scoring process until it ends or the other end of `control` closes."""
+    """Watch a scoring process until the process ends or the other end of `control` closes."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -258,7 +259,7 @@ def _keep(line: int, control: int, log: int) -> None:
 
 
 def _pass_on(reads: int, printed: Printed) -> bool:
-    """Pass a part of a process's output on; return False at its end."""
+    """Copy some output of a process to the log; return False at the end of the output."""
     text = os.read(reads, 1 << 16)
     if text:
         printed.take(text)
@@ -266,7 +267,7 @@ def _pass_on(reads: int, printed: Printed) -> bool:
 
 
 def _begin(line: int, writes: int, calls: mmap.mmap) -> None:
-    """Turn this process into a scoring process that has only its socket and its standard streams open."""
+    """Run this process as a scoring process, with only its socket and standard streams open."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # If memory runs out, the system ends this process first.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")

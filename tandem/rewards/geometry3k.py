@@ -1,6 +1,6 @@
 r"""A reward for geometry problems whose answers are boxed after a <think> section.
 
-Nine tenths of the score are for the right answer, one tenth is for the format.
+The right answer gives 0.9 of the score, and the right format gives 0.1.
 
 Lu et al., "Inter-GPS: Interpretable Geometry Problem Solving", arXiv 2105.04165. Only text is scored here.
 """
@@ -17,7 +17,7 @@ from tandem.rewards.truths import truths
 
 FORM_WEIGHT = 0.1
 FORM = ("<think>", "</think>", "\\boxed{", "}")
-"""The parts of a well-formed response, in this order; the response starts with the first."""
+"""The patterns that a well-formed response must match in this order, starting at its beginning."""
 
 
 def well_formed(solution_str: str) -> bool:
@@ -37,9 +37,9 @@ def well_formed(solution_str: str) -> bool:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the score: 0.9 for the right answer plus 0.1 for the format.
+    """Return the score: 0.9 for the right answer, plus 0.1 for the right format.
 
-    "acc" and "format" are 1 or 0; "pred" is the answer.
+    The result also has "acc" and "format" (1 or 0) and "pred" (the answer).
 
     Raises:
         RewardError: The process that compares expressions cannot be started.

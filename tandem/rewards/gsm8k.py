@@ -14,7 +14,7 @@ from tandem.rewards.numbers import SIGN, VALUE, Quantity, last_quantity, quantit
 from tandem.rewards.truths import truths
 
 MAX_TAIL_CHARACTERS = 10_000
-"""How many characters at the end of a response "flexible" searches."""
+"""The number of characters at the end of a response that the method "flexible" searches."""
 METHODS = ("strict", "flexible")
 WRAPPING = r"(?:\s|[*_`{(:=$£€¥₹]|\\[$(]|\\(?:boxed|fbox|text|textbf|mathbf)\{)*+"
 """Markup, boxes and currency signs before a number."""
@@ -29,15 +29,15 @@ MARKER = re.compile("####")
 
 
 def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> Quantity | None:
-    """Return the number that a response gives as its answer; None if there is none.
+    """Return the number that is the answer of a response; None if the response has no such number.
 
     Args:
         solution_str: The response.
-        method: "strict" takes the number right after the last "####" that has one; "flexible" takes the last
-            number at the end of the response.
+        method: "strict" returns the number after the last "####" that is directly followed by a number.
+            "flexible" returns the last number near the end of the response.
 
     Raises:
-        ValueError: The method is neither.
+        ValueError: The method is neither "strict" nor "flexible".
     """
     if method not in METHODS:
         raise ValueError(f"the method {method!r} is not one of {', '.join(METHODS)}")
@@ -50,7 +50,7 @@ def answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") 
 
 
 def answer_text(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """Return the answer's number as text; None if there is none."""
+    """Return the number of `answer` as text; None if the response has no such number."""
     found = answer(solution_str, method)
     return None if found is None else str(found)
 
@@ -64,13 +64,12 @@ def compute_score(
     *,
     method: Literal["strict", "flexible"] = "strict",
 ) -> float:
-    """Return 1 for the right number, else 0.
+    """Return 1 if the response's answer is the right number, else 0.
 
-    The ground truth is a number, a solution with "####" before the number, or a list of these, any of which
-    is right.
+    The ground truth is a number, a solution with "####" before the number, or a list of such alternatives.
 
     Raises:
-        ValueError: The ground truth is none of these.
+        ValueError: The ground truth has another type.
     """
     golds = [Quantity(to_number(text.rpartition("####")[2])) for text in truths(ground_truth)]
     found = answer(solution_str, method)

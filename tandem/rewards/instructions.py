@@ -1,8 +1,8 @@
-"""Instructions that a program can check, under the names that IFEval's rows use.
+"""Check whether a response follows instructions, which have IFEval's names.
 
 Zhou et al., "Instruction-Following Evaluation for Large Language Models", arXiv 2311.07911. Words are runs of
 letters and digits. A sentence ends with a full stop, question mark or exclamation mark before a space. So
-counts differ a little from those of NLTK, which the paper's own program uses.
+counts differ slightly from the counts of NLTK, which the paper's program uses.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 def instructions(
     response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any] = (), partial: bool = False
 ) -> dict[str, Any]:
-    """Return 1 for a response that follows all instructions of its row, else 0.
+    """Return 1 if a response follows all instructions of its row, else 0.
 
     Args:
         response: The response.
         instruction_id_list: The names of the instructions, such as "keywords:existence".
         kwargs: The arguments of each instruction, as mappings or JSON text. Arguments that are None are
             ignored.
-        partial: Whether to return the share of instructions that the response follows instead.
+        partial: Whether to return the fraction of instructions that the response follows instead.
 
     Raises:
-        RewardError: An instruction is not known here.
-        TypeError: An instruction lacks an argument, or does not take one.
+        RewardError: An instruction is unknown.
+        TypeError: An instruction lacks an argument, or has an argument that it does not accept.
     """
     failed = []
     for place, name in enumerate(instruction_id_list):
@@ -170,4 +170,4 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda text: "," not in text,
 }
-"""Checks of instructions: each returns whether a text follows the instruction, given the rows' arguments."""
+"""A dict from instruction to a function of text and arguments; it returns whether the text follows it."""

@@ -1,4 +1,4 @@
-"""A response to score, its score, and functions that read values of a user's function."""
+"""Classes for a response and its score, and functions that convert the results of a user's function."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Item:
     """A response to score.
 
     Attributes:
-        data_source: The data source of its prompt.
+        data_source: The data source of the prompt.
         solution_str: The text of the response.
         ground_truth: The ground truth in the data.
-        extra_info: Further information in the row of the data.
+        extra_info: The column `extra_info` of the data row.
         index: The row number in the data, for messages.
-        columns: The columns of the row that the reward reads, by name; "prompt" is in the data's form.
+        columns: A dict from name to value, for the columns of the row that the reward reads. "prompt" is the
+            prompt as in the data.
         uid: An id that all responses to the same prompt share.
         token_ids: The tokens of the response.
     """
@@ -48,11 +49,11 @@ class Scored:
     Attributes:
         score: The score, a finite number.
         extra: The other finite numbers that the function returned.
-        answer: The answer in the response, as text; None if there is none, or if the reward does not read
-            any.
+        answer: The answer in the response, as text; None if the response has no answer, or if the reward does
+            not look for an answer.
         reads_answers: Whether the reward looks for an answer.
         failed: Whether the reward failed, so that the score is only a placeholder.
-        why: An explanation of the score, cut by `reason`; "" if the reward gives none.
+        why: An explanation of the score, shortened with `reason`; "" if the reward gives no explanation.
     """
 
     score: float
@@ -69,7 +70,7 @@ class Scored:
 
 
 def reason(text: str) -> str:
-    """Return the part of an explanation that is kept: its beginning, without halves of surrogate pairs."""
+    """Shorten an explanation to its beginning, without unpaired surrogates."""
     return text[:WHY_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -84,7 +85,7 @@ def as_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the user's as short text that can be printed on a terminal."""
+    """Return a value from the user's code as short text that is safe to print on a terminal."""
     try:
         part = value[:SHOWN_CHARACTERS] if isinstance(value, str | bytes | list | tuple) else value
         text = printable(repr(part)[:SHOWN_CHARACTERS])

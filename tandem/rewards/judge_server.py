@@ -1,7 +1,7 @@
-"""Ask a server with OpenAI's chat completions API, within limits, and pay for each answer only once.
+"""Send requests to an OpenAI-compatible chat server, with rate limits, and cache the answers.
 
-The limits hold for all processes of a machine that ask the same address. The processes share locks on files
-next to the cached answers; the system releases a lock when its process dies.
+The limits apply to all processes of a machine that send requests to the same address. The processes share
+locks on files next to the cached answers. The system releases a lock when its process dies.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ PASSING = (408, 409, 425, 429)  # status codes that may be temporary, besides 50
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class JudgeServer:
-    """The server of a judge, and the limits for requests to it.
+    """A chat server for a judge model, and the limits for requests.
 
     Attributes:
         url: The address before `/chat/completions`, such as http://127.0.0.1:8000/v1.
         model: The name of the model on the server.
         api_key_env: The environment variable with the API key; None: the server needs no key.
-        concurrent: The most requests at a time, of all processes of this machine.
-        per_minute: The most requests per minute, evenly spaced, of all these processes; None: no limit.
+        concurrent: The maximum number of simultaneous requests, from all processes of this machine.
+        per_minute: The maximum number of requests per minute, evenly spaced, from all processes of this
+            machine; None: no limit.
         timeout: The time limit of one try, in seconds.
-        tries: The most tries of a request that fails for a temporary reason.
-        options: Further entries of the request, such as temperature or max_tokens.
+        tries: The maximum number of tries for a request that fails for a temporary reason.
+        options: Additional entries of the request, such as temperature or max_tokens.
         cache: The folder for answers and locks; None: the user's cache folder.
     """
 
@@ -64,7 +65,7 @@ class JudgeServer:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> JudgeServer:
-        """Return the server that a mapping of these names describes.
+        """Return the server for a mapping from attribute name to value.
 
         Raises:
             RewardError: A name is missing or unknown, or a value is out of range.
@@ -83,13 +84,13 @@ class JudgeServer:
 
     @property
     def answers(self) -> Path:
-        """The folder with the cached answers of this address."""
+        """The folder with the cached answers of this server's address."""
         users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "judge"
         return Path(self.cache or users).expanduser() / hashlib.sha256(self.url.encode()).hexdigest()[:16]
 
     @property
     def key(self) -> str:
-        """The API key, which must not appear in anything that is written; "" if none is needed.
+        """The API key, which must never be written to a file or log; "" if no key is needed.
 
         Raises:
             RewardError: The variable is not set, or has characters that a header must not have.
@@ -111,8 +112,8 @@ class Reply:
     Attributes:
         text: The text of the answer.
         kept: The cache file of the answer, which exists after a call of `keep`.
-        tokens: The tokens read and written, as the server counts them; 0 for a cached answer.
-        seconds: The time from the first try to the answer, without waiting because of the limits.
+        tokens: The number of prompt and answer tokens, as the server counts them; 0 for a cached answer.
+        seconds: The time from the first try to the answer, without the waits for the limits.
         retries: The number of failed tries.
         cached: Whether the answer came from the cache.
     """
@@ -125,7 +126,7 @@ class Reply:
     cached: bool = False
 
     def keep(self) -> None:
-        """Write the answer to the cache, so that it is paid for only once."""
+        """Write the answer to the cache, so that later requests cost nothing."""
         self.kept.parent.mkdir(parents=True, exist_ok=True)
         new = self.kept.with_suffix(f".{os.getpid()}-{random.getrandbits(48):x}")
         new.write_text(json.dumps({"text": self.text, "tokens": self.tokens}), encoding="utf-8")
@@ -136,7 +137,7 @@ class _Refused(Exception):
     """A try that failed.
 
     Attributes:
-        after: The seconds that the server asks to wait; None if it does not say.
+        after: The waiting time in seconds that the server requests; None if the server requests no time.
         final: Whether another try would fail too.
     """
 
@@ -146,7 +147,7 @@ class _Refused(Exception):
 
 
 async def ask(server: JudgeServer, messages: list[dict[str, str]]) -> Reply:
-    """Return the judge's answer to a chat, from the cache or else from the server.
+    """Return the judge model's answer to a chat, from the cache if possible, else from the server.
 
     Raises:
         RewardError: All tries failed, or the API key is missing.
@@ -178,7 +179,7 @@ def _pause(server: JudgeServer, refused: _Refused, tried: int) -> float:
     """Return the seconds to wait before the next try.
 
     Raises:
-        RewardError: There is no next try.
+        RewardError: No more tries are left, or another try would fail too.
     """
     doubled = min(LONGEST_PAUSE, PAUSE_SECONDS * 2 ** (tried - 1)) * random.uniform(0.75, 1.25)
     pause = doubled if refused.after is None else refused.after
@@ -236,7 +237,7 @@ def _read(text: str) -> tuple[str, int]:
 
 
 def _seconds(after: str | None) -> float | None:
-    """Return the seconds in a Retry-After header, which has a number or a date; None if it has neither."""
+    """Return the seconds in a Retry-After header (a number or a date); None for any other text."""
     try:
         wait = float(after or "nan")
     except ValueError:
@@ -259,7 +260,7 @@ def _client() -> httpx2.AsyncClient:
 
 @asynccontextmanager
 async def _turn(server: JudgeServer) -> AsyncIterator[None]:
-    """Wait until the limits allow another request."""
+    """Wait until the limits allow another request, which runs inside the block."""
     server.answers.mkdir(parents=True, exist_ok=True, mode=0o700)
     while True:
         for place in random.sample(range(server.concurrent), server.concurrent):

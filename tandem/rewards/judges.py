@@ -1,7 +1,7 @@
 """A reward function that asks a language model to judge responses.
 
-It sends a rubric and the response to any server with OpenAI's chat completions API, and reads the score in
-the answer.
+The function sends a rubric and the response to any server with OpenAI's chat completions API, and parses the
+score in the answer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ NAMES = ("rubric", "prompt", "response", "answer", "mark", "low", "high")
 def check(**given: Any) -> tuple[str, ...]:
     """Check the arguments of `judge`, and return the columns that the data must have.
 
-    This is the column "rubric", if the template has a place for a rubric and no rubric is given.
+    The column "rubric" is needed if the template has the placeholder {rubric} and no rubric is given.
 
     Args:
         given: The arguments of `judge`.
 
     Raises:
-        RewardError: An argument is wrong, or the server's API key is missing.
+        RewardError: An argument is invalid, or the server's API key is missing.
     """
     if not isinstance(given.get("server"), Mapping):
         raise RewardError(
@@ -85,26 +85,26 @@ async def judge(
     json_field: str | None = None,
     scale: Sequence[float] = SCALE,
 ) -> dict[str, Any]:
-    """Return the score that a judge gives a response, from 0 (worst of the scale) to 1 (best).
+    """Return the score that a judge model gives a response, scaled to 0 (worst) … 1 (best).
 
     Args:
         prompt: The prompt, as text or messages.
         response: The response.
-        server: The server to ask, as in `tandem.rewards.judge_server.JudgeServer`.
-        rubric: What a good response is: a column, or the same text for all rows.
+        server: The chat server: a mapping of the attributes of `tandem.rewards.judge_server.JudgeServer`.
+        rubric: A description of a good response: a column, or one text for all rows.
         answer: The text for `{answer}` in the template; None: the `ground_truth` of `reward_model`.
         reward_model: The column with the ground truth.
         template: The message to the judge. {rubric}, {prompt}, {response}, {answer}, {low} and {high} are
-            replaced by their values, and {mark} by letters that the response cannot guess.
+            replaced by their values. {mark} is replaced by random letters, which a response cannot imitate.
         pattern: A regular expression. Its last match in the judge's answer has the score as its first group.
-        json_field: Read the score from this entry of the last JSON object in the answer instead.
-        scale: The lowest and the highest score.
+        json_field: The entry with the score in the answer's last JSON object; used instead of `pattern`.
+        scale: The lowest and the highest score that the judge may give.
 
     Returns:
         "score", "why" (the answer's end), "judge_tokens", "judge_seconds", "judge_retries", "judge_cached".
 
     Raises:
-        RewardError: The judge does not answer, its answer has no score on the scale, or an argument is wrong.
+        RewardError: The judge does not answer, the answer has no valid score, or an argument is invalid.
     """
     _check_scale(scale)
     _check_pattern(pattern)
@@ -140,7 +140,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
 
     Args:
         template: The template.
-        values: The values by the names of placeholders.
+        values: A dict from placeholder name to value.
 
     Raises:
         RewardError: The template lacks {response}, or has a placeholder without a value.
@@ -163,7 +163,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _text(prompt: Any) -> str:
-    """Return a prompt as text; if it consists of messages, each follows its role."""
+    """Return a prompt as text. In a list of messages, the role comes before each message."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {_words(message['content'])}" for message in prompt)

@@ -1,9 +1,9 @@
 r"""A reward for mathematics with boxed answers, in the style of MATH.
 
-A response is right if its last \boxed{…} equals the ground truth, as tandem.rewards.expressions decides.
+A response is correct if its last \boxed{…} equals the ground truth; see tandem.rewards.expressions.
 
 Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset", arXiv 2103.03874. The
-NuminaMath sources are those in PRIME's data, whose prompts ask for a box too (Cui et al., arXiv 2502.01456).
+NuminaMath sources are from PRIME's data, whose prompts also ask for a box (Cui et al., arXiv 2502.01456).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tandem.rewards.truths import truths
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """Return 1 for a boxed answer equal to the ground truth, else 0.
+    """Return 1 if the response's boxed answer equals the ground truth, else 0.
 
-    The ground truth is an expression, a solution that boxes one, or a list of these, any of which is right.
+    The ground truth is an expression, a solution with a boxed expression, or a list of such alternatives.
 
     Raises:
         RewardError: The process that compares expressions cannot be started.

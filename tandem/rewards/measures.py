@@ -1,8 +1,9 @@
 r"""Separate the value of a mathematical answer from its unit, currency, base and qualifying words.
 
-If two answers both name a unit, currency or base, these must agree. If only one names it, this is no
-difference, because the answers in datasets often leave units out. Words such as "or more" change the value
-itself, so both answers must have them, or neither. Units are not converted into each other.
+If two answers both name a unit, currency or base, the names must agree. If only one answer names it, the
+answers may still be equal, because answers in datasets often leave out units. Words such as "or more" change
+the value itself, so either both answers must have such words, or neither. Units are not converted into each
+other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)"
 POWER = r"(?:\s*\^\s*\{?\s*(?P<power>\d)\s*\}?)?"
 TAIL = re.compile(rf"(?P<value>.*\S)\s*(?:{TEXT}\s*\{{(?P<words>[^{{}}]*)\}}){POWER}", re.DOTALL)
-"""An answer that ends with words that are set as text."""
+"""An answer that ends with words in a TeX command for text, such as \text{…}."""
 PLAIN_TAIL = re.compile(rf"(?P<value>.*[\d}})])(?P<words>\s*[A-Za-z][A-Za-z ./]*){POWER}", re.DOTALL)
 """An answer that ends with plain words."""
 BASE = re.compile(r"[0-9A-F]_\{?(\d+)\}?$")
@@ -76,13 +77,13 @@ POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
 
 @dataclass(frozen=True)
 class Measured:
-    """A mathematical answer, with its value separated from the rest.
+    """A mathematical answer, split into value, unit, currency, base and qualifying words.
 
     Attributes:
         value: The value in LaTeX.
-        unit: The unit; None if the answer names none.
-        currency: The currency; None if the answer names none.
-        base: The base; None if the answer names none.
+        unit: The unit; None if the answer has no unit.
+        currency: The currency; None if the answer has no currency.
+        base: The base; None if the answer has no base.
         qualifiers: The words that change the meaning of the value.
     """
 
@@ -93,14 +94,14 @@ class Measured:
     qualifiers: frozenset[str]
 
     def agrees(self, other: Measured) -> bool:
-        """Return whether nothing besides the values distinguishes the two answers."""
+        """Return whether unit, currency, base and qualifying words agree; values are ignored."""
         pairs = ((self.unit, other.unit), (self.currency, other.currency), (self.base, other.base))
         named = all(one == two for one, two in pairs if one is not None and two is not None)
         return named and self.qualifiers == other.qualifiers
 
 
 def measured(text: str) -> Measured:
-    """Separate the value of an answer from the rest."""
+    """Split an answer into value, unit, currency, base and qualifying words."""
     plain_words = frozenset(word.lower() for word in WORD.findall(COMMAND.sub(" ", text)))
     currency = next((sign for sign, pattern in CURRENCIES.items() if pattern.search(text)), None)
     bare = text
@@ -114,7 +115,7 @@ def measured(text: str) -> Measured:
 def _parted(text: str) -> tuple[str, str | None]:
     """Split an answer into its value and the unit in the words after the value.
 
-    If the words belong to the value, return the whole answer; if there is no unit, return None for it.
+    If the words belong to the value, return the whole answer and None. If there is no unit, the unit is None.
     """
     tail = TAIL.fullmatch(text) or PLAIN_TAIL.fullmatch(text)
     if tail is None or not re.search(r"\d|\\pi", tail["value"]):
@@ -130,14 +131,14 @@ def _parted(text: str) -> tuple[str, str | None]:
 
 
 def _beside(written: str, word: str, known: bool) -> bool:
-    """Return whether plain words stand next to the value; a letter right after a number is a factor."""
+    """Return whether plain words follow the value as a unit; a letter right after a number is a factor."""
     if not written[0].isspace():
         return known and len(word) > 1
     return known or (len(word) > 2 and word not in FUNCTIONS) or word == "or"
 
 
 def unit_named(words: list[str], power: str = "") -> str | None:
-    """Return the unit that words name, in one form for all names of the same unit; None if there is none.
+    """Return the standard name of the unit that words name; None if the words name no unit.
 
     Args:
         words: The words in lower case, without full stops; "per" and "/" divide.

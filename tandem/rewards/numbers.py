@@ -1,7 +1,8 @@
-"""Read numbers in text exactly, up to `MAX_CHARACTERS` long.
+"""Parse numbers in text exactly, up to `MAX_CHARACTERS` long.
 
-A number is read as a whole or not at all. Text after it may belong to it (1.5 million, 3 1/2, 50%, 3 x 10^8).
-tandem.rewards.contexts has the patterns that make a number a part of something else.
+A number is parsed completely or not at all. The number may include words or symbols after its digits (1.5
+million, 3 1/2, 50%, 3 x 10^8). tandem.rewards.contexts has the patterns that make a number a part of
+something larger.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PLAIN = (
 )
 TRUTH = re.compile(rf"[-+]?{PLAIN}")
 BLANK = "(?:[ \u00a0\u2009\u202f]|\\\\[,;: ]|\\{,\\}|,\\\\!)"
-"""A separator of groups of three digits, besides a comma."""
+"""A separator of groups of three digits other than a comma."""
 GROUPED = rf"[0-9]{{1,3}}(?:{BLANK}[0-9]{{3}})+(?![0-9/])(?:\.[0-9]+)?"
 POWERS = {**SCALES, "k": 3, "m": 6, "bn": 9}
 SIGN = r"(?:(?P<sign>[-+]|(?i:minus|negative)\b)(?P<gap>(?:[ \t$£€¥₹({]|\\\$){0,8}+))?"
@@ -62,8 +63,8 @@ class Quantity:
     """A number in a text.
 
     Attributes:
-        value: The number as written; 50 for 50%.
-        percent: Whether it is written as a percentage.
+        value: The number without its percent sign; 50 for 50%.
+        percent: Whether the number has a percent sign.
     """
 
     value: Fraction
@@ -72,12 +73,13 @@ class Quantity:
     def near(self, truth: Quantity, absolute: Decimal = Decimal(), relative: Decimal = Decimal()) -> bool:
         """Return whether this is the right number, within a tolerance.
 
-        A percent sign may be missing, as in 50 for 50%, or the number may be a fraction, as in 0.5 for 50%.
+        If the right number is 50%, the numbers 50% and 50 (without the sign) and 0.5 (as a fraction) are
+        right.
 
         Args:
             truth: The right number.
-            absolute: The largest difference that is accepted.
-            relative: The largest difference that is accepted, as a fraction of the right number.
+            absolute: The largest accepted difference.
+            relative: The largest accepted difference, as a fraction of the right number.
         """
         pairs = [(self.value, truth.value)]
         if self.percent != truth.percent:
@@ -92,7 +94,7 @@ class Quantity:
         return self.value / 100 if self.percent else self.value
 
     def __str__(self) -> str:
-        """Return text that is the same for equal numbers: a decimal if that is finite, else a fraction."""
+        """Return a decimal with finitely many digits, else a fraction; equal numbers give equal texts."""
         number, percent = self.value, "%" if self.percent else ""
         rest, places = number.denominator, 0
         for prime in (2, 5):
@@ -108,7 +110,7 @@ class Quantity:
 
 
 def readable(text: str) -> str:
-    r"""Write signs and fractions in one form: ½ and \frac{1}{2} as 1/2, 10⁸ as 10^{8}."""
+    r"""Convert signs and fractions to a standard notation: ½ and \frac{1}{2} to 1/2, 10⁸ to 10^{8}."""
     text = text.translate(str.maketrans("−﹣－–", "----"))
     text = UNICODE_FRACTION.sub(
         lambda found: " " + unicodedata.normalize("NFKC", found.group()).replace("\u2044", "/"), text
@@ -129,13 +131,13 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Return the last number of a `readable` text; None if there is none or it is part of something else."""
+    """Return the last number of a `readable` text; None if it is missing or part of something larger."""
     last = deque(ANYWHERE.finditer(text), maxlen=1)
     return quantity(last[0]) if last else None
 
 
 def quantity(found: re.Match[str]) -> Quantity | None:
-    """Return the number in a match of `SIGN` and `VALUE`; None if it is a part of something else."""
+    """Return the number in a match of `SIGN` and `VALUE`; None if it is a part of something larger."""
     text, start, end = found.string, found.start("sign" if found["sign"] else "number"), found.end()
     line = text[max(text.rfind("\n", 0, start) + 1, start - LINE_CHARACTERS) : start]
     before = BEFORE.sub("", line)
@@ -147,7 +149,7 @@ def quantity(found: re.Match[str]) -> Quantity | None:
 
 
 def _signed(found: re.Match[str], line: str, before: str) -> bool:
-    """Return whether the character that looks like a sign is one."""
+    """Return whether the plus or minus before a number is its sign (and not an operator or a dash)."""
     if found["sign"] not in ("+", "-"):
         return True
     spaced = bool(re.search(r"\s", found["gap"])) and not AFTER_SPACED_SIGN.search(before.rstrip())
@@ -176,7 +178,7 @@ def to_number(ground_truth: Any) -> Fraction:
     """Convert a ground truth that is a number, or text with nothing but a number.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The ground truth is not a number or such a text.
     """
     text = str(ground_truth).strip().replace("−", "-")
     if not TRUTH.fullmatch(text):

@@ -1,7 +1,7 @@
 """A pool of processes that score responses.
 
-If a call hangs or its process dies, only the call's own samples are affected. A process whose memory grows is
-replaced.
+If a call hangs or its process dies, only the samples of this call are affected. A process whose memory grows
+is replaced.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ TIMEOUT_REMEDY = "raise reward.timeout, or set reward.on_error=zero or drop to c
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A process of the pool, with the calls that it was sent and has not answered.
+    """A process of the pool, with the calls that were sent to it and are not answered yet.
 
     Attributes:
         line: The socket for calls and their answers.
-        keeper: The socket to the keeper, which closes when everything that the process started has ended.
-        inbox: The answers that arrive.
-        deadline: The time limit of its start, then of its first call.
-        calls: The calls, with their numbers.
+        keeper: The socket to the keeper, which closes when the process and all its descendants have ended.
+        inbox: The reader of the answers on `line`.
+        deadline: The time limit of the process's start, and later of its first unanswered call.
+        calls: The unanswered calls, keyed by number.
         ready: Whether the process has started.
         kept_by: The process id of the keeper; 0 before the process has started.
     """
@@ -64,12 +64,12 @@ class Child:
     kept_by: int = 0
 
     def signal(self) -> None:
-        """Tell the keeper to end the process and everything that it started."""
+        """Tell the keeper to kill the process and all its descendants."""
         with suppress(OSError):  # the keeper has ended already
             self.keeper.shutdown(socket.SHUT_WR)
 
     def kill(self) -> str:
-        """End the process and everything that it started; return its exit code."""
+        """Kill the process and all its descendants; return a description of its exit code."""
         self.signal()
         code = b""
         try:
@@ -88,22 +88,24 @@ class Child:
 
 
 class Pool:
-    """Calls of reward functions, in separate processes.
+    """A pool of processes that call reward functions.
 
-    Functions that are `bounded` are called in this process. With `reward.num_workers=0`, all functions are.
+    Functions with `bounded` are called in this process. With `reward.num_workers=0`, all functions are called
+    in this process.
 
-    Asynchronous calls that wait at the same time share one time limit. If one of them fails, each is called
-    again on its own.
+    Asynchronous calls that wait at the same time share one time limit. If one of these calls fails, each of
+    them is repeated separately.
 
     Args:
-        reward: The user's own reward; None: each data source uses its own.
+        reward: The user's reward; None: the built-in reward of each data source.
         config: The section `reward` of the config.
-        log: The file that receives the output of functions.
+        log: The file for the output of functions.
         say: Prints a sentence for the user about slow calls.
 
     Attributes:
-        counts: "failed", "retried", "timeouts", "died" and "recycled" since they were last cleared.
-        failures: The failures of the last batch, by place.
+        counts: The numbers of "failed", "retried", "timeouts", "died" and "recycled" since the counts were
+            last cleared.
+        failures: The failures of the last batch, keyed by row number.
         seconds: The scoring times of the newest samples. If a call scores several samples, each gets an equal
             share.
     """
@@ -161,7 +163,7 @@ class Pool:
         return scores
 
     def close(self) -> None:
-        """End all processes, and stop a batch that another thread is scoring with them."""
+        """Stop all processes, and abort a batch that another thread is scoring."""
         self._closed = True
         for child in list(self._children):
             child.signal()
@@ -235,7 +237,7 @@ class Pool:
                     send(child.line, asked, SEND_SECONDS)
 
     def _listen(self, scoring: BatchScores) -> None:
-        """Take answers until the next deadline, and replace processes that failed."""
+        """Receive answers until the next deadline, and replace processes that failed."""
         busy = [child for child in self._children if child.calls or not child.ready]
         until = min([child.deadline for child in busy] + [self._heard + SLOW_SECONDS])
         ends = [each for child in busy for each in (child.line, child.keeper)]
@@ -252,7 +254,7 @@ class Pool:
             self._say_slow(scoring)
 
     def _hear(self, child: Child, scoring: BatchScores) -> str:
-        """Take the answers of a process; return why it must be replaced, or ""."""
+        """Receive the answers of a process; return the reason to replace the process, or ""."""
         try:
             for result in child.inbox.read(child.line):
                 self._heard = time.monotonic()
@@ -275,15 +277,15 @@ class Pool:
         return ""
 
     def _replace(self, child: Child, problem: str, scoring: BatchScores) -> None:
-        """Replace a process that hangs, died or has grown; the call that it was working on has failed.
+        """Replace a process that hangs, died or has grown too much; its current call has failed.
 
         Args:
             child: The process.
-            problem: Why it must be replaced.
+            problem: The reason to replace the process.
             scoring: The batch.
 
         Raises:
-            RewardError: The process did not start; or its call has failed and `reward.on_error` is raise.
+            RewardError: The process did not start; or its call failed and `reward.on_error` is raise.
         """
         self.counts["died" if problem == "garbled" else problem] += 1
         code, late, limit = child.kill(), problem == "timeouts", self.config.timeout
@@ -329,11 +331,12 @@ def score(items: Sequence[Item], own: Scorer | None = None) -> list[Scored]:
 
     Args:
         items: The responses to score; their data sources may differ.
-        own: The user's own reward; None: each data source uses its own.
+        own: The user's reward; None: the built-in reward of each data source.
 
     Raises:
-        RewardError: A data source has no reward; or a function raised, or returned something else than a
-            finite number or a dict with one. The error names the function and the sample.
+        RewardError: A data source has no reward; or a function raised an exception; or a function did not
+            return a finite number or a dict with a finite "score". The error names the function and the
+            sample.
     """
     return Pool(own, RewardConfig(num_workers=0)).score(items)
 

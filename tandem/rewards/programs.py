@@ -4,9 +4,9 @@ A ground truth is a mapping or its JSON text. It has `inputs` and `outputs`: tex
 output, or, with `fn_name`, a function's arguments (one JSON value per line) and its result. Or it has
 `assert_case`, a list of statements.
 
-The expected results are compared in this process and never reach the program. There is one exception: a
-statement that does not compare a call with plain values is executed next to the solution. Such tests are
-counted as `cooperative`, because a solution could cheat them.
+This process compares results with the expected results, so the program never sees the expected results. There
+is one exception: a statement that does not compare a call with plain values is executed in the process of the
+solution. Such tests are counted as `cooperative`, because a solution could cheat in them.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     continuous: bool = True,
 ) -> dict[str, Any]:
-    """Return the share of tests that a solution passes.
+    """Return the fraction of tests that a solution passes.
 
-    If `continuous`, this is the share of the first ten tests. Otherwise it is 1 if the solution passes all
-    tests, else 0, and tests stop at the first failure.
+    If `continuous`, the score is the fraction of the first ten tests. Otherwise the score is 1 if the
+    solution passes all tests, else 0, and testing stops at the first failure.
 
-    "passed", "tests", "timeouts", "unserialisable" and "cooperative" count the tests that ran. "acc" says
-    whether all of these passed.
+    "passed", "tests", "timeouts", "unserialisable" and "cooperative" are counts of the tests that ran. "acc"
+    is 1 if all tests that ran passed, else 0.
 
     Raises:
         RewardError: There is no sandbox, or it does not answer.
-        ValueError: The ground truth has no tests, or has none of the forms above.
+        ValueError: The ground truth has no tests, or none of the formats in the module's docstring.
     """
     tests, solution = tests_of(ground_truth), program_in(solution_str)
     if continuous:
@@ -113,7 +113,7 @@ def compute_score(
 
 
 def place_programs(config: SandboxConfig, processes: int) -> None:
-    """Set where this process runs programs; all `processes` together keep to `max_concurrent`."""
+    """Set this process's sandbox; `processes` processes together run at most `max_concurrent` programs."""
     share = max(1, config.max_concurrent // max(1, processes))
     limits = Limits(config.timeout, config.memory_limit_mb)
     sandbox.use(Place(config.url, limits, share if config.url else 1))
@@ -126,7 +126,7 @@ def check_sources(
 
     Args:
         sources: The data sources.
-        own: The user's own reward, which scores all sources; None: each source uses its own.
+        own: The user's reward, which scores all sources; None: the built-in reward of each source.
         config: The section `reward.sandbox`.
         say: Prints a sentence for the user.
 
@@ -141,7 +141,7 @@ def check_sources(
 
 
 def program_in(response: str) -> str:
-    """Return the program in a response: its last Python block, else its last block, else all of it."""
+    """Return the program in a response: the last Python block, else the last block, else the response."""
     _, fence, block = response.rpartition("```python")
     if not fence and response.count("```") >= 2:
         _, block, _ = response.rsplit("```", 2)
@@ -154,7 +154,7 @@ def tests_of(ground_truth: Any) -> list[Test]:
     """Return the tests in a ground truth.
 
     Raises:
-        ValueError: It has no tests, or has none of the forms in the module's docstring.
+        ValueError: The ground truth has no tests, or none of the formats in the module's docstring.
     """
     truth = parse_json(ground_truth) if isinstance(ground_truth, str | bytes) else ground_truth
     if not isinstance(truth, Mapping):
@@ -186,7 +186,7 @@ def _values(value: Any) -> list[Any]:
 
 
 def _statement(text: str) -> Test:
-    """Return the test of a statement: a call for `assert f(…) == …` with plain values, else the statement."""
+    """Return a test for a statement: a function call for `assert f(…) == …`, else the statement itself."""
     with suppress(SyntaxError, ValueError, TypeError, RecursionError):  # Python may still execute it
         match ast.parse(text).body:
             case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), given, []), [ast.Eq()], [wanted]))]:

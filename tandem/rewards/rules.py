@@ -1,10 +1,10 @@
 """Ready-made reward functions: rules for any text, to use alone or in a weighted sum.
 
-You can name a rule in a config or pass it in Python. A rule takes the response and, by name, whatever else it
-needs: columns of the data, or values that are the same for all rows (`reward_kwargs`; `functools.partial` in
-Python). The right answer is the column `answer`, or else the `ground_truth` of `reward_model`. The answer of
-a response is the text between the last pair of the tags that `tag` names, or else after the last `</think>`,
-or else the whole response. Each score comes with an explanation, `why`.
+You can name a rule in a config or pass it in Python. The arguments of a rule are the response and, passed by
+keyword, columns of the data or values for all rows (`reward_kwargs`; `functools.partial` in Python). The
+right answer is the column `answer`, or else the `ground_truth` of `reward_model`. The answer of a response is
+the text in the last pair of tags with the name `tag`. Without tags it is the text after the last `</think>`,
+or else the whole response. Each result has an explanation, `why`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tandem.texts import parse_json
 MAX_EXPRESSION = 200  # the most characters of an expression; longer text is not parsed
 MARKS = r"(?:[\s*_($\[{:]|\\(?:text|textbf|mathrm|mathbf|boxed)\b)*+"
 CHOSEN = re.compile(rf"{MARKS}([A-Z])[\s*_$]*+(?:[)\]}}.:]|\Z)")
-"""A letter that stands alone, at the beginning of a line or a box."""
+"""A single letter at the beginning of a line or a box."""
 LETTER = r"([A-Z](?![\w'’])|[a-z](?=[)\].*_\s]*(?:\n|\Z)))"
 NAMED = rf"(?:(?i:option|choice|letter|answer)\s+)?{MARKS}{LETTER}"
 WILL_BE = (
@@ -59,7 +59,7 @@ CONCLUDED = re.compile(
     r"(?:\A|[\n.!?;:])[\s*_]*+(?i:(?:so|thus|hence|therefore)\b,?\s+(?:it(?:['’]s|\s+(?:is|must\s+be))\s+)?"
     rf"|it(?:['’]s|\s+(?:is|must\s+be))\s+){MARKS}([A-Z])[\s)\].!*_$]*\Z"
 )
-"""A last sentence with nothing but a letter as its answer."""
+"""A last sentence that announces a single letter as the answer."""
 OPTION = re.compile(r"(?i:\b(?:option|choice))[\s*_(\[]+([A-Z])(?![\w'])")
 ANOTHER = re.compile(
     r"[\s*_)\]}.$]*+(?:,|/|&|or\b|and\b|(?:is|was)\s+(?:not|wrong|incorrect|false)\b)"
@@ -87,7 +87,7 @@ OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def final(response: str, tag: str = "answer") -> str:
-    """Return the text in the last pair of tags, or else after the last `</think>`, or else all of it."""
+    """Return the text in the last pair of tags, else after the last `</think>`, else the whole response."""
     before, closed, _ = response.rpartition(f"</{tag}>")
     _, opened, inside = before.rpartition(f"<{tag}>")
     return inside if closed and opened else response.rpartition("</think>")[2]
@@ -115,7 +115,7 @@ def exact(
     ignore_case: bool = False,
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """Return 1 if the answer equals a right answer, ignoring the amount of whitespace, else 0."""
+    """Return 1 if the response's answer equals a right answer, ignoring the amount of whitespace, else 0."""
     golds, pred = _golds(answer, reward_model), " ".join(final(response, tag).split())
     accepted = [" ".join(gold.split()) for gold in golds]
     right = pred.lower() in map(str.lower, accepted) if ignore_case else pred in accepted
@@ -131,10 +131,10 @@ def numeric(
     relative: float = 0.0,
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """Return 1 if the answer is close enough to the right number, else 0.
+    """Return 1 if the response's answer is close enough to the right number, else 0.
 
-    The answer may differ by `absolute`, or by `relative` times the right number. It is the last number of the
-    last box, or of the text if there is no box.
+    The answer may differ by `absolute`, or by `relative` times the right number. The answer is the last
+    number in the last box, or in the text if there is no box.
 
     Raises:
         ValueError: The right answer is not a number.
@@ -159,12 +159,12 @@ def choice(
     letters: str = "ABCDEFGHIJ",
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """Return 1 for the right letter of a multiple-choice question, else 0.
+    """Return 1 if the response chooses the right letter of a multiple-choice question, else 0.
 
     The right answer is a letter, or the number of the choice, counted from 0.
 
     Raises:
-        ValueError: The right answer is neither.
+        ValueError: The right answer is neither a letter nor a number.
     """
     golds = []
     for gold in _golds(answer, reward_model):
@@ -177,7 +177,7 @@ def choice(
 
 
 def _letter(text: str) -> str | None:
-    """Return the letter that a text chooses: boxed, alone, announced last, or the only letter named."""
+    """Return the letter that a text chooses: boxed, alone, announced last, or the only letter in the text."""
     boxed = last_boxed(text)
     alone = (boxed or text).strip(" \n()[].!*_$`")
     if len(alone) == 1 and alone.isalpha():
@@ -201,10 +201,10 @@ def _letter(text: str) -> str | None:
 def matches(
     response: str, pattern: str, whole: bool = False, seconds: float = 1.0, tag: str = "answer"
 ) -> dict[str, Any]:
-    """Return 1 if a regular expression (of the package `regex`) matches the text, else 0.
+    """Return 1 if a regular expression (of the package `regex`) matches the answer, else 0.
 
-    With `whole`, it must match the whole text. A search that takes more than `seconds` is stopped and counts
-    as no match.
+    With `whole`, the expression must match the whole answer. A search that takes more than `seconds` is
+    stopped and counts as no match.
     """
     part = final(response, tag).strip()
     search = regex.fullmatch if whole else regex.search
@@ -218,13 +218,13 @@ def matches(
 
 @register_reward()
 def json_schema(response: str, schema: Any, tag: str = "answer") -> dict[str, Any]:
-    """Return 1 for JSON that is valid under a schema, else 0. This needs the package jsonschema.
+    """Return 1 if the answer is JSON that is valid under a schema, else 0. Needs the package jsonschema.
 
-    If the text has a fenced block (three backticks or tildes), the JSON is the last of them.
+    If the answer has fenced blocks (three backticks or tildes), the JSON is the content of the last block.
 
     Args:
         response: The response.
-        schema: The schema, as a mapping or JSON text. Nothing that it refers to is downloaded.
+        schema: The schema, as a mapping or JSON text. Schemas that it refers to are not downloaded.
         tag: The tags around the answer.
     """
     try:
@@ -253,16 +253,17 @@ def countdown(
     form: float = 0.0,
     tag: str = "answer",
 ) -> dict[str, Any]:
-    """Return 1 for an expression that uses each number once and has the target's value, else 0 or `form`.
+    """Return 1 if the answer is an expression that uses each number once and equals the target, else 0.
 
-    The expression may have +, -, *, / and brackets. Text after an equals sign is ignored.
+    An expression that uses each number once but has another value gets the score `form`. The expression may
+    have +, -, *, / and brackets. Text after an equals sign is ignored.
 
     Args:
         response: The response.
         numbers: The numbers to use: a column, else an entry of the `ground_truth` of `reward_model`.
         target: The value to reach: a column, else an entry of the `ground_truth` of `reward_model`.
         reward_model: The column with the ground truth.
-        form: The score of a correct expression that has another value.
+        form: The score of an expression that uses each number once but has another value.
         tag: The tags around the answer.
     """
     truth = (reward_model or {}).get("ground_truth") or {}
@@ -284,7 +285,7 @@ def countdown(
 
 
 def _expression(part: str) -> str:
-    """Return an answer's expression in Python's notation, without markup and without its value."""
+    """Convert an answer's expression to Python's notation, without markup and without "= value"."""
     text = (last_boxed(part) or part).strip(" \n\t*_`$").translate(SIGNS)
     for written, meant in TEX_OPERATIONS:
         text = re.sub(written, meant, text)
@@ -310,15 +311,15 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 def format(
     response: str, template: str = "<think>…</think><answer>…</answer>", prefilled: str = ""
 ) -> dict[str, Any]:
-    """Return 1 for a response in the template's form, else 0.
+    """Return 1 if a response follows the template, else 0.
 
-    The response must have the template's tags and other texts in the same order, and none of them more often.
-    It must have text where the template has … (or ...), and nowhere else.
+    The response must have the template's tags and other texts in the same order, and equally often. It must
+    have text where the template has … (or ...), and nowhere else.
 
     Args:
         response: The response.
         template: The template.
-        prefilled: The part of the response that is in the prompt already, such as `<think>`.
+        prefilled: The beginning of the response that the prompt already contains, such as `<think>`.
     """
     text, parts = prefilled + response, TEMPLATE.findall(template.replace("...", "…"))
     at, free = 0, False
@@ -345,10 +346,10 @@ def length(
     target: int | None = None,
     unit: Literal["tokens", "characters", "words"] = "tokens",
 ) -> list[dict[str, Any]]:
-    """Return 0 for a response whose length is within bounds, else a negative score, down to -1.
+    """Return 0 for a response whose length is within the bounds, else a negative score, at least -1.
 
     The response must have at least `least` and at most `most` units, or exactly `target`. The negative score
-    is the difference from the bound, as a fraction of the bound.
+    is minus the distance from the bound, as a fraction of the bound.
 
     The target follows Aggarwal & Welleck, "L1: Controlling How Long A Reasoning Model Thinks With
     Reinforcement Learning", arXiv 2503.04697.
@@ -366,7 +367,7 @@ def length(
 
 @register_reward(bounded=True)
 def repetition(response: str, size: int = 3) -> dict[str, Any]:
-    """Return minus the share of a response's n-grams that occurred before.
+    """Return minus the fraction of a response's n-grams that occurred earlier in the response.
 
     The score is 0 if no sequence of `size` words occurs twice, and near -1 for endless repetition. Yeo et
     al., "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv 2502.03373, appendix C.2, as a single
@@ -383,9 +384,9 @@ def repetition(response: str, size: int = 3) -> dict[str, Any]:
 
 @register_reward(bounded=True)
 def language(response: str, script: str | Sequence[str] = "Latin") -> dict[str, Any]:
-    """Return the share of a response's letters that belong to a script; 1 if it has no letters.
+    """Return the fraction of a response's letters that belong to a script; 1 without letters.
 
-    DeepSeek-AI, "DeepSeek-R1", arXiv 2501.12948, rewards the share of a language in this way.
+    DeepSeek-AI, "DeepSeek-R1", arXiv 2501.12948, uses a similar reward for the target language's fraction.
 
     Args:
         response: The response.

@@ -1,4 +1,4 @@
-"""The scoring of one batch: the calls that it needs, and the scores so far."""
+"""The state of scoring one batch: the pending calls of reward functions, and the scores so far."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CONCURRENT_CALLS = 64  # the most asynchronous calls of one process that wait at
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """One call of a function.
+    """One call of a reward function, or several asynchronous calls for one response.
 
     Attributes:
-        reward: The function; if there are several, the first.
-        parts: The numbers of the functions in the scorer. If there are several, they are asynchronous and
-            score the same response.
-        places: The places of the samples to score.
-        tries: The number of failed calls before this one.
+        reward: The function; if there are several, the first function.
+        parts: The indices of the functions in the scorer's `parts`. If there are several functions, they are
+            asynchronous and score the same response.
+        places: The row numbers of the samples to score.
+        tries: The number of earlier failed tries.
     """
 
     reward: Reward
@@ -33,18 +33,18 @@ class RewardCall:
     tries: int = 0
 
     def divided(self) -> list[RewardCall]:
-        """Split the call by samples, or else by functions; return [] if it has only one of each."""
+        """Split the call by samples, else by functions; return [] if it has one sample and one function."""
         if len(self.places) > 1 and not self.reward.batched:
             return [replace(self, places=(place,)) for place in self.places]
         return [replace(self, parts=(part,)) for part in self.parts] if len(self.parts) > 1 else []
 
 
 def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[RewardCall]:
-    """Yield the calls that score the items, each with its scorer.
+    """Yield the calls that score the items.
 
-    A function for one response is called for each response. Asynchronous calls go together, also those of
-    several functions. A batched function takes all responses, and a group function all responses to one
-    prompt.
+    A function for one response is called once per response. Asynchronous functions for the same response
+    share one RewardCall. A batched function is called with all responses, and a group function with all
+    responses to one prompt.
     """
     places_of: dict[Scorer, list[int]] = {}
     for place, scorer in enumerate(scorers):
@@ -67,7 +67,7 @@ def calls_of(items: Sequence[Item], scorers: Sequence[Scorer]) -> Iterator[Rewar
 
 
 class BatchScores:
-    """The scores of a batch so far: waiting calls, scores by place and function, and failures by place."""
+    """The scores of a batch so far, with the pending calls and the failures."""
 
     def __init__(self, items: Sequence[Item], own: Scorer | None, config: RewardConfig) -> None:
         self.items, self._config = items, config
@@ -83,7 +83,7 @@ class BatchScores:
         return len(self._found) == self._left
 
     def of(self, call: RewardCall) -> dict[int, Item]:
-        """Return the items of a call, by their place."""
+        """Return a dict from row number to item, for the items of a call."""
         return {place: self.items[place] for place in call.places}
 
     def rewards(self, call: RewardCall) -> list[Reward]:
@@ -91,13 +91,13 @@ class BatchScores:
         return [self._scorers[call.places[0]].parts[part] for part in call.parts]
 
     def take(self, call: RewardCall, result: Answer) -> None:
-        """Take the result of a call.
+        """Store the result of a call.
 
-        A failed call is split or tried again; if neither is possible, its samples have no score.
+        A failed call is split or tried again; if neither is possible, its samples get a placeholder score.
 
         Args:
             call: The call.
-            result: Its result.
+            result: The result of the call.
 
         Raises:
             RewardError: The call failed and `reward.on_error` is raise.

@@ -20,13 +20,13 @@ from tandem.rewards.truths import truths
 OPEN, CLOSE = "<answer>", "</answer>"
 MAX_TAGS = 10
 SHARE_WITH_MORE_TAGS = 0.25
-"""The score of a right answer in a response with more than MAX_TAGS opening or closing tags."""
+"""The score of a correct answer in a response with more than MAX_TAGS opening or closing tags."""
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def answer(solution_str: str) -> str | None:
-    """Return the text in the last pair of tags; None if there is none."""
+    """Return the text in the last pair of <answer> tags; None if there are no such tags."""
     start = solution_str.rfind(OPEN, 0, max(0, solution_str.rfind(CLOSE)))
     if start < 0:
         return None
@@ -37,7 +37,7 @@ def answer(solution_str: str) -> str | None:
 def normalized(text: str) -> str:
     """Return text in lower case without punctuation and articles, with single spaces between words.
 
-    If nothing else is left, as for "A" or "!!!", they are kept.
+    If the result would be empty, as for "A" or "!!!", articles and punctuation are kept.
     """
     lower = text.lower()
     words = ARTICLE.sub(" ", lower.translate(WITHOUT_PUNCTUATION)).split()
@@ -57,10 +57,10 @@ def normalized(text: str) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the score 1 for a right answer (0.25 in a response with more than ten tags), else 0.
+    """Return the score 1 for a correct answer (0.25 if the response has more than ten tags), else 0.
 
-    "acc" is 1 or 0; "pred" is the answer. The ground truth is one answer, a list of answers, or a mapping
-    with either of these under "target".
+    The result also has "acc" (1 or 0) and "pred" (the answer). The ground truth is one answer, a list of
+    answers, or a mapping whose "target" is an answer or a list of answers.
 
     Raises:
         ValueError: There is no ground truth.

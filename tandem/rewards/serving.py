@@ -1,9 +1,8 @@
-"""The process that calls reward functions, and the answers that it sends, which another process can check.
+"""The program of a scoring process, which calls reward functions, and the format of its answers.
 
-Calls arrive as pickles, which the trainer writes. An answer is plain JSON after a header. The header has the
-number of the call, the id of the process, a token that only this process was given, and the length. So if a
-function writes to the pipe itself, or forks a copy of the process that does, its output is never mistaken for
-an answer.
+The trainer sends calls as pickles. An answer is JSON after a header. The header has the number of the call,
+the id of the process, a secret token of this process, and the length of the answer. So if a reward function,
+or a fork of the process, writes to the socket, its output is never mistaken for an answer.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _PARTS = ("message", "field", "got", "expected", "remedy")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message to a process.
+    """The first message to a scoring process, with its settings.
 
     Attributes:
-        token: The token that its answers must carry.
-        reward: The user's own reward, pickled. Unpickling it runs the user's code.
+        token: The token that each answer must contain.
+        reward: The user's reward, pickled. Unpickling it runs the user's code.
         config: The section `reward` of the config.
         processes: The number of processes in the pool.
         scratch: The folder for temporary files.
@@ -71,11 +70,11 @@ class Answer:
 
     Attributes:
         number: The number of the call; 0 reports the start of the process.
-        scores: For each function, the scores by place; empty if there is an error.
-        error: The reason of a failure; None without a failure.
-        seconds: The duration of the call; 0 if it is not known.
+        scores: For each function, a dict from row number to score; empty if there is an error.
+        error: The reason for a failure; None without a failure.
+        seconds: The duration of the call; 0 if unknown.
         grown: Whether the process has grown so much that it must be replaced.
-        keeper: The id of the keeper's process, in the answer that reports the start.
+        keeper: The process id of the keeper; set only in the answer that reports the start.
     """
 
     number: int
@@ -87,11 +86,11 @@ class Answer:
 
 
 class Garbled(Exception):
-    """The data on the line is not a valid answer."""
+    """Raised if the data on the socket is not a valid answer."""
 
 
 def send(line: socket.socket, value: Any, seconds: float) -> None:
-    """Send a message; afterwards the socket does not block.
+    """Send a message, and set the socket to non-blocking mode.
 
     Args:
         line: The socket.
@@ -109,10 +108,10 @@ def send(line: socket.socket, value: Any, seconds: float) -> None:
 
 
 class Inbox:
-    """The answers that arrive on a socket.
+    """The reader of the answers on a socket.
 
     Args:
-        token: The token that answers must carry.
+        token: The token that answers must contain.
     """
 
     def __init__(self, token: bytes) -> None:
@@ -120,7 +119,7 @@ class Inbox:
         self.pid = 0
 
     def read(self, line: socket.socket) -> Iterator[Answer]:
-        """Yield the answers that have arrived completely.
+        """Yield all complete answers that have arrived.
 
         Args:
             line: The socket.
@@ -160,7 +159,7 @@ def _answer_of(number: int, text: bytes) -> Answer:
 
 
 def _text_of(answer: Answer) -> bytes:
-    """Encode an answer; if it is too long, encode an error that says so."""
+    """Encode an answer; if it is too long, encode an error message instead."""
     error = answer.error
     plain = None if error is None else {name: _cut(getattr(error, name)) for name in _PARTS}
     scores = [
@@ -184,7 +183,7 @@ def _cut(part: Any) -> str | None:
 
 
 def answer(number: int, rewards: Sequence[Reward], items: Mapping[int, Item]) -> Answer:
-    """Make a call and return its result: the scores, or the reason of its failure."""
+    """Make a call and return its result: the scores, or the reason for its failure."""
     began = time.perf_counter()
     try:
         result = Answer(number, scores_of(rewards, items))
@@ -226,7 +225,7 @@ def serve(line: socket.socket, calls: mmap.mmap) -> None:
 
 
 class _ServingProcess:
-    """The state of this process, prepared from its first message."""
+    """The state of a scoring process, set up from the first message."""
 
     def __init__(self, line: socket.socket, setup: Setup) -> None:
         self._line, self._token, self._most = line, setup.token, setup.config.max_growth_mb

@@ -1,4 +1,4 @@
-"""How a user's own reward function is called, which the names of its parameters decide.
+"""The signatures of a user's reward function. The names of its parameters select the signature.
 
     (prompt, response, **columns) -> float | dict | None          one response
     (prompts, responses, **columns) -> list of these              all responses of a call, columns as lists
@@ -6,11 +6,11 @@
     (prompts, completions, completion_ids, **columns) -> list     as TRL's GRPOTrainer calls reward functions
     (data_source, solution_str, ground_truth, extra_info)         as in verl, see `tandem.rewards.base`
 
-`columns` are columns of the data, by name. A function gets the columns that it names, or all with `**`. A
-dict must have the key "score". None means that the function does not score this response, so another function
-must. Functions written for TRL may also take `log_extra(column, values)` and `log_metric(name, value)`. A
-prompt is passed in the data's form: text or messages. If the prompt has messages, a TRL completion is a
-message too.
+`columns` are columns of the data, passed by keyword. A function gets the columns that its parameters name, or
+all columns if it has a `**` parameter. A dict must have the key "score". None means that the function does
+not score this response, so another function must. Functions written for TRL may also have the parameters
+`log_extra(column, values)` and `log_metric(name, value)`. A prompt is passed as in the data: text or
+messages. If the prompt has messages, a TRL completion is a message too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MARKS: Mapping[Style, Sequence[str]] = {
     "batch": ("responses",),
     "trl": _TRLS,
 }
-"""Parameters that identify the style; one of them is enough."""
+"""Parameters that identify a signature. One such parameter is enough."""
 _FACTS: Mapping[str, Callable[[Item], Any]] = {
     "data_source": lambda item: item.data_source,
     "solution_str": lambda item: item.solution_str,
@@ -47,7 +47,7 @@ _FACTS: Mapping[str, Callable[[Item], Any]] = {
     "completion": lambda item: _completion(item.columns["prompt"], item.solution_str),
     "completion_id": lambda item: item.token_ids,
 }
-"""What a call gets of a response; a call for several responses gets lists, under the plural of the name."""
+"""Arguments about the response. A call for several responses gets lists, under the plural of the name."""
 VERL_GIVES = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_GIVES = ("prompt", "completion", "completion_id")
 
@@ -58,14 +58,14 @@ class Reads:
 
     Attributes:
         needs: The columns that must exist; "prompt" is the column of `data.prompt_key`.
-        optional: Further columns that the function takes if they exist; None: all other columns.
+        optional: Columns that the function accepts if they exist; None: all other columns.
     """
 
     needs: tuple[str, ...] = ()
     optional: tuple[str, ...] | None = ()
 
     def __add__(self, other: Reads) -> Reads:
-        """Return the columns that two functions read together."""
+        """Return the columns that at least one of two functions reads."""
         needs = tuple(dict.fromkeys(self.needs + other.needs))
         if self.optional is None or other.optional is None:
             return Reads(needs, None)
@@ -73,18 +73,18 @@ class Reads:
 
 
 VERLS = Reads(("data_source", "reward_model"), ("extra_info",))
-"""The columns that functions in verl's style read, and the built-in rewards."""
+"""The columns that built-in rewards and functions with verl's signature read."""
 
 
 def style_of(function: Callable[..., Any], field: str) -> Style:
-    """Return how a function must be called.
+    """Return the signature by which a function must be called.
 
     Args:
         function: The function.
         field: The name of the function in messages.
 
     Raises:
-        RewardError: The parameters fit none of the styles, or two of them.
+        RewardError: The parameters match no signature, or two signatures.
     """
     names = set(named_parameters(function))
     if refused := sorted(names & set(_NOT_OFFERED)):
@@ -112,7 +112,7 @@ def style_of(function: Callable[..., Any], field: str) -> Style:
 
 
 def _meant(names: Set[str]) -> str:
-    """Return questions about parameters that may be misspelled, as the beginning of a remedy."""
+    """Return "did you mean" questions about parameters that may be misspelled, to start a remedy."""
     known = (*RESERVED, "solution_str")
     near = {
         name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in sorted(names - set(known))
@@ -121,13 +121,13 @@ def _meant(names: Set[str]) -> str:
 
 
 def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a function names, without *args and **kwargs."""
+    """Return the named parameters of a function, without *args and **kwargs."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind not in kinds}
 
 
 def takes_all(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes **kwargs."""
+    """Return whether a function has a `**` parameter."""
     found = inspect.signature(function).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found)
 
@@ -136,9 +136,9 @@ def arguments(style: Style, items: Sequence[Item], *, several: bool) -> dict[str
     """Return the arguments of a call for some items.
 
     Args:
-        style: How the function is called.
+        style: The signature of the function.
         items: The items.
-        several: Whether the function takes lists, and not the values of one item.
+        several: Whether the function expects lists instead of the values of one item.
     """
     gives = {"verl": VERL_GIVES, "trl": TRL_GIVES}.get(style, ("prompt", "response"))
     rows = [{name: _FACTS[name](item) for name in gives} for item in items]
@@ -162,7 +162,7 @@ def _completion(prompt: Any, text: str) -> Any:
 
 
 def reads_of(function: Callable[..., Any], style: Style, fixed: Mapping[str, Any]) -> Reads:
-    """Return the columns that a function of this style reads; `fixed` are arguments that are not columns."""
+    """Return the columns that a function reads; the arguments in `fixed` are not columns."""
     if style == "verl":
         return VERLS
     known = {*GIVEN, *fixed}

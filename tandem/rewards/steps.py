@@ -1,4 +1,4 @@
-"""Find the steps of a response between separators, and the tokens in which they end."""
+"""Split a response into steps at separators, and find the token at the end of each step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 
 def step_ends(text: str, separator: str) -> list[int]:
-    """Return where the steps of a text end, in characters from its beginning.
+    """Return the end of each step of a text, in characters from the beginning.
 
-    Each step ends after its separator, the last one with the text. Blank steps are ignored.
+    Each step ends after its separator. The last step ends at the end of the text. Blank steps are ignored.
     """
     ends, at = [], 0
     for step in text.split(separator):
@@ -23,7 +23,7 @@ def step_ends(text: str, separator: str) -> list[int]:
 
 
 def ending_tokens(text_ends: Sequence[int], token_ends: Sequence[int]) -> list[int]:
-    """Return the tokens in which steps end.
+    """Return the index of the last token of each step.
 
     Args:
         text_ends: The number of characters up to the end of each step.
@@ -33,9 +33,9 @@ def ending_tokens(text_ends: Sequence[int], token_ends: Sequence[int]) -> list[i
 
 
 def steps_of_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
-    """Return the tokens in which the steps of a response end.
+    """Return the index of the last token of each step of a response.
 
-    Each token is decoded on its own, so that its place in the text is known.
+    Each token is decoded separately, so that its position in the text is known.
     """
     pieces = [str(tokenizer.decode([token], skip_special_tokens=True)) for token in ids]
     return ending_tokens(step_ends("".join(pieces), separator), list(accumulate(map(len, pieces))))

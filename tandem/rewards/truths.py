@@ -1,4 +1,4 @@
-"""The right answers in a row of data: one, or several of which any counts."""
+"""Read the right answers from a row of data. A row may have several alternative answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def truths(ground_truth: Any) -> list[str]:
         ground_truth: Text, a number, or a list, tuple or array of these.
 
     Raises:
-        ValueError: The ground truth is something else, or empty: None, blank text, an empty list, a mapping.
+        ValueError: The ground truth has another type (such as a mapping) or is empty: None, blank text, an
+            empty list.
     """
     if isinstance(ground_truth, str | Number):
         several: list[Any] = [ground_truth]

@@ -1,4 +1,4 @@
-"""One controller that calls methods of many workers.
+"""The runtime: one controller that calls methods of many workers.
 
 This package has the registered methods of workers, the dispatch of calls, futures, resource pools and
 backends.

@@ -15,12 +15,12 @@ from tandem.runtime.worker import WorkerFactory
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The time that a worker spent since the last count, by activity.
+    """The seconds that a worker spent in each activity since the last call of `take_usage`.
 
     Attributes:
-        busy_s: Seconds inside its methods.
+        busy_s: Seconds inside the worker's methods.
         wait_s: Seconds spent waiting for inputs that did not exist yet.
-        transfer_s: Seconds spent copying existing inputs to its process.
+        transfer_s: Seconds spent copying existing inputs to the worker's process.
         transfer_bytes: The number of bytes copied in `transfer_s`.
     """
 
@@ -35,12 +35,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """Some samples of a streaming method's result.
+    """Some samples from the result of a streaming method on one worker.
 
     Attributes:
         rank: The rank of the worker.
-        rows: The places of the samples in that worker's whole result.
-        handle: The handle of the batch.
+        rows: The row numbers of the samples in the worker's complete result.
+        handle: The handle of the batch with these samples.
     """
 
     rank: int
@@ -63,21 +63,22 @@ class Workers(Protocol):
         Args:
             method: The name of the method.
             calls: One (args, kwargs) per rank; None for a rank that is not called.
-            keeps: Whether the result is a batch that stays with the worker until something fetches it.
+            keeps: Whether the result is a batch that stays in the worker's process until another process
+                fetches it.
         """
 
     def stream(self, method: str, calls: Sequence[Call | None]) -> Iterator[StreamPart]:
-        """Yield the parts of all ranks as soon as they exist."""
+        """Run a streaming method on each rank, and yield each part of the results as soon as it exists."""
 
     def take_usage(self) -> list[Usage]:
         """Return each rank's usage since the last call."""
 
     def shutdown(self) -> None:
-        """End the workers. Further calls do nothing."""
+        """Stop the workers. Further calls of `shutdown` do nothing."""
 
 
 class Backend(Protocol):
-    """The place where workers run: one process, or a cluster."""
+    """The environment in which workers run: one process, or a cluster."""
 
     @property
     def gpus(self) -> bool | None:
@@ -91,16 +92,16 @@ class Backend(Protocol):
         """
 
     def launch(self, worker: WorkerFactory, pool: ResourcePool, role: str) -> Workers:
-        """Start one worker in each process of the pool, created with `worker.create`.
+        """Create one worker in each process of the pool, with `tandem.runtime.worker.create`.
 
         Workers of several roles on one pool share its processes.
 
         Raises:
-            ConfigError: The backend cannot provide what the pool asks for.
+            ConfigError: The backend cannot provide the pool's processes or devices.
         """
 
     def release(self, pool_names: Sequence[str]) -> None:
-        """End the processes of some pools. The groups of the pools must have been shut down."""
+        """Stop the processes of some pools. The worker groups of these pools must already be shut down."""
 
     def take_traffic(self) -> dict[str, float]:
         """Return the number of bytes that the controller received since the last call.
@@ -109,4 +110,4 @@ class Backend(Protocol):
         """
 
     def shutdown(self) -> None:
-        """End all workers. Further calls do nothing."""
+        """Stop all workers. Further calls of `shutdown` do nothing."""

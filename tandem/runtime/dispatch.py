@@ -1,7 +1,7 @@
-"""Dispatch: turn one call on a group into calls of its workers, and their results into one result.
+"""Dispatch: split a call on a worker group into calls on its workers, and combine the workers' results.
 
 Dispatch functions take a mesh and the arguments, and return one call per rank. Collect functions take a mesh
-and one result per rank. Nothing is padded: shares may have different sizes and may be empty.
+and one result per rank. Batches are not padded: ranks may get different numbers of rows, and no rows at all.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ The result of a rank that was not called is None.
 
 
 class Dispatch(Enum):
-    """The ways to call a registered method on the workers of a group.
+    """The dispatch modes: how a method of a group is called on the workers.
 
-    ONE_TO_ALL: Call all workers with the same arguments; return a list of results by rank.
-    ALL_TO_ALL: Each argument is a list with one item per rank; return a list of results by rank.
+    ONE_TO_ALL: Call all workers with the same arguments; return a list of results, in order of rank.
+    ALL_TO_ALL: Each argument is a list with one item per rank; return a list of results, in order of rank.
     RANK_ZERO: Call only rank 0; return its result.
-    DP_COMPUTE_PROTO: Give each worker a share of the rows of every DataProto or BatchFuture among the
-    arguments, and all other arguments unchanged. Return the concatenated rows.
-    ND_COMPUTE_PROTO: The same over a mesh that the workers registered. Workers of one data-parallel rank get
-    the same share, and only the workers that collect contribute rows.
+    DP_COMPUTE_PROTO: Split the rows of every DataProto or BatchFuture argument over the workers, and pass all
+    other arguments unchanged. Return the concatenated rows of the results.
+    ND_COMPUTE_PROTO: Like DP_COMPUTE_PROTO, over a mesh that the workers registered. All workers of a
+    data-parallel rank get the same rows, and only the workers that collect return rows to the group.
     DP_COMPUTE: Like DP_COMPUTE_PROTO, but for plain lists.
     """
 
@@ -55,11 +55,12 @@ class Dispatch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
-    """A worker's place in a mesh.
+    """A worker's data-parallel rank in a mesh of workers.
 
     Attributes:
-        dp_rank: The share of the batch that the worker gets, 0 … dp_size-1.
-        dp_size: The number of shares.
+        dp_rank: The data-parallel rank, 0 … dp_size-1. Batches are split into dp_size parts, and the worker
+            gets part dp_rank.
+        dp_size: The number of data-parallel ranks.
         collects: Whether the group uses the worker's results. This is true for one worker per dp_rank.
     """
 
@@ -70,14 +71,14 @@ class MeshPlace:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The places of all workers of a group.
+    """A mesh: the data-parallel ranks of all workers of a group.
 
     Args:
-        places: The place of each rank.
+        places: The `MeshPlace` of each rank.
         name: The name of the mesh, for messages.
 
     Raises:
-        ConfigError: The places do not form a mesh.
+        ConfigError: The places are inconsistent.
     """
 
     places: tuple[MeshPlace, ...]
@@ -107,7 +108,7 @@ class Mesh:
 
     @classmethod
     def flat(cls, world_size: int) -> Mesh:
-        """Return a mesh in which every worker has its own data-parallel rank."""
+        """Return a mesh in which every worker has a different data-parallel rank."""
         return cls(tuple(MeshPlace(rank, world_size) for rank in range(world_size)))
 
     @property
@@ -132,14 +133,15 @@ class Registration:
     Attributes:
         dispatch_mode: A member of Dispatch, or a (dispatch, collect) pair of functions.
         blocking: Whether a call returns the result instead of a future.
-        collect: "all" uses the results as the mode says. "first" uses the result of the first worker that
-            collects, for results that are the same on all workers.
-        mesh: The mesh of ND_COMPUTE_PROTO; None means the only mesh that the workers registered.
-        balance: The ragged column whose row lengths determine how rows are divided; None means equal counts.
-        stream: Whether the method is a generator of parts.
+        collect: "all" combines the results as `dispatch_mode` defines. "first" uses the result of the first
+            worker that collects; choose it if all workers return equal results.
+        mesh: The name of the mesh for ND_COMPUTE_PROTO; None: the only mesh that the workers registered.
+        balance: The ragged column whose total row lengths are balanced over ranks; None: ranks get equal
+            numbers of rows.
+        stream: Whether the method is a generator of `Part`.
 
     Raises:
-        ConfigError: `dispatch_mode` is not a mode, or options do not go together.
+        ConfigError: `dispatch_mode` is not a mode, or options cannot be combined.
     """
 
     dispatch_mode: Dispatch | tuple[DispatchFn, CollectFn] = Dispatch.DP_COMPUTE_PROTO
@@ -179,7 +181,7 @@ class Registration:
 
     @property
     def divides_batches(self) -> bool:
-        """Whether each data-parallel rank gets a share of the rows of every batch."""
+        """Whether the rows of every batch are split over the data-parallel ranks."""
         return self.dispatch_mode in (Dispatch.DP_COMPUTE_PROTO, Dispatch.ND_COMPUTE_PROTO)
 
     @property
@@ -207,7 +209,7 @@ def dispatch_rank_zero(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def dispatch_all_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Give item r of every argument to rank r.
+    """Return the calls that pass item r of every argument to rank r.
 
     Raises:
         DataError: An argument is not a list with one item per rank.
@@ -227,12 +229,12 @@ def dispatch_all_to_all(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Give each data-parallel rank a contiguous share of every batch's rows.
+    """Return the calls that pass contiguous rows of every batch to each data-parallel rank.
 
-    The sizes of the shares differ by at most one.
+    The numbers of rows differ by at most one.
 
     Raises:
-        DataError: The batches have different sizes, as far as the sizes are known here.
+        DataError: The batches have different sizes. Sizes that are not yet known are not checked.
     """
     _batches(args, kwargs)
     return _by_share(mesh, _BATCHES, lambda batch: batch.chunk(mesh.dp_size), args, kwargs)
@@ -241,7 +243,7 @@ def dispatch_batches(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def divide_batches(
     mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], column: str
 ) -> tuple[list[Call | None], Division | None]:
-    """Give each data-parallel rank a share of every batch's rows, with nearly equal total weights.
+    """Return the calls that split every batch's rows over data-parallel ranks with nearly equal weights.
 
     This function does not wait for results.
 
@@ -252,10 +254,12 @@ def divide_batches(
         column: The ragged column of one of the batches whose row lengths are the weights.
 
     Returns:
-        The calls, and the division of the rows, which is None if there is only one share.
+        The calls, and the division of the rows (the rows of each rank), which is None if there is only one
+        data-parallel rank.
 
     Raises:
-        DataError: The batches have different sizes, or none has the column, as far as this is known here.
+        DataError: The batches have different sizes, or no batch has the column. Batches that are not yet
+            known are not checked.
     """
     batches = _batches(args, kwargs)
     if mesh.dp_size == 1 or not batches:
@@ -277,7 +281,7 @@ def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | 
     """Return the batches among the arguments.
 
     Raises:
-        DataError: Their sizes differ, as far as they are known.
+        DataError: The known sizes of the batches differ.
     """
     batches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, _BATCHES)]
     if len(batches) == 1:
@@ -294,7 +298,7 @@ def _batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DataProto | 
 
 
 def dispatch_lists(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Give each data-parallel rank a contiguous share of every list; other arguments go to all ranks."""
+    """Return the calls that split every list over data-parallel ranks; other arguments go to all ranks."""
 
     def spans(items: list[Any]) -> Sequence[Any]:
         return [items[span] for span in even(len(items), mesh.dp_size)]
@@ -309,7 +313,7 @@ def _by_share(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Call | None]:
-    """Give each rank its share of every argument of type `kind`; other arguments go to all ranks."""
+    """Split every argument of type `kind` with `cut`, one part per rank; other arguments go to all ranks."""
 
     def shares(argument: Any) -> Sequence[Any]:
         return cut(argument) if isinstance(argument, kind) else [argument] * mesh.dp_size
@@ -340,11 +344,11 @@ def collect_first(mesh: Mesh, results: list[Any]) -> Any:
 def collect_batches(mesh: Mesh, results: list[Any]) -> DataProto:
     """Concatenate the batches of the workers that collect.
 
-    A worker may return a batch without columns for an empty share. Such a batch is left out if other batches
-    have columns.
+    A worker without rows may return a batch without columns. Such a batch is left out if other batches have
+    columns.
 
     Raises:
-        DataError: The batches have different columns, or different values of one entry of meta_info.
+        DataError: The batches have different columns, or different values for the same key of meta_info.
     """
     parts: list[DataProto] = [results[rank] for rank in mesh.collectors]
     return DataProto.concat([part for part in parts if part.columns] or parts)

@@ -1,10 +1,10 @@
 """Tables as expressions over workers' results.
 
-Evaluating an expression gives a layout, which says where the table's rows are. The index and the values of
-the table follow from its layout. Only results that hold wanted rows of wanted columns are fetched, and each
-is fetched once. Every column is assembled with one copy, or without a copy if its rows follow each other in
-one result. A layout also makes a share's expression short: turned into an expression again, it names only the
-results of that share.
+Evaluating an expression gives a layout, which stores for each row the result that contains the row. The index
+and the values of the table are computed from the layout. Only results with requested rows of requested
+columns are fetched, and each result is fetched once. Every column is assembled with one copy, or without a
+copy if its rows are consecutive in one result. Converting a layout back to an expression also makes the
+expression of a few rows short: it contains only the results with these rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tandem.runtime.layout import Layout, Strip, compact
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A table that an operation of `Layout` makes from other tables.
+    """An expression node: an operation of `Layout` on other tables.
 
     Attributes:
         name: The name of the method.
-        tables: At least one table. The method is called on the first.
+        tables: At least one table. The method is called on the first table.
         options: The first arguments of the method, before the other tables.
     """
 
@@ -39,20 +39,20 @@ class Operation:
     options: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the node in fewer bytes than a dataclass takes by default."""
+        """Pickle the node in fewer bytes than a dataclass by default."""
         return Operation, (self.name, self.tables, self.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Balanced:
-    """The division of rows into shares of nearly equal weight.
+    """An expression for the division of rows into groups of nearly equal weight, one per rank.
 
     The division depends only on the index, so every process that evaluates it gets the same result.
 
     Attributes:
-        tables: Tables of the same samples. One of them has the column.
+        tables: Tables of the same samples. One of these tables has the column.
         column: The ragged column whose row lengths are the weights.
-        parts: The number of shares.
+        parts: The number of groups.
     """
 
     tables: tuple[Node, ...]
@@ -66,14 +66,14 @@ class Balanced:
 Node = Source | Operation
 """A table as an expression."""
 Division = tuple[np.ndarray, ...] | Balanced
-"""A division of a table's rows: the row numbers of each share in small integers, or a rule for them."""
+"""A division of a table's rows: the row numbers of each group (compact integers), or a `Balanced` rule."""
 
 
 def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
-    """Return a function that evaluates expressions, and evaluates each part of them only once.
+    """Return a function that evaluates expressions, and evaluates each subexpression only once.
 
     Args:
-        left: A function that returns how many seconds are left to wait for indices.
+        left: A function that returns the remaining time to wait for indices, in seconds.
     """
 
     @functools.cache
@@ -94,9 +94,9 @@ def evaluation(left: Callable[[], float | None]) -> Callable[[Node], Layout]:
 
 
 def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
-    """Return an expression for some rows of a table, with `rows` in the form that `compact` returns.
+    """Return an expression for some rows of a table; `rows` is a result of `compact`.
 
-    If the expression already names rows by number, the numbers are selected right away.
+    If the expression already has explicit row numbers, the rows are selected from these numbers at once.
     """
     if not _by_number(node):
         return Operation("__getitem__", (node,), (rows,))
@@ -106,10 +106,10 @@ def rows_of(node: Node, rows: slice | np.ndarray) -> Node:
 
 
 def chunk_of(node: Node, i: int, n: int) -> Node:
-    """Return an expression for share i of n of a table.
+    """Return an expression for chunk i of n nearly equal chunks of a table's rows.
 
-    A batch can be split this way before its size is known. If the expression already names rows by number,
-    the numbers are selected right away.
+    A batch can be chunked in this way before its size is known. If the expression already has explicit row
+    numbers, the chunk is selected from these numbers at once.
     """
     if not _by_number(node):
         return Operation("chunk", (node,), (i, n))
@@ -117,7 +117,7 @@ def chunk_of(node: Node, i: int, n: int) -> Node:
 
 
 def _by_number(node: Node) -> TypeGuard[Operation]:
-    """Return whether an expression names rows by number."""
+    """Return whether an expression selects rows by explicit row numbers."""
     if isinstance(node, Source) or node.name != "__getitem__":
         return False
     (rows,) = node.options
@@ -125,7 +125,7 @@ def _by_number(node: Node) -> TypeGuard[Operation]:
 
 
 def balanced(indices: Sequence[Index], column: str, parts: int) -> list[np.ndarray]:
-    """Return the rows of `parts` shares of nearly equal weight, in ascending order within each share.
+    """Return the rows of `parts` groups of nearly equal weight, in ascending order within each group.
 
     Args:
         indices: Indices of tables of the same samples.
@@ -149,7 +149,7 @@ def balanced(indices: Sequence[Index], column: str, parts: int) -> list[np.ndarr
 
 
 def sources(node: Node) -> Iterator[Source]:
-    """Yield each result that an expression mentions, once."""
+    """Yield each result in an expression, without duplicates."""
     seen: set[Node] = set()
     left = [node]
     while left:
@@ -165,11 +165,12 @@ def sources(node: Node) -> Iterator[Source]:
 
 
 def as_expression(layout: Layout, *, settle: bool = False) -> Node:
-    """Return a layout as an expression that mentions only the results that it needs.
+    """Convert a layout to an expression with only the results that the layout needs.
 
     Args:
         layout: The layout.
-        settle: Whether to assemble results that this process holds, so that only their wanted rows are sent.
+        settle: Whether to assemble results that are in this process, so that only their requested rows are
+            sent.
     """
     nodes: list[Node] = list(layout.bare)
     nodes += [_strip_expression(strip, tuple(names), settle) for strip, names in layout.strips().items()]

@@ -1,4 +1,4 @@
-"""Failures of workers: records of what happened, and the report for the user."""
+"""Failures of workers: records of failed calls, and the report for the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Place:
         world_size: The number of processes in the pool.
         node: The address of the machine.
         pid: The process id on that machine.
-        log: The file that the process's output goes to.
+        log: The file with the process's output.
     """
 
     pool: str
@@ -48,10 +48,10 @@ class Record:
         rank: The rank of the process.
         role: The role of the worker.
         method: The method that was called.
-        error: The exception in one line.
+        error: The exception as one line of text.
         trace: The traceback.
         cause: The exception, if it can be pickled.
-        inputs: Whether the call failed because it could not get an input. Then another call failed first.
+        inputs: Whether the call failed because an input was missing. In this case, another call failed first.
         at: The time of the failure, in seconds since the epoch on the worker's machine.
     """
 
@@ -67,7 +67,7 @@ class Record:
 
 
 class CallFailed(Exception):
-    """The error that a worker's process sends instead of a result; it holds the record of the failed call."""
+    """The error that a worker's process sends instead of a result, with the record of the failed call."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
@@ -82,7 +82,7 @@ class Status:
         state: "idle", "waiting for the inputs of" or "running".
         role: The role of the current call.
         method: The method of the current call.
-        since_s: Seconds in that state.
+        since_s: Seconds in the current state.
         resident_bytes: The resident memory of the process.
         failures: Calls that raised an exception since the last report.
         messages: Messages for the user since the last report.
@@ -104,13 +104,13 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The reason why a run cannot continue: the first failure, and where it happened.
+    """The reason why a run cannot continue: the first failure and its process.
 
     Attributes:
-        place: The process.
-        what: A description in one sentence.
+        place: The failed process.
+        what: A description of the failure, in one sentence.
         role: The role of the call that was running, if known.
-        method: The method of that call, if known.
+        method: The method of the call that was running, if known.
         detail: The traceback, or the stacks of the process.
         cause: The exception, if there is one.
     """
@@ -151,13 +151,13 @@ class Fault:
 
 
 TAIL_BYTES = 65536
-"""The number of bytes at the end of a log that are read to find its last lines."""
+"""The number of bytes at the end of a log that are read to find the log's last lines."""
 
 
 def log_header(pid: int) -> str:
     """Return the first line that a process writes to its log.
 
-    The log may also hold the output of earlier processes.
+    The header is needed because the log may also contain the output of earlier processes.
     """
     return f"── process {pid} ──"
 
@@ -189,7 +189,7 @@ def tail(log: Path, pid: int, *, without: str = "", lines: int = LOG_LINES) -> s
 
 
 def first_failure(records: Iterable[Record]) -> Record | None:
-    """Return the record of the failure that came first.
+    """Return the record of the earliest failure; None without records.
 
     This is the earliest call that did not fail because an input was missing.
     """

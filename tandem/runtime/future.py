@@ -1,8 +1,8 @@
-"""Futures: results that may not exist yet and that stay with the workers that make them.
+"""Futures: results that may not exist yet and that stay in the processes of the workers.
 
 A BatchFuture is a small expression over such results (select, union, rows, chunk). The controller composes
-expressions and reads their index. Values are assembled only where they are used: in the worker that receives
-the future as an argument, or in the controller when it calls `get`.
+expressions and reads their indices (row lengths and columns). Values are assembled only in the process that
+uses them: in the worker that receives the future as an argument, or in the controller when it calls `get`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class Future(Generic[Result]):
-    """A result that is not a batch.
+    """A future for a result that is not a batch.
 
     Args:
         handles: One handle per worker; None for a worker that was not called.
@@ -61,18 +61,18 @@ class Future(Generic[Result]):
             timeout_s: The longest time to wait, in seconds; None waits without a limit.
 
         Raises:
-            TimeoutError: The result is not there after `timeout_s` seconds.
+            TimeoutError: The result does not exist after `timeout_s` seconds.
         """
         left = _countdown(timeout_s)
         return self._collect([None if h is None else h.get(left()) for h in self._handles])
 
 
 class BatchFuture:
-    """A batch that stays with the workers.
+    """A future for a batch whose values stay in the processes of the workers.
 
-    It is immutable. Every operation returns another future at once and copies no values. Only `index`, `len`
-    and `split` wait for an index, and only `get` waits for values. Rows and chunks of a batch whose methods
-    have ended refer only to the results that they need.
+    A BatchFuture is immutable. Every operation returns another future at once and copies no values. Only
+    `index`, `len` and `split` wait for an index, and only `get` waits for values. If the methods that compute
+    a batch have ended, its rows and chunks only refer to the results that they need.
     """
 
     __slots__ = ("_index", "_layout", "_node")
@@ -85,8 +85,8 @@ class BatchFuture:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the expression.
 
-        If this process holds some of the results and the wanted rows and columns are known, only these rows
-        and columns are sent.
+        If some of the results are in this process and the requested rows and columns are known, only these
+        rows and columns are sent.
         """
         node = self._node
         if any(isinstance(s.handle, Done) for s in sources(node)) and self.ready():
@@ -95,7 +95,7 @@ class BatchFuture:
 
     @classmethod
     def of(cls, batch: DataProto) -> BatchFuture:
-        """Return a batch of the controller as a future, so that it can be combined with other futures."""
+        """Wrap a batch of this process in a future, to combine the batch with other futures."""
         return cls(Source(Done(batch), "BatchFuture.of"))
 
     @classmethod
@@ -107,7 +107,8 @@ class BatchFuture:
         Args:
             handles: At least one handle.
             method: The name of the called method, for messages.
-            division: The division of the rows that the workers got. The rows return to their order before it.
+            division: The rows that each worker received. The result's rows are put back into the order of the
+                undivided batch.
         """
         results = tuple(Source(handle, method) for handle in handles)
         if division is not None:
@@ -127,7 +128,7 @@ class BatchFuture:
 
     @classmethod
     def arranged(cls, parts: Sequence[BatchFuture], places: Sequence[np.ndarray]) -> BatchFuture:
-        """Return the rows of all parts, with row i of part p at places[p][i]."""
+        """Return a batch with the rows of all parts. Row i of part p becomes row places[p][i]."""
         division = tuple(place.astype(np.int32) for place in places)
         return cls(Operation("restore", tuple(part._node for part in parts), (division,)))
 
@@ -143,14 +144,14 @@ class BatchFuture:
         return self._index
 
     def ready(self) -> bool:
-        """Return whether the index is there without waiting for a method to end."""
+        """Return whether `index` is available without waiting for a worker's method."""
         return self._index is not None or all(s.ready() for s in sources(self._node))
 
     def get(self, timeout_s: float | None = None) -> DataProto:
-        """Bring the values to this process and return them.
+        """Copy the values to this process and return the batch.
 
-        The table belongs to the caller. Its tensors may share memory with others in this process, but never
-        with another process.
+        The caller may change the batch. Its tensors may share memory with other tensors in this process, but
+        never with another process.
 
         Args:
             timeout_s: The longest time to wait, in seconds; None waits without a limit.
@@ -158,7 +159,7 @@ class BatchFuture:
         Raises:
             DataError: `select` named a missing column, `union` got batches that do not match, or a method did
                 not return a DataProto.
-            TimeoutError: The batch is not there after `timeout_s` seconds.
+            TimeoutError: The batch does not exist after `timeout_s` seconds.
         """
         left = _countdown(timeout_s)
         fetch: Callable[[Source], DataProto] = functools.cache(lambda source: source.batch(left()))
@@ -171,19 +172,19 @@ class BatchFuture:
         """Return only the named columns.
 
         Raises:
-            DataError: No column is named.
+            DataError: No columns are given.
         """
         if not columns:
             raise DataError("no columns to select", expected="at least one name")
         return BatchFuture(Operation("select", (self._node,), (columns,)))
 
     def union(self, *others: BatchFuture | DataProto) -> BatchFuture:
-        """Return the columns of all batches side by side."""
+        """Return a batch with the columns of all batches, which must have the same rows."""
         futures = [BatchFuture.of(o) if isinstance(o, DataProto) else o for o in others]
         return BatchFuture(Operation("union", (self._node, *(future._node for future in futures))))
 
     def rows(self, indices: RowIndex) -> BatchFuture:
-        """Return the rows with these numbers in the given order; a boolean tensor filters rows."""
+        """Return the rows with the given row numbers, in the given order; a boolean tensor filters rows."""
         if self.ready():
             return self._part(picks(indices, len(self)))
         return BatchFuture(rows_of(self._node, compact(indices)))
@@ -194,8 +195,7 @@ class BatchFuture:
         Args:
             chunks: The number of parts.
             balance: The ragged column whose row lengths are balanced over the parts; the rows of a part stay
-                in ascending order. Without it, the sizes of the parts differ by at most one, as in
-                DataProto.chunk.
+                in ascending order. None: the sizes of the parts differ by at most one, as in DataProto.chunk.
 
         Raises:
             DataError: `chunks` is below one.
@@ -211,7 +211,7 @@ class BatchFuture:
         return [BatchFuture(chunk_of(self._node, i, chunks)) for i in range(chunks)]
 
     def divided(self, division: Division) -> list[BatchFuture]:
-        """Return the shares of a division without waiting."""
+        """Return one batch per row group of a division, without waiting."""
         if isinstance(division, tuple) and self.ready():
             return [self._part(rows) for rows in division]
         return [BatchFuture(Operation("share", (self._node,), (division, i))) for i in range(len(division))]
@@ -229,7 +229,7 @@ class BatchFuture:
         return [self.rows(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def _part(self, rows: Picks) -> BatchFuture:
-        """Return some rows of a batch whose layout can be computed now."""
+        """Return some rows of this batch; the batch's layout must already be known."""
         node = as_expression(self._laid_out()[rows])
         return BatchFuture(node, functools.partial(Index.__getitem__, self.index, rows))
 
@@ -240,12 +240,12 @@ class BatchFuture:
 
 
 def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Division:
-    """Return the balanced division of batches of the same samples, without waiting.
+    """Return the balanced division of the rows of several batches of the same samples, without waiting.
 
     Args:
         batches: Batches of the same samples.
-        parts: The number of shares.
-        column: The ragged column whose row lengths are balanced over the shares.
+        parts: The number of row groups.
+        column: The ragged column whose row lengths are balanced over the groups.
     """
     if all(batch.ready() for batch in batches):
         return tuple(balanced([batch.index for batch in batches], column, parts))
@@ -253,14 +253,14 @@ def division(batches: Sequence[BatchFuture], parts: int, column: str) -> Divisio
 
 
 def resolve(argument: Any, *, borrowed: bool = False) -> Any:
-    """Turn an argument into what a worker's method receives.
+    """Convert an argument of a call to the value that a worker's method receives.
 
-    A future becomes its value. A batch becomes a table that belongs to the worker.
+    A future becomes its value. A batch becomes a batch that the worker may change.
 
     Args:
         argument: The argument.
-        borrowed: Whether the argument came from another process, so that a batch may use memory that others
-            read. Such a batch is copied. Otherwise its tensors are shared with the caller.
+        borrowed: Whether the argument came from another process. A batch may then use memory that other
+            processes read, so it is copied. Otherwise the worker's batch shares its tensors with the caller.
     """
     if isinstance(argument, (BatchFuture, Future)):
         return argument.get()
@@ -270,7 +270,7 @@ def resolve(argument: Any, *, borrowed: bool = False) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """Return the value with every batch in it copied, also in lists and dicts."""
+    """Return the value with a copy of every batch in it, including batches in lists and dicts."""
     if isinstance(value, DataProto):
         return value.clone()
     if type(value) in (list, tuple):
@@ -281,7 +281,7 @@ def owned(value: Any) -> Any:
 
 
 def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Return a function that returns the seconds left of one limit for several waits."""
+    """Return a function that returns the seconds that remain of a time limit for several waits."""
     if timeout_s is None:
         return _forever
     deadline = time.monotonic() + timeout_s
@@ -289,4 +289,4 @@ def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
 
 
 def _forever() -> None:
-    """Return None: the seconds left when there is no limit."""
+    """Return None, the remaining time if there is no limit."""

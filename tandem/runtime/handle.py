@@ -1,6 +1,6 @@
-"""One worker's promised result.
+"""Handles and sources: references to one worker's result, which may not exist yet.
 
-A backend knows the result by its handle. Expressions over batches know it by its source.
+A backend identifies the result by its handle. Expressions over batches refer to the result with a source.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from tandem.runtime.index import Index, require_batch
 
 
 class Handle(Protocol):
-    """One worker's promised result, as a backend knows it.
+    """A backend's reference to one worker's result, which may not exist yet.
 
     If results travel between processes, a handle must be picklable and work in every process. All methods
     that wait raise the exception that the worker's method raised, and TimeoutError after `timeout_s` seconds.
-    None means the backend's own limit.
+    None means the backend's limit.
     """
 
     @property
     def borrowed(self) -> bool:
-        """Whether `get` may return tensors in memory that others read. Such tensors must not be changed."""
+        """Whether `get` may return tensors in shared memory. Do not change such tensors."""
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Bring the value to this process and return it."""
+        """Copy the value to this process and return it."""
 
     def index(self, timeout_s: float | None = None) -> Index:
         """Return the index of a result that is a DataProto, without moving values."""
@@ -42,7 +42,7 @@ class Handle(Protocol):
 class Done:
     """The handle of a result that is already in this process.
 
-    A result that was read from a pickle may use memory that others read.
+    A result that was unpickled may use memory that other processes read; see `borrowed`.
     """
 
     value: Any
@@ -86,13 +86,13 @@ class InThread:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Source:
-    """One worker's promised batch, which is a leaf of expressions.
+    """A leaf of expressions: the batch that one worker's method returns.
 
     Args:
         handle: The handle of the batch.
         method: The method that makes the batch, for messages.
-        shape: The number of rows and the names of the columns, once they are known. They are pickled with the
-            source, so that a worker need not ask for them again.
+        shape: The number of rows and the names of the columns; None while unknown. The shape is pickled with
+            the source, so that a worker need not request it again.
     """
 
     handle: Handle
@@ -104,7 +104,7 @@ class Source:
         return Source, (self.handle, self.method, self.shape)
 
     def ready(self) -> bool:
-        """Return whether the index is there without waiting for a worker."""
+        """Return whether the index is available without waiting for a worker."""
         return self._index is not None or self.handle.done()
 
     def index(self, timeout_s: float | None) -> Index:

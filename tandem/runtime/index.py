@@ -1,4 +1,4 @@
-"""What the controller knows about a batch that stays with the workers."""
+"""The index of a batch: the columns and row lengths that the controller knows without the values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from tandem.protocol.ragged import RowIndex, row_index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """The shape of a batch of B samples without its values, a few tens of bytes per sample.
+    """The index of a batch of B samples: ids, row lengths and column names, without the values.
+
+    An index needs a few tens of bytes per sample.
 
     Attributes:
-        uids: (B) object array, or None if the batch has no uids. `select` keeps them, so that samples can
+        uids: (B) object array, or None if the batch has no uids. `select` keeps the uids, so that samples can
             still be identified.
-        row_ids: (B) int64, the place of each row in the batch that the method returned.
+        row_ids: (B) int64, the row number of each row in the batch that the worker's method returned.
         lengths: For each ragged column: (B) int64 row lengths. Columns of equal lengths share one tensor.
         columns: The names of all columns.
     """
@@ -48,7 +50,7 @@ class Index:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Self:
-        """Return the index of the rows with these numbers in the given order; a boolean mask filters."""
+        """Return the index of the rows with the given numbers, in this order; a boolean mask filters rows."""
         pick = row_index(rows, len(self))
         uids = None if self.uids is None else self.uids[pick.numpy()]
         picked = {id(lengths): lengths[pick] for lengths in self.lengths.values()}
@@ -58,8 +60,8 @@ class Index:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the index in few bytes.
 
-        Each distinct tensor of lengths is pickled once, integers take as few bytes as they need, and row
-        numbers 0 … B-1 are pickled as their count.
+        Each distinct tensor of lengths is pickled once, integers use the smallest type, and the row numbers 0
+        … B-1 are pickled as their count.
         """
         families = list({id(column): column for column in self.lengths.values()}.values())
         place = {id(column): number for number, column in enumerate(families)}
@@ -77,7 +79,7 @@ def require_batch(value: Any, message: str) -> DataProto:
     """Return the value if it is a batch.
 
     Raises:
-        DataError: It is something else. `message` says why a batch is needed.
+        DataError: The value is not a batch. `message` says why a batch is needed.
     """
     if isinstance(value, DataProto):
         return value
@@ -90,7 +92,7 @@ def require_batch(value: Any, message: str) -> DataProto:
 
 
 def _packed(numbers: Tensor) -> np.ndarray:
-    """Return integers in as few bytes as the largest one needs."""
+    """Convert integers to the smallest integer type that fits the largest value."""
     largest = int(numbers.max()) if len(numbers) else 0
     return numbers.numpy().astype(np.min_scalar_type(largest))
 
@@ -113,7 +115,7 @@ def _unpacked(
 
 
 def shared(lengths: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Give all columns of equal lengths one tensor object, so that an index holds and sends it only once."""
+    """Use one tensor object for all columns with equal lengths, so that an index stores and sends it once."""
     families: list[Tensor] = []
     out: dict[str, Tensor] = {}
     for name, column in lengths:

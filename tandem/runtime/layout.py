@@ -1,7 +1,7 @@
-"""Layout: for each column of a table, the results that hold its rows, and the places of the rows there.
+"""Layout: for each column of a table, the results that have the rows, and the row numbers in them.
 
-Every step of evaluating an expression except the last computes only with layouts and needs no values. The
-last step reads the values from the results, or reads their indices.
+Every step of evaluating an expression except the last step works only on layouts and needs no values. The
+last step reads the values from the results, or reads the indices of the results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tandem.runtime.index import Index, shared
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strip:
-    """Rows of some results, one result below the other; columns side by side share one strip.
+    """A selection of rows from concatenated results; several columns of a table can share one strip.
 
     Attributes:
         sources: The results, at least one.
         sizes: The number of rows of each result.
-        picks: The wanted rows among the rows of all results.
+        picks: The selected row numbers in the concatenated rows of all results.
     """
 
     sources: tuple[Source, ...]
@@ -42,11 +42,11 @@ class Strip:
         return Strip(self.sources, self.sizes, _composed(self.picks, rows))
 
     def same(self, other: Strip) -> bool:
-        """Return whether both strips are the same rows of the same results."""
+        """Return whether both strips select the same rows of the same results."""
         return self.sources == other.sources and same(self.picks, other.picks)
 
     def needed(self) -> Strip:
-        """Leave out results that hold no wanted row; if no row is wanted, keep only the smallest result."""
+        """Leave out results without selected rows; if no rows are selected, keep only the smallest result."""
         if len(self.sources) == 1 and isinstance(self.picks, range):
             return self
         sizes = np.asarray(self.sizes)
@@ -63,7 +63,7 @@ class Strip:
     def take(self, names: Sequence[str], fetch: Callable[[Source], DataProto]) -> DataProto:
         """Return the values of the named columns.
 
-        They are copied if the memory of a source is borrowed.
+        The values are copied if the memory of a source is borrowed.
         """
         strip = self.needed()
         tables = []
@@ -77,7 +77,7 @@ class Strip:
 
 
 Strips = tuple[Strip, ...]
-"""The strips that hold a column. A column from several sides of a union has one strip per side.
+"""The strips that have a column. If several tables of a union have it, there is one strip per table.
 
 The values of all strips must be equal.
 """
@@ -88,10 +88,11 @@ class Layout:
     """The layout of a table of B rows. All operations return new layouts.
 
     Attributes:
-        row_ids: (B) The place of each row in the table that was assembled last.
+        row_ids: (B) The row number of each row in the table that was last concatenated or returned by a
+            method.
         columns: The strips of each column.
         samples: The strips of the samples' uids, which `select` keeps.
-        bare: Results without columns, which are kept for their meta_info.
+        bare: Results without columns. The layout keeps these results because of their meta_info.
     """
 
     row_ids: Picks
@@ -111,7 +112,7 @@ class Layout:
         return len(self.row_ids)
 
     def __getitem__(self, rows: RowIndex) -> Layout:
-        """Return the rows with these numbers in the given order; a boolean mask filters rows."""
+        """Return the rows with the given row numbers, in the given order; a boolean mask filters rows."""
         wanted = picks(rows, len(self))
         taken = functools.cache(lambda strip: strip[wanted])
         return replace(
@@ -133,7 +134,7 @@ class Layout:
         return replace(self, columns={name: self.columns[name] for name in columns})
 
     def union(self, *others: Layout) -> Layout:
-        """Return the columns of all tables side by side.
+        """Return a table with the columns of all tables.
 
         Raises:
             DataError: The tables have different numbers of rows.
@@ -155,10 +156,10 @@ class Layout:
         return Layout(first.row_ids, columns, samples, bare)
 
     def concat(self, *others: Layout) -> Layout:
-        """Return the rows of all tables, one table below the other, numbered from 0.
+        """Return the concatenated rows of all tables, numbered from 0.
 
-        A worker may return a table without columns for an empty share. Such a table is left out if other
-        tables have columns.
+        A worker without rows may return a table without columns. Such a table is left out if other tables
+        have columns.
 
         Raises:
             DataError: The tables have different columns.
@@ -184,34 +185,35 @@ class Layout:
         )
 
     def chunk(self, i: int, n: int) -> Layout:
-        """Return share i of n contiguous shares whose sizes differ by at most one."""
+        """Return chunk i of n contiguous chunks whose sizes differ by at most one."""
         return self[even(len(self), n)[i]]
 
     def share(self, division: Sequence[np.ndarray], i: int) -> Layout:
-        """Return share i of a division, which holds the rows of each share.
+        """Return the rows of group i of a division, which lists the row numbers of each group.
 
         Raises:
-            DataError: The division has another number of rows.
+            DataError: The division and the table have different numbers of rows.
         """
         _check_size(len(self), sum(map(len, division)), "a batch")
         return self[division[i]]
 
     def restore(self, division: Sequence[np.ndarray], *others: Layout) -> Layout:
-        """Combine the results of a division's shares, in the order of the rows before the division.
+        """Concatenate the results for the groups of a division, in the row order before the division.
 
-        This table is the result of the first share.
+        This table is the result of the first group.
 
         Raises:
-            DataError: A table and its share have different numbers of rows.
+            DataError: A result and its group have different numbers of rows.
         """
         for i, (table, rows) in enumerate(zip((self, *others), division, strict=True)):
             _check_size(len(table), len(rows), f"the result of share {i}")
         return self.concat(*others)[np.argsort(np.concatenate(division))].concat()
 
     def strips(self) -> dict[Strip, list[str]]:
-        """Return the columns of each strip.
+        """Return a dict from strip to the names of its columns.
 
-        A strip that provides a column comes before the strips whose values must equal it.
+        The strip that provides a column's values comes before other strips of this column, whose values must
+        be equal.
         """
         out: dict[Strip, list[str]] = {}
         for rank in range(max(map(len, self.columns.values()), default=0)):
@@ -221,10 +223,10 @@ class Layout:
         return out
 
     def take(self, fetch: Callable[[Source], DataProto]) -> DataProto:
-        """Return the values. Only results that hold wanted rows of wanted columns are fetched.
+        """Return the values. Only results that have rows and columns of this table are fetched.
 
         Raises:
-            DataError: A column has different values on two sides of a union, or meta_info differs.
+            DataError: A column has different values in two tables of a union, or meta_info differs.
         """
         bare = [DataProto(meta_info=fetch(source).meta_info) for source in self.bare]
         tables = [DataProto.concat(bare)] if bare else []
@@ -235,10 +237,10 @@ class Layout:
         """Return the index of the table, computed from the indices of its sources.
 
         Args:
-            left: A function that returns how many seconds are left to wait for them.
+            left: A function that returns the remaining time to wait for these indices, in seconds.
 
         Raises:
-            DataError: Two sides of a union have different samples, or a column with different lengths.
+            DataError: Two tables of a union have different samples, or a column with different row lengths.
         """
 
         @functools.cache
@@ -274,9 +276,9 @@ class Layout:
 
 
 def compact(rows: RowIndex) -> slice | np.ndarray:
-    """Return rows in a form that is small to send.
+    """Return a row selection in a compact type, for sending.
 
-    It is a slice, a mask of one byte per row, or integers of four bytes if they fit.
+    The result is a slice, a mask of one byte per row, or row numbers (of four bytes each if they fit).
     """
     if isinstance(rows, slice):
         return rows
@@ -305,14 +307,14 @@ def _array(picks: Picks) -> np.ndarray:
 
 
 def _numbered(rows: np.ndarray) -> Picks:
-    """Return row numbers, as a range if they are consecutive."""
+    """Return the row numbers; as a range if the numbers are consecutive."""
     if (np.diff(rows) == 1).all():
         return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
     return rows
 
 
 def _composed(outer: Picks, inner: Picks) -> Picks:
-    """Return outer[inner]."""
+    """Return the selection outer[inner]."""
     if isinstance(outer, range):
         if isinstance(inner, range):
             return range(outer.start + inner.start, outer.start + inner.stop)
@@ -321,12 +323,12 @@ def _composed(outer: Picks, inner: Picks) -> Picks:
 
 
 def _beside(known: Strips, others: Strips) -> Strips:
-    """Return the strips of a column on both sides of a union; equal strips appear once."""
+    """Return the strips of a column in both tables of a union, without duplicates."""
     return known + tuple(s for s in others if not any(s is k or s.same(k) for k in known))
 
 
 def _joined(strips: Strips) -> Strip:
-    """Return the rows of all strips below each other; results that several strips share appear once."""
+    """Return one strip with the concatenated rows of all strips; shared results appear only once."""
     sources: list[Source] = []
     sizes: list[int] = []
     starts: dict[tuple[Source, ...], int] = {}

@@ -1,7 +1,7 @@
 """The local backend: one worker per role, all in the controller's process.
 
 Every call runs at once, except calls of workers that mostly wait (`Worker.in_thread`), which run in a thread.
-Exceptions keep their traceback, breakpoints stop in place, and nothing is copied.
+Exceptions keep their traceback, breakpoints work as usual, and no values are copied.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class LocalBackend:
         return workers
 
     def release(self, pool_names: Sequence[str]) -> None:
-        """Do nothing: there are no processes to end."""
+        """Do nothing, because there are no other processes."""
 
     def take_traffic(self) -> dict[str, float]:
-        """Return no counts, because nothing is sent between processes."""
+        """Return {}, because no values are sent between processes."""
         return {}
 
     def shutdown(self) -> None:
@@ -106,7 +106,7 @@ class LocalWorkers:
         return [taken]
 
     def shutdown(self) -> None:
-        """Stop what the worker waits for. The worker itself is freed with its group."""
+        """Interrupt the worker's waiting methods. The worker itself is freed together with its group."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._worker.close()

@@ -12,9 +12,9 @@ from tandem.errors import ConfigError
 
 
 class Role(Enum):
-    """The part that a group of workers has in the algorithm.
+    """The role of a worker group in the algorithm, such as actor or critic.
 
-    A name that combines several roles means that they share weights or a process.
+    A name that combines several roles means that these roles share weights or a process.
     """
 
     Actor = auto()
@@ -29,17 +29,17 @@ class Role(Enum):
 
 @dataclass(unsafe_hash=True)
 class ResourcePool:
-    """Processes on nodes.
+    """A pool of processes on one or more nodes.
 
     Args:
         process_on_nodes: The number of processes on each node, such as [8] * 4.
         name: The name of the pool, for messages. Pools of one backend need different names.
-        on_device: Whether each process gets its own device.
-        beside_controller: Whether the processes are helpers on the controller's machine. Nothing is reserved
-            for them.
+        on_device: Whether each process gets a separate device.
+        beside_controller: Whether the processes are helpers on the controller's machine. No resources are
+            reserved for helpers.
 
     Raises:
-        ConfigError: There is no node, or a node has no process.
+        ConfigError: The list of nodes is empty, or a node has no processes.
     """
 
     process_on_nodes: Sequence[int]
@@ -75,7 +75,7 @@ class Placement:
     Args:
         resource_pool_spec: For each pool: the number of processes on each node.
         mapping: For each role: the name of its pool. If a role has several models, a model that is not on the
-            role's pool has its own entry, such as "ref.NAME".
+            role's pool has a separate entry, such as "ref.NAME".
 
     Raises:
         ConfigError: A pool is malformed, or a role is on a pool that does not exist.
@@ -99,7 +99,7 @@ class Placement:
 
     @cached_property
     def pools(self) -> Mapping[str, ResourcePool]:
-        """The pools by name. A pool that runs only reward functions needs no device."""
+        """A dict from name to pool. A pool that runs only reward functions has no devices."""
         return {
             name: ResourcePool(counts, name, on_device=self.roles(name) != (Role.Reward,))
             for name, counts in self.resource_pool_spec.items()

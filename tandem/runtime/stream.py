@@ -1,4 +1,4 @@
-"""A batch whose samples become available one after the other."""
+"""The result of a streaming method: a batch whose samples become available one after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchStream:
     Args:
         parts: The parts of all workers, in the order in which they become available.
         method: The name of the called method, for messages.
-        mesh: The mesh, which determines whose parts are used and in which order.
+        mesh: The mesh, which determines the workers whose parts are used, and their order.
     """
 
     def __init__(self, parts: Iterator[StreamPart], method: str, mesh: Mesh) -> None:
@@ -47,7 +47,7 @@ class BatchStream:
             The concatenated results in the order of the method's rows: by rank, then by row.
 
         Raises:
-            DataError: The rows that a worker named are not 0 … B-1, each once.
+            DataError: The row numbers from a worker are not exactly 0 … B-1.
         """
         results = [fn(part) for part in self]
         if not results:
@@ -75,7 +75,7 @@ class BatchStream:
         return self.map(lambda part: part)
 
     def _receive(self) -> bool:
-        """Wait for one more part, and return false if there is none."""
+        """Wait for one more part; return False if there are no more parts."""
         if self._failure is not None:
             raise self._failure  # after an error, an iterator only reports that it has ended
         try:

@@ -1,4 +1,4 @@
-"""The base class of everything that runs on a device, and the decorator `register` for its methods."""
+"""The base class of workers, and the decorator `register` for their methods."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _MARK = "__tandem_registration__"
 
 
 class Worker:
-    """One process's part of a group. Subclasses hold an engine and register methods.
+    """The base class of workers, which run in the processes of a group and have registered methods.
 
     Attributes:
-        rank: 0 … world_size-1. It is set before `__init__` of the subclass runs.
+        rank: The rank, 0 … world_size-1. The attribute is set before `__init__` of the subclass runs.
         world_size: The number of workers in the group.
         tell: A function that shows a message to the user. A backend may replace it on the instance.
         in_thread: Whether a backend that has all workers in one process may run this worker's methods in a
-            thread, next to other workers. This suits workers that mostly wait for something outside the
-            process.
+            thread, next to other workers. Set it for workers that mostly wait for other processes or servers.
     """
 
     rank: int = 0
@@ -40,13 +39,13 @@ class Worker:
         return worker
 
     def register_mesh(self, name: str, dp_rank: int, dp_size: int, collects: bool = True) -> None:
-        """Set this worker's place in the mesh `name`, for methods with ND_COMPUTE_PROTO.
+        """Register this worker's data-parallel rank in the mesh `name`, for methods with ND_COMPUTE_PROTO.
 
         Args:
             name: The name of the mesh.
-            dp_rank: The share of a batch that this worker gets, 0 … dp_size-1. Tensor, sequence and pipeline
-                ranks that work on one share have the same dp_rank.
-            dp_size: The number of shares.
+            dp_rank: The data-parallel rank, 0 … dp_size-1, which determines the rows that this worker gets.
+                Tensor, sequence and pipeline ranks that work on the same rows have the same dp_rank.
+            dp_size: The number of data-parallel ranks.
             collects: Whether the group uses this worker's results. Exactly one worker per dp_rank must
                 collect, such as tensor rank 0 of the last pipeline stage.
         """
@@ -56,7 +55,7 @@ class Worker:
         """Release resources that would outlive the worker; a method may still be running."""
 
     def meshes(self) -> dict[str, MeshPlace]:
-        """Return this worker's place in each mesh, by mesh name."""
+        """Return a dict from mesh name to this worker's `MeshPlace`."""
         return dict(self._meshes)
 
 
@@ -68,11 +67,11 @@ WorkerFactory = type[Worker] | functools.partial[Worker]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some samples of a streaming method's result.
+    """Some samples of a streaming method's result, which the method yields.
 
     Attributes:
-        rows: The places of the samples in the worker's whole result. All parts together are 0 … B-1, each
-            once.
+        rows: The row numbers of the samples in the worker's complete result. Together, the parts have each
+            row number 0 … B-1 exactly once.
         batch: The samples, in the order of `rows`.
     """
 
@@ -95,17 +94,17 @@ def register(
         dispatch_mode: A member of Dispatch, or a pair of functions (dispatch, collect).
         blocking: Whether a call waits for the result. False returns a future at once: a BatchFuture if the
             results are batches to concatenate, else a Future.
-        collect: "all" uses the results as the mode says. "first" uses the result of the first worker that
-            collects, for results that are the same on every worker, such as metrics that are already reduced
-            over ranks.
-        mesh: The mesh of ND_COMPUTE_PROTO. It is not needed if the workers registered only one.
+        collect: "all" combines the results as `dispatch_mode` defines. "first" uses the result of the first
+            worker that collects; choose it if all workers return equal results, such as metrics that are
+            already reduced over ranks.
+        mesh: The name of the mesh for ND_COMPUTE_PROTO. None: the only mesh that the workers registered.
         balance: The ragged column whose row lengths are balanced over data-parallel ranks, in a group with
-            balancing. The results come back in the order of the given rows. The method must return one row
-            per row, or no batch.
+            balancing. The rows of the result have the order of the input rows. The method must return one row
+            per input row, or not a batch.
         stream: Whether the method is a generator of Part. The group's method then returns a BatchStream.
 
     Raises:
-        ConfigError: `dispatch_mode` is not a mode, options do not go together, or the function is already
+        ConfigError: `dispatch_mode` is not a mode, options cannot be combined, or the function is already
             registered.
     """
 
@@ -126,7 +125,7 @@ def register(
 
 
 def registrations(worker_class: type[Worker]) -> dict[str, Registration]:
-    """Return all registered methods by name.
+    """Return a dict from method name to registration, for all registered methods.
 
     A method that overrides a registered method need not be registered again.
     """
@@ -142,7 +141,7 @@ def worker_class(factory: WorkerFactory) -> type[Worker]:
     """Return the class whose instances a factory creates.
 
     Raises:
-        ConfigError: The factory is neither a worker class nor a partial of one.
+        ConfigError: The factory is neither a worker class nor a partial of a worker class.
     """
     made = factory.func if isinstance(factory, functools.partial) else factory
     if not (isinstance(made, type) and issubclass(made, Worker)):
@@ -163,7 +162,7 @@ def create(
         factory: The worker class, or a partial of it.
         rank: The rank of the worker.
         world_size: The number of workers in the group.
-        tell: A replacement for `Worker.tell`, which the constructor can already use.
+        tell: A replacement for `Worker.tell`, which is set before the constructor runs.
     """
     made = worker_class(factory)
     args, kwargs = (factory.args, factory.keywords) if isinstance(factory, functools.partial) else ((), {})

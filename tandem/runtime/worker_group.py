@@ -1,4 +1,4 @@
-"""Many workers as one object that has their registered methods."""
+"""Worker groups: one object with the registered methods of many workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerGroup:
         backend: The backend that runs the workers.
         worker: The worker class, or `functools.partial` of it with the arguments of its constructor.
         pool: The processes of the group.
-        role: The name of the role, for messages. The default is the name of the class.
+        role: The name of the role, for messages; default: the name of the class.
         balance: Whether methods registered with `balance` divide rows by weight instead of by count.
 
     Raises:
@@ -64,11 +64,11 @@ class WorkerGroup:
         return self._role
 
     def take_usage(self) -> list[Usage]:
-        """Return the time that each worker spent since the last call, by rank."""
+        """Return the `Usage` of each worker since the last call, in order of rank."""
         return self._workers.take_usage()
 
     def shutdown(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._workers.shutdown()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -116,8 +116,8 @@ class WorkerGroup:
     def _mesh(self, registration: Registration) -> Mesh:
         """Return the mesh of a method.
 
-        The workers are asked once, when the mesh is first needed, because they may register it after
-        construction.
+        The group reads the mesh from its workers when a call first needs it, because workers may register the
+        mesh after construction.
         """
         name = registration.mesh
         if name not in self._meshes:

@@ -1,6 +1,6 @@
 """A sandbox that runs programs written by a model, on this machine or on a server.
 
-The input is a program and its standard input, the result is what the program wrote.
+The input is a program and its standard input. The result is the program's output and status.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Limits", "Place", "Run", "place", "protection", "run", "use"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and how programs run.
+    """The sandbox for programs: this machine or a server, and the limits.
 
     Attributes:
-        url: URL of a sandbox server; None means this machine.
+        url: URL of a sandbox server; None: this machine.
         limits: limits of each program.
-        at_once: how many programs this process may run at the same time.
+        at_once: maximum number of programs that this process runs at the same time.
     """
 
     url: str | None = None
@@ -33,17 +33,17 @@ _PLACE = [Place()]
 
 
 def use(place: Place) -> None:
-    """Set where this process runs all its programs."""
+    """Set the sandbox for all programs of this process."""
     _PLACE[0] = place
 
 
 def place() -> Place:
-    """Return where this process runs programs."""
+    """Return the sandbox that `use` has set for this process."""
     return _PLACE[0]
 
 
 def run(program: str, stdin: str) -> Run:
-    """Run a Python program in the place that `use` set.
+    """Run a Python program in the sandbox that `use` has set.
 
     Raises:
         RewardError: this machine has no sandbox, or the server does not answer.

@@ -1,12 +1,12 @@
 """The program that calls a solution's function inside a sandbox.
 
-It knows the arguments but not the expected result. It writes the result as JSON, and Tandem compares the
-result outside of the sandbox.
+The program knows the arguments but not the expected result. It writes the result as JSON, and Tandem compares
+the result with the expected result outside of the sandbox.
 
-The program runs alone and imports nothing of Tandem. It reads one line of JSON from standard input, with four
-values: a nonce, the solution, the name of a function, and the function's arguments. If the name is None, the
-last value is a statement to execute instead. The nonce marks the answer, so that output of the solution
-cannot be taken for the answer.
+The program is self-contained and imports no module of Tandem. It reads one line of JSON from standard input,
+with four values: a nonce, the solution, the name of a function, and the function's arguments. If the name is
+None, the last value is a statement to execute instead. The nonce marks the answer, so that output of the
+solution cannot be taken for the answer.
 """
 
 from __future__ import annotations

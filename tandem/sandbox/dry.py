@@ -1,8 +1,8 @@
-"""Execution of a user's own program without letting it change anything (a dry run).
+"""Run a user's program in a sandbox in which it cannot change files or use the network (a dry run).
 
-The program can read what the user can read. It cannot reach the network, or processes that it did not start.
-Under sandlock (Landlock and seccomp), it writes to copies of files, which are deleted afterwards. Under
-bubblewrap (namespaces), all files are read-only.
+The program can read all files that the user can read. It cannot reach the network, or processes that it did
+not start. Under sandlock (Landlock and seccomp), the program writes to copies of files, which are deleted
+afterwards. Under bubblewrap (namespaces), all files are read-only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def run_dry(command: Sequence[str], variables: Mapping[str, str], folder: Path, 
 
     Args:
         command: path of the program, and its arguments.
-        variables: environment variables to add to those of this process.
-        folder: files that the program writes here are kept; all other writes are lost.
+        variables: environment variables to set, in addition to the environment of this process.
+        folder: a folder in which written files are kept; all other written files are lost.
         limit_s: maximum running time, in seconds.
 
     Returns:

@@ -1,13 +1,13 @@
 """The program that starts inside a sandbox and becomes the solution.
 
-It sets the limits, gives up root's privileges, allows only a list of system calls, and then runs the solution
-in the same process. It is started with `python -c` and imports nothing of Tandem.
+The program sets the limits, gives up root's privileges, allows only a list of system calls, and then runs the
+solution in the same process. It is started with `python -c` and imports no module of Tandem.
 
     python -c inside.py FOLDER [SECONDS MEMORY_BYTES FILE_BYTES OPEN_FILES [PROCESSES USER]]
 
-FOLDER holds program.py and stdin.txt. USER is the user ID that root switches to. Without limits, the program
-waits for lines of arguments on standard input. For each line it forks a process, which runs the solution of a
-subfolder of FOLDER.
+FOLDER contains program.py and stdin.txt. USER is the user ID that root switches to. Without limits, the
+program waits for lines of arguments on standard input. For each line it forks a process, which runs the
+solution of a subfolder of FOLDER.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, PATH_BENEATH
 WRITES, FILE_WRITES = 0xFFF2, 0xC002
 """Landlock rights.
 
-WRITES are all rights except to execute files and to read files and folders. FILE_WRITES are the rights among
+WRITES are all rights except executing files and reading files and folders. FILE_WRITES are the rights among
 WRITES that apply to files.
 """
 SIGNALS_AND_SOCKETS = 3
@@ -50,7 +50,7 @@ CALLS = """
 """
 """All system calls that a program may make, with the number of each on x86_64 and aarch64 ("-": none)."""
 FIRST_COMMON = 403
-"""From this number on, system calls have the same number on all architectures.
+"""The first system call number from which on numbers are the same on all architectures.
 
 The filter reports these calls as not implemented, because libraries can work without them.
 """
@@ -92,14 +92,14 @@ def call(name: str, *arguments: int | bytes) -> int:
 
 
 def packed(size: int, *numbers: int) -> bytes:
-    """Convert numbers to bytes as the kernel reads them, `size` bytes each."""
+    """Convert numbers to bytes in the kernel's byte order, `size` bytes each."""
     return b"".join(number.to_bytes(size, sys.byteorder) for number in numbers)
 
 
 def step(code: int, if_so: int, if_not: int, value: int) -> bytes:
     """Build one instruction of a seccomp filter.
 
-    `if_so` and `if_not` are the numbers of instructions to skip after a test that holds or fails.
+    `if_so` and `if_not` are the numbers of instructions to skip if the test is true or false.
     """
     return packed(2, code) + packed(1, if_so, if_not) + packed(4, value)
 
@@ -114,7 +114,7 @@ def must_be(half: int, wanted: list[int] | range | int) -> list[bytes]:
 
 
 def let_through(calls: str, itself: int | None = None) -> bytes:
-    """Return the instructions that allow some calls, and continue with the next instruction for others.
+    """Return the instructions that allow some calls, and go to the next instruction for other calls.
 
     Args:
         calls: the calls, in the format of `CALLS`.
@@ -186,7 +186,8 @@ def confine(
 def keep_apart(folder: str) -> None:
     """Confine this process further, inside the sandbox of the process that it was forked from.
 
-    It can change files only in its own `box` folder, and can send signals only to processes that it starts.
+    Afterwards, this process can change files only in its `box` folder, and can send signals only to processes
+    that it starts.
 
     Args:
         folder: the folder of the run, which contains `box`.

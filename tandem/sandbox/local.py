@@ -1,8 +1,8 @@
-"""Execution of programs on this machine, each in its own sandbox.
+"""Run programs on this machine, each in a separate sandbox.
 
 A program has no network access and none of the parent's environment variables. It can read only the Python
-installation. It can write only to its own folder, whose size is watched and which is removed afterwards. All
-processes of a run end together.
+installation. It can write only to its folder, whose size is limited and which is removed afterwards. When a
+run ends, all its processes are killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Run:
     Attributes:
         status: "finished" for exit status 0; "error" for another exit status or a signal; otherwise the limit
             that the program exceeded.
-        stdout: what the program wrote to standard output; a program that writes more than 4 MiB is stopped.
-        stderr: what the program wrote to standard error, with the same limit.
+        stdout: the program's standard output; a program that writes more than 4 MiB is stopped.
+        stderr: the program's standard error, also limited to 4 MiB.
     """
 
     status: Status
@@ -56,7 +56,7 @@ def protection() -> str:
     """Return the name and version of the sandbox that runs programs on this machine.
 
     Raises:
-        RewardError: no sandbox works; the message says why, and what to install.
+        RewardError: no sandbox works. The message gives the reason and a package to install.
     """
     return _working_sandbox()[0]
 
@@ -68,7 +68,7 @@ def run(program: str, stdin: str, limits: Limits, kind: type[Protection] | None 
         program: source code of the program.
         stdin: standard input of the program.
         limits: limits of the program.
-        kind: the kind of sandbox; None uses the one that `protection` names.
+        kind: the class of the sandbox; None: the sandbox that `protection` names.
 
     Raises:
         RewardError: there is no sandbox, or it did not start.
@@ -126,7 +126,7 @@ def _watched(started: StartedRun, box: str, limits: Limits) -> Run:
 
 
 def _too_large(box: str) -> bool:
-    """Return whether a folder holds too much, or has subfolders that cannot be read."""
+    """Return whether a folder is too large, or has subfolders that cannot be read."""
     waiting, entries, size = [box], 0, 0
     while waiting:
         try:

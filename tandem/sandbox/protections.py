@@ -60,8 +60,8 @@ class StartedRun:
         stdout: file descriptor of the program's standard output.
         stderr: file descriptor of the program's standard error.
         done: file descriptor that becomes readable when the first process has ended.
-        end: kills all processes of the run, if its argument is true or if processes are left, and returns the
-            exit code of the first process.
+        end: a function that returns the exit code of the first process. It kills all processes of the run if
+            its argument is true or if processes are left.
     """
 
     stdout: int
@@ -73,10 +73,10 @@ class StartedRun:
 class Bubblewrap:
     """A sandbox that starts a bubblewrap process for each run.
 
-    If this process runs as root, the program runs under a user ID that nothing else uses.
+    If this process runs as root, the program runs under a user ID that no other process uses.
 
     Attributes:
-        folder: where the folders of the runs are created; None means the folder for temporary files.
+        folder: the parent folder of the runs' folders; None: the folder for temporary files.
         alive: whether the sandbox can run another program.
     """
 
@@ -144,15 +144,15 @@ class Bubblewrap:
         return StartedRun(process.stdout.fileno(), process.stderr.fileno(), done, end)
 
     def close(self) -> None:
-        """Release the sandbox; there is nothing to do, because no process is left after a run."""
+        """Do nothing, because no process is left after a run."""
 
 
 class Sandlock:
     """A sandbox with a waiting Python process under sandlock, from which each run is forked.
 
-    A run is confined further than the waiting process: it can write only to its own folder, and cannot signal
-    the waiting process. If a run exceeds a limit or leaves a process behind, all processes are killed, and
-    the next run gets a new waiting process. The methods are those of `Bubblewrap`.
+    A run has more restrictions than the waiting process: it can write only to its folder, and cannot send
+    signals to the waiting process. If a run exceeds a limit or leaves a process behind, all processes are
+    killed, and the next run gets a new waiting process. The class has the methods of `Bubblewrap`.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ Protection = Bubblewrap | Sandlock
 
 
 def _wait(descriptor: int, seconds: float) -> bool:
-    """Wait until a descriptor is readable and return whether it is.
+    """Wait until a descriptor is readable; return False after `seconds` seconds.
 
     Unlike select(), this also works for descriptors above 1023.
     """
@@ -233,7 +233,7 @@ def _starter(_: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def idle_sandbox(kind: Callable[[], Protection]) -> Iterator[Protection]:
-    """Yield an idle sandbox of a kind, or a new one, and keep it for the next program."""
+    """Yield an idle sandbox of a class, or a new sandbox, and keep it for the next program."""
     kept = idle_sandboxes(kind, os.getpid())
     held = kept.pop() if kept else None
     if held is not None and not held.alive:  # its process was killed from outside
@@ -251,7 +251,7 @@ def idle_sandbox(kind: Callable[[], Protection]) -> Iterator[Protection]:
 
 @functools.cache
 def idle_sandboxes(_: Callable[[], Protection], process: int) -> list[Protection]:
-    """Return the idle sandboxes of a kind in this process; they are closed when the process exits."""
+    """Return the idle sandboxes of a class in this process, which are closed when the process exits."""
     kept: list[Protection] = []
 
     def close() -> None:

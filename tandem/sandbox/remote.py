@@ -1,4 +1,4 @@
-"""Execution of programs on a server with SandboxFusion's protocol.
+"""Run programs on a server with SandboxFusion's protocol.
 
 See https://bytedance.github.io/SandboxFusion. Each program is one POST request to run_code.
 """
@@ -27,7 +27,7 @@ def run(program: str, stdin: str, limits: Limits, url: str) -> Run:
         program: source code of the program.
         stdin: standard input of the program.
         limits: limits of the program.
-        url: URL of the server, or of its run_code.
+        url: URL of the server, or of its endpoint run_code.
 
     Raises:
         RewardError: after four tries, the server could not be reached, was busy or gave an invalid answer. A

@@ -1,8 +1,8 @@
-"""Build a trainer that is ready to run from a config.
+"""Build, from a config, a trainer that is ready to run.
 
 The order is: check the config, open the run folder, reserve processes, read the data, plan the run, start the
-worker groups, create the trainer. A config that cannot run is refused as early as possible, before anything
-more expensive is done.
+worker groups, create the trainer. A config that cannot run is refused as early as possible, before any slower
+work starts.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ def build_ppo(
         config: The resolved config.
         say: Prints a sentence for the user.
         trainer: The trainer class.
-        schedule: The order of generation and learning; see `Loop`.
+        schedule: Decides when the run generates responses and when it learns; see `Schedule`.
         listeners: Functions that are called after each step, after the config's own `trainer.on_step`.
-        data: Reads the rows, in place of the files that the config names.
+        data: A function that reads the rows; None: the files that the config names are read.
 
     Raises:
-        TandemError: The config asks for something that does not exist here: a device, a file, an algorithm or
-            a logger.
+        TandemError: A device, file, algorithm or logger in the config does not exist on this machine.
     """
     prepared = prepare(config)
     say_idle_offload(config.trainer, prepared.engines, say)
@@ -111,7 +110,7 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
         say: Prints a sentence for the user.
 
     Raises:
-        TandemError: The config asks for something that does not exist here: a device, a file or a logger.
+        TandemError: A device, file or logger in the config does not exist on this machine.
     """
     model = config.model
     if isinstance(config, RMConfig) and lacks_score_head(
@@ -153,9 +152,9 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
 
 @contextmanager
 def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
-    """Yield a run folder and the backend of its workers; if the block raises, undo both.
+    """Yield a run folder and the backend of its workers; if the block raises an error, release both.
 
-    Weights of models on the hub are downloaded first.
+    Models that are on the hub are downloaded first.
     """
     for model in models(config):
         fetch_weights(model.path)
@@ -171,7 +170,7 @@ def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
 
 
 def _data(backend: Backend, worker: type[Worker], *given: Any, **named: Any) -> tuple[WorkerGroup, DataFacts]:
-    """Start the group that reads the data, and return it with the facts that it found.
+    """Start the worker group that reads the data; return the group and the facts about the data.
 
     Args:
         backend: Runs the worker.
@@ -180,14 +179,14 @@ def _data(backend: Backend, worker: type[Worker], *given: Any, **named: Any) -> 
         named: Keyword arguments of the worker class.
 
     Raises:
-        DataError: Something is wrong with the data.
+        DataError: The data cannot be used.
     """
     data = WorkerGroup(backend, partial(worker, *given, **named), CONTROLLER_POOL, role="data")
     return data, data.describe()
 
 
 def _prompts(order: DataConfig, data: WorkerGroup, facts: DataFacts) -> Prompts:
-    """Return the source of each step's prompts, which come in generation batches.
+    """Return the object that supplies a generation batch of prompts for each step.
 
     Raises:
         DataError: There are too few rows for one generation batch.

@@ -1,4 +1,4 @@
-"""Find and check what a run needs: data, model and algorithms, before anything is started or written."""
+"""Load and check the data, model and algorithms of a run, before anything is started or written."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from tandem.workers.data import DataFacts, DataWorker, read_examples, read_promp
 
 
 class Prepared(NamedTuple):
-    """The config of a run, with everything that it names, found and checked.
+    """A checked run config, with the algorithms, classes and tokenizer that the config names.
 
     Attributes:
         config: The config of the run.
         spec: The advantage estimator.
-        role_plan: The roles of the run, and the worker class of each.
-        placed: The worker groups, by role, with their processes.
-        reward: The user's own reward function; None if each data source uses its own reward.
-        combination: How the parts of the reward are combined; None if only reward functions give the reward.
+        role_plan: The roles of the run, and the worker class of each role.
+        placed: A dict from role to worker group, with the processes of each group.
+        reward: The user's reward function; None if each data source uses its built-in reward.
+        combination: How the scores of reward functions and reward models are combined into one reward; None
+            if the run has no reward models.
         tokenizer: The tokenizer of the policy.
         stops: The tokens that end a response.
     """
@@ -55,7 +56,7 @@ class Prepared(NamedTuple):
 
     @property
     def reads(self) -> dict[str, Reads]:
-        """The columns that the user's own reward function reads, as a keyword argument; empty without one."""
+        """The columns that the user's reward function reads, as a keyword argument; {} without a function."""
         return {} if self.reward is None else {"reads": self.reward.reads}
 
     @property
@@ -94,10 +95,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: TrainConfig) -> Prepared:
-    """Find and check what a config names: algorithms, worker classes, rewards, the tokenizer.
+    """Load and check the algorithms, worker classes, rewards and tokenizer that a config names.
 
     Raises:
-        TandemError: One of these does not exist or cannot be used.
+        TandemError: An algorithm, class, reward or tokenizer does not exist or cannot be used.
     """
     model, spec = config.actor_rollout_ref.model, check_algorithms(config)
     role_plan, placed = plan_roles(config, spec)
@@ -183,7 +184,7 @@ def examine(config: TrainConfig | SupervisedConfig) -> None:
     """Read a run's data with its tokenizer, and check that data, model and rewards fit together.
 
     Raises:
-        TandemError: The first reason for which the run would be refused.
+        TandemError: The run cannot start. The error names the first reason.
     """
     if not isinstance(config, TrainConfig):
         tokenizer = tokenizer_of(config.model)

@@ -30,7 +30,7 @@ from tandem.workers.reward_model import RewardModelWorker
 CONTROLLER_POOL = ResourcePool([1], "controller_pool", on_device=False, beside_controller=True)
 """The separate process that reads the data and computes over whole batches."""
 REWARD_POOL = ResourcePool([1], "reward_pool", on_device=False, beside_controller=True)
-"""The process of the reward functions, if the config does not place them elsewhere."""
+"""The process of the reward functions, if the config does not place the reward functions elsewhere."""
 
 PLACES = {
     "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
@@ -40,7 +40,7 @@ PLACES = {
     "reward_model": (Role.RewardModel,),
     "reward": (Role.Reward,),
 }
-"""The names by which a placement may place each role, the most specific first."""
+"""For each role, the names that a placement may use for the role, the most specific name first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Need:
 
     Attributes:
         key: The config key that causes the calls; empty if no key does.
-        methods: Method names by role, separated by spaces.
+        methods: A dict from role to method names, separated by spaces.
         asked: Returns whether a config with this advantage estimator needs the methods; None: the methods are
             needed if the key's value is true.
     """
@@ -73,10 +73,10 @@ ALWAYS = {
     "batch": "compute_advantages measure measure_validation write_samples",
     "data": "describe train_batch val_batch",
 }
-"""The methods that every run calls, by role.
+"""The methods that every run calls, keyed by role.
 
 If a rollout class also has `stream_sequences`, its samples are scored as they finish. `take_observed` and
-`take_timings` are called on classes that have them.
+`take_timings` are called on classes that have these methods.
 """
 APART = {"actor": "weight_buckets export_weights", "rollout": "load_weights"}
 """The methods that a run calls if its rollout is not part of the actor's group."""
@@ -130,7 +130,7 @@ class GroupPlan:
 
     Attributes:
         role: The name of the group.
-        parts: The roles that the group has.
+        parts: All roles of the group.
         pool: The processes of the group.
         worker: The worker class.
     """
@@ -146,10 +146,10 @@ class RolePlan:
     """The roles of a run and their worker classes.
 
     Attributes:
-        played: The roles that the run has, out of those in `PLACES`. If there are several models for a role,
-            each is named `role.NAME`.
-        classes: The user's own worker classes, by role. All other roles use the default class.
-        needs: The methods that the run calls on the workers, besides `ALWAYS`.
+        played: The roles of `PLACES` that the run has. If a role has several models, each model's role is
+            named `role.NAME`.
+        classes: A dict from role to the user's own worker class. All other roles use the default class.
+        needs: The methods that the run calls on the workers, in addition to `ALWAYS`.
     """
 
     played: frozenset[str]
@@ -160,10 +160,11 @@ class RolePlan:
 def plan_roles(config: TrainConfig, spec: AdvantageSpec) -> tuple[RolePlan, dict[str, GroupPlan]]:
     """Return the roles of a run, and its worker groups as the config places them.
 
-    The advantage estimator may read a critic's values and the reference's log-probs, which adds these roles.
+    If the advantage estimator reads a critic's values or a reference's log-probs, the run also has the role
+    critic or reference.
 
     Raises:
-        ConfigError: A worker class of the user's own cannot be used.
+        ConfigError: A user-defined worker class cannot be used.
     """
     trainer, classes = config.trainer, load_classes(config.trainer.worker_classes)
     reference = config.needs_reference or "ref_log_probs" in spec.columns
@@ -184,10 +185,10 @@ def load_classes(references: Mapping[str, str]) -> dict[str, type[Worker]]:
     """Load the user's own worker classes.
 
     Args:
-        references: `file.py:Class` or `package.module:Class`, by role.
+        references: A dict from role to `file.py:Class` or `package.module:Class`.
 
     Returns:
-        The classes, by role.
+        A dict from role to class.
 
     Raises:
         ConfigError: The module or class does not exist, or the class is not a worker.
@@ -216,11 +217,11 @@ def _is_worker(value: object) -> TypeGuard[type[Worker]]:
 
 
 def plan_groups(placement: Placement, role_plan: RolePlan) -> dict[str, GroupPlan]:
-    """Return the worker groups of a run, by role.
+    """Return the worker groups of a run, keyed by role.
 
-    Actor, rollout and reference on the same pool are one group, so that they share weights. A role with a
-    worker class of the user's own has its own group. The helpers that read data and compute over whole
-    batches run in parallel to the controller.
+    Actor, rollout and reference are one group if they are on the same pool. The group then shares its
+    weights. A role with the user's own worker class has a separate group. The data worker and the batch
+    worker run in parallel to the controller.
 
     Args:
         placement: The pools, and the pool of each role.
@@ -250,7 +251,7 @@ def plan_groups(placement: Placement, role_plan: RolePlan) -> dict[str, GroupPla
 
 
 def pools_of(placed: Mapping[str, GroupPlan]) -> dict[str, ResourcePool]:
-    """Return the pools of a run by name, with the pool of the controller's helpers first."""
+    """Return the pools of a run, keyed by name. The pool of the data and batch workers is first."""
     return {
         pool.name: pool for pool in (CONTROLLER_POOL, *(group_plan.pool for group_plan in placed.values()))
     }
@@ -262,10 +263,10 @@ def _require_methods(group_plan: GroupPlan, needs: Sequence[Need], role: str) ->
     Args:
         group_plan: The group to check.
         needs: The methods that the run calls.
-        role: The key of this class in `trainer.worker_classes`, for the message.
+        role: The key in `trainer.worker_classes` that sets this class, for the message.
 
     Raises:
-        ConfigError: Methods are missing. The error names them, and the config key that needs them.
+        ConfigError: Methods are missing. The error names the methods and the config key that needs them.
     """
     wanted: dict[str, list[str]] = {}
     for need in needs:
@@ -286,7 +287,7 @@ def _require_methods(group_plan: GroupPlan, needs: Sequence[Need], role: str) ->
 
 
 def _pool(placement: Placement, role: str) -> ResourcePool:
-    """Return a role's own pool, or the pool that the config gives to roles without a pool of their own."""
+    """Return a role's pool, or the config's default pool if the role has no separate pool."""
     placed = {
         part: placement.mapping[name]
         for part, names in PLACES.items()

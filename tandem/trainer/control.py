@@ -1,6 +1,6 @@
 """A control run at learning rate zero, which finds faults of the setup.
 
-The run is built as its config says and takes two steps that must not change anything. If rollout and training
+The run is built from its config and takes two steps that must not change the weights. If rollout and training
 still differ, or the two steps differ, the cause is a fault of the setup and not of learning.
 """
 
@@ -20,12 +20,12 @@ from tandem.trainer.quiet import quiet
 
 _PROMPTS = 8
 _OF_THE_MAXIMUM = 50.0
-"""The log-prob difference of a single token may be this many times the limit of the mean."""
+"""The limit for the log-prob difference of a single token, as a multiple of the limit for the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A number that must be at most its floor in both steps, and equal in both.
+    """A metric that must be at most its floor in both steps, and have equal values in both steps.
 
     Attributes:
         name: The name of the metric.
@@ -52,7 +52,7 @@ class Report:
 
     Attributes:
         probes: All measured numbers.
-        causes: One sentence for each thing that is wrong; empty if nothing is.
+        causes: One sentence for each fault; empty if there are no faults.
     """
 
     probes: tuple[Probe, ...]
@@ -68,7 +68,7 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
 
     Raises:
         TandemError: The run cannot be built, or a step fails. If weights do not reach the rollout, the error
-            is a WeightSyncError that names them.
+            is a WeightSyncError that names these weights.
     """
     with scratch_folder("check", shared_place(config)) as folder:
         trainer = build_ppo(controlled(config, folder / "run"), say=say)
@@ -112,7 +112,7 @@ def run_control(config: TrainConfig, *, say: Callable[[str], None]) -> Report:
 
 
 def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config of the same run with learning rate zero and few prompts, which writes to `folder`."""
+    """Return a copy of the config with learning rate zero and few prompts. The run writes to `folder`."""
     trainer, data = config.trainer, config.data
     prompts = min(data.train_batch_size, max(_PROMPTS, *map(trainer.devices_of, ("actor", "rollout"))))
     changes: dict[str, Any] = {
@@ -131,9 +131,9 @@ def controlled(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def shared_place(config: TrainConfig) -> Path | None:
-    """Return the parent of the temporary run folder; None for the default.
+    """Return the folder in which to create the temporary run folder; None for the system's default.
 
-    Workers on other machines can see a folder next to the run's own folder.
+    Workers on other machines can access a folder next to the run folder.
     """
     if config.trainer.resolved_backend == "local":
         return None

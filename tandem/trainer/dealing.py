@@ -1,8 +1,8 @@
-"""Deal prompts to the ranks of a rollout so that each rank is expected to write about as many tokens.
+"""Assign prompts to rollout ranks so that all ranks are expected to generate about equally many tokens.
 
-Ranks sample at the same time, so generation takes as long as the rank that writes the most. A prompt that was
-answered before is expected to take as many tokens as it took then. A new prompt is expected to take the mean
-of all responses so far.
+Ranks sample at the same time, so the rank that generates the most tokens determines the generation time. If a
+prompt was answered before, its expected length is the length of the earlier responses. The expected length of
+a new prompt is the mean over all responses so far.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from tandem.runtime.index import Index
 
 
 class Dealer:
-    """Remembers how long the responses to each prompt were.
+    """Records the response lengths of each prompt, and orders prompts by expected length.
 
-    The order changes which rank answers a prompt, never the response. So it is not part of a checkpoint.
+    The order only decides which rank answers a prompt. It never changes the response. So these lengths are
+    not stored in a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -25,12 +26,12 @@ class Dealer:
         self._tokens, self._responses = 0, 0
 
     def order(self, prompts: Index, shares: int) -> Tensor | None:
-        """Return the order in which to deal the prompts: row numbers, int64; None if any order will do.
+        """Return the order in which to assign prompts: row numbers, int64; None if the order does not matter.
 
         Args:
             prompts: The prompts, with the ragged column `prompts`.
-            shares: The number of consecutive shares that the prompts are cut into. Their sizes differ by at
-                most one.
+            shares: The number of ranks. The prompts are split into this many consecutive slices, whose sizes
+                differ by at most one.
         """
         if shares == 1 or prompts.uids is None:
             return None
@@ -44,7 +45,7 @@ class Dealer:
         return torch.tensor([row for rows in dealt(weights, sizes) for row in rows])
 
     def learn(self, prompts: Index, samples: Index) -> None:
-        """Record how long the responses were.
+        """Record the lengths of responses.
 
         Args:
             prompts: The prompts, with the ragged column `prompts`.
@@ -63,5 +64,5 @@ class Dealer:
 
 
 def _prompt(uid: str) -> str:
-    """Return the part of a uid that is the same in every epoch; a uid is "EPOCH-NUMBER"."""
+    """Return the prompt's number from a uid "EPOCH-NUMBER". The number is the same in every epoch."""
     return uid.rpartition("-")[2]

@@ -1,7 +1,6 @@
 """The controller's part of the exact KL to the reference.
 
-The actor needs the reference's output head and its hidden states, and computes the KL; see
-`tandem.algorithms.kl`.
+The actor computes the KL from the reference's output head and hidden states; see `tandem.algorithms.kl`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ class ReferenceOutputs:
 
     Attributes:
         log_probs: The log-probs of each reference; empty without a reference.
-        hidden: The reference's hidden states, by KL term ("reward" or "loss"), for terms that are exact.
+        hidden: A dict from exact KL term ("reward" or "loss") to the reference's hidden states.
     """
 
     log_probs: list[BatchFuture]
     hidden: dict[str, BatchFuture]
 
     def with_hidden(self, term: str, batch: BatchFuture) -> BatchFuture:
-        """Return the actor's batch for a KL term, with the hidden states if the term is exact."""
+        """Return `batch` for the actor. If the KL term is exact, add the reference's hidden states."""
         return batch.union(self.hidden[term]) if term in self.hidden else batch
 
 
@@ -38,7 +37,7 @@ class ExactKL:
     change.
 
     Args:
-        terms: The exact terms, out of "reward" and "loss". If empty, the reference returns only log-probs.
+        terms: The exact KL terms: "reward", "loss" or both. If empty, the reference returns only log-probs.
     """
 
     def __init__(self, terms: frozenset[str]) -> None:
@@ -59,5 +58,5 @@ class ExactKL:
         return ReferenceOutputs([found.select("ref_log_probs")], hidden)
 
     def forget_head(self) -> None:
-        """Send the reference's head again before the next use: the reference or the actor has changed."""
+        """Send the reference's head again before its next use, because the reference or actor changed."""
         self._head_is_current = False

@@ -33,7 +33,7 @@ class Gathered(NamedTuple):
         samples: n rows per prompt, in the order of the prompts.
         scores: The scores of the samples, in the same order.
         metrics: The metrics of dynamic sampling; empty without it.
-        baselines: `reward_baselines`, one row per sample, if they were asked for.
+        baselines: `reward_baselines`, one row per sample; None if not requested.
     """
 
     prompts: BatchFuture
@@ -46,15 +46,15 @@ class Gathered(NamedTuple):
 class Gatherer:
     """Generates and scores the responses of each step.
 
-    Without `algorithm.filter_groups`, a step takes one generation batch. With it, prompts whose responses all
-    have the same reward are left out, and generation batches follow until the training batch is full. Prompts
-    that pass the filter but do not fit into the batch are given back. The next step answers them first, with
-    new responses, because the responses of this step would come from an older policy by then. The controller
-    itself only sees one boolean per prompt, not the samples.
+    Without `algorithm.filter_groups`, a step uses one generation batch. With this option, prompts whose
+    responses all have the same reward are left out, and generation batches follow until the training batch is
+    full. Prompts that pass the filter but do not fit into the batch are returned to `prompts`. The next step
+    answers these prompts first, with new responses, because the policy has changed by then. The controller
+    only receives one boolean per prompt, not the samples.
 
     Args:
         config: The config of the run.
-        prompts: The source of further prompts, which also takes back prompts that did not fit.
+        prompts: Supplies more prompts, and accepts prompts back that did not fit into a batch.
         params: How responses are sampled.
 
     Attributes:
@@ -142,14 +142,14 @@ class Gatherer:
         )
 
     def _answer(self, roles: Roles, prompts: BatchFuture, n: int) -> tuple[BatchFuture, BatchFuture]:
-        """Sample n responses to each prompt, score them, and report the scores to the prompt sampler."""
+        """Sample n responses to each prompt, score the responses, and pass the scores to the sampler."""
         samples, scores = roles.generate(prompts, n, self.params, self.dealer, learns=True)
         scores = self.shaped(roles, samples, scores)
         self.prompts.observe(samples, scores)
         return samples, scores
 
     def shaped(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
-        """Return the scores to learn from, with failed scores replaced and the length penalty subtracted."""
+        """Return the scores for training: replace failed scores, and subtract the length penalty."""
         if self._leaves_out_failed:
             given = samples.select("response_mask", "uid").union(scores)
             found: BatchFuture = roles.batch.stand_in(given)
@@ -158,7 +158,7 @@ class Gatherer:
         return self._punished(roles, samples, scores)
 
     def _punished(self, roles: Roles, samples: BatchFuture, scores: BatchFuture) -> BatchFuture:
-        """Subtract the length penalty from the scores, if there is one."""
+        """Subtract the length penalty from the scores, if the config sets a length penalty."""
         overlong = self._overlong
         if not overlong.enable:
             return scores
@@ -195,7 +195,7 @@ class Evaluator:
         n: The number of samples per prompt.
         params: How responses are sampled.
         writes_samples: Whether to write the samples to the run folder.
-        shown: The number of samples that loggers get as text.
+        shown: The number of samples that are sent to loggers as text.
         dealer: Decides which rank answers which prompt.
     """
 

@@ -1,6 +1,7 @@
-"""Find what is missing on this machine, in the data or in the model for a run with a valid config.
+"""Check whether a run with a valid config can start on this machine, with its data and its model.
 
-You can check a config for another machine on a laptop, but a run cannot start while these things are missing.
+You can check a config for another machine on a laptop. A run, however, cannot start if, for example, a
+device, a package or a file is missing here.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from tandem.data.files import count_rows
 from tandem.errors import ConfigError, TandemError
 
 RunsConfig = TrainConfig | SupervisedConfig
-"""The config of a command that trains."""
+"""The config of a training command: RL, SFT or reward model."""
 
 
 def lacking(config: RunsConfig) -> list[TandemError]:
-    """Return one error for each thing that this machine lacks, or that is visibly wrong with data or model.
+    """Return an error for each thing that this machine lacks and each visible fault of data or model.
 
-    The user's own reward function is loaded. PyTorch is imported only if it is needed for an answer.
+    The user's own reward function is loaded. PyTorch is imported only if a check needs it.
     """
     return [*missing_here(config), *_errors(config, (_rows, _architectures, _vocabulary), (_positions,))]
 
 
 def missing_here(config: RunsConfig) -> list[TandemError]:
-    """Return one error for each thing that this machine lacks; another machine may have it."""
+    """Return an error for each device, package or file that this machine lacks."""
     return _errors(config, (_device, _ray), (_vllm, _reward))
 
 
 def unfit(config: RunsConfig) -> list[TandemError]:
-    """Return one error for each thing that is wrong with the data and the model.
+    """Return an error for each fault of the data and the model.
 
-    The data is read as the run reads it, which can take as long.
+    The data is read in the same way as in a run, so this can take as long as the start of a run.
     """
     examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
     found = _errors(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
@@ -71,10 +72,10 @@ def _errors(
 
 
 def refuse(missing: list[TandemError]) -> None:
-    """Raise an error if something is missing.
+    """Raise an error if the list has errors.
 
     Raises:
-        TandemError: Something is missing. If there are several errors, their messages are joined into one.
+        TandemError: The list is not empty. Several messages are joined into one message.
     """
     if len(missing) == 1:
         raise missing[0]
@@ -134,9 +135,9 @@ def _rows(config: RunsConfig) -> None:
 
 
 def _architectures(config: RunsConfig) -> None:
-    """Try the models on packed sequences, except types that are known and tested.
+    """Test each model on packed sequences, unless its architecture is covered by Tandem's tests.
 
-    For a known type, transformers is not imported, which would take seconds.
+    For a tested architecture, transformers is not imported, because the import takes seconds.
     """
     if isinstance(config, TrainConfig):
         rollout = config.actor_rollout_ref.rollout
@@ -160,7 +161,7 @@ def _architectures(config: RunsConfig) -> None:
 
 
 def _tested(stored: dict[str, Any]) -> bool:
-    """Return whether a config.json has an architecture that the tests train.
+    """Return whether a config.json has an architecture that Tandem's tests train.
 
     Such a model attends to all tokens, and its rotary angles depend only on the position.
     """
@@ -172,10 +173,10 @@ def _tested(stored: dict[str, Any]) -> bool:
 
 
 def _vocabulary(config: RunsConfig) -> None:
-    """Check the tokenizer's ids against the embeddings of all models that read them.
+    """Check that the embeddings of all models that read the tokenizer's ids are large enough.
 
-    Code that comes with a model folder is not run here; the tokenizer of such a folder is checked when the
-    model is loaded.
+    Code that comes with a model folder is not run here. If a tokenizer needs such code, it is checked when
+    the model is loaded.
     """
     policy, *others = models(config)
     if policy.engine.model.trust_remote_code:

@@ -30,7 +30,7 @@ def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[s
 
     Args:
         trainer: The `trainer` section of the config.
-        name: The name of the run, which Ray shows and files contain.
+        name: The name of the run, for Ray's dashboard and for files.
         run: The run folder.
         say: Prints a sentence for the user.
 
@@ -67,7 +67,7 @@ def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[s
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise an error that the user can fix as it is, not as the failure of the worker that raised it."""
+    """Replace a `WorkerFailure` inside the block by its cause, if the cause is a `TandemError`."""
     try:
         yield
     except WorkerFailure as failure:
@@ -118,11 +118,11 @@ class Launcher:
     _pools: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
     def launch(self, placed: Mapping[str, GroupPlan], data: WorkerGroup, scoring: Scoring) -> Roles:
-        """Start all groups besides the data's, in processes that were reserved before.
+        """Start all worker groups except the data group, in processes that are already reserved.
 
         Args:
-            placed: The groups to start, by role.
-            data: The group that reads the data, which runs already.
+            placed: A dict from role to the group to start.
+            data: The group that reads the data. It already runs.
             scoring: Computes rewards from scores.
 
         Raises:
@@ -198,17 +198,17 @@ class Launcher:
         )
 
     def move(self, roles: Roles, placement: Placement) -> Roles:
-        """Restart all roles but the data's in other processes, with the weights the run started with.
+        """Restart all roles except data in other processes, with the weights that the run started with.
 
         Args:
             roles: The groups to stop.
             placement: The new processes of each role.
 
         Returns:
-            The new groups. Load a checkpoint to restore what they had learned.
+            The new groups. Load a checkpoint to restore the trained weights.
 
         Raises:
-            ConfigError: See `plan_groups`; or the processes are not available.
+            ConfigError: `plan_groups` refuses the placement, or the processes are not available.
         """
         placed = plan_groups(placement, self.prepared.role_plan)
         for group in roles.groups:

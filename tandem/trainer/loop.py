@@ -1,6 +1,6 @@
 """The loop of every training run: steps, validation, checkpoints, metrics, and an orderly stop.
 
-A subclass adds what an algorithm does in a step, and what of it a checkpoint stores.
+A subclass adds the algorithm's work in a step, and the algorithm's state for checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """The steps after which a run validates, saves and ends.
+    """The schedule of a run's validations, checkpoints, sample files and end.
 
     Attributes:
         total_steps: The number of training steps.
@@ -45,7 +45,7 @@ class Rhythm:
 
     @classmethod
     def of(cls, run: TrainerConfig, steps: int) -> Rhythm:
-        """Return the rhythm of a reinforcement learning run with this many steps."""
+        """Return the `Rhythm` of a reinforcement learning run with this many steps."""
         return cls(steps, run.test_freq, run.save_freq, run.val_before_train, run.val_only, run.samples_freq)
 
     def validates_first(self, step: int) -> bool:
@@ -70,9 +70,9 @@ class Step(NamedTuple):
 
     Attributes:
         number: The number of the step, from 1.
-        metrics: The metrics by name, including those of a validation that followed.
+        metrics: A dict from name to value. The metrics of a validation after the step are included.
         interrupted: Whether the user interrupted the run (Ctrl-C, SIGTERM) during the step. The step was
-            finished and saved all the same.
+            still finished and saved.
     """
 
     number: int
@@ -85,10 +85,10 @@ Listener = Callable[[Step], object]
 
 
 class Schedule(Generic[E]):
-    """The order in which a run asks for prompts, generates responses and learns from them.
+    """The order in which a run requests prompts, generates responses and learns from the responses.
 
-    In this class, each step generates with the weights of the step before and learns from nothing else. A
-    subclass may use another order. Each run has its own schedule object.
+    In this class, each step generates responses with the newest weights and learns only from these responses.
+    A subclass may use another order. Each run needs a separate `Schedule` object.
     """
 
     def step(self, step: int, loop: Loop[E]) -> dict[str, float]:
@@ -105,7 +105,7 @@ class Schedule(Generic[E]):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; called before the first step."""
+        """Restore the state that `state_dict` returned; called before the first step."""
 
 
 class Loop(ABC, Generic[E]):
@@ -116,7 +116,8 @@ class Loop(ABC, Generic[E]):
         prompts: The training batches.
         session: The run folder, metrics and checkpoints.
         backend: Where the workers run.
-        schedule: The order of generation and learning; None: one after the other.
+        schedule: Decides when the run generates and when it learns; None: first one, then the other, in each
+            step.
 
     Attributes:
         listeners: Functions that are called after each step.
@@ -144,14 +145,14 @@ class Loop(ABC, Generic[E]):
         self._saved = 0
 
     def fit(self) -> None:
-        """Run to the last step, or until an interrupt; the interrupted step is finished and saved first."""
+        """Run to the last step, or until an interrupt. An interrupted step is first finished and saved."""
         with self.session.listening(), closing(self.steps()) as steps:
             for step in steps:
                 if step.interrupted:
                     return
 
     def steps(self) -> Generator[Step, None, None]:
-        """Start the run, yield step 0 or the step resumed from, then yield each further step when it is done.
+        """Start the run, yield step 0 or the resumed checkpoint's step, then yield each step when it is done.
 
         If you close the generator before the last step, the run can be resumed later.
         """
@@ -194,7 +195,7 @@ class Loop(ABC, Generic[E]):
         return self.prompts.next()
 
     def step(self, step: int, batch: BatchFuture) -> dict[str, float]:
-        """Take one step of the algorithm: generate the responses of a batch, then learn from them.
+        """Take one step of the algorithm: generate responses to a batch, then learn from the responses.
 
         Args:
             step: The number of the step, from 1.
@@ -228,11 +229,11 @@ class Loop(ABC, Generic[E]):
     @property
     @abstractmethod
     def groups(self) -> Sequence[WorkerGroup]:
-        """All worker groups, each once."""
+        """All worker groups, without duplicates."""
 
     @abstractmethod
     def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return measures of a step's speed.
+        """Return metrics of a step's speed.
 
         Args:
             seconds: `timing/PHASE` of the controller and the workers, in seconds.
@@ -241,14 +242,14 @@ class Loop(ABC, Generic[E]):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the controller's own state; workers save the state of the models."""
+        """Return the controller's state. The workers save the state of the models."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     def at_step_boundary(self, step: int) -> None:
-        """Do nothing; called after each step, when the step is finished and reported.
+        """Do nothing. The loop calls this after each step, when the step is finished and logged.
 
         A subclass may move workers or change the rhythm here.
         """
@@ -272,9 +273,9 @@ class Loop(ABC, Generic[E]):
             self.save_last()
 
     def forget_measures(self) -> None:
-        """Drop what workers counted and timed outside of steps, such as loading models.
+        """Drop the counts and timings that workers recorded outside of steps, such as for loading models.
 
-        Otherwise the next step's measures would include it.
+        Otherwise the next step's metrics would include these counts and timings.
         """
         take_observed(self.groups)
         take_timings(self.groups)

@@ -1,4 +1,4 @@
-"""Measures of a step that workers took: counts, seconds, and rates computed from them."""
+"""Collect the workers' counts and timings of a step, and compute rates from these numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tandem.trainer.steps import Plan
 
 
 def take_observed(groups: Iterable[WorkerGroup]) -> Metrics:
-    """Return the metrics that workers recorded besides their results since the last call."""
+    """Return the metrics that workers recorded on the side (not in their results) since the last call."""
     return Metrics.merged(part for group in groups for part in offered(group, "take_observed"))
 
 
 def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
-    """Return `timing/PHASE` since the last call, in seconds; of several ranks, the slowest counts."""
+    """Return `timing/PHASE` since the last call, in seconds, for the slowest rank of each phase."""
     seconds: dict[str, float] = {}
     for group in groups:
         for taken in offered(group, "take_timings"):
@@ -25,10 +25,11 @@ def take_timings(groups: Iterable[WorkerGroup]) -> dict[str, float]:
 
 
 def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, float]:
-    """Return how each role's processes spent their time since the last call.
+    """Return the utilization of each role's processes since the last call.
 
-    These are the share of the elapsed time in which ranks were busy, the seconds that ranks waited for inputs
-    and transferred them (all three as means over ranks), and the bytes transferred (as a sum).
+    The values are: the fraction of the elapsed time in which ranks were busy, the seconds that ranks waited
+    for inputs, the seconds of transferring inputs (all three as means over ranks), and the bytes transferred
+    (summed over ranks).
 
     Args:
         groups: The worker groups.
@@ -46,7 +47,7 @@ def take_usage(groups: Iterable[WorkerGroup], elapsed_s: float) -> dict[str, flo
 
 
 def offered(group: WorkerGroup, method: str, *arguments: Any) -> list[Any]:
-    """Call a method on all workers of a group; return an empty list if their class does not have it."""
+    """Call a method on all workers of a group; return [] if the worker class does not have the method."""
     call: Callable[..., list[Any]] | None = getattr(group, method, None)
     return [] if call is None else call(*arguments)
 
@@ -84,4 +85,4 @@ _PHASES = {
     **dict.fromkeys(("ref", "values", "adv", "update_critic"), ("total", "", "")),
     "update_actor": ("total", "train", "actor"),
 }
-"""By phase: the kind of tokens, the name of the rate or "", and the role whose processes divide the rate."""
+"""For each phase: the tokens that count, the rate's name or "", and the role for the rate per process."""

@@ -1,4 +1,4 @@
-"""The memory plan of a run: told when the run starts, and compared with what its phases use."""
+"""The memory plan of a run. It is printed at the start and compared with the memory that phases use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TIMED = {
 
 
 def predicted(made: Plan | None) -> dict[str, float]:
-    """Return the planned bytes of each measured phase by its name in `timing/PHASE`; {} without a plan."""
+    """Return a dict from phase (as in `timing/PHASE`) to its planned bytes; {} without a plan."""
     found: dict[str, float] = {}
     for phase in () if made is None else made.phases:
         timed = _TIMED.get(phase.name.partition(" of ")[0])  # without the name of one of several models
@@ -80,7 +80,7 @@ def worst_batch(config: TrainConfig, section: CriticConfig | ActorConfig, ranks:
 
 
 def on_cpu(trainer: RunConfig) -> bool:
-    """Return whether the workers compute on a CPU, as far as this process can know.
+    """Return whether this process expects the workers to compute on a CPU.
 
     Under Ray, workers may be on machines with a device that this machine does not have.
     """
@@ -90,10 +90,11 @@ def on_cpu(trainer: RunConfig) -> bool:
 
 
 def tell_plan(config: TrainConfig, say: Callable[[str], None], gpus: bool | None = None) -> Plan | None:
-    """Tell the user the memory plan of the run.
+    """Print the memory plan of the run for the user.
 
-    The message names the moment that needs the most memory and what is free then. If memory is too small, the
-    message is a warning that names what is missing and which key to change first.
+    The message names the phase that needs the most memory and the bytes that are free in this phase. If the
+    memory is too small, the message is a warning. It says how many bytes are missing and which key to change
+    first.
 
     Args:
         config: The config of the run.
@@ -101,7 +102,7 @@ def tell_plan(config: TrainConfig, say: Callable[[str], None], gpus: bool | None
         gpus: Whether the workers have GPUs; None: the config decides.
 
     Returns:
-        The plan; None if there is no plan, which a message says too.
+        The plan; None if there is no plan. A message then says why.
     """
     try:
         made, sentence = _planned(config, on_cpu(config.trainer) if gpus is None else not gpus)
@@ -184,7 +185,7 @@ def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
 
 
 def _device_here() -> tuple[float, str]:
-    """Return the memory of a device of this machine, in bytes, and words that say whose memory it is.
+    """Return the memory of a device of this machine, in bytes, and a description of the device.
 
     Raises:
         ConfigError: The run's devices are on other machines.

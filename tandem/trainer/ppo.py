@@ -2,11 +2,11 @@
 
 `PPOTrainer.generate` and `PPOTrainer.learn` are the two halves of a step.
 
-PPO: Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022
-(arXiv 2203.02155). GRPO, RLOO and REINFORCE++ are the same step with another advantage estimator and
-no critic. This file runs in the controller; each call on a role runs on that role's workers. The calls
-pass futures to each other: data goes from worker to worker, and calls that do not need each other's
-results run at the same time if their roles have separate processes.
+PPO: Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022 (arXiv 2203.02155).
+GRPO, RLOO and REINFORCE++ use the same step with another advantage estimator and no critic. This file runs in
+the controller. Each call on a role runs on that role's workers. The calls pass futures to each other, so data
+goes directly from worker to worker. Calls run at the same time if they do not need each other's results and
+their roles have separate processes.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class PPOTrainer(Loop[Gathered]):
 
     Args:
         config: The config of the run.
-        plan: What the config implies: what to compute, and when.
-        session: See `Loop`.
+        plan: The numbers of steps and mini-batches, and the columns to compute, as derived from the config.
+        session: The run folder, metrics and checkpoints.
         launcher: The launcher that started the worker groups, which can move them.
         roles: The worker groups.
         gatherer: Generates and scores the responses of each step.
         evaluator: Runs the validation; None without validation data.
-        schedule: See `Loop`.
-        memory: The planned bytes of phases, by their names in `timing/PHASE`.
+        schedule: Decides when the run generates and when it learns; see `Loop`.
+        memory: A dict from phase (as in `timing/PHASE`) to the planned bytes.
 
     Attributes:
-        kl: Controls the coefficient of the KL in the reward.
+        kl: Controls the coefficient of the KL penalty in the reward.
         entropy: Adapts the coefficient of the entropy bonus after each step; None if it is fixed.
     """
 
@@ -159,7 +159,7 @@ class PPOTrainer(Loop[Gathered]):
         return metrics
 
     def _left_out(self, samples: BatchFuture, scores: BatchFuture) -> Future[np.ndarray] | None:
-        """Return a mask of the samples that no update uses; None if all are used."""
+        """Return a mask of the samples that no update uses; None if all samples are used."""
         batch = samples.select("finish_reason", "uid")
         masks_truncated = self.config.algorithm.mask_truncated_completions
         if self.config.leaves_out_failed:
@@ -190,7 +190,7 @@ class PPOTrainer(Loop[Gathered]):
         return self.kl.value if self.config.algorithm.use_kl_in_reward else 0.0
 
     def actor_options(self, number: int) -> dict[str, Any]:
-        """Return further arguments of the actor's update with this number within a step, from 0."""
+        """Return more arguments for the actor's update `number`, counted from 0 in each step."""
         moving = {} if self.entropy is None else {"entropy_coeff": self.entropy.value}
         return moving | ({"first": number == 0} if self.plan.bypasses else {})
 
@@ -209,7 +209,7 @@ class PPOTrainer(Loop[Gathered]):
         """Return the tokens of n responses to each prompt, sampled from the current policy.
 
         Args:
-            prompts: `prompts` Ragged int64, and a `uid` for each.
+            prompts: The columns `prompts` (ragged int64 token ids) and `uid`.
             n: The number of responses to each prompt.
             params: How responses are sampled.
         """
@@ -224,7 +224,7 @@ class PPOTrainer(Loop[Gathered]):
             self._rollout_is_current = True
 
     def _measure(self, step: int, batch: BatchFuture, updates: Updates) -> dict[str, float]:
-        """Return the metrics of a step; waits until all of the step is done."""
+        """Wait until the step is done on all workers, and return its metrics."""
         roles = self.roles
         written = roles.batch.write_samples(step, batch) if self.rhythm.writes_samples(step) else None
         measured: Future[Metrics] = roles.batch.measure(batch)
@@ -244,7 +244,7 @@ class PPOTrainer(Loop[Gathered]):
         return self.roles.groups
 
     def rates(self, seconds: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return timings, rates, the use of each role's processes, and the planned memory of each phase.
+        """Return timings, rates, the utilization of each role's processes, and each phase's planned memory.
 
         On GPUs, the workers measure the memory of the same phases.
         """
@@ -258,15 +258,17 @@ class PPOTrainer(Loop[Gathered]):
         return throughput(seconds, metrics, self.plan, devices) | usage | predicted
 
     def reallocate(self, placement: Placement) -> None:
-        """Move the roles to other processes, between two steps.
+        """Move the roles to other processes. Call this only between two steps.
 
-        The models go through a checkpoint of the last step, and training continues with the same state.
+        The models are saved in a checkpoint of the last step and loaded in the new processes. So training
+        continues with the same state.
 
         Args:
             placement: The new processes of each role.
 
         Raises:
-            ConfigError: These processes do not exist. The run has ended then; resume it from the checkpoint.
+            ConfigError: The new processes do not exist. The run has then ended. You can resume it from the
+                checkpoint.
         """
         path = self.save_last()
         self.roles = self.launcher.move(self.roles, placement)
@@ -287,10 +289,11 @@ class PPOTrainer(Loop[Gathered]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            CheckpointError: The run had reset its reference, but this config would use the first reference.
+            CheckpointError: The saved run had reset its reference, but this config would use the original
+                reference.
         """
         self._reference_step = state.get("reference_step", 0)
         interval = self.config.actor_rollout_ref.ref.reset_interval

@@ -1,7 +1,7 @@
-"""Estimate what a run can learn from before it trains.
+"""Estimate, before training, from which fraction of its prompts a run can learn.
 
-A few of the run's prompts are answered and scored as in a first step. From these, `report` estimates shares,
-lengths and speed for all prompts.
+A few of the run's prompts are answered and scored in the same way as in the first training step. From the
+responses, `report` estimates fractions, lengths and speed for all prompts.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Seen:
         cut: (G, n) bool. Whether the response was cut at the length limit.
         right: (G, n) bool. Whether the response is correct.
         rewards: (G, n) The rewards that training would use.
-        teaches: (G) bool. See `teaching`.
+        teaches: (G) bool. Whether training can learn from the group; see `teaching`.
         kept: (G) bool. Whether dynamic sampling would keep the group; all True without dynamic sampling.
-        batches: For each batch: the number of groups, the seconds of generation and the seconds of scoring.
-        calls: The seconds of each call of a reward function for one response; empty if models give the
-            scores.
-        failures: The share of failed scores, and the counts of timeouts, dead processes and retries.
+        batches: For each batch: the number of groups, the generation time and the scoring time, in seconds.
+        calls: The seconds of each call of a reward function for one response; empty if the scores come from
+            models.
+        failures: The fraction of failed scores, and the counts of timeouts, dead processes and retries.
     """
 
     prompts: NDArray[np.int64]
@@ -71,16 +71,16 @@ class Seen:
 
 
 def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable[[str], None]) -> Seen:
-    """Answer and score prompts of a run, with its model, rollout engine and reward.
+    """Answer and score prompts of a run with the run's model, rollout engine and reward.
 
-    The prompts are drawn at random with the run's seed. The run folder is temporary. Models that only take
-    part in learning (critic, references) are not loaded.
+    The prompts are drawn at random with the run's seed. The run folder is temporary. Models that only
+    training uses (critic, references) are not loaded.
 
     Args:
         config: The config of the run.
-        groups: The number of prompts. There may be fewer.
-        limit_s: The limit of the sampling time in seconds, judged by the pace of the first few groups. These
-            are always answered.
+        groups: The number of prompts. The data or the time limit may allow fewer.
+        limit_s: The limit of the sampling time, in seconds. The first few groups are always answered, and
+            their speed determines how many groups fit into the limit.
         say: Prints a sentence for the user.
 
     Raises:
@@ -106,7 +106,7 @@ def run_probe(config: TrainConfig, *, groups: int, limit_s: float, say: Callable
 
 
 def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float) -> Seen:
-    """Answer a few groups first, which also warms up, then as many as the time allows at their pace."""
+    """Answer a few groups first, as a warm-up, and then as many groups as the time limit allows."""
     roles, prompts, n = trainer.roles, trainer.prompts, trainer.plan.at(1).n
     wanted = size = min(groups, prompts.batch_size * prompts.steps_per_epoch)
     roles.sync_rollout()
@@ -135,7 +135,7 @@ def _seen(trainer: PPOTrainer, config: TrainConfig, groups: int, limit_s: float)
 
 
 def _answered(trainer: PPOTrainer, config: TrainConfig, size: int, n: int) -> dict[str, NDArray[Any]]:
-    """Answer the next `size` groups and return them as columns of `Seen`."""
+    """Answer the next `size` groups of prompts and return the results as columns of `Seen`."""
     roles, gatherer, algorithm = trainer.roles, trainer.gatherer, config.algorithm
     batches = range(-(-size // trainer.prompts.batch_size))
     asked = BatchFuture.concat([trainer.prompts.next() for _ in batches]).rows(slice(size))
@@ -159,14 +159,14 @@ def _answered(trainer: PPOTrainer, config: TrainConfig, size: int, n: int) -> di
 
 
 def teaching(config: TrainConfig, scored: DataProto, n: int) -> NDArray[np.bool_]:
-    """Return which groups differ in what the advantage estimator compares, (G) bool.
+    """Return, for each group, whether its responses differ for the advantage estimator: (G) bool.
 
-    This is the reward; for pass@k, whether one response alone is best; for an estimator of several reward
-    components, whether any component differs.
+    Most estimators need responses with different rewards. For pass@k, exactly one response must be the best.
+    For an estimator of several reward components, at least one component must differ.
 
     Args:
         config: The config of the run.
-        scored: `scores` and `reward_extra`, prompt by prompt, with n rows each.
+        scored: The columns `scores` and `reward_extra`, with n consecutive rows per prompt.
         n: The number of responses to each prompt.
     """
     scores_B, algorithm = scored.dense("scores").double(), config.algorithm
@@ -188,8 +188,8 @@ def teaching(config: TrainConfig, scored: DataProto, n: int) -> NDArray[np.bool_
 def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
     """Return estimates for the whole run as plain values, with 95% confidence intervals.
 
-    Intervals of shares of groups are Wilson's. Responses to the same prompt are not independent, so intervals
-    of means, of shares of responses and of quantiles come from a bootstrap over groups.
+    Fractions of groups have Wilson intervals. Responses to the same prompt are not independent. So means,
+    fractions of responses and quantiles have intervals from a bootstrap over groups.
     """
     seed, filters = config.trainer.seed, config.algorithm.filter_groups
     known = needs(config.algorithm.adv_estimator)
@@ -226,9 +226,9 @@ def report(seen: Seen, config: TrainConfig) -> dict[str, Any]:
 
 
 def _quantiles(responses: NDArray[np.int64], limit: int, seed: int) -> dict[str, dict[str, float]]:
-    """Return quantiles of lengths (G, n), with intervals.
+    """Return quantiles of response lengths (G, n), with their confidence intervals.
 
-    If all samples may lie below a quantile by chance, the length limit is the upper end of its interval.
+    If all samples may be below a quantile by chance, the upper end of its interval is the length limit.
     """
     groups, tail, places = len(responses), (1 - _CONFIDENCE) / 2, list(_QUANTILES.values())
     drawn = np.random.default_rng(seed).integers(0, groups, (_RESAMPLES, groups))

@@ -1,4 +1,4 @@
-"""Profile the steps in `trainer.profile.steps`, on every rank that the config names."""
+"""Profile the steps in `trainer.profile.steps`, on every rank that the config selects."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class StepProfiler:
         self._say(f"profile of step {step}, {count}: {path} (open it in ui.perfetto.dev){more}")
 
     def tell(self) -> None:
-        """Tell the user how a step spends its time, if any step was to be profiled.
+        """Print how a step spends its time, if the config asks to profile any steps.
 
-        Profiled steps take longer, so they count only if there are no others.
+        Profiled steps take longer, so they are used only if all steps were profiled.
         """
         if not self._config.steps:
             return

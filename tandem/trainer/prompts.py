@@ -11,18 +11,19 @@ from tandem.workers.data import DataFacts
 
 
 class Prompts(BatchOrder):
-    """The batches of the data workers, in their order.
+    """The iterator over the training batches, which the data worker reads.
 
-    A checkpoint stores how many batches were used and which prompts were given back. Data that was requested
-    ahead of time is requested again after a resume.
+    A checkpoint stores how many batches were used and which prompts were returned unused. Data that was
+    requested ahead of time is requested again after a resume.
 
     Args:
-        data: The worker group that returns a batch for its number.
-        facts: What the group found in the data.
-        batch_size: See `BatchOrder`.
-        shuffle: See `BatchOrder`. Order settings must be the same when you resume from a checkpoint.
-        seed: See `BatchOrder`.
-        mixture: See `BatchOrder`.
+        data: The worker group that returns the batch with a given number.
+        facts: The facts about the data that this group found, such as the number of rows.
+        batch_size: The number of rows per batch.
+        shuffle: Whether to shuffle the rows in each epoch. You cannot change this setting, `seed` or
+            `mixture` when you resume from a checkpoint.
+        seed: The seed of the shuffles.
+        mixture: A dict from data source to its weight in each batch; see `BatchOrder`.
         drawn: Whether a sampler in the data worker draws the batches. Then no batch is requested ahead of
             time, because the results of one batch can change the next.
     """
@@ -50,8 +51,8 @@ class Prompts(BatchOrder):
     def next(self) -> BatchFuture:
         """Return the next batch, count it as used, and request the one after it.
 
-        Prompts that were given back come first. If they fill only a part of the batch, prompts of a fresh
-        batch fill the rest, and the remaining prompts of that batch wait.
+        Prompts that were returned with `give_back` come first. If they do not fill the batch, prompts of a
+        new batch fill it. The remaining prompts of the new batch wait for the next call.
         """
         recalled, self._waiting = self._waiting[: self.batch_size], self._waiting[self.batch_size :]
         if len(recalled) == self.batch_size:
@@ -71,12 +72,12 @@ class Prompts(BatchOrder):
         return BatchFuture.concat([self._recall(recalled), batch.rows(slice(room))])
 
     def give_back(self, batch: BatchFuture, rows: Iterable[int]) -> None:
-        """Take back prompts of a batch that were not learned from; they come first in the next batch."""
+        """Put prompts of a batch that training did not use at the start of the next batch."""
         uids = self._uids(batch)
         self._waiting = [uids[row] for row in rows] + self._waiting
 
     def observe(self, samples: BatchFuture, scores: BatchFuture) -> None:
-        """Tell the sampler, if there is one, how prompts were answered; the values go to it directly."""
+        """Send the samples and scores to the data worker's sampler, if the run has a sampler."""
         if self._drawn:
             self._await_observation()
             self._observation = self._data.observe(samples.select("index").union(scores.select("scores")))
@@ -88,7 +89,7 @@ class Prompts(BatchOrder):
         return {**super().state_dict(), "digest": self._digest, "waiting": list(self._waiting), **drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             DataError: Only one of the two runs has a sampler, or this run's rows do not start with the rows
@@ -117,7 +118,7 @@ class Prompts(BatchOrder):
         return recalled
 
     def _await_observation(self) -> None:
-        """Raise an error of the sampler before anything else is asked of it."""
+        """Wait for the last `observe` call. If it failed, raise its error before the next call."""
         if self._observation is not None:
             self._observation.get()
             self._observation = None

@@ -1,4 +1,4 @@
-"""Run a config a second time without traces: it writes only to a folder of its own."""
+"""Derive a config that repeats a run in a separate folder, without logs, checkpoints or validation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tandem.memory.levers import with_values
 
 
 def quiet(config: TrainConfig, folder: Path, steps: int | None, changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the config of the same run as a new run that does not validate, save checkpoints or log.
+    """Return a copy of the config for a new run that does not validate, save checkpoints or log.
 
     Args:
         config: The config of the run.
         folder: The folder to write to.
-        steps: The number of training steps; None for as many as the epochs give.
-        changes: Other values by dotted key, which take precedence.
+        steps: The number of training steps; None: it follows from the number of epochs.
+        changes: A dict from dotted key to value. These values take precedence.
 
     Raises:
-        pydantic.ValidationError: A value is wrong.
+        pydantic.ValidationError: A value in `changes` is invalid.
     """
     values = {
         "trainer.default_local_dir": str(folder),

@@ -1,8 +1,8 @@
 """Replay a step of a run.
 
-The step starts from the checkpoint before it, uses the samples that the run kept, and runs the training code.
-You can also replay it with another reward, loss or advantage estimator, or without some samples, to see what
-would have been different. The run's folder is only read.
+The replay loads the last checkpoint before the step, reads the samples that the run stored, and runs the
+training code. You can also replay the step with another reward, loss or advantage estimator, or without some
+samples, to see the difference. The replay does not change the run's folder.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _LEARNT = (
     *("critic/*", "rollout_corr/*", "rollout/log_prob_diff_*", "rollout/prob_*", "rollout/kl"),
     "rollout/version_lag",
 )
-"""Metrics of learning. All others describe the generation, the clock or the machine."""
+"""The metrics that training computes. All other metrics describe generation, time or the machine."""
 _CHANGEABLE = (
     *("algorithm.*", "actor_rollout_ref.actor.*", "critic.*", "actor_rollout_ref.ref.*"),
     *("reward_model.overlong_buffer.*", "actor_rollout_ref.rollout.temperature"),
 )
 _SAMPLED = ("algorithm.filter_groups.*",)
-"""Keys among `_CHANGEABLE` that decide how samples are generated, so a replay cannot change them."""
+"""Keys in `_CHANGEABLE` that affect how samples are generated. A replay cannot change these keys."""
 _PLACES = ("*.model.path", "trainer.device")
-"""Keys that say where things are on this machine."""
+"""Keys whose values are paths or devices of this machine."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,11 @@ class Replayed:
 
     Attributes:
         step: The number of the step.
-        checkpoint: The step of the checkpoint that the replay started from; 0: the model that the run started
-            with.
-        recorded: The metrics of learning, as the run wrote them.
-        replayed: The step as it was replayed.
-        base: The unchanged step in one process, with its gradients; None if it was not asked for.
-        changed: The changed step in one process, with its gradients; None if there are no changes.
+        checkpoint: The step of the checkpoint that the replay started from; 0: the initial model of the run.
+        recorded: The training metrics that the run wrote.
+        replayed: The result of the unchanged step, with the run's processes.
+        base: The result of the unchanged step in one process, with its gradients; None if not requested.
+        changed: The result of the changed step in one process, with its gradients; None without changes.
         attributed: Whether the gradients of `base` are attributed to tokens.
     """
 
@@ -84,14 +83,14 @@ def replay(run: Run, step: int, changes: Changes = NO_CHANGES, *, attribute: boo
     """Replay a step.
 
     Args:
-        run: The run. Its folder is only read.
+        run: The run. Its folder is not changed.
         step: The number of the step, from 1.
-        changes: Changes for a second replay of the step, to compare with.
+        changes: Changes for a second replay of the step, which is compared with the first one.
         attribute: Whether to attribute the gradient to samples and tokens.
 
     Raises:
-        TandemError: The folder does not hold what the replay needs (the error says which key keeps it); or a
-            change is not about learning from given samples.
+        TandemError: The folder lacks a file that the replay needs (the error names the config key that stores
+            it), or a change would affect how samples are generated.
     """
     for part in ("checkpoints", "samples"):
         require_inside(run.path / part, run.path)
@@ -139,7 +138,7 @@ def _row(run: Run, step: int) -> dict[str, float]:
 
 
 def _checkpoint(run: Run, step: int) -> tuple[int, Path | None]:
-    """Return the last checkpoint before a step, of the run itself or the one that it started from."""
+    """Return the step and folder of the run's last checkpoint before `step`, or of its initial checkpoint."""
     found = {number: path for number, path in run.checkpoints.items() if number < step}
     first = Path(run.setting("trainer.resume_from_path") or "")
     if first.name.startswith("step_"):
@@ -200,7 +199,7 @@ def _require_watchable(config: TrainConfig) -> None:
 
 @contextmanager
 def _threads(recorded: Mapping[str, float]) -> Iterator[None]:
-    """Use as many threads for CPU kernels as the run did, because the last bits of results depend on it."""
+    """Set the run's number of CPU threads inside the block, because the last bits of results depend on it."""
     before, asked = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     threads = int(recorded.get("perf/threads/actor", before))
     set_threads(threads)

@@ -1,4 +1,4 @@
-"""Report what a replay found, as plain values for programs and as text for people."""
+"""Report the results of a replay, as JSON-like values for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def replay_found(
     *,
     attribute: bool = False,
 ) -> dict[str, Any]:
-    """Replay a step and return what it found.
+    """Replay a step and return the results as JSON-like values.
 
     Args:
-        run: See `tandem.trainer.replay.replay`.
-        step: See `tandem.trainer.replay.replay`.
-        words: See `Changes`.
-        reward: See `Changes`.
-        without: See `Changes`.
-        attribute: See `tandem.trainer.replay.replay`.
+        run: The run.
+        step: The number of the step, from 1.
+        words: `key=value` changes of the config; see `Changes`.
+        reward: `file.py:function`, to use instead of the recorded scores.
+        without: Samples to leave out, as the uid of a prompt or `uid#sample`.
+        attribute: Whether to attribute the gradient to samples and tokens.
 
     Returns:
         `step`, `checkpoint`, `equal`, and `metrics` (rows of name, recorded, replayed, equal).
-        If the step was changed, `changed`: `metrics` (name, before, after), `gradient` (of the sum over the
-        step's updates: cosine, norm before and after), and `samples` (rows of uid, sample, score and mean
-        advantage before and after, the most changed first).
-        With attribution, `attribution`: `updates` (norm, sum of shares), `samples` (rows of uid, sample,
-        share, tokens' shares, ids, the largest first), `seconds`, and `steps`, the number of training steps
-        that take as long.
+        If the step was changed, `changed` has `metrics` (name, before, after), `gradient` (cosine, and norm
+        before and after, of the gradient summed over the step's updates), and `samples` (rows of uid, sample,
+        score and mean advantage before and after, the largest change first).
+        With attribution, `attribution` has `updates` (norm, sum of shares), `samples` (rows of uid, sample,
+        share, tokens' shares, token ids, the largest share first), `seconds`, and `steps`: `seconds` as a
+        number of training steps.
     """
     replayed = replay(run, step, Changes(words, reward, without), attribute=attribute)
     again = replayed.replayed.metrics
@@ -61,7 +61,7 @@ def replay_found(
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None in plain values."""
+    """Replace NaN and infinities in nested lists and dicts by None, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -70,7 +70,7 @@ def without_nan(value: Any) -> Any:
 
 
 def decoder(run: Run) -> Decode:
-    """Return a function that decodes the run's tokens; it returns the ids if the tokenizer is not here."""
+    """Return a function that decodes the run's token ids, or shows the ids if the tokenizer is missing."""
     model = run.config["actor_rollout_ref"]["model"]
     try:
         tokenizer = load_tokenizer(model["tokenizer_path"] or model["path"])
@@ -101,7 +101,7 @@ def _changed(before: TakenStep, after: TakenStep, names: Sequence[str]) -> dict[
 
 
 def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
-    """Return the sum of the gradients of a step's updates, each taken at its own weights."""
+    """Return the sum of the gradients of a step's updates. Each gradient is at its update's weights."""
     total = dict(gradients[0].gradient) if gradients else {}
     for more in gradients[1:]:
         total = {name: value + more.gradient[name] for name, value in total.items()}
@@ -109,7 +109,7 @@ def _summed(gradients: Sequence[UpdateGradient]) -> dict[str, Any]:
 
 
 def _by_sample(taken: TakenStep) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return the score and the mean advantage over the response, by uid and sample number."""
+    """Return a dict from (uid, sample number) to (score, mean advantage over the response)."""
     samples = taken.samples
     written = zip(samples.ragged("advantages"), samples.ragged("response_mask"), strict=True)
     means = [float(a[m].double().mean()) if bool(m.any()) else 0.0 for a, m in written]
@@ -118,7 +118,7 @@ def _by_sample(taken: TakenStep) -> dict[tuple[str, int], tuple[float, float]]:
 
 
 def _attribution(taken: TakenStep) -> dict[str, Any]:
-    """Return the shares of samples as means over the step's updates, so that all shares add up to one."""
+    """Return each sample's share of the gradient, averaged over the step's updates. The shares sum to one."""
     ids = dict(zip(taken.names, taken.samples.ragged("tokens"), strict=True))
     looked = [update for update in taken.gradients if update.shares]
     tokens: dict[tuple[str, int], Any] = {}
@@ -144,7 +144,7 @@ def text(found: dict[str, Any], decode: Decode) -> str:
 
     Args:
         found: A result of `replay_found`.
-        decode: Converts token ids to text.
+        decode: Decodes token ids to text.
     """
     rows = [
         [m["name"], f"{m['recorded']:.9g}", f"{m['replayed']:.9g}", "yes" if m["equal"] else "no"]

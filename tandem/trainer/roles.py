@@ -1,4 +1,4 @@
-"""The worker groups of a run by role, and what the loop asks of them."""
+"""The worker groups of a run, and the operations of the training loop that involve several groups."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ class Roles:
     """The worker groups of a run. A role that the algorithm does not need is None.
 
     Attributes:
-        data: Gives prompts.
+        data: Reads prompts.
         actor: Trains the policy and recomputes log-probs.
-        rollout: Generates samples. It is the actor's own group unless the config places it separately.
-        references: The frozen policies of the KL terms, by role. A single reference may be the actor's group.
+        rollout: Generates samples. It is the actor's group unless the config places it separately.
+        references: A dict from role to a frozen policy of a KL term. A single reference may be the actor's
+            group.
         critic: Computes values.
-        reward_models: Give scores of models, by role.
-        reward: Gives scores of reward functions.
-        batch: Computes advantages and measures, and writes files of samples.
+        reward_models: A dict from role to a group that scores samples with a reward model.
+        reward: Scores samples with reward functions.
+        batch: Computes advantages and metrics of whole batches, and writes files of samples.
         scoring: Computes the reward from the scores.
         scores_parts: Whether reward functions may score samples before all samples are finished.
-        rollout_shares: The number of shares that the rollout divides prompts into.
+        rollout_shares: The number of rollout ranks among which prompts are divided.
         resets_reference: Whether the reference's weights change, so that checkpoints must store them.
     """
 
@@ -49,7 +50,7 @@ class Roles:
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """All groups, each once."""
+        """All groups, without duplicates."""
         found = (
             self.data, self.actor, self.rollout, *self.references.values(), self.critic,
             *self.reward_models.values(), self.reward, self.batch,
@@ -58,7 +59,7 @@ class Roles:
 
     @property
     def reference(self) -> WorkerGroup | None:
-        """The only reference; None if there is none, or several."""
+        """The reference, if the run has exactly one; else None."""
         return self.references.get("ref")
 
     @property
@@ -81,7 +82,7 @@ class Roles:
         learns: bool = False,
         **options: Any,
     ) -> tuple[BatchFuture, BatchFuture]:
-        """Generate n samples of each prompt and their scores, in the order of the prompts.
+        """Generate and score n samples of each prompt. The rows are in the order of the prompts.
 
         Reward functions are called as samples finish, unless a function needs the whole batch.
 
@@ -91,7 +92,7 @@ class Roles:
             params: How samples are drawn.
             dealer: Decides which rank answers which prompt.
             learns: Whether the run learns from the samples.
-            options: Further arguments of the rollout's method.
+            options: More keyword arguments of the rollout's method.
 
         Returns:
             The samples and their scores.
@@ -115,15 +116,15 @@ class Roles:
         )
 
     def score(self, samples: BatchFuture) -> BatchFuture:
-        """Score existing samples in the same way as samples that the run learns from."""
+        """Score existing samples as in training."""
         function_scores = None if self.reward is None else self.reward.compute_scores(samples)
         return self.scoring.reward(samples, function_scores, self.reward_models, self.batch, learns=True)
 
     def sync_rollout(self) -> None:
-        """Copy the actor's weights to the rollout, if the rollout has its own group.
+        """Copy the actor's weights to the rollout, if the rollout has a separate group.
 
-        Weights go from worker to worker in buckets. One bucket is gathered while the one before is loaded, so
-        there are at most two at a time.
+        Weights go from worker to worker in buckets. One bucket is gathered while the previous bucket is
+        loaded, so at most two buckets exist at a time.
         """
         if self.rollout is not self.actor:
             self._send_weights(self.rollout.load_weights)

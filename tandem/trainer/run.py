@@ -21,7 +21,7 @@ from tandem.trainer.supervised import SupervisedTrainer
 from tandem.trainer.telling import ending
 
 FAILURES = "failure.txt"
-"""The file in the run's log folder with the reports of its failures."""
+"""The file in the run's log folder with the reports of worker failures."""
 
 
 class RunSection(Protocol):
@@ -45,7 +45,7 @@ def run_ppo(
     trainer: type[PPOTrainer] = PPOTrainer,
     listeners: Sequence[Listener] = (),
 ) -> bool:
-    """Train with reinforcement learning to the end; see `run`.
+    """Train with reinforcement learning until the run ends; see `run` for results and errors.
 
     Args:
         config: The resolved config.
@@ -57,20 +57,20 @@ def run_ppo(
 
 
 def run_sft(config: SFTConfig, *, say: Callable[[str], None]) -> bool:
-    """Train on example responses (SFT) to the end; see `run`."""
+    """Train on example responses (SFT) until the run ends; see `run` for results and errors."""
     return run(config, partial(build_supervised, say=say), say)
 
 
 def run_rm(config: RMConfig, *, say: Callable[[str], None]) -> bool:
-    """Train a reward model to the end; see `run`."""
+    """Train a reward model until the run ends; see `run` for results and errors."""
     return run(config, partial(build_supervised, say=say), say)
 
 
 def run(config: C, build: Build[C], say: Callable[[str], None]) -> bool:
-    """Train to the end, and restart after failures.
+    """Train until the run ends, and restart after failures of workers.
 
-    All workers are stopped when this function returns or raises. If a worker fails in a way that may not
-    happen again, the run starts again, at most `trainer.max_restarts` times.
+    All workers are stopped when this function returns or raises. If a worker fails and a restart may help,
+    the run starts again, at most `trainer.max_restarts` times.
 
     Args:
         config: The resolved config.

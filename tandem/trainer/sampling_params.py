@@ -40,10 +40,10 @@ def sampling_params(
     """Make sampling parameters from sections of a config.
 
     Args:
-        settings: The section that shapes the distribution.
-        rollout: The section that says what ends a response.
+        settings: The section with top-p, top-k, penalties and similar settings.
+        rollout: The section with the stop strings and `ignore_eos`.
         stops: The end-of-sequence tokens; see `tandem.models.ends.stop_token_ids`.
-        temperature: The temperature; 0 for greedy.
+        temperature: The temperature; 0 for greedy sampling.
         max_tokens: The length limit of a response.
         seed: The seed of the draws.
     """

@@ -25,7 +25,7 @@ The failed worker may be one that writes the checkpoint.
 
 
 class ReferenceMember:
-    """The reference as a group whose state checkpoints store.
+    """The reference policy as a member of a checkpoint, to save and load its weights.
 
     The reference may be part of the actor's group, so each method call passes its role.
 
@@ -41,7 +41,7 @@ class ReferenceMember:
 
 
 Members = Mapping[str, WorkerGroup | ReferenceMember]
-"""The groups whose state checkpoints store, by name."""
+"""A dict from name to a worker group whose state is stored in checkpoints."""
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Saver:
     """Writes checkpoints, one at a time.
 
     Attributes:
-        checkpoints: Where the checkpoints go.
-        config: How they are written.
-        members: Returns the groups whose state is saved, by name.
+        checkpoints: The folder of the checkpoints.
+        config: The settings for writing checkpoints.
+        members: Returns a dict from name to a worker group whose state is saved.
         on_saved: Called with the folder of each checkpoint when it is complete.
         say: Prints a sentence for the user.
     """
@@ -65,7 +65,7 @@ class Saver:
     _warned_no_best: bool = field(default=False, init=False)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
-        """Write a checkpoint of all members, after the one before is complete.
+        """Write a checkpoint of all members, after the previous checkpoint is complete.
 
         Args:
             step: The number of the step.
@@ -77,7 +77,7 @@ class Saver:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: This checkpoint, or the one before, could not be written.
+            CheckpointError: This checkpoint, or the previous one, could not be written.
         """
         self.finish()
         best = self.checkpoints.judge
@@ -123,9 +123,9 @@ class Saver:
                 await_pending(pending, self._ask, WRITE_LIMIT_S)
 
     def end(self, error: BaseException) -> None:
-        """Finish a started save after an error, if that is possible; after a second interrupt, give it up.
+        """Try to finish a started save after an error of the run; a second interrupt abandons the save.
 
-        A failure of the save is only reported, so that the first error is the one that is raised.
+        If the save fails too, the failure is only reported, so that the caller can raise the first error.
         """
         if self._pending is None:
             return
@@ -143,7 +143,7 @@ class Saver:
 
     @contextmanager
     def _until_settled(self, pending: PendingSave) -> Iterator[PendingSave]:
-        """Record the end of the save, if it ends or fails inside the block."""
+        """Yield the pending save; after the block, clear a failed or complete save, and report a success."""
         try:
             yield pending
         except Exception:

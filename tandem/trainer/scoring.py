@@ -12,11 +12,12 @@ from tandem.runtime import BatchFuture, Future, WorkerGroup
 class Scoring:
     """Computes the reward of a run's samples, and keeps the statistics that normalize scores.
 
-    The statistics cover all samples that were scored in training. A batch's own samples are included before
-    its scores are normalized.
+    The statistics cover all samples that were scored in training. The samples of a batch are included before
+    the scores of this batch are normalized.
 
     Args:
-        combination: How the parts are combined; None if only reward functions give the reward.
+        combination: How the scores of functions and models are combined; None if the run has no reward
+            models.
     """
 
     def __init__(self, combination: Combination | None) -> None:
@@ -37,7 +38,7 @@ class Scoring:
         Args:
             samples: The samples.
             functions: The scores of reward functions; None if there are no reward functions.
-            models: The groups of the reward models, by role.
+            models: A dict from role to the group of a reward model.
             batch: The group that combines the scores.
             learns: Whether the run learns from the samples, so that the statistics include their scores.
         """
@@ -55,11 +56,11 @@ class Scoring:
         return combined
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain numbers."""
+        """Return the statistics for a checkpoint, as JSON-like values."""
         if isinstance(self._running, Future):
             self._running = self._running.get()
         return {name: list(statistics) for name, statistics in self._running.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the statistics that `state_dict` returned."""
         self._running = {name: Running(*numbers) for name, numbers in state.items()}

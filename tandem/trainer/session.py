@@ -1,4 +1,4 @@
-"""The parts of a training run besides its algorithm: folder, loggers, checkpoints, an orderly stop."""
+"""Everything in a training run except the algorithm: run folder, loggers, checkpoints, interrupts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tandem.trainer.telling import beginning
 from tandem.watch.watch import Watch
 
 PRIVATE = 0o700
-"""The mode of a folder that only its user may read."""
+"""The permission bits of a folder that only its user may read."""
 WARNING = "Warning after step"
-"""The first words of a message about something that is wrong after a step."""
+"""The start of a warning about a step."""
 RunsConfig = TrainConfig | SupervisedConfig
-"""The config of a command that trains."""
+"""The config of a training command: RL, SFT or reward model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class OpenRun:
         checkpoint: The checkpoint that the run resumes from; None for a new run.
         checkpoints: Reads and writes the checkpoints in the folder.
         lock: The lock on the folder, which this process holds.
-        resolved: The whole config, as it is written to the folder after the checkpoint is accepted.
+        resolved: The resolved config, which is written to the folder after the checkpoint is accepted.
     """
 
     config: RunConfig
@@ -68,7 +68,7 @@ class OpenRun:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of project and run, in the form that loggers and Ray may see (without secrets)."""
+        """The names of project and run, without secrets, for loggers and Ray."""
         config, written = self.config, self.resolved["trainer"]
         return (
             tracked_name(config.project_name, written["project_name"]),
@@ -77,7 +77,7 @@ class OpenRun:
 
     @property
     def again(self) -> str:
-        """Words for the command that resumes from the newest checkpoint."""
+        """A phrase for messages: the command that resumes from the newest checkpoint."""
         how = "" if self.config.resume_mode == "auto" else " with trainer.resume_mode=auto"
         return f"the same command{how}"
 
@@ -85,12 +85,12 @@ class OpenRun:
 def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
     """Open the run folder and find the checkpoint to resume from, before anything expensive is done.
 
-    If the folder holds an earlier run that is not resumed, its files are moved aside, so nothing is
-    overwritten.
+    If the folder has an earlier run that is not resumed, its files are moved into a backup folder, so that no
+    file is overwritten.
 
     Raises:
         CheckpointError: The checkpoint that the config names is missing or damaged.
-        ConfigError: Another process writes to the folder, or the folder holds another experiment.
+        ConfigError: Another process writes to the folder, or the folder contains another experiment.
     """
     config = whole.trainer
     best = None if config.keep_best is None else Best(config.keep_best, config.keep_best_mode)
@@ -121,12 +121,12 @@ def open_run(whole: RunsConfig, say: Callable[[str], None]) -> OpenRun:
 
 
 class Session:
-    """One run in one process, from `restore` to the end of the `with` block.
+    """The folder, loggers and checkpoints of a run, from `restore` to the end of the `with` block.
 
     Args:
         run: The run folder, ready for the run.
-        members: The groups whose state is saved, by name.
-        total_steps: The number of training steps, which loggers are told.
+        members: A dict from name to a worker group whose state is saved.
+        total_steps: The number of training steps, for the loggers.
         say: Prints a sentence for the user.
     """
 
@@ -138,10 +138,11 @@ class Session:
         self.timeline = Timeline(run.folder.timeline_file)
         self.interrupted = False
         self.finishes_steps = False
-        """Whether an interrupt (Ctrl-C, SIGTERM) waits for the end of the step; not before the first step."""
+        """Whether an interrupt (Ctrl-C, SIGTERM) waits for the end of the step; False before the first step.
+        """
         self._stopped_said = False
         self.saved = False
-        """Whether a checkpoint was written completely."""
+        """Whether this process has written a complete checkpoint."""
         self.restored: dict[str, float] = {}
         """The metrics of the step that the run resumed from."""
         self._sinks: Sinks | None = None
@@ -191,7 +192,7 @@ class Session:
             self.folder.event("end", how=how)
 
     def _last_word(self) -> None:
-        """Write the end of the run; called if a second signal ends the process at once."""
+        """Write the final message; called if a second signal ends the process at once."""
         self._write_end("interrupted")
         self._say_stopped()
 
@@ -199,7 +200,8 @@ class Session:
     def listening(self) -> Iterator[None]:
         """Let an interrupt (Ctrl-C, SIGTERM) inside the block finish the current step.
 
-        Outside the main thread this does nothing, because only the main thread gets signals.
+        In other threads than the main thread this does nothing, because only the main thread receives
+        signals.
         """
         self.interrupted = False
         if threading.current_thread() is not threading.main_thread():
@@ -239,8 +241,9 @@ class Session:
         """Load the checkpoint to resume from, if there is one.
 
         Args:
-            load: Restores the trainer's state that was given to `save`.
-            forget: Whether to drop the records of steps after the checkpoint, which will be repeated.
+            load: A function that restores the trainer's state from the value that `save` received.
+            forget: Whether to delete the records of steps after the checkpoint, because the run repeats these
+                steps.
 
         Returns:
             The step of the checkpoint; 0 for a new run.
@@ -306,7 +309,7 @@ class Session:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: This checkpoint, or the one before, could not be written.
+            CheckpointError: This checkpoint, or the previous one, could not be written.
         """
         kept = {"trainer": state, "metrics": dict(metrics)}
         with self.timeline.phase("save_checkpoint"):
@@ -335,7 +338,7 @@ class Session:
         self.watch.check_learning(step, metrics)
 
     def _warn(self, name: str, sentence: str, step: int) -> None:
-        """Tell the user what is wrong after a step, and write it to the run folder's events."""
+        """Print a warning about a step, and write it to the run folder's events."""
         self.folder.event("warning", name=name, step=step, text=sentence)
         self.say(f"{WARNING} {step}: {sentence}.")
 

@@ -16,7 +16,7 @@ from tandem.runtime import BatchFuture
 
 @dataclass(frozen=True, slots=True)
 class MiniBatching:
-    """How a batch is cut into a role's updates.
+    """The settings that split a batch into the mini-batches of a role's updates.
 
     Attributes:
         samples: The rows of a mini-batch, over all devices.
@@ -40,20 +40,20 @@ class Plan:
         batch_samples: The rows of a batch: train_batch_size · n.
         actor: The mini-batches of the actor.
         critic: The mini-batches of the critic.
-        recompute_old: Whether to recompute log-probs under the policy before the updates. With one update per
-            batch they equal the update's own log-probs. They are then needed only for a KL penalty in the
-            reward, for an estimator or a token selection of the loss that reads them or other outputs of this
-            forward, or if the rollout correction must be known before the update (for the mean of its
-            weights, or for tokens that the critic must not learn from). In bypass mode, the rollout's
-            log-probs replace them.
+        recompute_old: Whether to compute the old log-probs (under the policy before the updates) in a
+            separate forward. With one update per batch, the old log-probs equal the log-probs of the update
+            itself. A separate forward is then needed only in these cases: the reward has a KL penalty; an
+            advantage estimator or a token selection reads outputs of this forward; or the rollout correction
+            is needed before the update (for the mean of its weights, or to hide tokens from the critic). In
+            bypass mode, the rollout's log-probs replace the old log-probs.
         bypasses: Whether the rollout's log-probs replace the old log-probs.
-        old_outputs: Further outputs of the policy's forward before its updates: the sum of squared
+        old_outputs: More outputs of the forward that computes the old log-probs: the sum of squared
             probabilities, the exact KL of the reward, and the entropy for files of samples.
         greedy_baselines: Whether each prompt is answered once more, greedily, for `reward_baselines`.
         exact_kl: The KL terms ("reward", "loss") that are computed exactly over the vocabulary.
         n: The number of responses per prompt.
-        group_sizes: The number of responses per prompt from a step on, by that step, in order; empty if all
-            steps have n.
+        group_sizes: Sorted pairs: a step, and the number of responses per prompt from this step on; empty if
+            all steps have n.
     """
 
     total_steps: int
@@ -69,7 +69,7 @@ class Plan:
     group_sizes: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, step: int) -> Plan:
-        """Return the plan of one step; mini-batches count prompts, so their rows follow the group size."""
+        """Return the plan of one step; a mini-batch has as many prompts, times the step's group size."""
         sizes = [n for first, n in self.group_sizes.items() if first <= step]
         if not sizes or sizes[-1] == self.n:
             return self
@@ -94,7 +94,8 @@ def plan_run(config: TrainConfig, spec: AdvantageSpec, steps_per_epoch: int) -> 
         steps_per_epoch: The number of batches in the training set.
 
     Raises:
-        ConfigError: Bypass mode is on, but something else needs the forward that it skips.
+        ConfigError: Bypass mode skips the forward of the old log-probs, but another setting needs this
+            forward.
     """
     actor, critic, algorithm = config.actor_rollout_ref.actor, config.critic, config.algorithm
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
@@ -138,8 +139,8 @@ def minibatches(
 ) -> Iterator[BatchFuture]:
     """Yield the mini-batches of a batch in the order of the updates.
 
-    Mini-batches are formed from row numbers over the whole batch, before the batch is split over devices. The
-    data of the batch need not be computed yet.
+    The rows of each mini-batch are drawn from the whole batch, before the batch is split over devices. The
+    batch may still be an unfinished future.
 
     Args:
         batch: The batch.

@@ -1,6 +1,6 @@
 """Supervised training, with the same loop, pools, engine, run folder and checkpoints as RL.
 
-A `Task` says what is learned, from which data, and with which loss.
+A `Task` defines the model, the data and the loss.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Task:
     """A task of supervised training: data, model and loss.
 
     Attributes:
-        name: The prefix of its metrics.
+        name: The prefix of the task's metrics.
         role: The role of the model, in the run and in checkpoints.
-        kind: The kind of model.
+        kind: The type of model, for example a language model or a reward model.
         loss: The loss to minimize.
-        dataset: Makes a dataset from files and a tokenizer. A class with its options, so that it can be sent
-            to another process.
+        dataset: Makes a dataset from files and a tokenizer. It is a class with its options, so that it can be
+            pickled.
     """
 
     name: str
@@ -65,7 +65,7 @@ def rm_task(config: RMConfig) -> Task:
 
 
 def _options(data: SupervisedDataConfig) -> dict[str, Any]:
-    """Return the options that the datasets of both tasks have."""
+    """Return the dataset options that SFT and reward modeling share."""
     return {
         "max_length": data.max_length,
         "truncation": data.truncation,
@@ -124,7 +124,7 @@ class SupervisedTrainer(Loop[BatchFuture]):
         return self.val_batches > 0
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return the same measures as in training, on the held-out examples, as `val/…`."""
+        """Return the training metrics, computed on the held-out examples, as `val/…`."""
         parts = [self.model.validate(self.data.val_batch(number)) for number in range(self.val_batches)]
         return {f"val/{name}": value for name, value in Metrics.merged(parts).to_floats().items()}
 

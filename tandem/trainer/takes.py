@@ -1,4 +1,4 @@
-"""Take a step of a run again from the samples that the run kept, with or without changes."""
+"""Repeat a step of a run from the samples that the run stored, with or without changes."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _RECOMPUTED = frozenset(
         *(WEIGHTS, "token_level_rewards", "advantages", "returns", "selected_tokens"),
     }
 )
-"""Columns of a samples file that the step computes again."""
+"""Columns of a samples file that the repeated step recomputes."""
 _SCORED = frozenset(
     {"scores", "token_level_scores", "reward_extra", "reward_why", "response_text", "reward_failed"}
 )
 _BASELINES = frozenset({"reward_baselines"})
 ENGINES = ("native", "hf")
-"""Rollout engines that need no other package."""
+"""Rollout engines that need no additional package."""
 _UNUSED_KEYS = (
     *("custom_reward_function.*", "reward.*", "reward_model.model*", "trainer.*_name", "trainer.logger"),
     *("trainer.default_local_dir", "trainer.cluster.*", "trainer.on_step", "data.*_files", "data.cache_dir"),
@@ -67,7 +67,7 @@ class Changes:
     """Changes to make in a replayed step.
 
     Attributes:
-        words: `key=value` of keys that decide what is learned from given samples.
+        words: `key=value` changes of keys that only affect training, not how samples are generated.
         reward: `file.py:function`, to use instead of the recorded scores.
         without: Samples to leave out, as the uid of a prompt or `uid#sample`.
     """
@@ -85,10 +85,10 @@ NO_CHANGES = Changes()
 
 @dataclass(frozen=True)
 class TakenStep:
-    """A step that was taken.
+    """The result of a repeated step.
 
     Attributes:
-        metrics: The metrics by name.
+        metrics: A dict from name to value.
         samples: The batch of the step, including advantages.
         gradients: The gradients of the actor's updates, if they were recorded.
     """
@@ -110,7 +110,7 @@ def same(a: float, b: float) -> bool:
 
 
 class RecordedSchedule(Schedule[Gathered]):
-    """A schedule whose steps learn from the samples that a run kept.
+    """A schedule whose steps learn from the samples that a run stored.
 
     Args:
         run: The run.
@@ -189,10 +189,9 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
 
 
 def _columns(batch: DataProto) -> list[dict[str, Any]]:
-    """Return the columns for a reward that reads columns by name: (B) one dict per row.
+    """Return the columns for a reward that reads columns by name: a list of B dicts, one per row.
 
-    Every run keeps the columns below. If the run's own reward reads columns by name, the run keeps all
-    columns.
+    Every run stores the basic columns. If the run's reward reads columns by name, the run stores all columns.
     """
     arrays = batch.non_tensor_batch
     kept: Iterable[Any] = arrays["columns"] if "columns" in batch else [{}] * len(batch)
@@ -210,14 +209,14 @@ def _columns(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def prompts_of(batch: DataProto, rows: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
-    """Return the prompt tokens of each of these rows: all tokens before the first that the policy wrote."""
+    """Return the prompt of each row: all tokens before the first token that the policy generated."""
     chosen = batch[np.asarray(rows)]
     pairs = zip(chosen.ragged("tokens"), chosen.ragged("response_mask"), strict=True)
     return [ids[: int(mask.int().argmax()) if bool(mask.any()) else len(ids)] for ids, mask in pairs]
 
 
 def kept_rows(batch: DataProto, without: Sequence[str]) -> np.ndarray:
-    """Return the rows of a batch that remain.
+    """Return the row numbers of a batch that remain after samples are left out.
 
     Args:
         batch: The batch.
@@ -249,7 +248,7 @@ def samples_file(run: Run, step: int) -> Path:
 
 
 class StepReplay:
-    """Takes a step of a run again, in a scratch folder.
+    """Repeats a step of a run, in a scratch folder.
 
     Args:
         run: The run.
@@ -257,7 +256,7 @@ class StepReplay:
         scratch: An empty folder.
 
     Raises:
-        ConfigError: The run's config names code, and the run was not written by this user.
+        ConfigError: The run's config loads code, but another user wrote the run folder.
     """
 
     def __init__(self, run: Run, step: int, scratch: Path) -> None:
@@ -271,7 +270,7 @@ class StepReplay:
         require_own(run.path / "config.yaml", self.config(()).model_dump())
 
     def config(self, words: Sequence[str], reward: str | None = None) -> TrainConfig:
-        """Return the run's config with these changes, for steps that learn from given samples."""
+        """Return the run's config with changes, for steps that learn from stored samples."""
         samples = [str(self._samples)]
         own: dict[str, Any] = {  # what may be missing here or must not run
             "data.train_files": samples,
@@ -315,15 +314,15 @@ class StepReplay:
         shares: bool = False,
         keep: bool = False,
     ) -> tuple[TakenStep, Path | None]:
-        """Take the step, and return it with the checkpoint that it started from.
+        """Take the step, and return its result and the checkpoint that the step started from.
 
         Args:
             config: A result of `config`.
-            checkpoint: The checkpoint to start from; None: the model that the run started with.
+            checkpoint: The checkpoint to start from; None: the initial model of the run.
             changes: The changes to make in the step.
             watched: Whether to record the gradients of the actor's updates.
             shares: Whether to attribute these gradients to tokens as well.
-            keep: Whether to save a checkpoint right before the step, and to return that one.
+            keep: Whether to save a checkpoint right before the step. This checkpoint is then returned.
         """
         self._takes += 1
         values: dict[str, Any] = {
@@ -366,7 +365,7 @@ class StepReplay:
 
 
 def in_one_process(config: TrainConfig) -> TrainConfig:
-    """Return the same config for one process."""
+    """Return a copy of the config with all roles in one process."""
     whole = {
         **{"trainer.backend": "local", "trainer.nnodes": 1, "trainer.n_gpus_per_node": 1},
         **{"trainer.resource_pools": {}, "trainer.placement": {}},

@@ -18,7 +18,7 @@ def beginning(model: str, rows: int, what: str, steps: int, folder: Path, checkp
     Args:
         model: The folder of the model.
         rows: The number of rows in the training data.
-        what: What a step uses, in words.
+        what: A description of the data of one step.
         steps: The number of steps of the whole run.
         folder: The run folder.
         checkpoint: The checkpoint that the run resumes from; None for a new run.
@@ -54,7 +54,7 @@ def short(number: float) -> str:
 
 
 def ending(folder: Path, *, steps_taken: int) -> str:
-    """Return the message for the end of a run: its measures, where the model is, and what you can do next."""
+    """Return the final message of a run: its metrics, the model's folder and commands for the next steps."""
     run = Run(folder)
     newest = max(run.checkpoints.values(), default=None)
     if not steps_taken and run.state == "finished":

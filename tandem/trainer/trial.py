@@ -1,6 +1,7 @@
-"""Try whether the engines compute a model's architecture correctly.
+"""Test whether the training and rollout engines compute a model's architecture correctly.
 
-The training engine runs packed sequences; the native rollout engine has its own attention.
+Errors are possible because the training engine packs sequences and the native rollout engine has its own
+implementation of attention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tandem.models.small_copy import LONGEST, window_limits
 from tandem.protocol import Request, SamplingParams
 
 LIMIT = 1e-6
-"""The largest accepted log-prob difference between the native engine and transformers, relative above 1."""
+"""The largest accepted log-prob difference between native engine and transformers; relative above 1."""
 _PROMPTS = (9, 2, 23)
 
 
@@ -39,8 +40,8 @@ def require_sound_model(
         trust_remote_code: Whether to run the model class that comes with the folder.
 
     Raises:
-        ModelError: Packed sequences are computed wrong; see also `check_packed`.
-        EngineError: The native engine cannot run the model, or computes it wrong.
+        ModelError: The result for packed sequences is wrong, or `check_packed` raises the error.
+        EngineError: The native engine cannot run the model, or its log-probs are wrong.
     """
     found, model = check_packed(path, scorer=scorer, trust_remote_code=trust_remote_code)
     require_sound(found, path, longest)
@@ -61,7 +62,8 @@ def require_sound_model(
 def native_difference(model: Any, *, beyond: bool) -> float:
     """Return the largest log-prob difference between the native engine and transformers' own attention.
 
-    The difference is relative where the log-prob is above 1 in size, else absolute. It is NaN if any is NaN.
+    The difference is relative where the log-prob's absolute value is above 1, else absolute. The result is
+    NaN if any difference is NaN.
 
     Args:
         model: The small copy of the model that `check_packed` returns.

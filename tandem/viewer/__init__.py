@@ -1,1 +1,1 @@
-"""The local web page for run folders: its server, the data it reads, and the page itself in `static`."""
+"""The local web page for run folders: its server, its data, and the page's files in `static`."""

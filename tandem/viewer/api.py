@@ -1,4 +1,4 @@
-"""The data that the page asks for: plain values from the runs, by name."""
+"""The page's requests for data: functions that return JSON-like values from the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAITS = 40  # idle times of workers
 LONG = 4_000  # characters of an event
 _NUMBERS = (STEP, "val", "score", "length", "prompt")
 _TEXTS = {"asked": "prompt", "source": "source", "finish": "finish", "uid": "uid"}
-"""Names in a listed sample whose values are texts, and the code in the index that holds each text."""
+"""A dict from a field of a listed sample, whose value is a text, to the index's code column."""
 _EXPORTED = ("step", "uid", "sample", "data_source", "prompt", "response", "score", "why", "ground_truth")
 _COLUMNS = (*_EXPORTED, "finish_reason", "prompt_tokens", "response_tokens")
 
@@ -75,7 +75,7 @@ def metrics(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def _communication(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of a step in which roles moved data, to other roles or between their ranks."""
+    """Return the fractions of a step in which roles moved data, to other roles or between their ranks."""
     moved = [row[name] for name in row if name.startswith(("perf/collective_s/", "perf/transfer_s/"))]
     step = row.get("timing/step", 0.0)
     return {COMMUNICATION: math.fsum(moved) / step} if moved and step > 0 else {}
@@ -86,7 +86,7 @@ def _choices(texts: list[str], most: int) -> list[str]:
 
 
 def _thinned(curve: list[tuple[int, float]]) -> list[list[float]]:
-    """Return steps and values of a curve. If there are too many, return the extremes of each stretch."""
+    """Return steps and values of a curve; of a long curve, only the extremes of each interval."""
     points = [point for point in curve if isinstance(point[1], int | float) and abs(point[1]) < LARGEST]
     stride = math.ceil(2 * len(points) / POINTS)
     if len(points) > POINTS:
@@ -118,7 +118,7 @@ def events(view: Viewed, _: Query) -> dict[str, Any]:
 
 
 def _brief(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event. If it is long, keep only its kind and the start of its text."""
+    """Return an event; of a long event, only its type and the start of its text."""
     written = json.dumps(event, ensure_ascii=False)
     if len(written) <= LONG:
         return event
@@ -169,8 +169,8 @@ def samples(view: Viewed, query: Query) -> dict[str, Any]:
 def sample(view: Viewed, query: Query) -> dict[str, Any]:
     """Return one whole sample, with other samples of its prompt's group.
 
-    At most `GROUP` samples of the group are returned. They start at the requested position. Without a
-    requested position, this sample is in the middle.
+    At most `GROUP` samples of the group are returned, from the requested position on. Without a requested
+    position, this sample is in the middle.
     """
     index = view.samples
     row = index.placed(query.text("id"))
@@ -191,7 +191,7 @@ def sample(view: Viewed, query: Query) -> dict[str, Any]:
 def history(view: Viewed, query: Query) -> dict[str, Any]:
     """Return the policy's responses to one prompt over the run.
 
-    The result has all scores, and a number of responses that a person can read.
+    The result has all scores, and a limited number of responses.
     """
     table = view.samples.table
     rows = (table["prompt"] == query.whole("prompt", 0, 2**31)).nonzero()[0]
@@ -202,7 +202,7 @@ def history(view: Viewed, query: Query) -> dict[str, Any]:
 
 
 def _evenly(values: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` of the values, evenly spaced. The first and the last are included."""
+    """Return at most `most` of the values, evenly spaced, including the first and the last value."""
     if len(values) <= most:
         return values
     return values.take(np.linspace(0, len(values) - 1, most).astype(int))
@@ -222,7 +222,7 @@ def _listed(index: SampleIndex, rows: np.ndarray, longest: int) -> list[dict[str
 
 
 def export(view: Viewed, query: Query) -> Download:
-    """Return the selected samples as JSON lines or CSV: all columns but the tokens.
+    """Return the selected samples as JSON lines or CSV, with all columns except the tokens.
 
     Files are read while the rows are sent.
     """
@@ -243,7 +243,7 @@ def export(view: Viewed, query: Query) -> Download:
 
 
 class _Line:
-    """A file object for a CSV writer. Its `write` returns the text, so the writer returns it too."""
+    """A file object for a CSV writer. Its `write` returns the text, so the writer returns the text too."""
 
     write = staticmethod(str)
 
@@ -255,9 +255,9 @@ def _csv(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def step_time(view: Viewed, query: Query) -> dict[str, Any]:
-    """Return the phases of one step, and what each idle worker waited for.
+    """Return the phases of one step, and the phases that idle workers waited for.
 
-    Without a step number, this is the last step.
+    Without a step number, the last step is used.
     """
     view.phases.look()
     steps = view.phases.steps
@@ -295,13 +295,13 @@ _OF_A_RUN: Mapping[str, Callable[[Viewed, Query], Any]] = {
 
 
 class Api:
-    """The functions that answer the page's requests, by name.
+    """The functions that answer the page's requests, keyed by name.
 
     Args:
         shelf: the runs.
 
     Attributes:
-        routes: for each name, a function of the address's parameters.
+        routes: a dict from name to a function of the address's parameters.
     """
 
     def __init__(self, shelf: Shelf) -> None:

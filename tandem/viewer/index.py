@@ -1,4 +1,7 @@
-"""An index of all samples of a run that grows with the run: numbers as columns, texts in Arrow arrays."""
+"""An index of all samples of a run, with numbers as columns and texts in Arrow arrays.
+
+The index grows with the run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Part:
         path: the file.
         columns: arrays with an entry per sample: `step`, `val`, `row` (within the file), `score`, `length`
             (of the response, in tokens), and the codes `source`, `finish`, `prompt` and `uid`.
-        texts: the responses. None: they are not kept in memory.
+        texts: the responses; None: the responses are not kept in memory.
     """
 
     path: Path
@@ -57,14 +60,14 @@ class Codes:
 
 
 class SampleIndex:
-    """An index that reads each file of samples once, and again when the file has been rewritten.
+    """An index of a run's samples, which reads each file once, and again when the file was rewritten.
 
     Args:
         run: the run folder. Its folder `samples` may not exist yet.
 
     Attributes:
         parts: the files that were read, sorted by name.
-        damage: for each file that cannot be read, what is wrong with it, by file name.
+        damage: a dict from the name of an unreadable file to its problem.
         files: number of files of samples.
     """
 
@@ -94,7 +97,7 @@ class SampleIndex:
         return [path for name, path in there.items() if self._stamps.get(name) != _stamp(path)]
 
     def read(self, path: Path) -> None:
-        """Read one file. If it is damaged, note in `damage` what is wrong."""
+        """Read one file. If the file is damaged, store the problem in `damage`."""
         self._forget(path.name)
         try:
             self._stamps[path.name] = _stamp(path)
@@ -163,16 +166,16 @@ class SampleIndex:
 
     @property
     def indexed(self) -> int:
-        """Return the number of files that were read, including damaged ones."""
+        """Return the number of files that were read, including damaged files."""
         return len(self.parts) + len(self.damage)
 
     def placed(self, name: str) -> int:
-        """Return the row in `table` of a sample with this id.
+        """Return the row number in `table` of the sample with the given id.
 
         The id `step_000012:34` means row 34 of the file `step_000012.parquet`.
 
         Raises:
-            DataError: there is no such sample.
+            DataError: the sample does not exist.
         """
         stem, _, row = name.partition(":")
         stems = [part.path.stem for part in self.parts]
@@ -182,7 +185,7 @@ class SampleIndex:
         return int(rows[int(row)])
 
     def group(self, row: int) -> np.ndarray:
-        """Return the rows in `table` of the samples in the same file that share this sample's prompt."""
+        """Return the row numbers in `table` of the samples in the same file with this sample's prompt."""
         part, uid = self.table["part"], self.table["uid"]
         if not self.codes["uid"].texts[uid[row]]:
             return np.array([row])
@@ -191,7 +194,7 @@ class SampleIndex:
     def bins(self, name: str) -> tuple[list[float], np.ndarray]:
         """Return the edges of a column's histogram over all samples, and the bin of each sample.
 
-        An extra bin at the end holds values that are not finite.
+        An extra bin at the end counts values that are not finite.
         """
         column = self.table[name]  # reading the table drops the bins of an older table
         if name not in self._bins:
@@ -209,7 +212,7 @@ class SampleIndex:
     def containing(self, text: str) -> np.ndarray:
         """Return a mask of the samples whose prompt or response contains a text, ignoring case.
 
-        A repeated search for the same text only reads files that are new.
+        A repeated search for the same text only reads new files.
         """
         if text != self._found[0]:
             self._found = (text, {})
@@ -233,7 +236,7 @@ class SampleIndex:
 
         Args:
             rows: row numbers in `table`.
-            longest: the most characters of a response.
+            longest: the maximum number of characters per response.
         """
         parts, within = self.table["part"][rows], self.table["row"][rows]
         found = np.full(len(rows), "", object)
@@ -250,7 +253,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _lengths(mask: pa.Array) -> np.ndarray:
-    """Return the number of tokens that the policy wrote in each sample."""
+    """Return the number of tokens that the policy generated in each sample."""
     written = np.concatenate([[0], np.cumsum(mask.values.to_numpy(zero_copy_only=False).astype(np.int64))])
     return np.asarray(np.diff(written[mask.offsets.to_numpy()]), np.int32)
 

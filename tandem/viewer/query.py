@@ -1,4 +1,4 @@
-"""The parameters of an address, and the selection of samples by them."""
+"""Parse the parameters of an address, and select samples by these parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Query:
     """The parameters of an address.
 
     Args:
-        text: the part after the `?`.
+        text: the query string, after the `?`.
 
     Raises:
         ConfigError: there are too many parameters.
@@ -41,7 +41,7 @@ class Query:
         """Return a whole number from 0 to `most`.
 
         Raises:
-            ConfigError: the value is not such a number.
+            ConfigError: the value is not a whole number, or out of range.
         """
         text = self.text(name, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
@@ -51,7 +51,7 @@ class Query:
         return int(text)
 
     def span(self, name: str) -> tuple[float, float] | None:
-        """Return the range of a parameter `LOW..HIGH`, or None if it is not given.
+        """Return the range of a parameter `LOW..HIGH`; None if the parameter is not given.
 
         LOW or HIGH may be missing. A single number is a range of one value.
 
@@ -73,9 +73,9 @@ def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, di
     names in `source` and `finish`, and ranges of the columns `RANGES`.
 
     Returns:
-        The rows of the selected samples, in the order of the files. And for each column of `RANGES` a
-        histogram (`edges` and `counts`) of the samples that meet all conditions except the one on this
-        column.
+        The row numbers of the selected samples, in the order of the files. And a dict from each column of
+        `RANGES` to a histogram (`edges` and `counts`) of the samples that meet all conditions except the
+        condition on this column.
     """
     table = index.table
     masks = {"all": np.ones(len(table["step"]), bool)}
@@ -104,8 +104,8 @@ def selected(query: Query, index: SampleIndex) -> tuple[np.ndarray, dict[str, di
 def ordered(rows: np.ndarray, index: SampleIndex, by: str, *, descending: bool) -> np.ndarray:
     """Sort rows by a column of `SORTED`.
 
-    Equal rows keep the order of the files, or its reverse if `descending`. The same holds for all rows with
-    "order".
+    Rows with equal values keep the order of the files, or the reverse order if `descending`. For the column
+    "order", all rows count as equal.
 
     Raises:
         ConfigError: the rows cannot be sorted by this column.

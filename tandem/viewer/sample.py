@@ -1,4 +1,4 @@
-"""One whole sample: its prompt as turns, its tokens with all values known of them, and its group."""
+"""Read one sample: its prompt as turns, and its tokens with all values per token."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LACKING = {
     "ratio": "training did not recompute log-probs in this run (old_log_probs)",
     "entropy": "it is recorded only if training recomputes log-probs",
 }
-"""Values that a reader may look for, and the reason why a run may not have them."""
+"""A dict from a value per token to the reason why a run may lack this value."""
 
 
 def whole(run: Run, path: Path, row: int, start: int) -> dict[str, Any]:
-    """Return a sample with all that its file holds of it.
+    """Return a sample with all values in its file.
 
     Args:
         run: the run.
@@ -66,7 +66,7 @@ def whole(run: Run, path: Path, row: int, start: int) -> dict[str, Any]:
 
 
 def _turns(messages: Any) -> list[dict[str, str]]:
-    """Return the prompt's messages. Fields besides role and content, such as tool calls, are JSON."""
+    """Return the prompt's messages. Other fields than role and content, such as tool calls, become JSON."""
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     found = []
     for turn in turns[:TURNS]:
@@ -86,7 +86,7 @@ def _turn(role: str, text: str, more: str = "") -> dict[str, str]:
 
 
 def _fewer(turns: list[dict[str, str]], total: int) -> list[dict[str, str]]:
-    """Return the first turns whose texts fit into `CHARACTERS`, and a note on how many are left out."""
+    """Return the first turns whose texts fit into `CHARACTERS`, and a note with the number of other turns."""
     lengths = accumulate(sum(map(len, turn.values())) for turn in turns)
     shown = [turn for turn, length in zip(turns, lengths, strict=True) if length <= CHARACTERS]
     if left := total - len(shown):
@@ -127,7 +127,7 @@ def _tokens(one: pa.Table, run: Run, start: int) -> dict[str, Any]:
 
 
 def _answered(ids: list[int], mask: list[bool], words: Tokenizer | None) -> list[dict[str, str]]:
-    """Return the response as turns if a tool or an environment wrote some of its tokens, else []."""
+    """Return the response as turns if some of its tokens come from a tool or environment, else []."""
     if len(ids) != len(mask):
         raise ValueError(f"the sample has {len(ids)} tokens, but its response_mask has {len(mask)} entries")
     by = np.array(mask, bool)
@@ -146,7 +146,7 @@ def _answered(ids: list[int], mask: list[bool], words: Tokenizer | None) -> list
 def tokenizer(run: Run) -> Tokenizer | None:
     """Return the tokenizer of a run's model, from the model's folder or the Hugging Face cache.
 
-    Return None if it is not there, or has no tokenizer.json.
+    Return None if the folder is missing, or has no tokenizer.json.
     """
     model = "actor_rollout_ref.model."
     name = run.setting(f"{model}tokenizer_path") or run.setting(f"{model}path")
@@ -168,7 +168,7 @@ def _loaded(path: Path, _written: int) -> Tokenizer | None:
 
 
 def _piece(words: Tokenizer, token: int) -> str:
-    """Return the text of one token. If it is part of a character, return its name in the vocabulary."""
+    """Return the text of one token; for a part of a character, the token's name in the vocabulary."""
     if not 0 <= token < 2**32:
         return ""
     text: str = words.decode([token], skip_special_tokens=False)
@@ -180,7 +180,7 @@ def _cut(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that JSON can represent."""
+    """Convert a value to types that JSON can represent."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, float | np.floating):

@@ -1,6 +1,6 @@
 """A web server for one user on this machine.
 
-It listens on the loopback address only, needs a token in the address, and answers GET only.
+The server listens only on the loopback address, needs a token in the address, and answers only GET.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tandem.viewer.query import Query
 _PAGE = Path(__file__).parent / "static"
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 64
-"""The most open connections.
+"""The maximum number of open connections.
 
-For a further connection, the longest idle connection is closed, or else the oldest.
+For another connection, the longest idle connection is closed, or else the oldest connection.
 """
 HEAD_S = 10.0  # seconds in which a request's head must arrive, and for which a connection may be idle
 SEND_S = 60.0  # seconds in which the reader must take an answer, or a piece of a download
@@ -56,8 +56,8 @@ class Server(ThreadingHTTPServer):
         port: the port. 0: any free port.
 
     Attributes:
-        files: the content of all files of the page, by name. No address is ever turned into a path.
-        routes: the functions that answer requests, by name.
+        files: a dict from name to content of the page's files. An address is never used as a path.
+        routes: a dict from name to the function that answers the request.
         url: the page's address, with the token.
 
     Raises:
@@ -87,13 +87,13 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def note(self, request: Any, *, answered: bool) -> None:
-        """Note that a request's head has arrived, or that its answer has been sent."""
+        """Record that a request's header has arrived, or that its answer has been sent."""
         with self._lock:
             if request in self._connections:
                 self._connections[request] = answered, time.monotonic()
 
     def service_actions(self) -> None:
-        """Close the connections that have waited too long. This is called at least twice a second."""
+        """Close the connections that have been idle too long. This is called at least twice a second."""
         now = time.monotonic()
         with self._lock:
             for request, (answered, since) in list(self._connections.items()):
@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Warn of an error, unless it means that the connection ended."""
+        """Print a warning about an error, unless the connection just ended."""
         error = sys.exception()
         if not isinstance(error, OSError):
             warn(f"{type(error).__name__}: {error}")
@@ -203,4 +203,4 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Log nothing about single requests."""
+        """Do nothing, because requests are not logged."""

@@ -1,4 +1,4 @@
-"""The runs that the page shows. New runs are found, and each run is read on as it grows."""
+"""The runs that the page shows. New runs are added, and new data of a run is read as the run grows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST = 2_000  # characters of a key's value
 
 
 class Viewed:
-    """A run with a lock. The objects that read it are not made for several threads."""
+    """A run with a lock, because the objects that read the run are not thread-safe."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -33,10 +33,10 @@ class Viewed:
         self.phases = Phases(run.path)
 
     def config(self) -> dict[str, Any]:
-        """Return the config by dotted keys.
+        """Return the config as a dict from dotted key to value.
 
         Raises:
-            DataError: it has too many keys.
+            DataError: the config has too many keys.
         """
         keys = dict(islice(flat(self.run.config), KEYS + 1))
         if len(keys) > KEYS:
@@ -44,7 +44,7 @@ class Viewed:
         return {name[:_LONGEST]: _beginning(value) for name, value in keys.items()}
 
     def summary(self) -> dict[str, Any]:
-        """Return the facts that the list of runs shows.
+        """Return the entry of the run in the list of runs.
 
         `stamp` changes when there is something new to show.
         """
@@ -66,7 +66,7 @@ class Viewed:
 
 
 def _beginning(value: Any) -> Any:
-    """Return a value. If its JSON text is long, return the start of that text."""
+    """Return a value; if its JSON text is long, return only the start of the text."""
     text = ""
     for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
         text += piece
@@ -121,7 +121,7 @@ class Shelf:
         """Return a run by its name.
 
         Raises:
-            DataError: there is no run of that name.
+            DataError: there is no run with this name.
         """
         runs = {view.name: view for view in self.runs()}
         if name not in runs:
@@ -129,7 +129,7 @@ class Shelf:
         return runs[name]
 
     def _read_on(self) -> None:
-        """Read new files of samples into the indices. Between two files, other threads may read."""
+        """Read new files of samples into the indices; release the locks between two files."""
         while True:
             for view in self.runs():
                 with view.lock:

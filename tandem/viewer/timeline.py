@@ -1,4 +1,7 @@
-"""A run's timeline: what each worker did in a step, and what waited for what. It is read on as it grows."""
+"""Read a run's timeline: the phases of each worker in a step, and the waits between workers.
+
+New events are read as the run grows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Span(NamedTuple):
         name: the phase.
         start: seconds after the start of the step.
         end: seconds after the start of the step.
-        depth: number of phases that this phase lies in.
+        depth: number of phases that enclose this phase.
     """
 
     track: str
@@ -41,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Phases:
-    """The finished phases in a `timeline.json`.
+    """A reader of the finished phases in a `timeline.json`.
 
     Args:
         run: the run folder. The file may not exist yet.
@@ -102,7 +105,7 @@ class Phases:
     def steps(self) -> list[int]:
         """Return the numbers of the finished steps.
 
-        If a step was repeated after a resume, the last one counts.
+        If a step was repeated after a resume, only its last run counts.
         """
         return sorted(self._steps)
 
@@ -130,10 +133,10 @@ class Phases:
 
 
 def waits(spans: list[Span], seconds: float) -> list[dict[str, Any]]:
-    """Return the times in which workers were idle in a step, the longest first.
+    """Return the intervals in which workers were idle in a step, the longest interval first.
 
-    Each has `track`, `start` and `end`, and what the worker waited for: `other`, `phase` and `share` name the
-    phase of another worker that filled most of that time, and its share.
+    Each interval has `track`, `start` and `end`. It also has `other` and `phase`, the worker and phase that
+    overlap most with the interval, and `share`, the overlap as a fraction of the interval.
 
     Args:
         spans: the phases of the step, sorted by start.

@@ -1,5 +1,5 @@
-"""Checks that a run makes of itself: of its samples, of rules that must hold, and of its learning.
+"""Checks of a run's samples, of rules that must hold in every step, and of learning.
 
-Workers count (`batches`, `gap`); the controller decides (`trust`, `integrity`, `learning`). One object,
-`Watch`, remembers the earlier steps.
+Workers compute counts and differences (`batches`, `gap`). The controller finds problems in these numbers
+(`trust`, `integrity`, `learning`). A `Watch` object stores the numbers of earlier steps.
 """

@@ -1,4 +1,4 @@
-"""Checks of a batch against rules that must hold whatever the policy generated.
+"""Check a batch against rules that must hold for all responses.
 
 For example: rows belong together, masks fit the log-probs, prompts and responses start and end correctly.
 Each check counts the rows that break a rule. The controller names the cause; see `tandem.watch.integrity`.
@@ -23,14 +23,14 @@ from tandem.protocol import DataProto, Ragged
 from tandem.watch.gap import SAMPLED, SCORED, fingerprint
 
 CHECK = "trust/"
-"""Prefix of the counts of this module. A count of zero is not written to the run folder."""
+"""Prefix of the counts of rows that break a rule. Counts of zero are not written to the run folder."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
 _FEWEST = 8
 CERTAIN = -1e-3
 
 
 def certain(rollout: RolloutConfig) -> float:
-    """Return the training log-prob, in nats, below which a token cannot have been the only possible choice.
+    """Return the training log-prob, in nats, below which a token was not the only possible choice.
 
     Sampling settings such as top_p can leave a token as the only choice; its rollout log-prob is then 0. A
     token below this value had alternatives, so its rollout log-prob must differ from 0. If the settings
@@ -44,13 +44,14 @@ def certain(rollout: RolloutConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The ids of tokens in a vocabulary that have a special meaning.
+    """The ids of special tokens: begin, padding and end tokens.
 
     Attributes:
-        begin: the token that begins a text; None if there is none.
-        pad: the padding token; None if there is none, or if it has a second meaning.
+        begin: the begin token; None if the vocabulary has no begin token.
+        pad: the padding token; None if the vocabulary has no padding token, or if the token has a second
+            meaning.
         ends: the tokens that end a text or a turn.
-        stops: those of them at which the engine ends a response.
+        stops: the tokens out of `ends` at which the engine ends a response.
     """
 
     begin: int | None = None
@@ -177,7 +178,8 @@ def _is_any(ids_T: Tensor, wanted: frozenset[int]) -> Tensor:
 def _advantage_correlation(batch: DataProto, mask: Ragged) -> float | None:
     """Return Pearson's correlation of the samples' scores and mean advantages, both relative to their group.
 
-    None if fewer than `_FEWEST` samples differ from the mean of their group, or if no advantage does.
+    The result is None if fewer than `_FEWEST` samples differ from the mean of their group, or if all
+    advantages equal the mean of their group.
     """
     _, group = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)
     tokens_B = segment_sum(mask.values.double(), mask.offsets).clamp(min=1)

@@ -1,4 +1,4 @@
-"""What a check of a run is, and what it must know about the run."""
+"""The interface of a check of a run's steps, and the facts about the run that checks need."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tandem.protocol import SamplingParams
 
 Row = Mapping[str, float]
 Numbers = tuple[float | str, ...] | None
-"""The numbers for the sentence that says what is wrong; None if nothing is wrong."""
+"""A check's result: the numbers for the sentence about a problem; None without a problem."""
 Check = Callable[..., Numbers]
-"""A function whose name is the name of the problem that it finds."""
+"""A check: a function with the name of the problem that it finds."""
 _POSITIVE_KL = {"abs", "k2", "mse", "k3", "low_var_kl", "full"}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What must be known about a run to check its steps.
+    """The facts about a run that checks of its steps need.
 
     Attributes:
-        sampling: how its samples are drawn.
+        sampling: the sampling parameters of the run.
         temperature: the temperature of training.
         prompts: prompts per step.
         updates: updates of the actor per step.
-        recompute_old: whether the updates compare with log-probs that were computed before the first update.
+        recompute_old: whether the old log-probs are computed in a separate forward before the first update.
         experiments: whether the actor can find the cause of a problem by additional forward passes.
         learns: whether the configured learning rate is above zero.
         kl_is_positive: whether the KL estimate cannot be negative.
@@ -47,7 +47,7 @@ class Facts:
 
         Args:
             config: the config.
-            sampling: how its samples are drawn.
+            sampling: the sampling parameters of the run.
             **more: the facts that the config does not contain.
         """
         actor = config.actor_rollout_ref.actor
@@ -62,10 +62,10 @@ class Facts:
 
 
 def findings(checks: Mapping[Check, str], *seen: object) -> Iterator[tuple[str, str]]:
-    """Yield the names of the checks that find a problem, each with its sentence.
+    """Yield (name of the check, sentence) for each check that finds a problem.
 
     Args:
-        checks: the checks, each with a sentence that has placeholders for the numbers that the check returns.
+        checks: a dict from check to a sentence with placeholders for the check's numbers.
         *seen: the arguments of the checks.
     """
     for check, sentence in checks.items():

@@ -1,4 +1,4 @@
-"""Measures how the sampling engine and the training engine differ, and collects evidence of the cause.
+"""Measure the differences between sampling and training engine, and collect evidence of the cause.
 
 The controller combines the evidence and names the cause; see `tandem.watch.trust`.
 
@@ -22,9 +22,9 @@ FINGERPRINT = "token_fingerprint"
 SCORED = "scored_fingerprint"
 """The column with the fingerprints of the samples that a reward worker scored."""
 MOMENT = "rollout/moment/"
-"""Prefix of the means from which the correlation is computed. They are not reported as metrics."""
+"""Prefix of the means from which the correlation is computed. These means are not logged as metrics."""
 EXPERIMENT = "rollout/experiment/"
-"""Prefix of mean differences, in nats, with a deliberate fault. They are not reported as metrics."""
+"""Prefix of mean differences, in nats, in experiments with a deliberate fault. They are not logged."""
 AS_IT_IS = "as_it_is"
 """The name of the experiment without a fault."""
 
@@ -33,7 +33,7 @@ _APART = 0.01
 
 
 def gap_columns(batch: DataProto) -> frozenset[str]:
-    """Return the columns of a batch that `add_rollout_gap` reads; none if there are no rollout log-probs."""
+    """Return the columns of a batch that `add_rollout_gap` reads; empty without rollout log-probs."""
     return frozenset({SAMPLED, UNTRUNCATED} & set(batch.batch)) if SAMPLED in batch else frozenset()
 
 
@@ -42,10 +42,11 @@ def add_rollout_gap(
 ) -> None:
     """Add the differences between the sampling engine and the training engine, over the tokens of the mask.
 
-    Let q be the rollout's probability of a token, and p that of training. The metrics are: mean and maximum
-    of |log p - log q| and of |p - q|; the share of tokens with |p - q| > 0.01; the mean of p/q - 1 -
-    log(p/q), which estimates KL(q ‖ p) (k3 of Schulman 2020, "Approximating KL Divergence"); the mean of
-    max(log q - log p, 0), which is the whole difference if tokens were cut from q; moments of p and q.
+    Let q be the rollout's probability of a token, and p the training engine's probability. The metrics are:
+    mean and maximum of |log p - log q| and of |p - q|; the fraction of tokens with |p - q| > 0.01; the mean
+    of p/q - 1 - log(p/q), which estimates KL(q ‖ p) (k3 of Schulman 2020, "Approximating KL Divergence"); the
+    mean of max(log q - log p, 0), which is the whole difference if tokens were cut from q; moments of p and
+    q.
 
     Args:
         metrics: the metrics to add to.
@@ -78,7 +79,7 @@ def add_rollout_gap(
 
 
 def compared(columns: Mapping[str, Tensor]) -> Tensor:
-    """Return (T) in nats: the rollout's log-probs before tokens were cut from its distribution, if known."""
+    """Return (T), nats: the rollout's log-probs, from before truncation of its distribution if known."""
     sampled_T = columns[SAMPLED]
     if UNTRUNCATED not in columns:
         return sampled_T
@@ -86,11 +87,11 @@ def compared(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float) -> None:
-    """Add the evidence that tells the causes of a difference apart.
+    """Add the evidence that distinguishes the causes of a difference to the metrics.
 
-    This is: by how many optimizer steps the oldest weights that generated a response token are behind the
-    training weights; the number of samples whose tokens are not those that the engine generated; whether the
-    engine only returned log-probs of a reshaped distribution; the limit.
+    The evidence is: the number of optimizer steps by which the oldest weights that generated a token are
+    behind the training weights; the number of samples whose tokens differ from the tokens that the engine
+    generated; whether the engine only returned log-probs of a reshaped distribution; and the limit.
 
     Args:
         metrics: the metrics to add to.
@@ -112,7 +113,7 @@ def add_evidence(metrics: Metrics, batch: DataProto, version: int, limit: float)
 
 
 def difference_limit(configured: float | None, dtype: torch.dtype, temperature: float) -> float:
-    """Return the mean difference, in nats, above which the cause is named.
+    """Return the limit of the mean difference, in nats, above which the run reports the cause.
 
     A difference above `LIMITS` is more than rounding: 1e-3 to 1e-2 is common between two bf16 engines, and
     1e-6 between two fp32 engines.

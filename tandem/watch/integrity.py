@@ -1,4 +1,4 @@
-"""Rules that must hold in every step, whatever is learned, and what it means if one is broken."""
+"""Rules that must hold in every step of every run, and the meaning of a broken rule."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ BROKEN = {
     "not stop at this token. Remedy: add it to eos_token_id in generation_config.json, or use the model's "
     "own tokenizer",
 }
-"""The meaning of each count of samples."""
+"""A dict from a count of samples to its meaning."""
 
 
 def broken_rules(metrics: Row, before: Row, facts: Facts) -> dict[str, str]:
-    """Return the rules that a step breaks, each with a sentence that names the cause.
+    """Return a dict from each rule that a step breaks to a sentence with the cause.
 
     Args:
         metrics: the metrics of the step, including the counts of workers with the prefix `CHECK`.
@@ -52,13 +52,13 @@ def broken_rules(metrics: Row, before: Row, facts: Facts) -> dict[str, str]:
 
 
 def loss_scale(metrics: Row, before: Row, facts: Facts) -> Numbers:
-    """Check that the tokens of all micro-batches together are those that the loss is divided by."""
+    """Check that the token count of all micro-batches equals the divisor of the loss."""
     share = metrics.get(f"{CHECK}token_share", 1.0)
     return None if abs(share - 1) <= _TOLERANCE else (share,)
 
 
 def opposed(metrics: Row, before: Row, facts: Facts) -> Numbers:
-    """Check that samples with a higher score than the rest of their group have the higher advantage."""
+    """Check that samples with a higher score than their group's mean have a higher advantage too."""
     correlation = metrics.get(f"{CHECK}advantage_correlation", 0.0)
     return None if correlation >= _OPPOSED else (correlation,)
 
@@ -129,4 +129,4 @@ RULES: dict[Check, str] = {
     "{1:.0f}, with {2} prompts per step: a resume has skipped prompts or repeated some. Remedy: save the "
     "position of the data that was learned from, not of the data that was read in advance",
 }
-"""The meaning of each broken rule, with placeholders for its numbers."""
+"""A dict from rule to the meaning of a broken rule, with placeholders for its numbers."""

@@ -1,11 +1,11 @@
-"""Warnings about learning: what the history of a run's metrics shows to be wrong, and what to do.
+"""Warnings about learning, from the history of a run's metrics.
 
 A check is a pure function of the history and a window. It returns the numbers for its sentence in `CHECKS`,
-or None if nothing is wrong.
+or None without a problem.
 
-Means and medians are taken over the window. A warning therefore comes about ten steps after its cause, and a
-single step never causes one. A task counts as solved once the mean reward is within a tenth of the range
-between the highest and the lowest score seen. In a solved task it is normal that all responses have the same
+Means and medians are taken over the window. A warning therefore appears about ten steps after its cause, and
+a single step never causes a warning. A task counts as solved if the mean reward is close to the highest score
+so far: within a tenth of the range of scores. In a solved task it is normal that all responses have the same
 reward, or that the policy is certain.
 """
 
@@ -18,9 +18,9 @@ from statistics import fmean, median
 from tandem.watch.checks import Check, Numbers
 
 History = Mapping[str, Sequence[float]]
-"""The finite values of each metric of `READ`, in the order of the steps that had one."""
+"""A dict from each metric of `READ` to its finite values, in the order of the steps."""
 WINDOW, PROMPTS = 10, 64
-"""A warning needs at least this many steps (`WINDOW`) and this many prompts (`PROMPTS`)."""
+"""The minimum numbers of steps (`WINDOW`) and of prompts (`PROMPTS`) for a warning."""
 ALIKE = 0.95
 CUT, RISEN = 0.95, 0.1
 ROSE, FELL = 0.2, 0.1
@@ -31,16 +31,16 @@ CLIPPED, MOVED, FAR_MOVED = 0.4, 0.05, 0.25
 
 
 def reward_constant(history: History, window: int) -> Numbers:
-    """Find that every score since the start of the run is the same."""
+    """Detect that all scores since the start of the run are equal."""
     low, high = history["reward/min"], history["reward/max"]
     return None if len(low) < window or min(low) != max(high) else (len(low), low[0])
 
 
 def groups_alike(history: History, window: int) -> Numbers:
-    """Find that the responses to nearly every prompt have the same reward, in a task that is not solved.
+    """Detect that the responses to nearly every prompt have equal rewards, in a task that is not solved.
 
-    If more than the share `ALIKE` of the prompts is like this, at most one prompt in twenty teaches
-    something.
+    The limit is the fraction `ALIKE` of the prompts. Above it, the policy can learn from at most one prompt
+    in twenty.
     """
     shares = history["reward/zero_std_share"][-window:]
     alike = len(shares) >= window and fmean(shares) >= ALIKE and _range(history) != 0
@@ -48,7 +48,7 @@ def groups_alike(history: History, window: int) -> Numbers:
 
 
 def reward_fell(history: History, window: int) -> Numbers:
-    """Find that the reward was well above the lowest score, and no longer is.
+    """Detect that the reward was well above the lowest score, and has fallen back to it.
 
     The usual lowest and highest scores are medians over the steps. The reward must once have reached a fifth
     (`ROSE`) of the range between them, and must now be at most a tenth (`FELL`) of that rise above the
@@ -68,7 +68,7 @@ def reward_fell(history: History, window: int) -> Numbers:
 
 
 def all_cut(history: History, window: int) -> Numbers:
-    """Find that nearly all responses (`CUT`) end at the length limit while the reward has not risen.
+    """Detect that nearly all responses (`CUT`) end at the length limit while the reward has not risen.
 
     In a task whose responses all have the same length, ending at the limit is normal. The reward then rises,
     by at least a tenth (`RISEN`) of the range of scores.
@@ -82,9 +82,9 @@ def all_cut(history: History, window: int) -> Numbers:
 
 
 def entropy_collapsed(history: History, window: int) -> Numbers:
-    """Find that the policy has become certain, is not right, and does not improve.
+    """Detect that the policy has become certain although its answers are wrong and do not improve.
 
-    The entropy has collapsed if it is a tenth (`COLLAPSED`) of that in the first steps and below
+    The entropy has collapsed if it is below a tenth (`COLLAPSED`) of the entropy in the first steps and below
     `SMALL_ENTROPY` nats per token. Nearly every token is then certain (Cui et al. 2025, arXiv 2505.22617).
     """
     entropies, rewards = history["actor/entropy"], history["reward/mean"]
@@ -98,7 +98,7 @@ def entropy_collapsed(history: History, window: int) -> Numbers:
 
 
 def gradient_zero(history: History, window: int) -> Numbers:
-    """Find that the gradient of several steps is exactly zero although there was something to learn."""
+    """Detect that the gradient of several steps is exactly zero although rewards differed."""
     for role in ("actor", "sft", "rm"):
         norms = history[f"{role}/grad_norm"][-STEPS_WITHOUT_GRADIENT:]
         nothing = role == "actor" and (_nothing_to_learn(history) or _solved(history, STEPS_WITHOUT_GRADIENT))
@@ -108,7 +108,7 @@ def gradient_zero(history: History, window: int) -> Numbers:
 
 
 def kl_runs_away(history: History, window: int) -> Numbers:
-    """Find that the policy is far from the reference.
+    """Detect that the policy is far from the reference.
 
     At `FAR`, 1 nat per token, the policy considers its own tokens e times as likely as the reference does.
     """
@@ -117,12 +117,12 @@ def kl_runs_away(history: History, window: int) -> Numbers:
 
 
 def updates_too_far(history: History, window: int) -> Numbers:
-    """Find that the updates of a step move the policy too far away from the one that generated its samples.
+    """Detect that the updates of a step move the policy too far from the policy that sampled.
 
-    This is the case if they clip 40% (`CLIPPED`) of the tokens and move the policy by 0.05 nats per token
-    (`MOVED`). PPO's usual early stop is at 0.01 to 0.03. Narrow clip ranges, such as GSPO's, clip as many
-    tokens while the policy hardly moves, and some losses clip nothing. For these, 0.25 nats (`FAR_MOVED`) is
-    too far.
+    This is the case if the updates clip 40% (`CLIPPED`) of the tokens and move the policy by 0.05 nats per
+    token (`MOVED`). PPO's usual early stop is at 0.01 to 0.03. Narrow clip ranges, such as GSPO's, clip as
+    many tokens while the policy hardly moves, and some losses clip nothing. Therefore, a move of 0.25 nats
+    (`FAR_MOVED`) alone is also too far.
     """
     moves, clips = history["actor/ppo_kl"][-window:], history["actor/clip_fraction"][-window:]
     if len(moves) < window:
@@ -163,7 +163,7 @@ CHECKS: dict[Check, str] = {
     "are clipped. Lower actor_rollout_ref.actor.optim.lr, or make fewer updates per step (a larger "
     "actor_rollout_ref.actor.ppo_mini_batch_size, fewer actor_rollout_ref.actor.ppo_epochs)",
 }
-"""The warning of each check, with placeholders for its numbers."""
+"""A dict from check to its warning, with placeholders for the check's numbers."""
 
 
 READ = frozenset(

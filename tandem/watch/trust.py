@@ -1,4 +1,4 @@
-"""The difference between the log-probs of rollout and training, and its cause."""
+"""Find the cause of a difference between the log-probs of rollout and training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.watch.gap import AS_IT_IS, EXPERIMENT
 
 
 class Cause(Enum):
-    """Why the log-probs of rollout and training differ; `remedy` says what to do about it."""
+    """A cause of different log-probs of rollout and training; `remedy` describes a fix."""
 
     RETOKENISED = "tokens were changed between the engine and training"
     STALE = "stale weights"
@@ -72,17 +72,18 @@ class Evidence:
 
     Attributes:
         difference: mean |log p - log q| over response tokens, in nats, where p is training's probability of a
-            token and q the rollout's.
+            token and q is the rollout's probability.
         raised: mean max(log q - log p, 0), the part of the difference in which the rollout's probability is
             higher.
         limit: the limit of the difference, in nats.
         version_lag: the number of optimizer steps by which the oldest weights that generated a token are
-            behind those of training.
-        changed_samples: the number of samples whose tokens are not those that the engine generated.
+            behind the training weights.
+        changed_samples: the number of samples whose tokens differ from the tokens that the engine generated.
         reshaped: whether q is known to belong to a distribution that sampling parameters reshaped.
         sampled_temperature: the temperature of sampling.
         temperature: the temperature of training.
-        experiments: mean differences, in nats, with known faults, by name; see `add_experiments`.
+        experiments: a dict from a known fault to the mean difference, in nats, with this fault; see
+            `add_experiments`.
         agreed: whether rollout and training agreed in an earlier step.
     """
 
@@ -99,13 +100,14 @@ class Evidence:
 
 
 def diagnose(evidence: Evidence) -> Cause | None:
-    """Return the cause of a difference above its limit, or of changed tokens; None if there is neither.
+    """Return the cause of a difference above its limit, or of changed tokens; None without a problem.
 
-    Each cause leaves its own traces. Changed tokens have a different fingerprint. Stale weights have an older
-    version next to each token. A different distribution follows from the sampling parameters; if an engine
-    cuts tokens without being asked to, it follows from the sign, because q of every other token rises.
-    Experiments tell the other causes apart: they apply a known fault, and the right one makes the difference
-    disappear. A difference in numerics has both signs, and no fault makes it disappear.
+    Each cause has different symptoms. Changed tokens have a different fingerprint. With stale weights, tokens
+    have an older weight version. A different distribution is known from the sampling parameters. If an engine
+    truncates the distribution without a request, log q - log p is hardly ever negative, because q of every
+    remaining token rises. Experiments distinguish the other causes. Each experiment applies a known fault in
+    training, and the fault that is the cause makes the difference disappear. A difference in numerics has
+    both signs, and no fault makes it disappear.
     """
     if evidence.changed_samples > 0:
         return Cause.RETOKENISED
@@ -125,8 +127,8 @@ def diagnose(evidence: Evidence) -> Cause | None:
 def _by_experiment(evidence: Evidence) -> Cause | None:
     """Return the fault that makes most of the difference disappear.
 
-    At most a tenth (`_EXPLAINED`) of the difference, or a difference within the limit, may be left. None if
-    no fault does so, or if none was tried.
+    At most a tenth (`_EXPLAINED`) of the difference, or a difference within the limit, may be left. The
+    result is None if there is no such fault, or without experiments.
     """
     gaps, limit = evidence.experiments, evidence.limit
     if gaps.get("again", 0.0) > limit:
@@ -165,7 +167,7 @@ def evidence_of(metrics: Row, facts: Facts, *, agreed: bool) -> Evidence:
 
 
 def below(metrics: Row, prefix: str) -> dict[str, float]:
-    """Return the metrics whose names start with a prefix, by the rest of the name."""
+    """Return a dict from name, without the prefix, to value for all metrics with a prefix."""
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 

@@ -14,16 +14,16 @@ from tandem.watch.trust import Cause, below, diagnose, evidence_of, pearson, sen
 
 
 class Watch:
-    """Checks each step of a run in the light of the earlier steps, which it remembers.
+    """Checks each step of a run. It stores the metrics of earlier steps for comparison.
 
     Args:
         prompts: prompts per step.
         tell: reports a problem to the user. Its arguments are the problem's name, a sentence, and the step.
 
     Attributes:
-        named: the sentences of the problems found so far, by name.
-        needs_experiments: whether only experiments with the samples of the next step can tell why rollout and
-            training differ.
+        named: a dict from the name of each problem so far to its sentence.
+        needs_experiments: whether experiments with the samples of the next step are needed to find out why
+            rollout and training differ.
     """
 
     def __init__(self, prompts: int, tell: Callable[[str, str, int], None]) -> None:
@@ -36,11 +36,11 @@ class Watch:
         self._agreed = self._tried = False
 
     def restore(self, rows: Iterable[Row], named: Mapping[str, str]) -> None:
-        """Continue where an earlier run stopped.
+        """Restore the state of an earlier run from its metrics and problems.
 
         Args:
             rows: the metrics of the earlier steps.
-            named: the problems reported then.
+            named: the problems that were already reported.
         """
         self.named |= named
         for row in rows:
@@ -61,12 +61,12 @@ class Watch:
 
         Args:
             step: the number of the step.
-            metrics: the metrics of the step, including those that are only meant for this check.
+            metrics: the metrics of the step, including internal metrics that only this check reads.
             facts: the facts of the run.
 
         Returns:
-            the metrics without those that are only meant for this check. The correlation replaces the moments
-            that it is computed from.
+            the metrics without internal metrics. The correlation replaces the moments that it is computed
+            from.
         """
         self._name(broken_rules(metrics, self._before, facts).items(), step)
         rest = {name: v for name, v in metrics.items() if not name.startswith((MOMENT, EXPERIMENT, CHECK))}
@@ -96,7 +96,7 @@ class Watch:
         self._step_before(row)
 
     def _step_before(self, row: Row) -> None:
-        """Store this step as the previous one for the next check."""
+        """Store this step's metrics as the previous step for the next check."""
         self._before = row
         limit = row.get("rollout/log_prob_diff_limit", 0.0)
         self._agreed |= row.get("rollout/log_prob_diff_mean", math.inf) <= limit

@@ -1,4 +1,4 @@
-"""The Dr. GRPO estimator: the group's mean is the baseline, and nothing is divided by a standard deviation.
+"""The Dr. GRPO estimator: GRPO without division by the standard deviation; the baseline is the mean.
 
 Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """

@@ -46,7 +46,7 @@ def vtrace(
         offsets: (B+1) int64, index of each sequence's first token; the last entry is N.
         gamma: discount, in [0, 1].
         lam: decay of the trace, in [0, 1]; 0 relies on the critic's values only, 1 on the rewards only.
-        rho_bar: bound of the weight of a token's own error; decides what the values converge to.
+        rho_bar: bound of the weight of a token's error; determines the limit to which the values converge.
         c_bar: bound of the weights along the trace, at most rho_bar; decides how fast they converge.
 
     Returns:

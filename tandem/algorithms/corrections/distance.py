@@ -1,6 +1,6 @@
 """Metrics of the mismatch between the rollout policy and the training policy.
 
-They are reported whatever correction is used.
+These metrics are reported for every correction, and without a correction.
 
 Shapes: N is the number of tokens of all sequences together, B the number of sequences.
 """

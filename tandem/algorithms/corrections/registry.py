@@ -1,4 +1,4 @@
-"""Registries of importance weights and rejection statistics, and the loading of a user's own.
+"""Registries of importance weights and rejection statistics, including user-defined functions.
 
 The signature of a function declares its inputs, as in `tandem.algorithms.registry`:
 
@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 class Observation(NamedTuple):
-    """Values that are reported as one number.
+    """A metric's values before they are reduced to one number.
 
     Attributes:
         values: (N) or (B).
@@ -61,7 +61,7 @@ class _PerToken(Spec):
     def by_sequence(self) -> bool:
         """True if all tokens of a sequence share one number.
 
-        A user's own function is treated as per token.
+        A user-defined function counts as per token.
         """
         return ":" not in self.name and not self.name.startswith("token")
 

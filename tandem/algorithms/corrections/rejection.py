@@ -104,9 +104,9 @@ for _divergence in DIVERGENCES:
 
 
 def within(statistic: Tensor, *, lower: float | None, upper: float) -> Tensor:
-    """Return where the statistic is inside the bounds, (N) bool.
+    """Return, for each token, whether the statistic is within the bounds, (N) bool.
 
-    The bounds themselves are inside. NaN is outside.
+    A value equal to a bound is within the bounds. NaN is not.
     """
     inside = statistic <= upper
     return inside if lower is None else inside & (statistic >= lower)
@@ -124,8 +124,8 @@ def rejection_observations(
 ) -> dict[str, Observation]:
     """Return the metrics of one rejection mode, named `rollout_rs_NAME_...`.
 
-    The standard deviation is that of the statistic clamped to the bounds, so that a few extreme values do not
-    hide the rest.
+    The standard deviation is computed from the statistic clamped to the bounds, so that a few extreme values
+    do not dominate the result.
 
     Args:
         name: the mode.

@@ -43,8 +43,8 @@ def geo_mean(
     When to use: if single tokens with extreme ratios make GRPO unstable. All tokens of a sequence must have
         the same advantage. The bounds are in nats: the paper sets both to 0.4. Usual aggregation:
         seq-mean-token-mean, as in the paper; other modes weigh the sequences' losses by length.
-    Watch: `actor/clip_fraction` is the share of tokens at a bound; `actor/clip_fraction_lower` counts those
-        with a negative advantage; `actor/ppo_kl` is how far the policy has moved since sampling.
+    Watch: `actor/clip_fraction` is the share of tokens at a bound; `actor/clip_fraction_lower` counts only
+        tokens with a negative advantage; `actor/ppo_kl` is how far the policy has moved since sampling.
     Cost: nothing.
 
     Args:

@@ -13,7 +13,7 @@ from tandem.algorithms.registry import register_policy_loss
 from tandem.algorithms.surrogate import clipped_surrogate
 
 _MOST = 10.0
-"""Nats. If a sequence's mean log-ratio is larger, its ratio is not a meaningful estimate."""
+"""The bound of a sequence's mean log-ratio, in nats. A larger ratio is not a meaningful estimate."""
 
 
 @register_policy_loss("gspo")
@@ -41,8 +41,8 @@ def gspo(
     advantage nothing else would bound its loss.
 
     When to use: models with noisy token ratios, above all mixtures of experts, whose routing changes between
-        updates; one reward per sequence. A sequence's ratio moves less than those of its tokens, so use
-        narrow bounds: the paper uses clip_ratio_low=0.0003 and clip_ratio_high=0.0004. Usual aggregation:
+        updates; one reward per sequence. A sequence's ratio moves less than its tokens' ratios, so use narrow
+        bounds: the paper uses clip_ratio_low=0.0003 and clip_ratio_high=0.0004. Usual aggregation:
         seq-mean-token-mean.
     Watch: `actor/clip_fraction` is the share of tokens in clipped sequences, often far more than with PPO;
         `actor/ppo_kl` is how far the policy has moved since the samples were written, nats per token.

@@ -1,4 +1,4 @@
-"""Rules that cross sections, by topic. What a single key needs is declared with the key."""
+"""Rules about several sections of the config. Rules about a single key are declared with the key."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ RULES: Mapping[type[Section], tuple[Rule[Any], ...]] = {
     GenerateConfig: _OFFLINE,
     EvalConfig: _OFFLINE,
 }
-"""The rules of each command."""
+"""A dict from command to its rules."""

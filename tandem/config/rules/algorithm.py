@@ -32,10 +32,10 @@ PER_TOKEN = ("gae", "optimal_token_baseline", "tir_optimal_token_baseline", "vtr
 """Estimators that give the tokens of a sequence different advantages."""
 
 REWARDS_TO_GO = ("reinforce_plus_plus", "remax")
-"""Estimators that do so only if a sequence has rewards before its end, or if rewards are discounted."""
+"""Estimators that give different advantages only with rewards before the end or discounted rewards."""
 
 ONE_ADVANTAGE = ("geo_mean",)
-"""Losses that multiply the ratios of the tokens, and multiply the product by a single advantage."""
+"""Losses that multiply the ratios of all tokens, and multiply this product by a single advantage."""
 
 NO_RATIO = ("gpg", "reinforce")
 """Losses without the ratio of the current policy to the policy that generated the samples."""
@@ -59,7 +59,7 @@ def updates_of_a_batch(config: TrainConfig) -> Iterator[str]:
 
 
 def options(config: TrainConfig) -> Iterator[ConfigError]:
-    """Check the options by name of the estimator and the policy loss."""
+    """Check that estimator and policy loss accept the options in `adv_kwargs` and `policy_loss.kwargs`."""
     loss, known = config.actor_rollout_ref.actor.policy_loss, needs(config.algorithm.adv_estimator)
     of_losses = {name: f"{ACTOR}.{key}" for name, key in LOSS_KEYS.items()}
     if loss.loss_mode == BYPASS:
@@ -82,7 +82,7 @@ def options(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def exact_kl(config: TrainConfig) -> Iterator[ConfigError]:
-    """Check that no model with an exact KL is split into stages.
+    """Check that no model with an exact KL is split into pipeline stages.
 
     Only the last stage has the last hidden states and the output head.
     """

@@ -32,9 +32,10 @@ def conflicts(
     """Yield an error for each combination that an engine does not support.
 
     Args:
-        fsdp: how the model is held.
-        model: the model.
-        trains: whether the model is trained; if not, it has no gradients to synchronize and no adapters.
+        fsdp: the sharding of the model.
+        model: the model's section.
+        trains: whether the model is trained. A model that is not trained has no gradients to synchronize and
+            no adapters.
         fsdp_at: the dotted path of the section `fsdp`, for the messages.
         model_at: the dotted path of the section `model`, for the messages.
     """
@@ -61,7 +62,7 @@ def conflicts(
 
 
 def _stages(model: BackboneConfig, given: str, model_at: str) -> Iterator[ConfigError]:
-    """Yield an error for each option that a model split into stages does not support.
+    """Yield an error for each option that a model with pipeline stages does not support.
 
     Args:
         model: the model.

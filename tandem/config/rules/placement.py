@@ -20,7 +20,7 @@ POOLS, PLACEMENT, CLASSES = "trainer.resource_pools", "trainer.placement", "trai
 
 
 def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
-    """Check that roles and pools exist, that each role is placed once, and that every pool has a role."""
+    """Check that the placement's roles and pools exist, each role has one pool, and every pool has a role."""
     trainer = config.trainer
     switched_off = (f"reward_model.{name}" for name in config.reward_model.models)
     known = tuple(dict.fromkeys((*PLACED_ROLES, *config.roles, *switched_off)))
@@ -44,7 +44,7 @@ def placement(config: TrainConfig) -> Iterator[ConfigError | str]:
 
 
 def worker_classes(config: TrainConfig) -> Iterator[ConfigError | str]:
-    """Check the user's own workers: known roles, valid references, existing files."""
+    """Check the user's worker classes: known roles, valid references, existing files."""
     trainer = config.trainer
     given = trainer.worker_classes
     yield from _roles(CLASSES, given, CLASS_ROLES)
@@ -84,7 +84,7 @@ def devices(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def rollout_split(config: TrainConfig) -> Iterator[Finding]:
-    """Check that the engine, its model and its pool allow its layers to be split over this many devices."""
+    """Check that the rollout engine can split its model's layers over the configured number of devices."""
     policy, field = config.actor_rollout_ref, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if config.trainer.placed("rollout") not in config.trainer.pools:  # `placement` reports it
         return
@@ -101,7 +101,7 @@ def rollout_split(config: TrainConfig) -> Iterator[Finding]:
 
 
 def model_split(config: TrainConfig) -> Iterator[ConfigError]:
-    """Check that the pool and the attention heads of each model can be split over this many devices."""
+    """Check that each model's pool and attention heads are divisible by its `fsdp_config` split sizes."""
     trainer, ref = config.trainer, config.actor_rollout_ref.ref
     own = changed(ref, "ulysses_sequence_parallel_size") or any(
         changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
@@ -114,7 +114,7 @@ def model_split(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def supervised_split(config: SupervisedConfig) -> Iterator[ConfigError]:
-    """Check the same for the only model of a supervised run."""
+    """Check that a supervised run's processes and attention heads are divisible by the split sizes."""
     for model in models(config):
         yield from _model_split(model, config.trainer.n_gpus_per_node * config.trainer.nnodes)
 

@@ -20,7 +20,7 @@ _TEMPERATURE = f"{_ROLLOUT}.temperature"
 def servers(config: TrainConfig | GenerateConfig | EvalConfig) -> Iterator[ConfigError]:
     """Check that an engine on servers has addresses and returns the requested log-probs.
 
-    vllm can also start a server of its own.
+    The engine vllm needs no addresses, because it can start a server.
     """
     rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
     engine, addresses = rollout.name, rollout.server.urls
@@ -118,4 +118,4 @@ TRAINS = (
         notice=True,
     ),
 )
-"""Rules about rollouts whose samples are learned from."""
+"""Rules about rollouts of training runs."""

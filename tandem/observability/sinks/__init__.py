@@ -1,4 +1,4 @@
-"""Sinks: places for metrics besides metrics.jsonl in the run folder. Use `Sinks(names, info, report)`."""
+"""Sinks: loggers and trackers that receive a run's metrics. Use `Sinks(names, info, report)`."""
 
 from tandem.observability.sinks.base import Generation, RunInfo, Sink
 from tandem.observability.sinks.registry import SINKS, Sinks, absent_sinks

@@ -1,4 +1,4 @@
-"""A sink on a separate thread, so that a slow, failing or hanging experiment tracker delays nothing."""
+"""A sink on a separate thread, so that a slow or failing experiment tracker does not delay training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Call = Callable[[Sink], None]
 
 
 class Aside:
-    """A sink on its own thread, which handles one call after another.
+    """A sink on a separate thread, which handles one call after another.
 
     Args:
-        make: creates the sink, on that thread.
-        limit_s: the most seconds that the sink may take to start, for one call, and at the end for all
-            remaining calls.
+        make: creates the sink, in the separate thread.
+        limit_s: the time limit, in seconds, for the start, for one call, and at the end for all remaining
+            calls.
         waits: whether a call returns only after the sink has handled it.
     """
 
@@ -38,16 +38,16 @@ class Aside:
         self._put(f"at step {step}", call)
 
     def end(self) -> None:
-        """Close the sink after all queued calls; `join` waits for that."""
+        """Request to close the sink after all queued calls. `join` waits until the sink is closed."""
         self._deadline = time.monotonic() + self._limit_s
         self._put("at the end", None)
 
     def join(self) -> None:
-        """Wait until the sink is closed, at most for the limit."""
+        """Wait until the sink is closed, for at most `limit_s` seconds."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
 
     def trouble(self) -> str | None:
-        """Return the sink's failure as part of a sentence; None if there is none so far."""
+        """Return a description of the sink's failure, as part of a sentence; None without a failure."""
         if self._error is not None:
             return f"failed {self._what} ({self._error!r})"
         now = time.monotonic()

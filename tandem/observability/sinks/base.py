@@ -1,4 +1,4 @@
-"""The interface of sinks: places for metrics besides metrics.jsonl in the run folder."""
+"""The interface of sinks, which receive a run's metrics in addition to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RunInfo:
     Attributes:
         project: the project name of the run.
         experiment: the experiment name of the run.
-        folder: the run folder; sinks that write files write them below it.
+        folder: the run folder. Sinks write their files below this folder.
         total_steps: the last step of the run.
-        start_step: the last finished step, if a run is resumed.
+        start_step: the last finished step if the run is resumed, else 0.
         config: the resolved config as plain nested dicts.
     """
 
@@ -30,10 +30,10 @@ class RunInfo:
 
 
 class Generation(NamedTuple):
-    """A response as people read it.
+    """A response as text, for people.
 
-    `prompt` holds the messages, each after its role; for a prompt that is not a conversation it is empty.
-    `score` is the reward of the response.
+    `prompt` has the messages with their roles. It is empty if the prompt is not a conversation. `score` is
+    the reward of the response.
     """
 
     prompt: str
@@ -51,20 +51,20 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def log_generations(self, step: int, generations: Sequence[Generation]) -> None:
-        """Show responses of the validation after a step. Their metrics come later."""
+        """Show responses of the validation after a step. `log` is called later for the same step."""
         ...
 
     def close(self) -> None:
-        """Send everything that is still buffered."""
+        """Send all buffered values."""
         ...
 
 
 class TrackedRun:
-    """A sink for libraries whose runs take numbers and tables per step, such as Weights & Biases.
+    """A sink for libraries whose runs accept numbers and tables per step, such as Weights & Biases.
 
     Args:
         run: a run that the library started.
-        table: creates the library's table from `columns`, the names, and `data`, the rows.
+        table: a function of `columns` (names) and `data` (rows) that creates a table of the library.
     """
 
     def __init__(self, run: Any, table: Callable[..., Any]) -> None:

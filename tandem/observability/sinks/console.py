@@ -69,7 +69,7 @@ class ConsoleSink:
         self._console.file.flush()
 
     def _time_left(self, step: int, now: float) -> list[str]:
-        """Return the remaining time, from the mean pace since the start, including validation and saving."""
+        """Return the remaining time, from the mean time per step so far, including validation and saving."""
         steps_done = step - self._info.start_step
         steps_left = self._info.total_steps - step
         if steps_done <= 0 or steps_left <= 0:

@@ -20,9 +20,9 @@ _LIMIT_S = 5.0
 
 
 def console_sink(info: RunInfo) -> ConsoleSink:
-    """Return a sink with the live display, if the terminal supports it, else one that prints lines.
+    """Return a sink with the live display if the terminal supports it, else a sink that prints lines.
 
-    An interactive Python session also gets lines.
+    In an interactive Python session, the sink prints lines too.
     """
     console = plain_console()
     shows = (
@@ -35,11 +35,11 @@ def console_sink(info: RunInfo) -> ConsoleSink:
 
 
 class LiveSink(ConsoleSink):
-    """A display at the bottom of the terminal. Validations and the last step also get lines above it.
+    """A sink with a display at the bottom of the terminal; validations and the last step also print lines.
 
-    While the display runs, standard output and error are a pipe to the display's process if they were the
-    terminal. This includes libraries and processes that the run starts. At the end, in whatever way the
-    display ends, both are restored.
+    While the display runs, standard output and error (if they were the terminal) are a pipe to the display's
+    process. Output of libraries and child processes also goes through the pipe. Standard output and error are
+    always restored at the end, even if the display fails.
     """
 
     seconds_between_lines = math.inf
@@ -76,7 +76,7 @@ class LiveSink(ConsoleSink):
         last_words.remove(self._give_back)  # last: a second signal may end the process meanwhile
 
     def _give_back(self) -> None:
-        """End the display and remove its picture."""
+        """Stop the display and remove its picture."""
         sys.stderr.flush()
         self._process.terminate()
         if not self._restored.wait(_LIMIT_S):  # the terminal may be stopped

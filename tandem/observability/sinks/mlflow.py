@@ -1,4 +1,4 @@
-"""The sink for MLflow: the server in MLFLOW_TRACKING_URI, or else a database under RUN/mlflow."""
+"""The sink for MLflow. It writes to the server in MLFLOW_TRACKING_URI, or a database under RUN/mlflow."""
 
 from __future__ import annotations
 

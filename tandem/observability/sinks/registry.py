@@ -1,4 +1,4 @@
-"""Sinks by name. A sink's module imports its library at the top, so it is loaded only if it is used."""
+"""The registry of sinks, keyed by name. The module of a sink is imported only if the sink is used."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ SINKS = {
     "trackio": ("trackio:TrackioSink", "trackio"),
 }
 _HERE = frozenset({"console", "file"})
-"""These sinks write to the same place as the run itself, in the same order."""
+"""Sinks that write to the run's terminal or log. A call waits for them, to keep the lines in order."""
 _OWN = _HERE | {"tensorboard"}
-"""The packages of these sinks are installed with Tandem."""
+"""Sinks whose packages are installed with Tandem."""
 
 
 class Sinks:
-    """Several sinks as one. No sink can end a run, because metrics.jsonl has all metrics.
+    """A sink that passes all calls to several sinks. A failing sink never stops the run.
 
-    If a sink's package is missing, or if the sink fails or does not answer within the limit, one message says
-    so and the sink is dropped.
+    If a sink's package is missing, or if the sink fails or does not answer within the limit, a message names
+    the sink and the sink is dropped. No metrics are lost, because metrics.jsonl has all metrics.
 
     Args:
         names: keys of `SINKS`, such as `trainer.logger`.
         info: facts about the run.
-        report: takes a sentence for the user when a sink was dropped.
-        limit_s: the most seconds that a sink may take to start, for one step, and at the end for all
+        report: a function that shows a sentence to the user when a sink is dropped.
+        limit_s: the time limit of a sink, in seconds, for the start, for one step, and at the end for all
             remaining steps.
 
     Raises:
@@ -94,7 +94,7 @@ class Sinks:
 
 
 def absent_sinks(names: Sequence[str]) -> dict[str, ConfigError]:
-    """Return an error, with its remedy, for each of these sinks whose package is missing or does not load."""
+    """Return a dict from sink to error, for the sinks whose package is missing or cannot be imported."""
     found: dict[str, ConfigError] = {}
     for name in [name for name in names if name not in _OWN]:
         try:

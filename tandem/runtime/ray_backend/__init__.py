@@ -1,6 +1,7 @@
-"""The Ray backend: each process of a pool is a Ray actor, on as many nodes as the pool names.
+"""The Ray backend: each process of a pool is a Ray actor, on the number of nodes that the pool defines.
 
-Batches stay in Ray's object store and are sent from worker to worker. The controller sees only their indices.
+Batches stay in Ray's object store and are sent from worker to worker. The controller only receives the
+indices of batches.
 """
 
 from tandem.runtime.ray_backend.backend import RayBackend

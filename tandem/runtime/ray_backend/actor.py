@@ -1,7 +1,7 @@
-"""The process of one rank of a pool, as a Ray actor.
+"""The Ray actor for the process of one rank of a pool.
 
 One thread, the main lane, runs the calls of all roles in this process, in the order in which the controller
-made them. Other threads answer the controller's questions at the same time.
+made the calls. Other threads answer the controller's status requests at the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tandem.trusted import TRUST
 INPUTS: list[Usage] = []
 """The cost of each input that was copied to this process.
 
-Handles add entries, and the main lane removes them.
+Handles add entries, and the main lane removes the entries.
 """
 
 PLAIN = (bool, int, float, str)
@@ -61,7 +61,7 @@ class Whereabouts:
     Attributes:
         place: The process, with the machine's address.
         machine: Ray's id of the machine.
-        interface: The network interface of that address.
+        interface: The network interface that has the machine's address.
         cores: The number of CPU cores of the machine.
     """
 
@@ -72,14 +72,14 @@ class Whereabouts:
 
 
 def packed_index(batch: Any) -> bytes:
-    """Return a batch's index in the form that the controller receives."""
+    """Return a batch's index as a pickle, for the controller."""
     return pickle.dumps(Index.of(batch), protocol=5)
 
 
 def packed_call(role: str, method: str, call: Call) -> RemoteCall:
     """Pack a call for an actor.
 
-    A call with plain values only is pickled here, because bytes are what Ray sends fastest.
+    A call without Ray references is pickled here, because Ray sends bytes fastest.
     """
     args, kwargs = call
     whole = (role, method, args, kwargs)
@@ -89,7 +89,7 @@ def packed_call(role: str, method: str, call: Call) -> RemoteCall:
 
 @dataclass(frozen=True)
 class Setup:
-    """The facts that a process needs to become a rank.
+    """The settings that a process needs to become a rank of a pool.
 
     Attributes:
         pool: The name of the pool.
@@ -97,7 +97,7 @@ class Setup:
         world_size: The number of processes in the pool.
         cwd: The controller's working folder.
         path: The controller's import path.
-        log: The file for all output of this process, including that of libraries and child processes.
+        log: The file for all output of this process, including the output of libraries and child processes.
         trusted: The files with code that the controller trusts, see `tandem.trusted.trust`.
     """
 
@@ -111,13 +111,13 @@ class Setup:
 
 
 class _Host:
-    """One process of a pool.
+    """The actor class for one process of a pool.
 
     The methods of the group "control" run in parallel to the main lane. All other methods run on the main
     lane, one after the other.
 
     Args:
-        setup: The facts about this process.
+        setup: The settings of this process.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -142,7 +142,7 @@ class _Host:
 
         Args:
             address: The address of this machine.
-            port: The port to listen on; 0 takes a free port.
+            port: The port to listen on; 0: a free port.
             timeout_s: The timeout of the process group, in seconds.
 
         Returns:
@@ -172,7 +172,7 @@ class _Host:
 
         Args:
             environment: Variables to set.
-            defaults: Variables to set only if the machine's own environment does not have them.
+            defaults: Variables to set only if the machine's environment does not have them.
             threads: The number of threads of CPU kernels.
         """
         os.environ.update({**defaults, **os.environ, **environment})
@@ -213,12 +213,12 @@ class _Host:
     def run_parts(self, packed: RemoteCall) -> Iterator[tuple[Any, bytes] | DataProto]:
         """Run a worker's streaming method.
 
-        Each part is yielded twice: first its rows and its index for the controller, then the batch itself.
-        The controller gets a separate reference to the batch, because an object that is only referenced
-        inside another result could be freed before the controller counts its reference.
+        For each part, the generator yields two objects: first the part's rows and index for the controller,
+        then the batch. The batch is a separate object, because Ray could free an object that is only
+        referenced inside another result before the controller has counted its reference.
 
         Raises:
-            CallFailed: See `run`.
+            CallFailed: The method raised an exception, or an input could not be fetched.
         """
         role, method, call = self._bound(packed)
         with self._at("running", role, method):
@@ -236,9 +236,9 @@ class _Host:
 
     @contextmanager
     def _at(self, state: str, role: str, method: str) -> Iterator[None]:
-        """Set the state of the main lane during a block.
+        """Set the state of the main lane during a block, for `status`.
 
-        The state is what `status` reports. The time is charged to the role, and exceptions are recorded.
+        The time of the block counts for the role's usage, and exceptions are recorded.
         """
         start = time.monotonic()
         self._lane = threading.get_ident()
@@ -258,9 +258,9 @@ class _Host:
             self._state = ("idle", "", "", time.monotonic())
 
     def _record(self, error: BaseException, state: str, role: str, method: str) -> Record:
-        """Return the record of a call that raised.
+        """Return the record of a call that raised an exception.
 
-        If the error came with an input, it is the record of the other call that failed.
+        If the exception came with an input, return the record of the other call that failed.
         """
         if isinstance(error, CallFailed):
             return error.record
@@ -297,7 +297,7 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def stacks(self, *, lane_only: bool = False) -> str:
-        """Return the Python stacks of all threads, that of the main lane first.
+        """Return the Python stacks of all threads. The main lane's stack is first.
 
         Args:
             lane_only: Whether to return only the thread that runs the workers' methods.
@@ -327,7 +327,7 @@ def _drain(items: deque[Item]) -> tuple[Item, ...]:
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its first frames, which are those of this file, if there are others."""
+    """Return a traceback without its first frames in this file, unless all frames are in this file."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
         inner = inner.tb_next
@@ -342,7 +342,7 @@ def _if_picklable(error: BaseException) -> BaseException | None:
 
 
 def _redirect_output(log: Path) -> Any:
-    """Append all further output of this process and its child processes to the file."""
+    """Append all later output of this process and its child processes to the file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.open("ab", buffering=0)
     file.write(f"{log_header(os.getpid())}\n".encode())
@@ -361,6 +361,6 @@ def _resident_bytes() -> int:
 
 
 Actor = Any
-"""The handle of a HostActor. Ray's own types describe the calls' arguments and results no better."""
+"""The handle of a HostActor. Ray's types do not describe arguments and results of calls either."""
 
 HostActor: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2})(_Host)  # type: ignore[call-overload]

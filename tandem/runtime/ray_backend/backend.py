@@ -1,4 +1,4 @@
-"""Start, connect, watch and end the processes of pools as Ray actors."""
+"""The backend that starts, connects, watches and stops the processes of pools as Ray actors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tandem.trusted import TRUST
 KEYS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 """Environment variables that another program needs to reach the same Ray cluster.
 
-The token itself stays in its file.
+The file has Ray's token; the variable only has its path.
 """
 HOSTS_FILE = "processes.json"
 """A file in the log folder that lists the processes of the run.
 
-Other programs need it to read the stacks of the processes.
+Other programs need this list to read the stacks of the processes.
 """
 
 
@@ -51,8 +51,8 @@ class Hosts:
     Attributes:
         pool: The pool.
         actors: The actor of each rank.
-        found: The location of each rank.
-        group: The placement group that the processes reserve; None for helpers next to the controller.
+        found: The machine and network interface of each rank.
+        group: The placement group of the processes; None for helpers on the controller's machine.
     """
 
     pool: ResourcePool
@@ -71,25 +71,24 @@ class RayBackend:
 
     Args:
         name: The name of the run, for messages and for the names of its processes.
-        log_dir: The folder for the log of each process, which all nodes must share. None creates a new
-            folder.
+        log_dir: The folder for the log of each process, which all nodes must share; None: a new folder.
         device: "cpu"; "cuda" for one GPU per process; "auto" for "cuda" if the cluster has GPUs, else "cpu".
         address: The address of the cluster; None starts Ray on this machine.
         namespace: Ray's namespace for the names of the processes; None creates one.
-        interface: The network interface of collectives; None takes the interface with the node's address.
+        interface: The network interface of collectives; None: the interface with the node's address.
         master_port: The port on which rank 0 of the first pool with several processes listens for their
-            process group. Each further pool of this kind takes the next port. 0 takes free ports.
+            process group. Each further pool with several processes uses the next port. 0: free ports.
         object_store_gb: The size in GiB of the object store of a Ray that is started here; None leaves it to
             Ray.
         temp_dir: The temporary folder of a Ray that is started here.
-        ray_init: Further arguments of `ray.init`.
+        ray_init: More arguments of `ray.init`.
         start_s: The time limit, in seconds, until all processes of the pools are up and connected.
-        call_s: The time limit of one method's own run.
-        answer_s: The time limit of a process's answer to a question.
+        call_s: The time limit of one call, without waiting for its inputs.
+        answer_s: The time limit of a process's answer to a status request.
         collective_s: The time limit of one collective operation.
         resources_s: The time limit for the cluster to have the requested resources.
-        stop_s: The time limit of a regular shutdown. After it, the processes are killed.
-        say: A function that shows the workers' messages to the user.
+        stop_s: The time limit of a regular shutdown. After this time, the processes are killed.
+        say: Prints the workers' messages for the user.
 
     Raises:
         ConfigError: There is no cluster at the address.
@@ -131,7 +130,7 @@ class RayBackend:
         self._closed = False
 
     def reserve(self, pools: Sequence[ResourcePool]) -> None:
-        """Start the processes of all pools at once; pools that already run stay as they are.
+        """Start the processes of all pools at once; pools that already run are not changed.
 
         Raises:
             ConfigError: The cluster does not have enough resources.
@@ -158,7 +157,7 @@ class RayBackend:
         """Start one worker in each process of the pool; see `Backend.launch`.
 
         Raises:
-            ConfigError: See `reserve`; or another pool of the same name exists.
+            ConfigError: The cluster does not have enough resources, or another pool of the same name exists.
             WorkerFailure: A worker could not be created.
         """
         self.reserve([pool])
@@ -184,14 +183,14 @@ class RayBackend:
         return taken
 
     def release(self, pool_names: Sequence[str]) -> None:
-        """End the processes of some pools and free their resources."""
+        """Stop the processes of some pools and free their resources."""
         for name in pool_names:
             hosts = self._pools.pop(name)
             self._watch.remove(name)  # first, so that the end of the processes does not count as a failure
             self._end([hosts])
 
     def shutdown(self) -> None:
-        """End all processes, and Ray if it was started or joined here. Further calls do nothing."""
+        """Stop all processes, and Ray if it was started or joined here. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -222,7 +221,7 @@ class RayBackend:
         return actors
 
     def _locate(self, hosts: Hosts, deadline: float) -> None:
-        """Wait for a pool's processes to report their location, and start to watch them."""
+        """Wait until a pool's processes report their machine and interface, then start to watch them."""
         asked = [actor.whereabouts.remote() for actor in hosts.actors]
         for actor, ref in zip(hosts.actors, asked, strict=True):
             at = self._get_before(deadline, ref)
@@ -230,7 +229,7 @@ class RayBackend:
             self._watch.add(at.place, actor)
 
     def _connect(self, hosts: Hosts, deadline: float) -> None:
-        """Give each process of a pool the environment of the process group and its share of CPU threads."""
+        """Set the process group's environment and the number of CPU threads in each process of a pool."""
         group = self._process_group(hosts, deadline)
         busy = [at.machine for known in self._pools.values() if known.pool.on_device for at in known.found]
         machines = [at.machine for at in hosts.found]
@@ -248,7 +247,7 @@ class RayBackend:
     def _process_group(self, hosts: Hosts, deadline: float) -> dict[str, str]:
         """Return the environment that makes a pool's processes one `torch.distributed` group.
 
-        It is empty for a pool of one process.
+        The result is {} for a pool of one process.
         """
         if hosts.pool.world_size == 1:
             return {}
@@ -289,9 +288,9 @@ class RayBackend:
         return self._watch.get(ref, max(0.0, deadline - time.monotonic()))
 
     def _end(self, ending: Sequence[Hosts]) -> None:
-        """End processes: first regularly, if they still answer, then by killing them.
+        """Stop processes: first regularly, if they still answer, then with a kill.
 
-        Wait until the processes on this machine are gone.
+        Wait until the processes on this machine have ended.
         """
         actors = [actor for hosts in ending for actor in hosts.actors]
         with suppress(RayError, WorkerFailure):  # all processes are killed below in any case
@@ -345,7 +344,7 @@ def _threads(cores: int, processes: int) -> int:
 
 
 def _ship_modules_of(worker: WorkerFactory) -> None:
-    """Send the code of modules that another process could not import, such as a user's own files."""
+    """Register modules that other processes cannot import, such as a user's files, to be sent as code."""
     values = [worker_class(worker)]
     if isinstance(worker, partial):
         values += [*worker.args, *worker.keywords.values()]

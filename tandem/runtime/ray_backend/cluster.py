@@ -22,9 +22,9 @@ from tandem.lifetime import children_of, kill_trees, last_words
 from tandem.runtime.resource_pool import ResourcePool
 
 PROCESS = "tandem_process"
-"""The resource that each process takes from a Ray that was started only for this run.
+"""The resource that each process reserves in a Ray cluster that was started only for this run.
 
-Cores are not counted there, because the user may want more processes than cores.
+Such a cluster does not count cores, because the user may want more processes than cores.
 """
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -39,21 +39,21 @@ def connect(
 ) -> bool:
     """Join a cluster, or start Ray on this machine.
 
-    A Ray that this process has already joined is used as it is.
+    If this process has already joined a cluster, it stays in this cluster.
 
     Args:
-        address: The address of the cluster. "auto" finds the cluster of this machine. None starts one, which
+        address: The address of the cluster; "auto": the cluster of this machine; None: a new cluster, which
             ends with this process.
         temp_dir: The temporary folder of a Ray that is started here.
         object_store_gb: The size in GiB of the object store of a Ray that is started here.
-        ray_init: Further arguments of `ray.init`.
+        ray_init: More arguments of `ray.init`.
 
     Returns:
         Whether Ray was started or joined here.
 
     Raises:
         ConfigError: There is no cluster at the address, or Ray rejects the arguments.
-        WorkerFailure: Ray did not start in the time that it allows itself.
+        WorkerFailure: Ray did not start within its time limit.
     """
     if ray.is_initialized():
         return False
@@ -130,7 +130,8 @@ def _start(temp_dir: str | None, object_store_gb: float | None, shared: Mapping[
 def _kill(started: set[int]) -> None:
     """Kill the processes that Ray started here.
 
-    Only current child processes are killed, because the ids of ended processes may belong to others now.
+    Only current child processes are killed, because the id of an ended process may now belong to another
+    process.
     """
     kill_trees(started & set(children_of(os.getpid())))
 
@@ -139,7 +140,7 @@ def stacks(processes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and the stacks of each process of a run that another process controls.
 
     Args:
-        processes: The content of the file that the run's backend wrote about its processes.
+        processes: The content of the run's file that lists its processes; see `RayBackend`.
 
     Raises:
         ConfigError: The cluster of the run cannot be reached.
@@ -169,7 +170,7 @@ def _resources() -> dict[str, float]:
 def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> dict[str, PlacementGroup]:
     """Reserve resources for all processes of all pools.
 
-    Each pool gets one bundle per node, and the nodes of a pool are all different.
+    Each pool gets one bundle per node, and each bundle of a pool is on a different node.
 
     Args:
         pools: The pools.
@@ -177,7 +178,7 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
         timeout_s: The time, in seconds, that the cluster may take to grow.
 
     Raises:
-        ConfigError: The cluster does not have the resources. Nothing stays reserved.
+        ConfigError: The cluster does not have the resources. All reservations are released.
     """
     groups = {
         pool.name: placement_group(
@@ -200,7 +201,7 @@ def reserve(pools: Sequence[ResourcePool], *, gpus: bool, timeout_s: float) -> d
 
 
 def actor_options(pool: ResourcePool, group: PlacementGroup, node: int, gpus: bool) -> dict[str, Any]:
-    """Return Ray's options for an actor of a pool: its node, and the resources that it takes."""
+    """Return Ray's options for an actor of a pool: the actor's node and its resources."""
     takes = _bundle(1, gpus and pool.on_device)
     return {
         "num_cpus": takes.pop("CPU", 0),

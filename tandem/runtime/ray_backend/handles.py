@@ -1,7 +1,7 @@
 """Handles of results in Ray's object store.
 
-The controller waits through its watch, which knows about failures. A worker waits for an input without a
-watch, because the controller watches the process that makes the input.
+The controller waits with its `Watch`, which notices failures. A worker waits for an input without a watch,
+because the controller watches the process that computes the input.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RayHandle:
 
     @property
     def first(self) -> ray.ObjectRef[Any]:
-        """The smallest object that exists once the method has ended."""
+        """The smallest of the objects that exist once the method has ended."""
         return self._value if self._index is None or isinstance(self._index, bytes) else self._index
 
     def get(self, timeout_s: float | None = None) -> Any:
@@ -88,7 +88,7 @@ class RayHandle:
 
 
 def _fetch_input(value: ray.ObjectRef[Any]) -> Any:
-    """Fetch an input, and record the time and bytes that it took."""
+    """Fetch an input, and record its transfer time and its number of bytes."""
     start = time.monotonic()
     ray.wait([value], fetch_local=False)
     there = time.monotonic()

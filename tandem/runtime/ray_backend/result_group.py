@@ -11,12 +11,12 @@ from ray.exceptions import RayTaskError
 
 
 class ResultGroup:
-    """The first results of all workers of one call.
+    """The results of all workers of one call, which are awaited and fetched together.
 
-    All results are waited for and fetched together, because this is the fastest way.
+    Fetching all results together is faster than fetching them one by one.
 
     Attributes:
-        refs: The references that are still waited for. Empty once all results exist.
+        refs: The references whose results do not exist yet; empty once all results exist.
     """
 
     __slots__ = ("_existing", "_values", "refs")
@@ -37,7 +37,7 @@ class ResultGroup:
         return True
 
     def take(self, ref: ray.ObjectRef[Any], timeout_s: float) -> Any:
-        """Return the value of a reference, which may belong to this group or not.
+        """Return the value of a reference, of this group or of another call.
 
         Raises:
             RayError: The value is an error, or it does not arrive in time.

@@ -1,7 +1,7 @@
 """Watch the processes of a run.
 
-The watch asks every process for its state all the time, waits for results on behalf of the controller, and
-turns the first failure into one report.
+The watch regularly requests the state of every process, waits for results for the controller, and reports the
+first failure.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from tandem.runtime.ray_backend.actor import Actor
 from tandem.runtime.ray_backend.result_group import ResultGroup
 
 REASON = 600
-"""The number of characters that the report shows of Ray's own reason for the death of a process."""
+"""The maximum length of Ray's reason for the death of a process in the report, in characters."""
 POLL_S = 0.5
-"""The time, in seconds, between two checks for failures elsewhere while the controller waits."""
+"""The time, in seconds, between two checks for failures of other processes while the controller waits."""
 GRACE_S = 3.0
-"""The time, in seconds, that the controller has to notice by itself that a call raised.
+"""The time, in seconds, in which the controller should notice by itself that a call raised an exception.
 
 After this time the run is stopped. Other workers may be waiting for the worker whose call raised, and the
 controller may be waiting for them.
 """
 CALLS = 64
-"""The number of recent calls of each process that are remembered, to name the call during which it died."""
+"""The number of recent calls stored per process, to report the call during which the process died."""
 STACKS = 8
-"""The number of processes that run too long whose stack the report shows."""
+"""The maximum number of stacks of too slow processes in the report."""
 SURVEY_S = 5.0
-"""The time, in seconds, that the processes have to report what they are doing."""
+"""The time limit, in seconds, for the processes to report their state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Sent:
     result: weakref.ref[Any]
 
     def unfinished(self) -> bool:
-        """Return whether something holds the handle of the result, and the result does not exist."""
+        """Return whether the result's handle still exists, but the result does not exist yet."""
         handle = self.result()
         if handle is None:
             return False
@@ -100,7 +100,7 @@ class Sent:
 
 @dataclass(eq=False)
 class Watched:
-    """A process, the question that it has not answered yet, and its last answer."""
+    """A watched process, with its pending status request and its last answer."""
 
     place: Place
     actor: Actor
@@ -115,7 +115,7 @@ class Watched:
         return self.question
 
     def at(self) -> tuple[str, str]:
-        """Return role and method of the call that has not ended, as far as the controller knows."""
+        """Return role and method of the process's unfinished call, as far as the controller knows."""
         found = next((sent for sent in self.calls if sent.unfinished()), None)
         return (found.role, found.method) if found else ("", "")
 
@@ -127,13 +127,13 @@ class Watch:
     """The controller's monitor of its processes.
 
     Args:
-        call_s: The time limit of one method's own run.
-        answer_s: The time limit of an answer to a question.
-        say: A function that shows the workers' messages to the user.
+        call_s: The time limit of one call, without waiting for its inputs.
+        answer_s: The time limit of an answer to a status request.
+        say: Prints the workers' messages for the user.
 
     Attributes:
-        index_bytes: Bytes of indices that came to the controller, counted by its handles.
-        value_bytes: Bytes of batches that came to the controller, counted by its handles.
+        index_bytes: Bytes of indices that the controller received, as counted by its handles.
+        value_bytes: Bytes of batches that the controller received, as counted by its handles.
     """
 
     def __init__(self, *, call_s: float, answer_s: float, say: Callable[[str], None]) -> None:
@@ -141,10 +141,11 @@ class Watch:
         self._answer_s = answer_s
         self._say = say
         self._processes: dict[Any, Watched] = {}
-        """The watched processes by the actor's id."""
+        """A dict from the actor's id to the watched process."""
         self._failure: WorkerFailure | None = None
         self._raised: list[tuple[float, Record]] = []
-        """Calls that raised and that the controller does not know yet, with the time when they were seen."""
+        """Failed calls that the controller has not noticed yet, with the times when the watch noticed them.
+        """
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -159,7 +160,7 @@ class Watch:
                 self._thread.start()
 
     def sent(self, actor: Actor, role: str, method: str, result: Any) -> None:
-        """Remember a call of a process, with a weak reference to its result, for later reports."""
+        """Store a call of a process, with a weak reference to its result, for later reports."""
         self._processes[actor._actor_id].calls.append(Sent(role, method, weakref.ref(result)))
 
     def remove(self, pool: str) -> None:
@@ -191,12 +192,12 @@ class Watch:
         Args:
             ref: The reference.
             timeout_s: The longest time to wait, in seconds; None waits without a limit.
-            marker: A smaller reference that exists as soon as `ref` does; None uses `ref` itself.
-            group: The results of all workers of the same call; `marker` is one of them.
+            marker: A reference to a smaller object that exists as soon as `ref` exists; None: `ref` itself.
+            group: The results of all workers of the same call, including `marker`.
 
         Raises:
             WorkerFailure: The worker of this result, or another worker, failed.
-            TimeoutError: The value is not there after `timeout_s` seconds.
+            TimeoutError: The value does not exist after `timeout_s` seconds.
         """
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         try:
@@ -228,10 +229,10 @@ class Watch:
             self.check()
 
     def check(self) -> None:
-        """Raise a failure that the controller does not know yet.
+        """Raise an error if a process has failed and the controller does not know yet.
 
         Raises:
-            WorkerFailure: Something failed in any process.
+            WorkerFailure: A call or a process has failed.
         """
         failure = self._failure
         if failure is not None:
@@ -297,15 +298,15 @@ class Watch:
     def _fault(
         self, answers: Answers, record: Record | None = None, *, patient: bool = False
     ) -> Fault | None:
-        """Return what is wrong, or None.
+        """Return the fault of the run; None if there is no fault.
 
-        A dead process counts before calls that raised, because its death may have caused them. Calls that
-        raised count before processes that do not answer or run too long.
+        A dead process has priority over calls that raised an exception, because its death may have caused the
+        exceptions. Such calls have priority over processes that do not answer or run too long.
 
         Args:
             answers: The answer of each process.
-            record: A call that is known to have raised.
-            patient: Whether to give the controller GRACE_S seconds to notice by itself that a call raised.
+            record: The record of a call that is known to have failed.
+            patient: Whether to give the controller GRACE_S seconds to notice a failed call by itself.
         """
         for known, answer in answers.items():
             if isinstance(answer, Dead):
@@ -332,8 +333,8 @@ class Watch:
     def _overrun(self, answers: Answers) -> Fault | None:
         """Return the fault of processes that have run too long, or None.
 
-        The report shows the stacks of all of them. The reader has to find out which process the others wait
-        for.
+        The report shows the stacks of these processes. The reader has to find out which process the other
+        processes wait for.
         """
         busy = [
             (known, answer)
@@ -352,7 +353,7 @@ class Watch:
         return Fault(first.place, what, status.role, status.method, stacks)
 
     def _report(self, fault: Fault, answers: Answers) -> WorkerFailure:
-        """Return the report, which covers all calls that raised so far."""
+        """Return the report, which includes all failed calls so far."""
         self._raised.clear()
         others = {known.place: str(answer) for known, answer in answers.items() if known.place != fault.place}
         return fault.report(others)
@@ -363,7 +364,7 @@ def _left(deadline: float) -> float:
 
 
 def _why_dead(error: RayError, seen: Status | None) -> str:
-    """Return Ray's reason without its advice, and the memory that the process last used."""
+    """Return Ray's reason for a death, without Ray's advice, and the last known memory use of the process."""
     detail = str(error).split("Worker exit detail: ")[-1].split(" Some common causes")[0]
     reason = " ".join(detail.split())[:REASON]
     return reason + (f"; it held {seen.resident_bytes / 2**30:.2f} GiB when last seen" if seen else "")

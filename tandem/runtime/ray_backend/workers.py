@@ -81,14 +81,14 @@ class RayWorkers:
         return [self._watch.get(ref) for ref in taken]
 
     def shutdown(self) -> None:
-        """Remove the workers. Their processes end with the backend."""
+        """Remove the workers. Their processes run until the backend stops them."""
         removed = [actor.remove.remote(self._role) for actor in self._actors]
         for ref in removed:
             self._watch.get(ref)
 
 
 def _with_shared_batches(calls: Sequence[Call | None]) -> list[Call | None]:
-    """Return the calls, with each batch that several calls have put into the object store once."""
+    """Return the calls; each batch in several calls is put into the object store once and referenced."""
     given = Counter(
         id(argument)
         for call in calls
