@@ -12,7 +12,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ LIMIT_S = 120.0
 _OLD = logging.StreamHandler(sys.stderr)  # like that of a library that was imported before the run
 
 
-def on_step(step: int, metrics: Mapping[str, float]) -> None:
+def on_step(step, metrics):
     """Print in four ways at each step of a run, and wait until the terminal shows the text."""
     print(f"print {step} " + "x" * 100 + f" {step} end")
     sys.stderr.write(f"error {step}\n")
@@ -38,7 +38,7 @@ def on_step(step: int, metrics: Mapping[str, float]) -> None:
     wait_for(Path(os.environ["SEEN"], str(step)).exists)
 
 
-def wait_for(seen: Callable[[], bool]) -> None:
+def wait_for(seen):
     deadline = time.monotonic() + LIMIT_S
     while not seen():
         assert time.monotonic() < deadline
@@ -105,7 +105,7 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(words: list[Any], columns: int = 100, **environment: str) -> Iterator[Terminal]:
+def on_terminal(words, columns=100, **environment):
     terminal = Terminal(words, columns, **environment)
     try:
         yield terminal
@@ -196,7 +196,7 @@ print("after")
 LINES = ["begins", "step 1/3", "step 3/3", "after"]
 
 
-def lines(text: str) -> list[str]:
+def lines(text):
     return [row.partition("  ")[0] for row in text.splitlines() if row]
 
 
@@ -259,11 +259,11 @@ def test_no_picture_below_a_line_without_its_end():
 GIB = 2**30
 
 
-def begun(track: int, name: str, ago: float, **details: Any) -> dict[str, Any]:
+def begun(track, name, ago, **details):
     return {"name": name, "ph": "B", "ts": (time.time() - ago) * 1e6, "tid": track, "args": details}
 
 
-def named(track: int, name: str) -> dict[str, Any]:
+def named(track, name):
     return {"name": "thread_name", "ph": "M", "tid": track, "args": {"name": name}}
 
 

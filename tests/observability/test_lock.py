@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -41,7 +40,7 @@ def lock(tmp_path):
     return lambda: ProcessLock(tmp_path / "run.lock", "trainer.default_local_dir", said.append), said
 
 
-def _holder(path: Path, then: str = "") -> subprocess.Popen[str]:
+def _holder(path, then=""):
     words = [sys.executable, "-c", HOLDER.format(then=then), str(path)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None

@@ -11,7 +11,7 @@ from tandem.observability.progress import Progress
 LINE = re.compile(r"work: (\d+)/8 samples in \d+ s, ([\d,]+) tokens/s")
 
 
-def shown(text: io.StringIO) -> list[int]:
+def shown(text):
     """Return the numbers of finished samples, line by line."""
     matches = [LINE.fullmatch(line) for line in text.getvalue().splitlines()]
     assert None not in matches, text.getvalue()

@@ -18,7 +18,7 @@ def run(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-def refuse(word: str) -> None:
+def refuse(word):
     raise AssertionError(f"{word} is not JSON")
 
 

@@ -22,11 +22,11 @@ def info(tmp_path):
     return RunInfo("tandem", "test", tmp_path, total_steps=100, config={"trainer": {"seed": 0}})
 
 
-def unexpected(sentence: str) -> None:
+def unexpected(sentence):
     raise AssertionError(sentence)
 
 
-def printed(info: RunInfo, clock: list[float], *steps: tuple[int, dict[str, float]]) -> list[str]:
+def printed(info, clock, *steps):
     out, times = io.StringIO(), iter(clock)
     sink = ConsoleSink(info, Console(file=out, width=100), clock=lambda: next(times))
     for step, metrics in steps:

@@ -1,7 +1,6 @@
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ waits_for_a_long_time()
 
 
 @contextmanager
-def sleeper(folder: Path, program: str = SLEEPER):
+def sleeper(folder, program=SLEEPER):
     process = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"ready\n"

@@ -3,7 +3,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +66,7 @@ class Tracked:
         return [[g.prompt, g.response, g.score] for g in RunFolder(self.folder).generations(step, 2)]
 
 
-def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
+def _levels(reader, path, record):
     """Return the records of a log in LevelDB's format."""
     reader.open(path)
     while (data := reader.scan()) is not None:

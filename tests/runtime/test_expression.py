@@ -1,5 +1,4 @@
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,27 +15,27 @@ from tandem.runtime.future import division
 from tests.runtime.multi_worker import STORE, StoredHandle, assert_index_of, assert_same, make_batch
 
 
-def stored(parts: list[Any], shares: Any = None, *, borrowed: bool = False) -> tuple[BatchFuture, list[Any]]:
+def stored(parts, shares=None, *, borrowed=False):
     handles = [StoredHandle(part, borrowed) for part in parts]
     return BatchFuture.collected(handles, "W.m", shares), handles
 
 
-def unmade(parts: list[Any], shares: Any = None) -> tuple[BatchFuture, list[Any]]:
+def unmade(parts, shares=None):
     """Return a future of methods that have not ended."""
     return stored([None] * len(parts), shares)
 
 
-def make(handles: list[StoredHandle], parts: list[DataProto]) -> None:
+def make(handles, parts):
     for handle, part in zip(handles, parts, strict=True):
         STORE[handle.key] = part
 
 
-def named(future: BatchFuture) -> set[int]:
+def named(future):
     """Return the results that a future's expression mentions."""
     return {source.handle.key for source in sources(future._node)}
 
 
-def asked(handles: list[StoredHandle]) -> int:
+def asked(handles):
     return sum(StoredHandle.asked[handle.key] for handle in handles)
 
 
@@ -44,11 +43,11 @@ both_states = pytest.mark.parametrize("future_of", [stored, unmade])
 """With results that exist, and with those of methods that have not ended."""
 
 
-def there_and_back(future: BatchFuture) -> BatchFuture:
+def there_and_back(future):
     return pickle.loads(pickle.dumps(future))
 
 
-def apply(future: BatchFuture, batch: DataProto, name: str, number: int) -> tuple[BatchFuture, DataProto]:
+def apply(future, batch, name, number):
     """Apply one operation to a future and to its batch."""
     generator, count = torch.Generator().manual_seed(number), len(batch)
     picks = {
@@ -94,11 +93,10 @@ NAMES = [
 OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999)), max_size=6)
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    OPERATIONS,
-    st.sampled_from(["", "ended", "borrowed"]),
-)
+STATES = st.sampled_from(["", "ended", "borrowed"])
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), OPERATIONS, STATES)
 @settings(max_examples=350, deadline=None)
 def test_any_composition_does_to_the_future_what_it_does_to_the_batch(sizes, operations, state):
     parts = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
@@ -264,9 +262,8 @@ def test_results_of_a_division_come_back_in_order(future_of):
     batch = make_batch(11, seed=4)
     given_, handles = future_of([batch])
     shares = division([given_], 3, "tokens")
-    parts = [
-        batch[rows].select(["score"], []) for rows in partition(batch.ragged("tokens").lengths.tolist(), 3)
-    ]
+    members = partition(batch.ragged("tokens").lengths.tolist(), 3)
+    parts = [batch[rows].select(["score"], []) for rows in members]
     result, result_handles = unmade(parts, shares)
     chained = there_and_back(result.union(given_.select("uid"))).chunk(2)
     make(handles, [batch])
@@ -310,11 +307,9 @@ def test_traffic_of_a_step_at_the_controller():
     parts = batch.chunk(ranks)
     indices = sum(len(pickle.dumps(Index.of(part))) for part in parts)
     length_bytes = 2 * rows
-    assert indices <= 20 * rows + length_bytes
     future, _ = stored(parts)
     balanced = sum(len(pickle.dumps(share)) for share in future.chunk(ranks, balance="tokens"))
     shuffled = future.rows(torch.randperm(rows))
     minis = sum(len(pickle.dumps(s)) for m in shuffled.split(256) for s in m.chunk(ranks))
-    assert balanced <= 10 * rows
-    assert minis <= 40 * rows
+    assert indices <= 20 * rows + length_bytes and balanced <= 10 * rows and minis <= 40 * rows
     assert indices + balanced + minis <= 64 * rows + length_bytes

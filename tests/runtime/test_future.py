@@ -10,19 +10,9 @@ from tandem.runtime.future import Done, resolve
 from tests.runtime.multi_worker import ThreadHandle, assert_same, make_batch
 
 
-def parts_and_whole(sizes: list[int]) -> tuple[BatchFuture, DataProto]:
-    parts = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
-    return BatchFuture.collected([Done(part) for part in parts], "W.m"), DataProto.concat(parts)
-
-
-def promised() -> tuple[ThreadHandle, concurrent_futures.Future]:
+def promised():
     promise: concurrent_futures.Future = concurrent_futures.Future()
     return ThreadHandle(promise), promise
-
-
-def test_row_ids_name_the_row_in_the_batch_as_it_was_returned():
-    future, _ = parts_and_whole([3, 4])
-    assert future.rows([6, 0, 5, 2]).chunk(2)[1].index.row_ids.tolist() == [5, 2]
 
 
 def test_composing_needs_no_value_and_the_index_moves_none():
@@ -31,8 +21,8 @@ def test_composing_needs_no_value_and_the_index_moves_none():
     view = future.select("tokens", "uid").rows([2, 1]).union(future.select("score").rows([2, 1])).chunk(2)[0]
     batch = make_batch(4)
     promise.set_result(batch)
-    assert len(view) == 1
-    assert view.index.columns == ("tokens", "uid", "score")
+    assert (len(view), view.index.columns) == (1, ("tokens", "uid", "score"))
+    assert view.index.row_ids.tolist() == [2]
     assert handle.values_moved == 0
     assert_same(view.get(), batch.select(["tokens", "score"], ["uid"])[[2]])
     assert handle.values_moved == 1
@@ -83,16 +73,15 @@ def test_what_is_got_belongs_to_the_caller():
 
 
 def test_select_of_a_missing_column_and_rows_beyond_the_end():
-    future, _ = parts_and_whole([3])
+    future = BatchFuture.collected([Done(make_batch(3))], "W.m")
     for wait in (lambda f: f.index, lambda f: f.get()):
         with pytest.raises(DataError, match="nothere"):
             wait(future.select("nothere"))
         with pytest.raises(IndexError, match="3"):
             wait(future.rows([3]))
-    with pytest.raises(DataError, match="chunks"):
-        future.chunk(0)
-    with pytest.raises(DataError, match="size"):
-        future.split(0)
+    for wrong, said in ((future.chunk, "chunks"), (future.split, "size")):
+        with pytest.raises(DataError, match=said):
+            wrong(0)
 
 
 def test_an_empty_share_may_come_back_without_columns():
@@ -101,8 +90,5 @@ def test_an_empty_share_may_come_back_without_columns():
     assert_same(future.get(), batch)
     assert len(future.index) == 3
     assert len(BatchFuture.collected([Done(DataProto())] * 2, "W.m").get()) == 0
-
-
-def test_a_method_that_returned_no_batch():
     with pytest.raises(DataError, match=r"Actor\.update did not return a batch\n.*dict"):
         BatchFuture.collected([Done({"loss": 1.0})], "Actor.update").get()

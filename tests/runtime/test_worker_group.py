@@ -62,13 +62,12 @@ def test_mesh_names_that_cannot_be_resolved(threads):
 
 
 def test_an_error_of_any_worker_is_raised(threads):
+    """Also an error of a worker that does not collect."""
     group = WorkerGroup(threads, partial(Toy, 1.0, fail_on=2), ResourcePool([3]))
     for call in (group.fail, lambda: group.fail_batch(make_batch(1))):
         with pytest.raises(ValueError, match="broken on 2"):
             call()
 
-
-def test_an_error_of_a_worker_that_does_not_collect_is_raised(threads):
     class Failing(Parallel):
         def forward(self, batch: DataProto) -> DataProto:
             if self.rank == 1:
@@ -99,26 +98,27 @@ def test_local_backend_runs_here_and_keeps_the_traceback():
     group.shutdown()
 
 
-def test_local_backend_refuses_more_than_one_process():
-    with pytest.raises(ConfigError, match="4 processes"):
-        WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([2, 2]))
+def test_what_a_group_refuses():
+    class Wrong(Worker):
+        @register()
+        def update(self, batch: DataProto) -> dict[str, float]:
+            return {"loss": 1.0}
 
+    class Hiding(Worker):
+        @register()
+        def shutdown(self) -> None: ...
 
-def test_unregistered_names():
     group = local(partial(Toy, 2.0))
     for name in ("private", "dubble", "_workers_"):
         with pytest.raises(AttributeError, match=name):
             getattr(group, name)
     assert "double" in dir(group)
-
-
-def test_a_method_may_not_hide_one_of_the_groups_own():
-    class Hiding(Worker):
-        @register()
-        def shutdown(self) -> None: ...
-
+    with pytest.raises(ConfigError, match="4 processes"):
+        WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([2, 2]))
     with pytest.raises(ConfigError, match=r"Hiding\.shutdown"):
         local(Hiding)
+    with pytest.raises(DataError, match=r"Wrong\.update"):
+        local(Wrong).update(make_batch(1))
 
 
 def test_an_override_keeps_its_registration_unless_it_has_its_own():
@@ -161,16 +161,6 @@ def test_a_custom_pair_sees_the_mesh(threads):
             return len(batch)
 
     assert WorkerGroup(threads, Custom, ResourcePool([3])).share(make_batch(4)) == 2
-
-
-def test_a_method_that_should_return_a_batch_and_does_not():
-    class Wrong(Worker):
-        @register()
-        def update(self, batch: DataProto) -> dict[str, float]:
-            return {"loss": 1.0}
-
-    with pytest.raises(DataError, match=r"Wrong\.update"):
-        local(Wrong).update(make_batch(1))
 
 
 def test_errors_of_a_stream_are_raised_wherever_it_is_read(threads):
@@ -230,13 +220,14 @@ def test_batches_of_different_sizes_are_refused_as_far_as_they_are_known(threads
         balancer.add(batch, later)
 
 
+WHOLE = [{"dispatch_mode": Dispatch.RANK_ZERO}, {"collect": "first"}, {"balance": "tokens"}]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"dispatch_mode": Dispatch.ONE_TO_ALL, "balance": "tokens"},
-        {"dispatch_mode": Dispatch.RANK_ZERO, "stream": True},
-        {"collect": "first", "stream": True},
-        {"balance": "tokens", "stream": True},
+        *({"stream": True} | o for o in WHOLE),
     ],
 )
 def test_options_that_do_not_go_together(options):

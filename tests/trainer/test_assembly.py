@@ -1,7 +1,3 @@
-"""Messages about a config before anything is created."""
-
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +7,6 @@ from tandem.config.rollout import RolloutConfig
 from tandem.engines.rollout.vllm import process
 from tandem.errors import ConfigError
 from tandem.trainer import assembly, here
-from tests.support.runs import Lab
 
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
 HOST = "actor_rollout_ref.actor.optim.optimizer=adamw_cpu"
@@ -22,7 +17,7 @@ ACTIVATIONS = "actor_rollout_ref.model.enable_activation_offload"
     ("backend", "device", "told"),
     [("local", "auto", True), ("local", "cpu", True), ("ray", "cpu", True), ("ray", "auto", False)],
 )
-def test_offload_without_effect(lab: Lab, monkeypatch, backend, device, told):
+def test_offload_without_effect(lab, monkeypatch, backend, device, told):
     """On Ray, this machine's devices are not the workers' devices, so there is no message."""
 
     def none(*_: Any) -> None:
@@ -65,7 +60,7 @@ def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(la
         lab.trainer(lab.folder / "unmade", switch, f"{key}={own}:distance")
 
 
-def test_a_rollout_on_vllm_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_on_vllm_needs_vllm(monkeypatch):
     for module in (here, process):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     config: Any = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=RolloutConfig(name="vllm")))

@@ -1,12 +1,8 @@
-"""A sampler of prompts in a run: it observes results before it draws again, and it resumes correctly."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from tandem.errors import DataError
-from tests.support.runs import Finished, Lab, assert_same
+from tests.support.runs import assert_same
 
 OWN = """
 class Worst:
@@ -34,7 +30,7 @@ class Worst:
 
 
 @pytest.fixture(scope="module")
-def words(lab: Lab) -> str:
+def words(lab):
     (lab.folder / "own_sampler.py").write_text(OWN)
     own = (
         f"data.sampler={{class_path: {lab.folder}/own_sampler.py, class_name: Worst, kwargs: {{longest: 4}}}}"
@@ -42,14 +38,14 @@ def words(lab: Lab) -> str:
     return f"{lab.letters} {own} steps=5 trainer.save_freq=1"
 
 
-def drawn(run: Finished, step: int) -> tuple[list[int], list[float]]:
+def drawn(run, step):
     """Return the rows of a step, and the mean reward of each."""
     samples = run.samples(step)
     scores = np.array(samples["scores"]).reshape(-1, 3).mean(1)
     return samples["index"][::3], scores.tolist()
 
 
-def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: str) -> None:
+def test_the_sampler_draws_by_what_it_was_told(lab, words):
     """There are 14 questions of four characters; the third step takes the last six and the worst."""
     run = lab.run("worst", words)
     known = dict.fromkeys(range(14), -1.0)
@@ -64,7 +60,7 @@ def test_the_sampler_draws_by_what_it_was_told(lab: Lab, words: str) -> None:
 
 
 @pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: str, built_in: bool) -> None:
+def test_a_resumed_run_draws_as_the_whole_one(lab, words, built_in):
     """With dynamic sampling, the sampler draws several times per step and prompts are given back."""
     if built_in:
         words = f"{lab.letters} data.sampler.class_name=PassRateSampler steps=5 trainer.save_freq=1"
@@ -76,14 +72,14 @@ def test_a_resumed_run_draws_as_the_whole_one(lab: Lab, words: str, built_in: bo
     assert resumed.samples(5)["uid"] == whole.samples(5)["uid"]
 
 
-def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab: Lab, words: str) -> None:
+def test_a_checkpoint_of_a_run_with_a_sampler_needs_it(lab, words):
     lab.run("with_sampler", words, "steps=1")
     with pytest.raises(DataError) as caught:
         lab.run("with_sampler", lab.letters, "trainer.resume_with_changes=true")
     assert caught.value.field == "data.sampler.class_name"
 
 
-def test_what_the_sampler_raises_ends_the_run(lab: Lab, words: str) -> None:
+def test_what_the_sampler_raises_ends_the_run(lab, words):
     path = lab.folder / "raising.py"
     path.write_text(OWN.replace("for row, reward", "raise ValueError('lost count')\n        for row, reward"))
     with pytest.raises(ValueError, match="lost count"):

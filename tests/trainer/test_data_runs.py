@@ -1,13 +1,9 @@
-"""Data in a run: a mixture and its metrics, files that grow before a resume, a custom dataset class."""
-
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 
 from tandem.errors import DataError
-from tests.support.runs import Finished, Lab, broken_off, same_weights
+from tests.support.runs import broken_off, same_weights
 from tests.support.tiny import problem, write_rows
 
 OWN = """
@@ -31,22 +27,22 @@ class Sums(Dataset):
 """
 
 
-def write(lab: Lab, name: str, rows: int) -> str:
+def write(lab, name, rows):
     """Write rows of which every third has the source hard."""
     made = [problem(n % 9, n % 8) | {"data_source": "hard" if n % 3 == 2 else "easy"} for n in range(rows)]
     return str(write_rows(lab.folder / name, made))
 
 
 @pytest.fixture(scope="module")
-def words(lab: Lab) -> str:
+def words(lab):
     return f"{lab.letters} steps=5 trainer.save_freq=1"
 
 
-def uids(run: Finished, step: int) -> list[str]:
+def uids(run, step):
     return run.samples(step)["uid"][::3]
 
 
-def test_a_mixture_over_a_file_that_grew(lab: Lab, words: str) -> None:
+def test_a_mixture_over_a_file_that_grew(lab, words):
     """Nine rows make epochs of two steps. After the stop at step 3 there are 21 rows, used from step 5 on."""
     words = (words, "data.mixture={easy: 1, hard: 3}")
     path = write(lab, "mixed.parquet", 9)
@@ -84,7 +80,7 @@ def test_other_old_rows_are_refused_and_other_answers_are_not(lab, words, change
     assert said in str(caught.value)
 
 
-def test_a_dataset_of_ones_own_trains_and_goes_on(lab: Lab, words: str) -> None:
+def test_a_dataset_of_ones_own_trains_and_goes_on(lab, words):
     (lab.folder / "own_rows.py").write_text(OWN)
     words = (words, f"data.custom_cls.path={lab.folder / 'own_rows.py'} data.custom_cls.name=Sums")
     whole = lab.run("own", *words)

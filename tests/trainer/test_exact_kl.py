@@ -1,9 +1,3 @@
-"""The exact KL to the reference in whole runs, in the reward and in the loss, and KL estimators by name."""
-
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,18 +5,17 @@ from transformers import AutoModelForCausalLM
 
 from tandem.errors import ConfigError
 from tests.support import loop_columns
-from tests.support.runs import Lab
 
 LOSS = "A.use_kl_loss=true A.kl_loss_type=full"
 REWARD = "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full"
 
 
 @pytest.fixture(scope="module")
-def reward(lab: Lab) -> str:
+def reward(lab):
     return f"custom_reward_function.path={loop_columns.write(lab.folder)} custom_reward_function.name=score"
 
 
-def exact(policy: Any, reference: Any, tokens: list[int]) -> list[float]:
+def exact(policy, reference, tokens):
     """Compute Σ p log p/q before each token with transformers' own forward in float64."""
     ids = torch.tensor([tokens])
     with torch.no_grad():
@@ -30,21 +23,17 @@ def exact(policy: Any, reference: Any, tokens: list[int]) -> list[float]:
     return [0.0, *(log_p.exp() * (log_p - log_q)).sum(-1)[:-1].tolist()]
 
 
-def model_of(lab: Lab, weights: dict[str, torch.Tensor] | None = None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(lab.model, dtype=torch.float64)
-    if weights is not None:
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}
-    return model
-
-
 @pytest.mark.equation("kl/full")
 @pytest.mark.parametrize("where", ["reward", "loss"])
-def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab: Lab, reward: str, where: str):
+def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab, reward, where):
     words = (REWARD, "algorithm.kl_ctrl.kl_coef=0.3") if where == "reward" else (LOSS,)
     after_one = lab.run(f"one step {where}", *words, reward, "steps=1")
     finished = lab.run(f"two steps {where}", *words, reward)
-    policy, reference = model_of(lab, after_one.weights()), model_of(lab)
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(lab.model, dtype=torch.float64) for _ in range(2)
+    )
+    missing, unexpected = policy.load_state_dict(after_one.weights(), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
     means, everything = [], []
     for tokens, mask in finished.each(2, "tokens", "response_mask"):
         kl = [k for k, m in zip(exact(policy, reference, tokens), mask, strict=True) if m]
@@ -64,26 +53,14 @@ def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab: Lab, 
     assert np.mean(means) > 1e-2
 
 
-@pytest.mark.slow
-def test_the_heavier_the_kl_loss_the_closer_the_policy_stays_to_the_reference(lab: Lab, reward: str) -> None:
-    apart = []
-    for coefficient in (0, 1, 100):
-        finished = lab.run(
-            f"drawn by {coefficient}", LOSS, reward, f"A.optim.lr=0.003 A.kl_loss_coef={coefficient} steps=6"
-        )
-        assert finished.rows[0]["actor/kl"] == 0.0
-        apart.append(finished.rows[-1]["actor/kl"])
-    assert apart[0] > 2 * apart[1] > 4 * apart[2] > 0
-
-
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
-def test_adapters_are_compared_with_their_base(lab: Lab, reward: str, words: str) -> None:
+def test_adapters_are_compared_with_their_base(lab, reward, words):
     finished = lab.run(f"adapted {words}", f"M.lora_rank=4 steps=3 {words}", reward)
     assert set(finished.actor.engines) == {"actor"}
     assert finished.rows[0]["actor/kl"] == 0.0 < finished.rows[2]["actor/kl"]
 
 
-def test_both_terms_at_once_and_several_updates_per_step(lab: Lab, reward: str) -> None:
+def test_both_terms_at_once_and_several_updates_per_step(lab, reward):
     words = "A.ppo_mini_batch_size=2 A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=20"
     finished = lab.run("both", LOSS, REWARD, reward, words)
     first, second = finished.rows
@@ -91,13 +68,12 @@ def test_both_terms_at_once_and_several_updates_per_step(lab: Lab, reward: str) 
     assert 0 < second["actor/kl_in_reward"] < second["actor/kl"] * 10
 
 
-def test_a_users_own_estimator_in_both_places(lab: Lab, reward: str) -> None:
+def test_a_users_own_estimator_in_both_places(lab, reward):
     own = lab.folder / "own_kl.py"
     own.write_text("def halved(log_probs, ref_log_probs):\n    return (log_probs - ref_log_probs) / 2\n")
-    in_reward = (
-        f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={own}:halved algorithm.kl_ctrl.kl_coef=0.3"
-    )
-    finished = lab.run("own kl", reward, in_reward, f"A.use_kl_loss=true A.kl_loss_type={own}:halved+")
+    in_reward = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.3 algorithm.kl_penalty="
+    in_loss = f"A.use_kl_loss=true A.kl_loss_type={own}:halved+"
+    finished = lab.run("own kl", reward, f"{in_reward}{own}:halved", in_loss)
     found = finished.tokens(2)
     halves = [(token["old_log_probs"] - token["ref_log_probs"]) / 2 for token in found]
     for token, half in zip(found, halves, strict=True):
@@ -106,16 +82,7 @@ def test_a_users_own_estimator_in_both_places(lab: Lab, reward: str) -> None:
     assert finished.rows[1]["actor/kl"] == pytest.approx(np.mean(halves), rel=1e-4)
 
 
-def test_a_users_own_estimator_with_another_signature_is_refused_before_anything_starts(lab: Lab) -> None:
-    own = lab.folder / "bad_kl.py"
-    own.write_text("def bad(logits): ...\n")
-    with pytest.raises(ConfigError, match="the signature of this KL estimator") as caught:
-        lab.run("bad", f"algorithm.use_kl_in_reward=true algorithm.kl_penalty={own}:bad")
-    assert "ref_log_probs" in str(caught.value.expected)
-    assert not (lab.folder / "bad").exists()
-
-
-def test_a_reference_class_without_a_head_cannot_be_compared_exactly(lab: Lab) -> None:
+def test_a_reference_class_without_a_head_cannot_be_compared_exactly(lab):
     own = lab.worker("compute_ref_log_prob")
     with pytest.raises(ConfigError, match="Own without reference_head"):
         lab.run("headless", LOSS, f"W.ref={own}")

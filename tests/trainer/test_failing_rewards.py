@@ -1,7 +1,3 @@
-"""Runs whose reward hangs, ends its process, prints, or raises."""
-
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -17,7 +13,6 @@ from tandem.runtime.local_backend import LocalBackend
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.worker import Worker
 from tandem.trainer import steps
-from tests.support.runs import Finished, Lab
 
 SOURCE = """
 import os, signal, time
@@ -33,16 +28,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture
-def words(lab: Lab) -> str:
+def words(lab):
     return f"{lab.reward(SOURCE)} reward.timeout=1.5 reward.num_workers=2 data.shuffle=false"
 
 
-def failures(run: Finished) -> np.ndarray:
+def failures(run):
     """Return which samples of the first step the reward fails for."""
     return np.isin([json.loads(info)["index"] % 4 for info in run.samples(1)["extra_info"]], [1, 2])
 
 
-def test_a_failed_score_counts_as_nothing(lab: Lab, words: str, capfd) -> None:
+def test_a_failed_score_counts_as_nothing(lab, words, capfd):
     finished = lab.run("zero", words, "reward.on_error=zero")
     failed, table = failures(finished), finished.samples(1)
     assert [score == 0 for score in table["scores"]] == failed.tolist()
@@ -61,7 +56,7 @@ def test_a_failed_score_counts_as_nothing(lab: Lab, words: str, capfd) -> None:
     assert len(servers) <= 1  # only the server that forks processes may be left
 
 
-def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: str, monkeypatch) -> None:
+def test_a_failed_score_leaves_its_sample_out(lab, words, monkeypatch):
     asked: list[np.ndarray] = []
 
     def minibatches(*args: Any) -> Iterator[BatchFuture]:
@@ -79,7 +74,7 @@ def test_a_failed_score_leaves_its_sample_out(lab: Lab, words: str, monkeypatch)
     assert left_out.tolist() == failed.tolist()
 
 
-def test_a_reward_that_hangs_ends_the_run_with_its_name(lab: Lab, words: str) -> None:
+def test_a_reward_that_hangs_ends_the_run_with_its_name(lab, words):
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"took more than 1.5 s|exit code -9"):
         lab.run("raise", words)
@@ -99,7 +94,7 @@ class Waiting(Worker):
         raise ValueError("told")
 
 
-def test_in_one_process_calls_of_a_worker_aside_run_beside_the_others() -> None:
+def test_in_one_process_calls_of_a_worker_aside_run_beside_the_others():
     group = WorkerGroup(LocalBackend(), Waiting, ResourcePool([1], "aside", on_device=False), role="waits")
     began = time.monotonic()
     first, second = group.slow(0.5), group.slow(0.25)

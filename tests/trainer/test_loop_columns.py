@@ -1,43 +1,34 @@
-"""Columns of estimators: greedy baselines, sums of squared probabilities, components of rewards."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tandem.errors import ConfigError, ConfigErrors, RewardError
+from tandem.errors import RewardError, TandemError
 from tandem.workers.advantage_inputs import reward_components
 from tests.support import loop_columns
-from tests.support.runs import Finished, Lab
+from tests.support.scorers import make_scorer
+from tests.support.words import rows
 
 STILL = "A.optim.lr=0 steps=1"
 
 
 @pytest.fixture(scope="module")
-def own(lab: Lab) -> Path:
+def own(lab):
     return loop_columns.write(lab.folder)
 
 
-def run(lab: Lab, own: Path, estimator: str, *words: str, reward: str = "score") -> Finished:
-    return lab.run(
-        f"{estimator} {len(list(lab.folder.iterdir()))}",
-        f"algorithm.adv_estimator={own}:{estimator} custom_reward_function.path={own}",
-        f"custom_reward_function.name={reward}",
-        *words,
-    )
+def run(lab, own, estimator, *words, reward="score"):
+    source = f"custom_reward_function.path={own} custom_reward_function.name={reward}"
+    name = f"{estimator} {len(list(lab.folder.iterdir()))}"
+    return lab.run(name, f"algorithm.adv_estimator={own}:{estimator}", source, *words)
 
 
-def prompts_of(samples: dict[str, list[Any]]) -> list[list[int]]:
+def prompts_of(samples):
     pairs = zip(samples["tokens"], samples["response_mask"], strict=True)
     return [[t for t, m in zip(tokens, mask, strict=True) if not m] for tokens, mask in pairs]
 
 
-def greedy_response(model: Any, prompt: list[int], tokens: int) -> list[int]:
+def greedy_response(model, prompt, tokens):
     """Generate greedily with transformers' own forward, one token at a time."""
     ids = list(prompt)
     for _ in range(tokens):
@@ -48,7 +39,7 @@ def greedy_response(model: Any, prompt: list[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_each_prompt_is_answered_greedily_once_and_scored_like_its_samples(lab: Lab, own: Path) -> None:
+def test_each_prompt_is_answered_greedily_once_and_scored_like_its_samples(lab, own):
     finished = run(lab, own, "against_greedy", STILL, "R.temperature=0.7")
     samples, row = finished.samples(1), finished.rows[0]
     model = AutoModelForCausalLM.from_pretrained(lab.model)
@@ -63,13 +54,12 @@ def test_each_prompt_is_answered_greedily_once_and_scored_like_its_samples(lab: 
         better = samples["scores"][i] - expected[i]
         assert samples["advantages"][i] == pytest.approx([better * m for m in mask], abs=1e-6)
     assert row["critic/baseline/mean"] == pytest.approx(np.mean(expected))
-    assert (row["critic/baseline/min"], row["critic/baseline/max"]) == pytest.approx(
-        (min(expected), max(expected))
-    )
+    ends = (row["critic/baseline/min"], row["critic/baseline/max"])
+    assert ends == pytest.approx((min(expected), max(expected)))
     assert 0 < row["timing/gen_max"] < row["timing/step"]
 
 
-def test_the_samples_are_those_of_a_run_without_baselines(lab: Lab, own: Path) -> None:
+def test_the_samples_are_those_of_a_run_without_baselines(lab, own):
     with_them, without = (run(lab, own, name, STILL) for name in ("against_greedy", "in_turn"))
     assert with_them.samples(1)["tokens"] == without.samples(1)["tokens"]
     assert "timing/gen_max" not in without.rows[0] and "timing/old_log_prob" not in without.rows[0]
@@ -77,30 +67,22 @@ def test_the_samples_are_those_of_a_run_without_baselines(lab: Lab, own: Path) -
     assert unread.isdisjoint(without.samples(1))
 
 
-def test_a_reward_model_scores_greedy_responses_too(lab: Lab, own: Path) -> None:
-    torch.manual_seed(5)
-    scorer: Any = AutoModelForSequenceClassification.from_config(
-        AutoConfig.from_pretrained(lab.model, num_labels=1)
-    )
-    scorer.save_pretrained(lab.folder / "scorer")
-    finished = lab.run(
-        "scored greedily",
-        f"algorithm.adv_estimator={own}:against_greedy reward_model.enable=true",
-        f"reward_model.model.path={lab.folder / 'scorer'}",
-        STILL,
-    )
-    samples = finished.samples(1)
+def test_a_reward_model_scores_greedy_responses_too(lab, own):
+    path = make_scorer(lab.folder / "scorer", lab.model)
+    words = f"algorithm.adv_estimator={own}:against_greedy reward_model.enable=true"
+    samples = lab.run("scored", words, f"reward_model.model.path={path}", STILL).samples(1)
     model = AutoModelForCausalLM.from_pretrained(lab.model)
+    scorer = AutoModelForSequenceClassification.from_pretrained(path)
     expected = []
     for prompt in prompts_of(samples):
-        ids = prompt + greedy_response(model, prompt, 6)
         with torch.no_grad():
-            expected.append(float(scorer(torch.tensor([ids])).logits[0, 0]))
+            ids = torch.tensor([prompt + greedy_response(model, prompt, 6)])
+            expected.append(float(scorer(ids).logits[0, 0]))
     assert samples["reward_baselines"] == pytest.approx(expected, abs=1e-5)
     assert np.std(expected) > 0
 
 
-def test_the_sum_of_squared_probabilities_is_that_of_each_tokens_distribution(lab: Lab, own: Path) -> None:
+def test_the_sum_of_squared_probabilities_is_that_of_each_tokens_distribution(lab, own):
     finished = run(lab, own, "by_collisions", STILL, "R.temperature=0.7")
     model = AutoModelForCausalLM.from_pretrained(lab.model, dtype=torch.float64)
     expected = []
@@ -137,7 +119,7 @@ def test_components_of_the_reward_come_in_the_order_of_their_names(lab, own, key
     assert row["reward/extra/digits"] == 0.5
 
 
-def test_components_that_differ_between_samples_name_the_sample() -> None:
+def test_components_that_differ_between_samples_name_the_sample():
     same = {"b": 2.0, "a": 1.0}
     assert reward_components([same, {"a": 3.0, "b": 4.0}], ()).tolist() == [[1.0, 2.0], [3.0, 4.0]]
     with pytest.raises(RewardError, match="differ from sample to sample") as caught:
@@ -150,24 +132,20 @@ def test_components_that_differ_between_samples_name_the_sample() -> None:
         reward_components([{}, {}], ())
 
 
-def test_a_run_whose_reward_returns_other_numbers_ends_with_that(lab: Lab, own: Path) -> None:
+def test_a_run_whose_reward_returns_other_numbers_ends_with_that(lab, own):
     with pytest.raises(RewardError, match="differ from sample to sample"):
         run(lab, own, "in_turn", STILL, "data.shuffle=false", reward="score_unevenly")
 
 
-def test_keys_of_components_that_nobody_reads_are_refused(lab: Lab) -> None:
-    with pytest.raises(ConfigErrors, match="gdpo_reward_keys"):
-        lab.run("unread", "algorithm.gdpo_reward_keys=[a]")
+REFUSED = """
+algorithm.gdpo_reward_keys=[a] | gdpo_reward_keys
+algorithm.adv_estimator=gdpo reward_model.overlong_buffer={enable: true, len: 2} | gdpo does not read
+algorithm.adv_estimator=OWN:against_greedy W.batch=BATCH | Own without reward_baselines
+"""
 
 
-def test_a_change_of_the_reward_that_the_estimator_does_not_read_is_refused(lab: Lab) -> None:
-    field, length = "reward_model.overlong_buffer.enable", "reward_model.overlong_buffer.len=2"
-    with pytest.raises(ConfigError, match=field) as caught:
-        lab.run("unread punishment", f"algorithm.adv_estimator=gdpo {field}=true", length)
-    assert "gdpo does not read" in caught.value.message
-
-
-def test_a_batch_class_without_baselines_is_refused_before_anything_starts(lab: Lab, own: Path) -> None:
+@pytest.mark.parametrize(("words", "said"), rows(REFUSED))
+def test_what_nobody_reads_or_gives_is_refused_before_anything_starts(lab, own, words, said):
     batch = lab.worker("compute_advantages measure measure_validation write_samples")
-    with pytest.raises(ConfigError, match="Own without reward_baselines"):
-        run(lab, own, "against_greedy", f"W.batch={batch}")
+    with pytest.raises(TandemError, match=said):
+        lab.run("refused", words.replace("OWN", str(own)).replace("BATCH", batch))

@@ -1,7 +1,3 @@
-"""Roles that move to other processes between two steps; the numbers of the run do not change."""
-
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -11,7 +7,7 @@ from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
 from tandem.workers.actor import ActorWorker
-from tests.support.runs import Finished, Lab, assert_same
+from tests.support.runs import assert_same
 
 WORDS = (
     "GAE ADAPTIVE A.ppo_mini_batch_size=2 A.optim.lr_scheduler_type=cosine steps=4",
@@ -20,7 +16,7 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def whole(lab: Lab) -> Finished:
+def whole(lab):
     return lab.run("whole", *WORDS, lab.validated)
 
 
@@ -39,7 +35,7 @@ class Mover(PPOTrainer):
             self.reallocate(FUSED if step == 2 else APART)
 
 
-def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> None:
+def test_losses_are_those_of_a_run_that_stayed(lab, whole):
     moved = lab.run("moved", *WORDS, lab.validated, trainer=Mover)
     assert_same(moved, whole)
     roles = moved.trainer.roles
@@ -51,7 +47,7 @@ def test_losses_are_those_of_a_run_that_stayed(lab: Lab, whole: Finished) -> Non
     ]
 
 
-def test_a_run_that_moved_can_be_resumed(lab: Lab, whole: Finished) -> None:
+def test_a_run_that_moved_can_be_resumed(lab, whole):
 
     class MovesOnce(PPOTrainer):
         def at_step_boundary(self, step: int) -> None:
@@ -70,7 +66,7 @@ class Stop(Exception):
     """Ends a run."""
 
 
-def test_moving_to_what_is_not_there_says_so_and_keeps_the_checkpoint(lab: Lab) -> None:
+def test_moving_to_what_is_not_there_says_so_and_keeps_the_checkpoint(lab):
     class Greedy(PPOTrainer):
         def at_step_boundary(self, step: int) -> None:
             self.reallocate(Placement({"wide": [2]}, {Role.ActorRollout: "wide"}))

@@ -1,13 +1,9 @@
-"""How runs end, as someone who reads the run folder sees it."""
-
-from __future__ import annotations
-
 import json
 import threading
 
 from tandem.observability.reading import Run
 from tandem.trainer.ppo import PPOTrainer
-from tests.support.runs import Lab, at_step, broken_off
+from tests.support.runs import broken_off
 
 
 class Watched(PPOTrainer):
@@ -26,7 +22,7 @@ class Watched(PPOTrainer):
             reader.join()
 
 
-def test_a_run_that_is_watched_and_finishes(lab: Lab) -> None:
+def test_a_run_that_is_watched_and_finishes(lab):
     finished = lab.run("watched", trainer=Watched)
     assert isinstance(finished.trainer, Watched)
     assert finished.trainer.seen == ("running", 1, 2)
@@ -38,7 +34,7 @@ def test_a_run_that_is_watched_and_finishes(lab: Lab) -> None:
     assert json.dumps(run.samples(1))
 
 
-def test_a_run_that_fails_and_one_that_goes_on(lab: Lab) -> None:
+def test_a_run_that_fails_and_one_that_goes_on(lab):
     words = "trainer.save_freq=1 steps=3"
     with broken_off(2):
         lab.run("broken", words)
@@ -48,10 +44,3 @@ def test_a_run_that_fails_and_one_that_goes_on(lab: Lab) -> None:
     assert (run.state, run.steps, list(run.checkpoints)) == ("finished", 3, [1, 2, 3])
     starts = [event["step"] for event in run.events if event["event"] == "start"]
     assert starts == [0, 1]
-
-
-def test_a_run_that_is_interrupted(lab: Lab) -> None:
-    with at_step(1, lambda trainer: setattr(trainer.session, "interrupted", True)):
-        lab.run("interrupted")
-    run = Run(lab.folder / "interrupted")
-    assert (run.state, run.steps, run.total_steps) == ("interrupted", 1, 2)

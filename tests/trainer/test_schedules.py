@@ -1,13 +1,9 @@
-"""Settings that change during a run: responses per prompt, and the coefficient of the entropy bonus."""
-
-from __future__ import annotations
-
 import pytest
 
-from tests.support.runs import Finished, Lab, same_weights, without_times
+from tests.support.runs import same_weights, without_times
 
 
-def check_resumed(lab: Lab, run: Finished, *words: str, at: int) -> None:
+def check_resumed(lab, run, *words, at):
     """Check the run that goes on in another folder from the run's checkpoint of step `at`."""
     start = f"trainer.resume_mode=resume_path trainer.resume_from_path={run.folder}/checkpoints/step_{at:06d}"
     again = lab.run(f"{run.folder.name}_from_{at}", *words, start)
@@ -15,7 +11,7 @@ def check_resumed(lab: Lab, run: Finished, *words: str, at: int) -> None:
     assert without_times(again.rows)[-2:] == without_times(run.rows)[-2:]
 
 
-def test_group_sizes_follow_the_schedule_and_mini_batches_follow_them(lab: Lab) -> None:
+def test_group_sizes_follow_the_schedule_and_mini_batches_follow_them(lab):
     words = (
         "R.n=3 R.n_schedule={4: 2, 2: 5} A.ppo_mini_batch_size=2 GAE ADAPTIVE steps=4 trainer.save_freq=1",
     )
@@ -33,7 +29,7 @@ def test_group_sizes_follow_the_schedule_and_mini_batches_follow_them(lab: Lab) 
     check_resumed(lab, run, *words, at=2)
 
 
-def test_the_entropy_coefficient_rises_below_the_target_and_is_in_the_loss(lab: Lab) -> None:
+def test_the_entropy_coefficient_rises_below_the_target_and_is_in_the_loss(lab):
     words = (
         "A.adaptive_entropy.enabled=true A.adaptive_entropy.target_entropy=9",
         "A.adaptive_entropy.delta_ent_coef=0.1 A.adaptive_entropy.max_ent_coef=0.25 A.entropy_coeff=0.05",
@@ -49,7 +45,7 @@ def test_the_entropy_coefficient_rises_below_the_target_and_is_in_the_loss(lab: 
     check_resumed(lab, run, *words, at=2)
 
 
-def test_above_the_target_there_is_no_bonus(lab: Lab) -> None:
+def test_above_the_target_there_is_no_bonus(lab):
     run = lab.run(
         "entropy_off",
         "A.adaptive_entropy.enabled=true A.adaptive_entropy.target_entropy=0.01 A.entropy_coeff=0.005",

@@ -1,21 +1,17 @@
-"""A token selection over the whole batch, in a whole run."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 from tandem.algorithms.registry import policy_loss
-from tests.support.runs import Lab, same_weights
+from tests.support.runs import same_weights
 
 
-def words(lab: Lab, loss: str, **options: float) -> str:
+def words(lab, loss, **options):
     keys = (f"A.policy_loss.{name}={value}" for name, value in options.items())
     return f"A.policy_loss.loss_mode={loss} {' '.join(keys)} {lab.letters}"
 
 
-def test_tokens_that_are_silenced_do_not_learn(lab: Lab) -> None:
+def test_tokens_that_are_silenced_do_not_learn(lab):
     """With one update per batch, old log-probs are computed only because the selection reads them."""
     still = "A.optim.weight_decay=0 steps=1"
     all_of_them = words(lab, "clip_cov", clip_cov_ratio=1.0, clip_cov_lb=-1e9, clip_cov_ub=1e9)
@@ -27,7 +23,7 @@ def test_tokens_that_are_silenced_do_not_learn(lab: Lab) -> None:
     assert none.rows[-1]["actor/selected"] == 0 and not same_weights(none, frozen)
 
 
-def test_the_choice_is_made_over_the_whole_batch(lab: Lab) -> None:
+def test_the_choice_is_made_over_the_whole_batch(lab):
     run = lab.run("updates", words(lab, "kl_cov", kl_cov_ratio=0.2), "A.ppo_mini_batch_size=2")
     spec = policy_loss("kl_cov")
     assert spec.selection is not None
@@ -42,7 +38,7 @@ def test_the_choice_is_made_over_the_whole_batch(lab: Lab) -> None:
         assert run.rows[step - 1]["actor/selected"] > 0
 
 
-def test_micro_batches_do_not_change_what_is_chosen(lab: Lab) -> None:
+def test_micro_batches_do_not_change_what_is_chosen(lab):
     keys = words(lab, "clip_cov", clip_cov_ratio=0.3, clip_cov_lb=-1e9, clip_cov_ub=1e9)
     whole, cut = lab.run("whole", keys), lab.run("cut", keys, "A.ppo_micro_batch_size_per_gpu=1")
     assert whole.samples(1)["selected_tokens"] == cut.samples(1)["selected_tokens"]

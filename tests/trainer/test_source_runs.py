@@ -1,22 +1,13 @@
-"""Runs on rows of verl's data sources: DAPO and Search-R1 without changes, programs in a sandbox."""
-
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.errors import RewardError
 from tandem.sandbox import local, protections
-from tests.support.runs import Lab, lab
 from tests.support.tiny import problem, write_rows
 
-__all__ = ["lab"]
 
-
-def rows(folder: Path, source: str, truth: Any) -> Path:
+def rows(folder, source, truth):
     """Write a file of sums whose rows have the data source and the ground truth."""
     reward_model = {"style": "rule", "ground_truth": truth}
     made = [problem(1, b) | {"data_source": source, "reward_model": reward_model} for b in range(2, 10)]
@@ -27,7 +18,7 @@ def rows(folder: Path, source: str, truth: Any) -> Path:
     ("source", "truth", "wrong"),
     [("math_dapo", "34", -1), ("searchR1_nq", {"target": ["Paris", "Lutetia"]}, 0)],
 )
-def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: Any, wrong: float) -> None:
+def test_rows_train_as_they_are(lab, tmp_path, source, truth, wrong):
     data = rows(tmp_path, source, truth)
     finished = lab.run(source, f"data.train_files={data} steps=1")
     lines = (finished.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -35,7 +26,7 @@ def test_rows_train_as_they_are(lab: Lab, tmp_path: Path, source: str, truth: An
     assert means == [wrong]  # an untrained model never answers in the required form
 
 
-def test_programs_train_in_a_sandbox_which_is_said(lab: Lab, tmp_path: Path) -> None:
+def test_programs_train_in_a_sandbox_which_is_said(lab, tmp_path):
     data = rows(tmp_path, "codeforces", '{"inputs": ["1"], "outputs": ["1"]}')
     finished = lab.run("codeforces", f"data.train_files={data} steps=1")
     assert [line["reward/extra/tests"] for line in finished.rows if "reward/extra/tests" in line] == [1]

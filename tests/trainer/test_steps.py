@@ -1,7 +1,3 @@
-"""The plan of one step, and the mini-batches of its updates."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,7 +11,7 @@ MINI = MiniBatching(samples=8, epochs=2, shuffle=True, seed=1)
 
 
 @pytest.mark.parametrize(("step", "n"), [(1, 4), (2, 4), (3, 2), (9, 2), (10, 8)])
-def test_a_group_size_holds_from_its_step_on(step: int, n: int) -> None:
+def test_a_group_size_holds_from_its_step_on(step, n):
     critic = MiniBatching(samples=16, epochs=1, shuffle=False, seed=1)
     sizes = {1: 4, 3: 2, 10: 8}
     plan = Plan(total_steps=12, batch_samples=32, actor=MINI, critic=critic, recompute_old=True, n=4,
@@ -43,7 +39,7 @@ class NeverThere:
         return False
 
 
-def test_mini_batches_are_formed_before_the_batch_is_there() -> None:
+def test_mini_batches_are_formed_before_the_batch_is_there():
     mini = MiniBatching(samples=3, epochs=2, shuffle=True, seed=1)
     unseen = BatchFuture.collected([NeverThere()], "compute_advantages")
     assert len(list(minibatches(unseen, 7, mini, step=1))) == 6
@@ -58,7 +54,7 @@ def test_mini_batches_are_formed_before_the_batch_is_there() -> None:
         assert (parts[:3] == parts[3:]) != shuffle
 
 
-def orders(mini: MiniBatching, step: int) -> list[list[int]]:
+def orders(mini, step):
     """Return the rows of each epoch, in the order of the updates."""
     batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(16))}))
     parts = [part.get().non_tensor_batch["row"] for part in minibatches(batch, 16, mini, step)]
@@ -66,7 +62,7 @@ def orders(mini: MiniBatching, step: int) -> list[list[int]]:
     return [np.concatenate(parts[epoch : epoch + 2]).tolist() for epoch in (0, 2)]
 
 
-def test_each_step_and_epoch_has_its_own_order() -> None:
+def test_each_step_and_epoch_has_its_own_order():
     found = [*orders(MINI, 1), *orders(MINI, 2), *orders(MiniBatching(8, 2, shuffle=True, seed=2), 1)]
     assert all(sorted(order) == list(range(16)) for order in found)
     assert len({tuple(order) for order in found}) == len(found)

@@ -1,7 +1,3 @@
-"""Messages at the start and the end of a run."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +8,7 @@ from tandem.observability.run import RunFolder
 from tandem.trainer.telling import beginning, ending, parameters, short
 
 
-def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
+def test_parameters_are_counted_from_the_headers(tmp_path):
     assert parameters(tmp_path) is None
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "one.safetensors")
     save_file({"c": torch.zeros(())}, tmp_path / "two.safetensors")
@@ -21,11 +17,11 @@ def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
     assert parameters(tmp_path) is None
 
 
-def test_counts_have_three_figures() -> None:
+def test_counts_have_three_figures():
     assert [short(n) for n in (23, 21_700, 1_061_000, 7_615_616_512)] == ["23", "21.7 k", "1.06 M", "7.62 B"]
 
 
-def test_a_beginning_says_what_is_trained_on_what_and_where(tmp_path: Path) -> None:
+def test_a_beginning_says_what_is_trained_on_what_and_where(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     save_file({"a": torch.zeros(100, 50)}, tmp_path / "model.safetensors")
     told = beginning(str(tmp_path), 1234, "64 prompts × 8 responses", 5000, Path("out"), None)
@@ -37,7 +33,7 @@ def test_a_beginning_says_what_is_trained_on_what_and_where(tmp_path: Path) -> N
     assert again.endswith("resumes from step_000007 in out")
 
 
-def test_an_ending_says_first_last_and_best_and_the_next_command(tmp_path: Path) -> None:
+def test_an_ending_says_first_last_and_best_and_the_next_command(tmp_path):
     folder = RunFolder(tmp_path)
     folder.event("start", step=0, total_steps=3)
     for step, reward in enumerate((0.25, 0.75, 0.5), 1):
@@ -53,7 +49,7 @@ def test_an_ending_says_first_last_and_best_and_the_next_command(tmp_path: Path)
     assert ending(tmp_path, steps_taken=0).startswith(f"{tmp_path} has already taken all 3 steps: ")
 
 
-def test_a_loss_is_best_where_it_is_lowest(tmp_path: Path) -> None:
+def test_a_loss_is_best_where_it_is_lowest(tmp_path):
     folder = RunFolder(tmp_path)
     for step, loss in enumerate((3.0, 1.0, 2.0), 1):
         folder.log_metrics(step, {"sft/loss": loss})

@@ -1,7 +1,3 @@
-"""The largest micro-batch is run before the first step, and changes nothing."""
-
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -10,18 +6,16 @@ import pytest
 import torch
 
 from tandem.trainer.planning import worst_batch
-from tests.support.runs import Finished, Lab, assert_same, lab
-
-__all__ = ["lab"]
+from tests.support.runs import Finished, assert_same
 
 PPO = "GAE trainer.device=cpu"
 
 
-def generators() -> list[Any]:
+def generators():
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
 
 
-def state(engine: Any) -> dict[str, Any]:
+def state(engine):
     """Return everything of an engine that training changes."""
     moments = [t.clone() for slots in engine._state._slots.values() for t in slots.values()]
     return {
@@ -32,7 +26,7 @@ def state(engine: Any) -> dict[str, Any]:
     }
 
 
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def equal(a, b):
     return (
         all(torch.equal(a["weights"][name], value) for name, value in b["weights"].items())
         and all(torch.equal(x, y) for x, y in zip(a["moments"], b["moments"], strict=True))
@@ -40,7 +34,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def test_nothing_is_changed_by_it(lab: Lab) -> None:
+def test_nothing_is_changed_by_it(lab):
     done = lab.run("once", PPO)
     config = lab.config(PPO, "trainer.worst_batch_first=true")
     roles, ran = done.trainer.roles, []
@@ -55,7 +49,7 @@ def test_nothing_is_changed_by_it(lab: Lab) -> None:
     assert ran == [12 * 13] * 2  # 4 prompts with 3 responses, 8 + 6 tokens; the last is never an input
 
 
-def test_a_run_is_the_same_with_and_without_it(lab: Lab) -> None:
+def test_a_run_is_the_same_with_and_without_it(lab):
     runs: list[Finished] = [
         lab.run(f"first_{on}", PPO, f"trainer.worst_batch_first={on}") for on in ("true", "false", "null")
     ]
@@ -81,7 +75,7 @@ def test_the_largest_micro_batch(lab, words, ranks, expected):
     assert worst_batch(config, config.actor_rollout_ref.actor, ranks)[:3] == expected
 
 
-def test_two_run_where_an_update_has_several(lab: Lab) -> None:
+def test_two_run_where_an_update_has_several(lab):
     words = "A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=60 trainer.device=cpu"
     done = lab.run("several", words, "trainer.worst_batch_first=true")
     assert "actor: the largest batch ran before the first step: 2 × 56 tokens" in done.log

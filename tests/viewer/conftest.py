@@ -1,7 +1,4 @@
-"""Fixtures for the viewer's tests: one Chromium for all tests of the page, and runs to show."""
-
 import shutil
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,9 +7,6 @@ from tandem.observability.run import RunFolder
 from tests.support.hostile_texts import TEXTS
 from tests.support.viewing import STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import Viewer
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture(scope="session")

@@ -8,21 +8,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.viewing import STEPS, Client, viewing, write_viewed
+from tests.support.viewing import STEPS, viewing, write_viewed
 
 LAST = f"samples/step_{STEPS:06d}.parquet"
 GARBAGE = bytes(range(256)) * 40
 
 
-def write(name: str, content: bytes | str) -> Callable[[Path], object]:
+def write(name, content):
     return lambda run: (run / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def add(name: str, content: str) -> Callable[[Path], object]:
+def add(name, content):
     return lambda run: (run / name).write_text((run / name).read_text() + content)
 
 
-def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+def replace(name, make):
     def damage(run: Path) -> None:
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -31,11 +31,11 @@ def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]
     return damage
 
 
-def half(name: str) -> Callable[[Path], object]:
+def half(name):
     return lambda run: os.truncate(run / name, (run / name).stat().st_size // 2)
 
 
-def column(name: str, values: pa.Array | None) -> Callable[[Path], None]:
+def column(name, values):
     """Replace a column in the last file of samples, or remove it if `values` is None."""
 
     def damage(run: Path) -> None:
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
-def _no_rows(path: Path) -> None:
+def _no_rows(path):
     pq.write_table(pq.read_table(path).slice(0, 0), path)
 
 
@@ -116,7 +116,7 @@ QUERIES = {"config": "", "metrics": "&names=reward/mean", "events": "", "samples
 QUERIES |= {"sample": "&id=step_000001:0", "history": "&prompt=0", "export": "&step=1"}
 
 
-def said_by(client: Client, run: Path) -> dict[str, str]:
+def said_by(client, run):
     """Return the messages of every route about a run. No route fails, whatever the folder contains."""
     answers = {name: client.get(f"api/{name}?run={run}{more}") for name, more in QUERIES.items()}
     assert {status for status, _ in answers.values()} <= {200, 400}, answers

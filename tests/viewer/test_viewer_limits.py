@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +18,13 @@ from tandem.observability.inside import require_inside
 from tandem.observability.reading import Run
 from tandem.offline.export import export_checkpoint
 from tandem.viewer import api, sample, server
-from tests.support.viewing import Client, viewing, write_viewed
+from tests.support.viewing import viewing, write_viewed
 
 SECRET = "what another folder holds"
 MANY, LONG = 20_000, 300_000
 
 
-def _crowd(folder: Path) -> None:
+def _crowd(folder):
     """Write one group of many samples with long texts, and one sample with very many tokens and turns."""
     lists = pa.ListArray.from_arrays(np.arange(0, 2 * MANY + 1, 2, dtype=np.int32), pa.array([1, 2] * MANY))
     crowd = {"scores": np.zeros(MANY, np.float32), "tokens": lists, "uid": ["one"] * MANY}
@@ -105,7 +104,7 @@ def test_the_last_events_are_told_and_long_ones_are_cut(client, crowded):
     assert (last["name"], len(last["text"])) == ("last", api.LONG)
 
 
-def _link(path: Path, target: Path) -> None:
+def _link(path, target):
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     path.symlink_to(target)
 
@@ -206,7 +205,7 @@ def quick(tmp_path):
         yield found
 
 
-def _connected(client: Client, held: ExitStack, timeout: float = 10) -> socket.socket:
+def _connected(client, held, timeout=10):
     address = ("127.0.0.1", client.server.server_port)
     return held.enter_context(socket.create_connection(address, timeout=timeout))
 
@@ -217,7 +216,7 @@ def held():
         yield held
 
 
-def _answers(client: Client) -> float:
+def _answers(client):
     began = time.monotonic()
     assert client.get("api/runs")[0] == 200
     return time.monotonic() - began

@@ -1,6 +1,5 @@
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,9 +8,6 @@ from tandem.observability.run import RunFolder
 from tandem.watch.trust import Cause
 from tests.support.viewing import STEPS, write_viewed, write_viewed_step
 from tests.support.viewing_page import await_text, summary
-
-if TYPE_CHECKING:
-    pass
 
 USED = "button, a, input, select, [role=img], [role=region], [tabindex]"
 UNNAMED = """(used) => [...document.querySelectorAll(used)]
@@ -68,7 +64,7 @@ def test_overview_controls_are_in_the_address_and_reopen(viewer):
     assert "from" not in viewer.params()
 
 
-def smoothed_last(values: list[float], weight: float) -> float:
+def smoothed_last(values, weight):
     mean = values[0]
     for value in values[1:]:
         mean = weight * mean + (1 - weight) * value

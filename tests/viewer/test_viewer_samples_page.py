@@ -2,7 +2,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,9 +10,6 @@ from tandem.viewer import sample
 from tests.support.hostile_texts import TEXTS
 from tests.support.viewing import GROUP, STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import COUNT, Viewer, await_text, summary
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):

@@ -1,7 +1,3 @@
-"""Which log-probs of the rollout show that the response mask starts too early."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -26,8 +22,8 @@ from tandem.watch.gap import SAMPLED
     ],
 )
 def test_a_first_token_without_a_log_prob_is_early_unless_nothing_else_could_be_drawn(
-    sampling: dict[str, float], likely: float, early: int
-) -> None:
+    sampling, likely, early
+):
     tokens = Ragged.from_list([[1, 2, 3]], dtype=torch.int64)
     batch = DataProto(
         {

@@ -1,7 +1,3 @@
-"""The memory of a run: its findings and its history are restored by a resume."""
-
-from __future__ import annotations
-
 from typing import Any
 
 from tandem.protocol import SamplingParams
@@ -15,7 +11,7 @@ MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
 )}  # fmt: skip
 
 
-def step(number: int) -> dict[str, float]:
+def step(number):
     """Return a step; rollout and training agree in the first three only, and the sixth skips prompts."""
     difference = 1e-6 if number <= 3 else 0.5
     return {
@@ -29,7 +25,7 @@ def step(number: int) -> dict[str, float]:
     } | MOMENTS
 
 
-def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
+def test_a_resumed_run_warns_as_one_that_was_not_ended():
     for resumed_at in range(14):
         told: list[tuple[str, int]] = []
 
@@ -47,7 +43,7 @@ def test_a_resumed_run_warns_as_one_that_was_not_ended() -> None:
         assert told == [("leftover", 4), ("lost_prompts", 6), ("reward_constant", 10)], resumed_at
 
 
-def test_a_step_that_goes_back_in_the_data_is_told() -> None:
+def test_a_step_that_goes_back_in_the_data_is_told():
     before = {"training/prompts_used": 24.0}
     for used, names in ((8.0, ["lost_prompts"]), (24.0, []), (32.0, []), (40.0, ["lost_prompts"])):
         found = broken_rules({"training/prompts_used": used}, before, FACTS)

@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from tandem.protocol import DataProto, Ragged
 from tandem.workers.batch import BatchWorker, group_ids
 
 
-def worker_of(folder: Path, estimator: str, actor: ActorConfig | None = None, **more: object) -> BatchWorker:
+def worker_of(folder, estimator, actor=None, **more):
     return BatchWorker(AlgorithmConfig(adv_estimator=estimator, **more), RunFolder(folder / "run"), actor)
 
 
@@ -32,8 +31,8 @@ def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path, estimator):
         for sign, dtype in ((1, None), (-1, None), (-1, None), (1, torch.float64))
     )
     worker = worker_of(tmp_path, estimator, gamma=0.9, lam=0.8, use_kl_in_reward=True)
-    columns = {"response_mask": mask, "token_level_scores": scores}
-    columns |= {"old_log_probs": logs, "ref_log_probs": refs}
+    names = ("response_mask", "token_level_scores", "old_log_probs", "ref_log_probs")
+    columns = dict(zip(names, (mask, scores, logs, refs), strict=True))
     wide, narrow = (
         worker.compute_advantages(DataProto(columns | {"values": given}, {"uid": ["a", "a", "b", "b"]}), 0.5)
         for given in (values, values.with_values(values.values.float()))
@@ -49,14 +48,13 @@ def test_one_column_of_fp64_makes_the_rest_fp64(tmp_path, estimator):
         for rewards, value in zip(wide.ragged("token_level_rewards"), values, strict=True):
             gained, after, row = 0.0, 0.0, []
             for reward, now in zip(rewards.flip(0).tolist(), value.flip(0).tolist(), strict=True):
-                gained = reward + 0.9 * after - now + 0.9 * 0.8 * gained
-                after = now
+                gained, after = reward + 0.9 * after - now + 0.9 * 0.8 * gained, now
                 row.append(gained + now)
             expected += row[::-1]
         assert wide.ragged("returns").values.tolist() == pytest.approx(expected, rel=0, abs=1e-12)
 
 
-def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
+def vtrace_batch():
     """Return samples of 3, 2 and 4 tokens; the first is a prompt, where all columns but rewards are NaN."""
     mask = Ragged.from_lengths(torch.ones(9, dtype=torch.bool), torch.tensor([3, 2, 4]))
     mask.values[mask.offsets[:-1]] = False
@@ -68,17 +66,14 @@ def vtrace_batch() -> dict[str, Ragged | torch.Tensor]:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
-    ("column", "error", "hint"),
+    ("column", "error"),
     [
-        ("token_level_scores", RewardError, "let the reward return finite numbers"),
-        ("values", NonFiniteError, "the critic has diverged"),
-        ("old_log_probs", NonFiniteError, "the policy has diverged"),
-        ("rollout_log_probs", NonFiniteError, "an engine that returns no log-probs"),
-        ("ref_log_probs", NonFiniteError, "reference policy"),
-        ("reward_baselines", RewardError, ""),
+        *(("token_level_scores", RewardError), ("values", NonFiniteError), ("old_log_probs", NonFiniteError)),
+        *(("rollout_log_probs", NonFiniteError), ("ref_log_probs", NonFiniteError)),
+        ("reward_baselines", RewardError),
     ],
 )
-def test_what_is_not_finite_is_refused_where_it_counts(tmp_path, column, error, hint, bad):
+def test_what_is_not_finite_is_refused_where_it_counts(tmp_path, column, error, bad):
     by_sample = column == "reward_baselines"
     worker = worker_of(tmp_path, "remax" if by_sample else "vtrace", use_kl_in_reward=not by_sample)
     columns, uids = vtrace_batch() | {"reward_baselines": torch.ones(3)}, {"uid": ["a", "a", "b"]}
@@ -90,7 +85,6 @@ def test_what_is_not_finite_is_refused_where_it_counts(tmp_path, column, error, 
     with pytest.raises(error, match=f"{column}: .* are not finite") as caught:
         worker.compute_advantages(DataProto(columns, uids), 0.5)
     assert caught.value.got == "2 NaN or infinite, the first in sample 1"
-    assert hint in (caught.value.remedy or "")
 
 
 def test_weights_of_the_components_come_from_the_config(tmp_path):

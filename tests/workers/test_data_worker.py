@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from tandem.config.data import DataConfig
@@ -9,7 +7,7 @@ from tandem.workers.data import DataFacts, DataWorker
 from tests.support.tiny import make_tokenizer, write_problems
 
 
-def config(folder: Path, **changes: object) -> DataConfig:
+def config(folder, **changes):
     train, val = write_problems(folder)
     given = {"train_files": (str(train),), "val_files": (str(val),), "train_batch_size": 5, "seed": 3}
     return DataConfig.model_validate(given | changes)

@@ -13,7 +13,7 @@ MASK = torch.tensor([False, False, True, True, False, True, True])
 COUNTS = Counts(tokens=4, sequences=2)
 
 
-def random_columns(seed: int) -> dict[str, torch.Tensor]:
+def random_columns(seed):
     draw = torch.Generator().manual_seed(seed)
     names = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages")
     columns = {name: torch.randn(7, generator=draw, dtype=torch.float64) for name in names}
@@ -22,7 +22,7 @@ def random_columns(seed: int) -> dict[str, torch.Tensor]:
     return columns | {"entropy": columns["entropy"].abs(), "response_mask": MASK}
 
 
-def split(columns: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def split(columns):
     out = {name: columns.pop(name) for name in ("log_probs", "entropy")}
     return out, columns
 

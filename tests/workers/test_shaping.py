@@ -15,7 +15,7 @@ def worker(tmp_path):
     return BatchWorker(AlgorithmConfig(adv_estimator="grpo"), RunFolder(tmp_path / "run"))
 
 
-def scored(scores: list[float], extras: list[dict[str, float]] | None = None) -> DataProto:
+def scored(scores, extras=None):
     return DataProto({"scores": torch.tensor(scores)}, {"reward_extra": extras or [{} for _ in scores]})
 
 

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ class Policy:
         return found
 
 
-def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+def same(first, second):
     assert set(first) == set(second)
     return all(torch.equal(first[name], second[name]) for name in first)
 
