@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 
 from tandem.observability.files import append_line, whole_lines
 from tandem.observability.terminal import printable, say
@@ -47,10 +46,3 @@ def test_what_a_terminal_would_obey_is_written_out(capsys):
     assert printable("ü\n\tπ 👩‍🔬 مرحبا") == "ü\n\tπ 👩‍🔬 مرحبا"
     say(NASTY)
     assert capsys.readouterr().out == shown + "\n"
-
-
-def test_a_line_costs_little(tmp_path):
-    start = time.perf_counter()
-    for i in range(500):
-        append_line(tmp_path / "lines", str(i))
-    assert time.perf_counter() - start < 2

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,21 +20,13 @@ ACTIVATIONS = "actor_rollout_ref.model.enable_activation_offload"
 )
 def test_offload_without_effect(lab, monkeypatch, backend, device, told):
     """On Ray, this machine's devices are not the workers' devices, so there is no message."""
-
-    def none(*_: Any) -> None:
-        raise ConfigError("no backend here")
-
-    monkeypatch.setattr(assembly, "make_backend", none)
+    monkeypatch.setattr(assembly, "make_backend", Mock(side_effect=ConfigError("no backend here")))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said: list[str] = []
+    where = f"trainer.backend={backend} trainer.device={device}"
+    words = ("A.fsdp_config.param_offload=true M.enable_activation_offload=true", HOST, where)
     with pytest.raises(ConfigError, match="no backend here"):
-        lab.trainer(
-            lab.folder / "unmade",
-            "A.fsdp_config.param_offload=true",
-            HOST,
-            f"M.enable_activation_offload=true trainer.backend={backend} trainer.device={device}",
-            said=said,
-        )
+        lab.trainer(lab.folder / "unmade", *words, said=said)
     sentences = [
         f"{OFFLOAD}, {HOST}: no effect on a CPU, where everything is in host memory already.",
         f"{ACTIVATIONS}: on a CPU nothing is moved; its size is only counted.",
@@ -43,21 +36,14 @@ def test_offload_without_effect(lab, monkeypatch, backend, device, told):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("A.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type"),
-        ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty"),
-    ],
+    ["A.use_kl_loss=true A.kl_loss_type=", "algorithm.use_kl_in_reward=true algorithm.kl_penalty="],
 )
 def test_a_kl_estimate_that_cannot_be_used_is_refused_before_anything_is_made(lab, monkeypatch, words):
-    def none(*_: Any) -> None:
-        raise AssertionError("a backend is made")
-
-    monkeypatch.setattr(assembly, "make_backend", none)
+    monkeypatch.setattr(assembly, "make_backend", lambda *_: pytest.fail("a backend is made"))
     own = lab.folder / "own_kl.py"
     own.write_text("def distance(log_probs, reference):\n    return log_probs - reference\n")
-    switch, key = words
     with pytest.raises(ConfigError, match="'reference' is not a column"):
-        lab.trainer(lab.folder / "unmade", switch, f"{key}={own}:distance")
+        lab.trainer(lab.folder / "unmade", f"{words}{own}:distance")
 
 
 def test_a_rollout_on_vllm_needs_vllm(monkeypatch):

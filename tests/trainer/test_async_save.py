@@ -3,6 +3,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,7 +77,6 @@ def test_training_goes_on_meanwhile_and_the_end_waits(lab, whole):
     assert run.checkpoints == steps(3, 4)
     assert same_weights(run, whole)
     assert open_checkpoint(run.folder / "checkpoints" / "step_000004").step == 4
-    assert run.trainer.session.saved
     assert [run.log.count(f"saved {run.folder}/checkpoints/{name}") for name in steps(1, 2, 3, 4)] == [1] * 4
 
 
@@ -91,17 +91,10 @@ def test_a_write_that_fails_stops_the_run_at_the_next_step(lab, whole):
         failed.set()
         fail(path)
 
-    with (
-        at_step(3, wait),
-        writes(2, fails),
-        pytest.raises(CheckpointError, match="cannot be written") as caught,
-    ):
+    with at_step(3, wait), writes(2, fails), pytest.raises(CheckpointError, match="Input/output error"):
         lab.run("fails", *BESIDE)
-    assert "Input/output error" in caught.value.got
     assert names(lab.folder / "fails") == steps(1)
-    resumed = lab.run("fails", *BESIDE)
-    assert same_weights(resumed, whole)
-    assert [row["step"] for row in resumed.rows] == [1, 2, 3, 4]
+    assert_same(lab.run("fails", *BESIDE), whole)
 
 
 def test_a_last_write_that_fails_is_not_lost(lab):
@@ -118,17 +111,9 @@ def test_ctrl_c_waits_for_its_checkpoint(lab, whole):
     assert same_weights(lab.run("ctrl_c", *BESIDE), whole)
 
 
-class Stop(Exception):
-    """An error in the user's code."""
-
-
-@pytest.mark.parametrize(("error", "left"), [(Stop, steps(1, 2)), (KeyboardInterrupt, steps(1))])
+@pytest.mark.parametrize(("error", "left"), [(OSError, steps(1, 2)), (KeyboardInterrupt, steps(1))])
 def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(lab, error, left):
-
-    def stop(_: Any) -> None:
-        raise error
-
-    name = f"stopped_{error.__name__}"
+    name, stop = f"stopped_{error.__name__}", Mock(side_effect=error)
     with at_step(3, stop), writes(2, lambda path: time.sleep(2.0)), pytest.raises(error):
         lab.run(name, *BESIDE)
     assert names(lab.folder / name) == left

@@ -32,10 +32,8 @@ class Worst:
 @pytest.fixture(scope="module")
 def words(lab):
     (lab.folder / "own_sampler.py").write_text(OWN)
-    own = (
-        f"data.sampler={{class_path: {lab.folder}/own_sampler.py, class_name: Worst, kwargs: {{longest: 4}}}}"
-    )
-    return f"{lab.letters} {own} steps=5 trainer.save_freq=1"
+    own = f"class_path: {lab.folder}/own_sampler.py, class_name: Worst, kwargs: {{longest: 4}}"
+    return f"{lab.letters} data.sampler={{{own}}} steps=5 trainer.save_freq=1"
 
 
 def drawn(run, step):
@@ -52,9 +50,7 @@ def test_the_sampler_draws_by_what_it_was_told(lab, words):
     for step in range(1, 6):
         rows, rewards = drawn(run, step)
         assert rows == sorted(known, key=lambda row: (known[row], row))[:4]
-        assert [uid.split("-") for uid in run.samples(step)["uid"][::3]] == [
-            [str(step - 1), str(row)] for row in rows
-        ]
+        assert run.samples(step)["uid"][::3] == [f"{step - 1}-{row}" for row in rows]
         known |= dict(zip(rows, rewards, strict=True))
     assert drawn(run, 4)[0][:2] == [12, 13]
 

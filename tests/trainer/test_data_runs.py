@@ -48,8 +48,7 @@ def test_a_mixture_over_a_file_that_grew(lab, words):
     path = write(lab, "mixed.parquet", 9)
     whole = lab.run("mixed", *words, f"data.train_files={path}")
     for step in range(1, 6):
-        sources = Counter(run_source for run_source in whole.samples(step)["data_source"])
-        assert sources == {"easy": 3, "hard": 9}
+        assert Counter(whole.samples(step)["data_source"]) == {"easy": 3, "hard": 9}
         assert whole.rows[step - 1]["data/share/hard"] == 0.75
     with broken_off(4):
         lab.run("grown", *words, f"data.train_files={path}")
@@ -85,6 +84,4 @@ def test_a_dataset_of_ones_own_trains_and_goes_on(lab, words):
     words = (words, f"data.custom_cls.path={lab.folder / 'own_rows.py'} data.custom_cls.name=Sums")
     whole = lab.run("own", *words)
     assert set(whole.samples(1)["data_source"]) == {"own"}
-    with broken_off(2):
-        lab.run("own_stopped", *words)
-    assert same_weights(lab.run("own_stopped", *words), whole)
+    assert same_weights(lab.resumed("own_stopped", *words, at=2), whole)

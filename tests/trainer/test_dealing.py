@@ -45,13 +45,10 @@ def test_a_new_prompt_is_expected_to_be_answered_as_the_others_were():
     assert shares(dealer.order(new, 2), 2) == [[0, 1], [2, 3]]  # 120 tokens for each rank
 
 
-def test_prompts_that_nobody_answered_are_dealt_by_their_own_length():
+def test_prompts_that_nobody_answered_are_dealt_by_their_own_length_and_one_rank_gets_them_as_they_are():
     fresh = index(["a", "b", "c", "d"], "prompts", [90, 10, 80, 20])
     assert shares(Dealer().order(fresh, 2), 2) == [[0, 1], [2, 3]]
-
-
-def test_one_rank_gets_the_prompts_as_they_are():
-    assert Dealer().order(index(["a", "b"], "prompts", [9, 1]), 1) is None
+    assert Dealer().order(fresh, 1) is None
 
 
 class Writer(Worker):
@@ -68,13 +65,8 @@ class Writer(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def compute_scores(self, samples):
-        said = [
-            int(uid) * 10 + sample
-            for uid, sample in zip(
-                samples.non_tensor_batch["uid"], samples.dense("sample").tolist(), strict=True
-            )
-        ]
-        return DataProto({"scores": torch.tensor(said)})
+        uids = torch.tensor([int(uid) for uid in samples.non_tensor_batch["uid"]])
+        return DataProto({"scores": uids * 10 + samples.dense("sample")})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def order(self):

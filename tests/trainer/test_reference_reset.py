@@ -30,10 +30,9 @@ def reference_weights(finished):
 
 
 def test_every_second_step_the_reference_becomes_the_actor(whole):
-    rows = whole.rows
-    assert [row["actor/reference_step"] for row in rows] == [0, 0, 2, 2, 4, 4]
-    assert [row["actor/kl"] == 0.0 for row in rows] == [True, False] * 3  # 0: identical policies
-    assert [row["actor/kl_in_reward"] == 0.0 for row in rows] == [True, False] * 3
+    assert [row["actor/reference_step"] for row in whole.rows] == [0, 0, 2, 2, 4, 4]
+    for name in ("actor/kl", "actor/kl_in_reward"):
+        assert [row[name] == 0.0 for row in whole.rows] == [True, False] * 3  # 0: identical policies
     actor, reference = whole.weights(), reference_weights(whole)
     assert all(torch.equal(actor[name], reference[name]) for name in actor)
     assert whole.trainer.roles.reference.reference_version() == 6  # type: ignore[union-attr]
@@ -73,10 +72,8 @@ class Mover(PPOTrainer):
 
     def at_step_boundary(self, step: int) -> None:
         if step == 3:
-            pools = {"a": [1], "b": [1], "c": [1]}
-            self.reallocate(
-                Placement(pools, {Role.Actor: "a", Role.Rollout: "b", Role.RefPolicy: "c", Role.Reward: "b"})
-            )
+            roles = {Role.Actor: "a", Role.Rollout: "b", Role.RefPolicy: "c", Role.Reward: "b"}
+            self.reallocate(Placement({name: [1] for name in "abc"}, roles))
 
 
 def test_a_reference_apart_goes_on_with_the_same_numbers(lab, whole):

@@ -12,10 +12,8 @@ def check_resumed(lab, run, *words, at):
 
 
 def test_group_sizes_follow_the_schedule_and_mini_batches_follow_them(lab):
-    words = (
-        "R.n=3 R.n_schedule={4: 2, 2: 5} A.ppo_mini_batch_size=2 GAE ADAPTIVE steps=4 trainer.save_freq=1",
-    )
-    words += (lab.letters, lab.validated)
+    sizes = "R.n=3 R.n_schedule={4: 2, 2: 5} A.ppo_mini_batch_size=2"
+    words = (sizes, "GAE ADAPTIVE steps=4 trainer.save_freq=1", lab.letters, lab.validated)
     run = lab.run("groups", *words)
     for step, n in ((1, 3), (2, 5), (3, 5), (4, 2)):
         samples = run.samples(step)
@@ -30,12 +28,8 @@ def test_group_sizes_follow_the_schedule_and_mini_batches_follow_them(lab):
 
 
 def test_the_entropy_coefficient_rises_below_the_target_and_is_in_the_loss(lab):
-    words = (
-        "A.adaptive_entropy.enabled=true A.adaptive_entropy.target_entropy=9",
-        "A.adaptive_entropy.delta_ent_coef=0.1 A.adaptive_entropy.max_ent_coef=0.25 A.entropy_coeff=0.05",
-        "steps=4 trainer.save_freq=2",
-        lab.letters,
-    )
+    adaptive = "{enabled: true, target_entropy: 9, delta_ent_coef: 0.1, max_ent_coef: 0.25}"
+    words = (f"A.adaptive_entropy={adaptive} A.entropy_coeff=0.05 steps=4 trainer.save_freq=2", lab.letters)
     run = lab.run("entropy", *words)
     coefficients = [row["actor/entropy_coeff"] for row in run.rows]
     assert coefficients == pytest.approx([0.05, 0.15, 0.25, 0.25])
@@ -46,12 +40,7 @@ def test_the_entropy_coefficient_rises_below_the_target_and_is_in_the_loss(lab):
 
 
 def test_above_the_target_there_is_no_bonus(lab):
-    run = lab.run(
-        "entropy_off",
-        "A.adaptive_entropy.enabled=true A.adaptive_entropy.target_entropy=0.01 A.entropy_coeff=0.005",
-        "A.adaptive_entropy.delta_ent_coef=0.002 steps=3",
-        lab.letters,
-    )
+    adaptive = "A.adaptive_entropy={enabled: true, target_entropy: 0.01, delta_ent_coef: 0.002}"
+    run = lab.run("entropy_off", adaptive, "A.entropy_coeff=0.005 steps=3", lab.letters)
     assert [row["actor/entropy_coeff"] for row in run.rows] == [0.005, 0.0, 0.0]
-    assert run.trainer.entropy is not None
     assert run.trainer.entropy.state_dict() == {"coefficient": 0.0, "active": False}

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from tandem.errors import RewardError
@@ -21,19 +19,14 @@ def rows(folder, source, truth):
 def test_rows_train_as_they_are(lab, tmp_path, source, truth, wrong):
     data = rows(tmp_path, source, truth)
     finished = lab.run(source, f"data.train_files={data} steps=1")
-    lines = (finished.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    means = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
-    assert means == [wrong]  # an untrained model never answers in the required form
+    assert finished.rows[0]["reward/mean"] == wrong  # no untrained model answers in the required form
 
 
 def test_programs_train_in_a_sandbox_which_is_said(lab, tmp_path):
     data = rows(tmp_path, "codeforces", '{"inputs": ["1"], "outputs": ["1"]}')
     finished = lab.run("codeforces", f"data.train_files={data} steps=1")
-    assert [line["reward/extra/tests"] for line in finished.rows if "reward/extra/tests" in line] == [1]
-    assert (
-        sum(said.startswith("programs that answer codeforces run here, under ") for said in finished.said)
-        == 1
-    )
+    assert finished.rows[0]["reward/extra/tests"] == 1
+    assert sum("programs that answer codeforces run here, under " in said for said in finished.said) == 1
 
 
 def test_programs_are_refused_before_any_step_without_a_sandbox(lab, tmp_path, monkeypatch):

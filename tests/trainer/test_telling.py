@@ -15,9 +15,6 @@ def test_parameters_are_counted_from_the_headers(tmp_path):
     assert parameters(tmp_path) == 23
     (tmp_path / "three.safetensors").write_bytes(b"torn")
     assert parameters(tmp_path) is None
-
-
-def test_counts_have_three_figures():
     assert [short(n) for n in (23, 21_700, 1_061_000, 7_615_616_512)] == ["23", "21.7 k", "1.06 M", "7.62 B"]
 
 
@@ -25,10 +22,8 @@ def test_a_beginning_says_what_is_trained_on_what_and_where(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     save_file({"a": torch.zeros(100, 50)}, tmp_path / "model.safetensors")
     told = beginning(str(tmp_path), 1234, "64 prompts × 8 responses", 5000, Path("out"), None)
-    assert told == (
-        f"{tmp_path} (llama, 5 k parameters); 1,234 rows; 5,000 steps of 64 prompts × 8 responses; "
-        "new run in out"
-    )
+    steps = "5,000 steps of 64 prompts × 8 responses"
+    assert told == f"{tmp_path} (llama, 5 k parameters); 1,234 rows; {steps}; new run in out"
     again = beginning(str(tmp_path), 1, "1 row", 2, Path("out"), Path("out/checkpoints/step_000007"))
     assert again.endswith("resumes from step_000007 in out")
 

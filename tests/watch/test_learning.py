@@ -135,12 +135,6 @@ def test_a_warning_comes_at_its_step_or_not_at_all(rows, found):
     assert warned(rows) == found
 
 
-def test_a_reward_is_constant_or_falls_beside_other_warnings():
-    once = run(40, reward__min=0.5, reward__max=lambda step: 0.6 if step == 9 else 0.5)
-    assert "reward_constant" not in warned(once)
-    assert warned(run(60, reward__mean=then(19, 0.21, 0.0))).keys() == {"reward_fell"}
-
-
 @pytest.mark.parametrize("role", ["actor", "sft", "rm"])
 def test_a_gradient_is_zero_after_five_steps(role):
     for last, found in ((7, {}), (8, {"gradient_zero": 8})):
@@ -158,6 +152,13 @@ def test_updates_go_too_far_by_what_they_move_and_clip(moved, clipped, far):
     assert warned(rows) == ({"updates_too_far": 10} if far else {})
     unclipped = run(30, actor__ppo_kl=moved, actor__clip_fraction=None)
     assert ("updates_too_far" in warned(unclipped)) == (abs(moved) > 0.25)
+
+
+def test_a_reward_is_constant_or_falls_beside_other_warnings():
+    assert "reward_constant" not in warned(
+        run(40, reward__min=0.5, reward__max=lambda step: 0.6 if step == 9 else 0.5)
+    )
+    assert warned(run(60, reward__mean=then(19, 0.21, 0.0))).keys() == {"reward_fell"}
 
 
 def test_a_run_that_goes_on_remembers_its_history_and_what_was_said():

@@ -9,7 +9,7 @@ from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.models.loading import load_policy
 from tandem.observability.metrics import Metrics
-from tandem.protocol import DataProto, Ragged, Request, SamplingParams
+from tandem.protocol import DataProto, Ragged, SamplingParams
 from tandem.watch.checks import Facts
 from tandem.watch.gap import (
     FINGERPRINT,
@@ -25,7 +25,7 @@ from tandem.watch.gap import (
 from tandem.watch.trust import Cause, Evidence, diagnose, pearson, sentence
 from tandem.watch.watch import Watch
 from tandem.workers.losses import ActorLoss
-from tandem.workers.samples import rollout_batch
+from tandem.workers.samples import requests_of, rollout_batch
 from tests.workers import roles
 
 PLAIN = SamplingParams(temperature=1.0, max_tokens=6, seed=3)
@@ -44,8 +44,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def worker(folder, tmp_path):
-    words = (f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf")
-    return roles.make_actor(roles.make_config(folder, *words), "actor", "rollout")
+    config = roles.make_config(folder, "actor_rollout_ref.rollout.name=hf", run=tmp_path)
+    return roles.make_actor(config, "actor", "rollout")
 
 
 def sampled(module, params=PLAIN, version=0):
@@ -53,13 +53,8 @@ def sampled(module, params=PLAIN, version=0):
     engine = HFEngine(device=torch.device("cpu"), max_length=32)
     engine.update_weights(SharedModule(module), version)
     prompts = roles.make_prompts(12)
-    requests = [
-        Request(uid, sample, row.numpy(), params)
-        for uid, row in zip(prompts.non_tensor_batch["uid"], prompts.ragged("prompts"), strict=True)
-        for sample in range(2)
-    ]
-    samples = generate(engine, requests)
-    table = prompts.repeat(2)
+    requests = requests_of(prompts, 2, params, longest=32)
+    samples, table = generate(engine, requests), prompts.repeat(2)
     return rollout_batch(table, requests, samples, dtype=torch.float64, reshaped=params.reshapes)
 
 
@@ -91,10 +86,9 @@ def test_nothing_is_named_where_the_engines_agree(worker):
 
 def test_stale_weights(worker):
     batch = sampled(module_of(worker))
-    learnt = roles.with_targets(batch)
-    old = worker.compute_log_prob(batch)
+    learnt = roles.with_log_probs(worker, batch)
     for _ in range(2):
-        worker.update_actor(learnt.union(old, old.rename("old_log_probs", "ref_log_probs")))
+        worker.update_actor(learnt)
     metrics, named = read(worker, batch)
     assert set(named) == {Cause.STALE}
     assert "stale weights, 2 updates behind" in named[Cause.STALE]
@@ -118,11 +112,7 @@ def test_an_engine_that_cuts_tokens_unasked_is_told_by_the_sign(worker):
     batch = sampled(module_of(worker), CUT)
     del batch.batch[UNTRUNCATED]
     _, named = read(worker, batch, PLAIN)
-    assert set(named) == {Cause.RESHAPED}
-    assert "top_p=1" in named[Cause.RESHAPED]
-
-
-def test_another_temperature(worker):
+    assert set(named) == {Cause.RESHAPED} and "top_p=1" in named[Cause.RESHAPED]
     warm = SamplingParams(temperature=1.5, max_tokens=6, seed=3)
     _, named = read(worker, sampled(module_of(worker), warm), warm)
     assert set(named) == {Cause.RESHAPED}
@@ -250,10 +240,7 @@ def test_the_metrics_are_their_definitions():
     }
     for name, value in wanted.items():
         assert found[f"rollout/{name}"] == pytest.approx(float(value), rel=1e-9), name
-
-
-def test_the_correlation_of_what_does_not_vary_is_none():
-    assert pearson(0.5, 0.4, 0.25, 0.2, 0.2) is None
+    assert pearson(0.5, 0.4, 0.25, 0.2, 0.2) is None  # nothing varies
 
 
 def test_a_fingerprint_shows_any_changed_added_or_moved_token():

@@ -1,5 +1,3 @@
-from typing import Any
-
 from tandem.protocol import SamplingParams
 from tandem.watch.checks import Facts
 from tandem.watch.integrity import broken_rules
@@ -14,26 +12,20 @@ MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
 def step(number):
     """Return a step; rollout and training agree in the first three only, and the sixth skips prompts."""
     difference = 1e-6 if number <= 3 else 0.5
-    return {
-        "rollout/log_prob_diff_mean": difference,
-        "rollout/log_prob_diff_raised": difference / 2,
-        "rollout/log_prob_diff_limit": 1e-4,
-        "training/prompts_used": 8.0 * number + (16.0 if number >= 6 else 0.0),
-        "reward/min": 0.0,
-        "reward/mean": 0.0,
-        "reward/max": 0.0,
-    } | MOMENTS
+    found = {"mean": difference, "raised": difference / 2, "limit": 1e-4}
+    used = 8.0 * number + (16.0 if number >= 6 else 0.0)
+    rewards = {"reward/min": 0.0, "reward/mean": 0.0, "reward/max": 0.0, "training/prompts_used": used}
+    return {f"rollout/log_prob_diff_{name}": value for name, value in found.items()} | rewards | MOMENTS
 
 
 def test_a_resumed_run_warns_as_one_that_was_not_ended():
     for resumed_at in range(14):
-        told: list[tuple[str, int]] = []
+        told, rows = [], []
 
-        def tell(name: str, sentence: str, number: int, told: Any = told) -> None:
+        def tell(name, sentence, number, told=told):
             told.append((name, number))
 
         watch = Watch(8, tell)
-        rows: list[dict[str, float]] = []
         for number in range(1, 15):
             rows.append(watch.check_samples(number, step(number), FACTS))
             watch.check_learning(number, rows[-1])
