@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
-from tandem.runtime import BatchFuture, Mesh, MeshPlace, dispatch
+from tandem.runtime import BatchFuture, Mesh, MeshPlace, Placement, ResourcePool, Role, dispatch
 from tandem.runtime.dispatch import (
     Registration,
     collect_batches,
@@ -109,3 +109,28 @@ def test_places_that_make_no_mesh(places, message):
     with pytest.raises(ConfigError, match=message) as error:
         Mesh(tuple(places), "actor")
     assert "mesh 'actor'" in str(error.value)
+
+
+@pytest.mark.parametrize("counts", [[], [0], [8, -1], [1.5], ["8"], [True], 8, None])
+def test_malformed_pools(counts):
+    with pytest.raises(ConfigError, match="actor_pool"):
+        ResourcePool(counts, "actor_pool")
+
+
+def test_placement():
+    placement = Placement(
+        {"actor_pool": [8] * 4, "critic_pool": [4] * 4},
+        {Role.ActorRollout: "actor_pool", Role.Critic: "critic_pool", Role.RefPolicy: "actor_pool"},
+    )
+    assert placement.pool(Role.RefPolicy) is placement.pool(Role.ActorRollout)
+    pool = placement.pool(Role.Critic)
+    assert (pool.world_size, pool.nnodes, pool.process_on_nodes) == (16, 4, (4, 4, 4, 4))
+    assert placement.roles("actor_pool") == (Role.ActorRollout, Role.RefPolicy)
+    with pytest.raises(ConfigError, match="RewardModel: no resource pool"):
+        placement.pool(Role.RewardModel)
+
+
+def test_a_misspelt_pool_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'actor_pool'") as error:
+        Placement({"actor_pool": [1], "critic_pool": [1]}, {Role.Critic: "actr_pool"})
+    assert error.value.field == "pool of role Critic"

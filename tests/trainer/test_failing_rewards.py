@@ -11,7 +11,9 @@ from tandem.runtime import Dispatch, WorkerGroup, register
 from tandem.runtime.local_backend import LocalBackend
 from tandem.runtime.resource_pool import ResourcePool
 from tandem.runtime.worker import Worker
+from tandem.sandbox import local, protections
 from tandem.trainer import steps
+from tests.support.tiny import problem, write_rows
 
 SOURCE = """
 import os, signal, time
@@ -97,3 +99,37 @@ def test_in_one_process_calls_of_a_worker_aside_run_beside_the_others():
     with pytest.raises(ValueError, match="told"):
         group.raises().get()
     group.shutdown()
+
+
+def rows(folder, source, truth):
+    """Write a file of sums whose rows have the data source and the ground truth."""
+    reward_model = {"style": "rule", "ground_truth": truth}
+    made = [problem(1, b) | {"data_source": source, "reward_model": reward_model} for b in range(2, 10)]
+    return write_rows(folder / f"{source}.parquet", made)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "wrong"),
+    [("math_dapo", "34", -1), ("searchR1_nq", {"target": ["Paris", "Lutetia"]}, 0)],
+)
+def test_rows_train_as_they_are(lab, tmp_path, source, truth, wrong):
+    data = rows(tmp_path, source, truth)
+    finished = lab.run(source, f"data.train_files={data} steps=1")
+    assert finished.rows[0]["reward/mean"] == wrong  # no untrained model answers in the required form
+
+
+def test_programs_train_in_a_sandbox_which_is_said(lab, tmp_path):
+    data = rows(tmp_path, "codeforces", '{"inputs": ["1"], "outputs": ["1"]}')
+    finished = lab.run("codeforces", f"data.train_files={data} steps=1")
+    assert finished.rows[0]["reward/extra/tests"] == 1
+    assert sum("programs that answer codeforces run here, under " in said for said in finished.said) == 1
+
+
+def test_programs_are_refused_before_any_step_without_a_sandbox(lab, tmp_path, monkeypatch):
+    for kind in (protections.Sandlock, protections.Bubblewrap):
+        monkeypatch.setattr(kind, "version", lambda: None)
+    local._working_sandbox.cache_clear()
+    data = rows(tmp_path, "apps", '{"inputs": ["1"], "outputs": ["1"]}')
+    with pytest.raises(RewardError, match="sandlock is not installed; bubblewrap is not installed"):
+        lab.trainer(tmp_path / "run", f"data.train_files={data}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

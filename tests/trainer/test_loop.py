@@ -1,9 +1,13 @@
+import json
+import threading
 from itertools import chain
 from typing import Any
 
 import pytest
 
+from tandem.observability.reading import Run
 from tandem.trainer.loop import Loop, Rhythm, Schedule
+from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import broken_off
 
 WORDS = "steps=4 trainer.save_freq=2"
@@ -74,3 +78,43 @@ def test_a_new_run_validates_first_and_one_that_only_validates_always():
     for key, firsts in (("val_before_train", [True, False]), ("val_only", [True, True])):
         assert [Rhythm(5, -1, -1, **{key: True}).validates_first(step) for step in (0, 3)] == firsts
     assert not Rhythm(5, -1, -1).validates_first(0)
+
+
+class Watched(PPOTrainer):
+    """A trainer whose run folder is read after its first step, while the run is alive."""
+
+    seen: tuple[str, int, int | None] = ("", 0, None)
+
+    def at_step_boundary(self, step: int) -> None:
+        def look() -> None:
+            run = Run(self.session.folder.path)
+            self.seen = (run.state, run.steps, run.total_steps)
+
+        if step == 1:
+            reader = threading.Thread(target=look)
+            reader.start()
+            reader.join()
+
+
+def test_a_run_that_is_watched_and_finishes(lab):
+    finished = lab.run("watched", trainer=Watched)
+    assert isinstance(finished.trainer, Watched)
+    assert finished.trainer.seen == ("running", 1, 2)
+    run = Run(finished.folder)
+    assert (run.state, run.steps, run.total_steps) == ("finished", 2, 2)
+    assert [event["event"] for event in run.events] == ["start", "end"]
+    assert len(run.samples(2)) == 12
+    assert {row["finish_reason"] for row in run.samples(2)} <= {"stop", "length"}
+    assert json.dumps(run.samples(1))
+
+
+def test_a_run_that_fails_and_one_that_goes_on(lab):
+    words = "trainer.save_freq=1 steps=3"
+    with broken_off(2):
+        lab.run("ended", words)
+    run = Run(lab.folder / "ended")
+    assert (run.state, run.steps) == ("failed", 1)
+    lab.run("ended", words)
+    assert (run.state, run.steps, list(run.checkpoints)) == ("finished", 3, [1, 2, 3])
+    starts = [event["step"] for event in run.events if event["event"] == "start"]
+    assert starts == [0, 1]
