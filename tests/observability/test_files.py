@@ -122,7 +122,6 @@ os.read(reads, 6)
 
 @pytest.fixture
 def lock(tmp_path):
-    """Return a function that makes a lock, and what it says."""
     said = []
     return lambda: ProcessLock(tmp_path / "run.lock", "trainer.default_local_dir", said.append), said
 

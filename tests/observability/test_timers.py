@@ -86,7 +86,6 @@ LINE = re.compile(r"work: (\d+)/8 samples in \d+ s, ([\d,]+) tokens/s")
 
 
 def shown(text):
-    """Return the numbers of finished samples, line by line."""
     matches = [LINE.fullmatch(line) for line in text.getvalue().splitlines()]
     assert None not in matches, text.getvalue()
     return [int(match[1]) for match in matches]

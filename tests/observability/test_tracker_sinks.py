@@ -44,19 +44,16 @@ class Tracked:
 
     @property
     def metrics(self) -> Left:
-        """Return the finite values of metrics.jsonl."""
         rows = read_metrics(self.folder / "metrics.jsonl")
         assert [row.pop("step") for row in rows] == [0, 1, 2]
         found = [(name, step, value) for step, row in enumerate(rows) for name, value in row.items()]
         return {(name, step): value for name, step, value in found if value is not None}
 
     def table(self, step: int) -> list[list[Any]]:
-        """Return the rows of the table of responses after a step."""
         return [[g.prompt, g.response, g.score] for g in RunFolder(self.folder).generations(step, 2)]
 
 
 def _levels(reader, path, record):
-    """Return the records of a log in LevelDB's format."""
     reader.open(path)
     while (data := reader.scan()) is not None:
         made = record()

@@ -75,7 +75,6 @@ class StoredHandle:
         return STORE[self.key] is not None
 
     def moved(self) -> int:
-        """Return how often the value was fetched since the last call."""
         return self.fetched.pop(self.key, 0)
 
 
@@ -174,7 +173,6 @@ def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
 
 
 def assert_same(got: DataProto, expected: DataProto) -> None:
-    """Check that both have the same columns in the same order, with the same values."""
     assert (set(got.columns), len(got)) == (set(expected.columns), len(expected))
     for name, column in expected.batch.items():
         if isinstance(column, Ragged):

@@ -12,7 +12,6 @@ from tests.support.toys import Balancer, Custom, Parallel, Streamer, Toy
 
 
 def uneven(rows):
-    """Return samples with different uids."""
     batch = make_batch(rows, seed=rows, uids=False)
     batch.non_tensor_batch["uid"] = np.array([f"0/{row}" for row in range(rows)], dtype=object)
     return batch

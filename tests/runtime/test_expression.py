@@ -21,7 +21,6 @@ def stored(parts, shares=None, *, borrowed=False):
 
 
 def unmade(parts, shares=None):
-    """Return a future of methods that have not ended."""
     return stored([None] * len(parts), shares)
 
 
@@ -31,7 +30,6 @@ def make(handles, parts):
 
 
 def named(future):
-    """Return the results that a future's expression mentions."""
     return {source.handle.key for source in sources(future._node)}
 
 
@@ -48,7 +46,6 @@ def there_and_back(future):
 
 
 def apply(future, batch, name, number):
-    """Apply one operation to a future and to its batch."""
     generator, count = torch.Generator().manual_seed(number), len(batch)
     picks = {
         "rows": torch.randint(0, max(count, 1), (min(4, count),), generator=generator),

@@ -23,7 +23,6 @@ ANSWER_S, CALL_S, LIMIT_S = 6.0, 8.0, 60.0
 
 @pytest.fixture
 def backend_of(ray_cluster, tmp_path):
-    """Return a function that starts a backend, which the end of the test stops."""
     with ExitStack() as opened:
 
         def started(**options):

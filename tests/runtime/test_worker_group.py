@@ -34,8 +34,6 @@ def gate():
 
 @pytest.fixture
 def slow(threads, gate):
-    """Return a group whose method waits for the gate."""
-
     class Slow(Worker):
         @register(blocking=False)
         def step(self, batch: DataProto, rows: int | None = None) -> DataProto:
@@ -62,7 +60,6 @@ def test_mesh_names_that_cannot_be_resolved(threads):
 
 
 def test_an_error_of_any_worker_is_raised(threads):
-    """Also an error of a worker that does not collect."""
     group = WorkerGroup(threads, partial(Toy, 1.0, fail_on=2), ResourcePool([3]))
     for call in (group.fail, lambda: group.fail_batch(make_batch(1))):
         with pytest.raises(ValueError, match="broken on 2"):

@@ -29,7 +29,6 @@ class Sums(Dataset):
 
 
 def write(lab, name, rows):
-    """Write rows of which every third has the source hard."""
     made = [problem(n % 9, n % 8) | {"data_source": "hard" if n % 3 == 2 else "easy"} for n in range(rows)]
     return str(write_rows(lab.folder / name, made))
 
@@ -121,7 +120,6 @@ def drawing(lab):
 
 
 def drawn(run, step):
-    """Return the rows of a step, and the mean reward of each."""
     samples = run.samples(step)
     scores = np.array(samples["scores"]).reshape(-1, 3).mean(1)
     return samples["index"][::3], scores.tolist()

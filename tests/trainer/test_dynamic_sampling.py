@@ -25,7 +25,6 @@ def odd(lab):
 
 
 def prompts(run, step):
-    """Return the uids of a step's prompts, in order."""
     return list(dict.fromkeys(run.samples(step)["uid"]))
 
 
@@ -56,7 +55,6 @@ def test_a_larger_generation_batch_is_one_generation(lab, odd):
 
 
 def test_what_was_written_and_scored_is_said_of_all_prompts(lab, odd):
-    """All responses have six tokens; two of three responses to five odd prompts are right."""
     words = "R.ignore_eos=true steps=1"
     (row,) = lab.run("written", ON, odd, words).rows
     assert (row["tokens/response"], row["sampling/response_tokens"]) == (4 * 3 * 6, 8 * 3 * 6)
@@ -107,7 +105,6 @@ STOPPED = "F.enable=true data.gen_batch_size=6 A.ppo_mini_batch_size=2 steps=5 t
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_equals_the_whole_one(lab, step):
-    """When the run stopped, some prompts had been given back, and some of a filling batch were waiting."""
     key = rewarded(lab, "return zlib.crc32(solution_str.encode()) % 5 // 4")
     whole = lab.run(f"whole_{step}", STOPPED, key)
     waiting = whole.trainer.prompts.state_dict()["waiting"]

@@ -22,15 +22,13 @@ def test_the_punishment_is_in_training_rewards_and_not_in_validation(lab):
     for row, mask, score in run.each(1, "token_level_scores", "response_mask", "scores"):
         last = max(np.flatnonzero(mask))
         assert row == [score if place == last else 0.0 for place in range(len(mask))]
-    assert metrics["reward/mean"] == pytest.approx(1 + taken.mean())
-    assert metrics["reward/extra/score"] == 1
-    assert metrics["reward/extra/overlong_reward"] == pytest.approx(taken.mean())
-    assert metrics["reward/extra/overlong"] == pytest.approx((taken < 0).mean())
+    wanted = {"mean": 1 + taken.mean(), "extra/score": 1, "extra/overlong_reward": taken.mean()}
+    for name, value in {**wanted, "extra/overlong": (taken < 0).mean()}.items():
+        assert metrics[f"reward/{name}"] == pytest.approx(value), name
     assert (metrics["val/reward"], metrics["val/accuracy"]) == (1, 1)
 
 
 def test_prompts_are_filtered_by_the_score_before_the_punishment_or_after(lab):
-    """All scores are equal; only the length penalty makes the responses of a prompt differ."""
     words = (lab.reward("1.0"), SHORT, "reward_model.overlong_buffer={enable: true, len: 6} F.enable=true")
     run = lab.run("by_length", *words, "F.metric=seq_reward")
     assert len(set(run.samples(1)["uid"])) == 4
@@ -89,7 +87,6 @@ def test_the_critic_does_not_learn_from_them_either(lab):
 
 
 def test_a_mini_batch_of_cut_responses_alone_is_no_update(lab):
-    """The stop text never occurs, so all responses are truncated."""
     run = lab.run("all_cut", lab.letters, MASK, "R.ignore_eos=true R.stop=zzzzzzz")
     assert cut(run).all()
     assert run.actor.actor.version == 0

@@ -39,7 +39,6 @@ class OneStepOff(Schedule[Any]):
 
 
 def test_a_schedule_is_one_class(lab):
-    """From the second step on, the policy that generated a step's samples is one update older."""
     schedule = OneStepOff()
     run = lab.run("ahead", WORDS, schedule=schedule)
     assert schedule.calls == [

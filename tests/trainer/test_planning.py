@@ -25,7 +25,6 @@ SEVEN = (
 
 
 def told(*words, gpus=None):
-    """Return the plan, and what the user hears of it."""
     said: list[str] = []
     config = load_train_config(None, full_words(*words), elsewhere=True).config
     made = tell_plan(config, said.append, gpus)
@@ -35,7 +34,6 @@ def told(*words, gpus=None):
 
 @pytest.mark.parametrize("gpus", [None, False])
 def test_a_run_on_ray_knows_what_its_cluster_has(gpus, monkeypatch):
-    """Without a cluster, a machine without a device can only say that it does not know."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     made, said = told(*SEVEN, "trainer.backend=ray", gpus=gpus)
     assert (made is None) == (gpus is None) == ("other machines" in said)

@@ -31,7 +31,7 @@ def test_a_step_reports_the_fields_names_and_writes_its_samples(lab):
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(lab):
-    words = "A.ppo_mini_batch_size=2 trainer.seed="
+    words = f"{lab.letters} A.ppo_mini_batch_size=2 trainer.seed="
     first, again, other = (lab.run(f"seed_{i}", f"{words}{seed}") for i, seed in enumerate((3, 3, 4)))
     assert first.samples(2)["tokens"] == again.samples(2)["tokens"] != other.samples(2)["tokens"]
     assert same_weights(first, again) and not same_weights(first, other)
@@ -53,7 +53,6 @@ def test_critic_warm_up_leaves_the_policy_alone(lab):
 
 @pytest.mark.equation("parts/apply_kl_penalty")
 def test_reference_values_and_kl_match_a_second_look(lab):
-    """With KL in the reward, token rewards are scores minus coef · (old - ref) of the columns in the file."""
     run = lab.run("kl", "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.3 steps=3")
     for token in run.tokens(3):
         expected = token["token_level_scores"] - 0.3 * (token["old_log_probs"] - token["ref_log_probs"])

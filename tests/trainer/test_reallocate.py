@@ -24,8 +24,6 @@ APART = Placement(
 
 
 class Mover(PPOTrainer):
-    """Moves the roles after the second step, and separates them after the third."""
-
     def at_step_boundary(self, step: int) -> None:
         if step in (2, 3):
             self.reallocate(FUSED if step == 2 else APART)

@@ -42,7 +42,6 @@ def test_every_second_step_the_reference_becomes_the_actor(whole):
     ("step", "words"), [pytest.param(4, (), marks=pytest.mark.slow), (6, ("trainer.async_save=true",))]
 )
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab, whole, step, words):
-    """The run stops in the middle of `step` and resumes from step 3, whose reference is step 2's actor."""
     with broken_off(step):
         run(lab, f"stopped {step}", *words)
     assert (lab.folder / f"stopped {step}" / "checkpoints" / "step_000003" / "ref").is_dir()
@@ -68,8 +67,6 @@ def test_with_the_reference_the_optimizer_begins_anew(lab, whole):
 
 
 class Mover(PPOTrainer):
-    """Moves the roles to separate processes after the third step."""
-
     def at_step_boundary(self, step: int) -> None:
         if step == 3:
             roles = {Role.Actor: "a", Role.Rollout: "b", Role.RefPolicy: "c", Role.Reward: "b"}

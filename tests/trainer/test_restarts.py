@@ -65,7 +65,6 @@ def backends(monkeypatch):
 
 
 def attempt(lab, name, trainer, *words):
-    """Run until the end or the failure, and return what was said."""
     said: list[str] = []
     run_ppo(lab.config(WORDS, *words, run=name), say=said.append, trainer=trainer)
     return said

@@ -21,7 +21,6 @@ def whole(lab, words):
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 3, 6))])
 def test_a_resumed_run_equals_the_whole_one(lab, words, whole, step):
-    """The run stops in the middle of `step`, across the end of an epoch."""
     resumed = lab.resumed(f"stopped_{step}", *words, at=step)
     assert_same(resumed, whole)
     assert resumed.samples(8)["tokens"] == whole.samples(8)["tokens"]

@@ -30,8 +30,6 @@ def test_a_group_size_holds_from_its_step_on(step, n):
 
 
 class NeverThere:
-    """A result that must not be waited for."""
-
     borrowed = False
 
     def get(self, timeout_s: float | None = None) -> Any:
@@ -62,7 +60,6 @@ def test_mini_batches_are_formed_before_the_batch_is_there():
 
 
 def orders(mini, step):
-    """Return the rows of each epoch, in the order of the updates."""
     batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(16))}))
     parts = [part.get().non_tensor_batch["row"] for part in minibatches(batch, 16, mini, step)]
     assert [len(part) for part in parts] == [8] * 4
@@ -116,8 +113,6 @@ def test_prompts_that_nobody_answered_are_dealt_by_their_own_length_and_one_rank
 
 
 class Writer(Worker):
-    """Answers each prompt with the prompt's uid and the number of the sample."""
-
     def __init__(self):
         self.seen = []
 

@@ -54,7 +54,6 @@ def gap(found, model):
 
 @pytest.fixture(scope="module")
 def scorer(school):
-    """Make a folder of a classifier that has its own head."""
     torch.manual_seed(3)
     folder = school.folder / "scorer"
     model = AutoModelForSequenceClassification.from_pretrained(school.model, num_labels=1)

@@ -80,7 +80,6 @@ HELPERS = {"data": (["data"], "controller_pool"), "batch": (["batch"], "controll
 
 
 def groups(placement, played):
-    """Return the roles and the pool of each group."""
     found = plan_groups(placement, RolePlan(played))
     return {role: (sorted(tenant.parts), tenant.pool.name) for role, tenant in found.items()}
 

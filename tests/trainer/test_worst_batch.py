@@ -16,7 +16,6 @@ def generators():
 
 
 def state(engine):
-    """Return everything of an engine that training changes."""
     moments = [t.tolist() for slots in engine._state._slots.values() for t in slots.values()]
     weights = {name: value.tolist() for name, value in engine.weights()}
     return weights, moments, [p.grad for p in engine.module.parameters()], engine.version

@@ -1,6 +1,5 @@
 import shutil
 
-import numpy as np
 import pytest
 
 from tandem.observability.run import RunFolder
@@ -46,8 +45,7 @@ def runs(tmp_path_factory):
     names = ("response_text", "reward_why", "ground_truth", "data_source", "finish_reason")
     table |= dict.fromkeys(names, copies)
     table["messages"] = [[{"role": "user", "content": text}] for text in copies]
-    table["uid"] = np.array([f"u{number}" for number in range(len(copies))], dtype=object)
-    hostile.write_samples(1, table)
+    hostile.write_samples(1, table | {"uid": [f"u{number}" for number in range(len(copies))]})
     return root
 
 

@@ -57,7 +57,6 @@ def run(steps, **changes):
 
 
 def then(step, before, after):
-    """Return a value that changes after a step."""
     return lambda n: [f(n) if callable(f) else f for f in (before, after)][n > step]
 
 
@@ -95,7 +94,6 @@ def certain(entropy, mean=0.5):
 
 
 def still(**changes):
-    """Return a run whose gradient is zero from step 20 on."""
     return run(40, actor__grad_norm=then(19, 1.0, 0.0), **changes)
 
 

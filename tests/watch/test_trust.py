@@ -33,7 +33,6 @@ CUT = SamplingParams(temperature=1.0, max_tokens=6, seed=3, top_p=0.8)
 
 
 def facts(params=PLAIN):
-    """Return the facts of a run with this sampling and temperature 1 in training."""
     return Facts(params, 1.0, prompts=12, updates=1, recompute_old=False)
 
 

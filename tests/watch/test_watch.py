@@ -18,7 +18,6 @@ MOMENTS = {f"rollout/moment/{name}": value for name, value in zip(
 
 
 def step(number):
-    """Return a step; rollout and training agree in the first three only, and the sixth skips prompts."""
     difference = 1e-6 if number <= 3 else 0.5
     found = {"mean": difference, "raised": difference / 2, "limit": 1e-4}
     used = 8.0 * number + (16.0 if number >= 6 else 0.0)

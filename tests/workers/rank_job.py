@@ -24,7 +24,6 @@ def all_roles(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def lora(folder: Path, rank: int, world: int) -> dict[str, Any]:
-    """Train adapters with a native rollout, on sharded weights and on layers that both ranks share."""
     return {"sharded": train_lora(folder, rank, ()), "tensor": train_lora(folder, rank, TENSOR)}
 
 
@@ -57,7 +56,6 @@ class Ranks:
         return (worker or self.worker).generate_sequences(self.prompts, 2, roles.PARAMS)
 
     def raised(self, call: Callable[[], Any]) -> list[str]:
-        """Return the error of each rank."""
         found = "nothing"
         try:
             call()
@@ -66,7 +64,6 @@ class Ranks:
         return roles.gathered(found)
 
     def stale_gather(self) -> list[str]:
-        """Let the second rank gather a layer's old weights."""
         layer = self.worker.actor.module.decoder.layers[1]
         original = type(layer).unshard
 
@@ -79,7 +76,6 @@ class Ranks:
             return self.raised(self.generate)
 
     def streamed(self) -> dict[str, list[Any]]:
-        """Try all faults of streams, then a correct stream."""
         part, shared = self.worker.parts["rollout"], self.generate()
         path, dtype = self.config.actor_rollout_ref.model.path, self.worker.actor.compute_dtype
         engine, part.engine = part.engine, StreamedEngine(path, dtype)

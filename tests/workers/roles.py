@@ -142,7 +142,6 @@ def broadcast(actor: Any, apart: Any, left_out: int | None = None) -> None:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the value of every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -162,7 +161,6 @@ class Team:
         return make_prompts(count).chunk(self.world)[self.rank]
 
     def step(self, count: int) -> dict[str, Any]:
-        """Return the results of all methods: the rows of all ranks, and the metrics of the updates."""
         batch = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
         made = [self.actor.compute_log_prob(batch), self.actor.compute_ref_log_prob(batch)]
         made += [self.critic.compute_values(batch), self.scorer.compute_rm_score(batch)]
@@ -220,7 +218,6 @@ class Team:
 
 
 def equal(first: DataProto, second: DataProto) -> bool:
-    """Return whether both have the same columns, bit for bit."""
     if set(first.columns) != set(second.columns):
         return False
     for name, column in first.batch.items():

@@ -186,9 +186,8 @@ def answers(folder):
 def test_scores_are_transformers_own_and_stand_at_the_last_response_token(folder, answers, words):
     worker = roles.make_scorer(roles.make_config(folder, *words))
     out = worker.compute_rm_score(answers)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder / "scorer", dtype=torch.float64, attn_implementation="sdpa"
-    )
+    load = AutoModelForSequenceClassification.from_pretrained
+    model = load(folder / "scorer", dtype=torch.float64, attn_implementation="sdpa")
     wanted = torch.stack([model(ids[None]).logits[0, 0] for ids in answers.ragged("tokens")]).float()
     assert torch.equal(out.dense("scores"), wanted) and wanted.dtype == torch.float32
     placed = [row.tolist() for row in out.ragged("token_level_scores")]
@@ -226,10 +225,8 @@ def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in ("1+2=3<eos>", "2+2=5")]
     mask = Ragged.from_list([[False] * 4 + [True] * 2, [False] * 4 + [True]], torch.bool)
     facts = {"data_source": ["arithmetic"] * 2, "ground_truth": ["3", "4"], "extra_info": [{}, {}]}
-    answers = DataProto(
-        {"tokens": Ragged.from_list(rows), "response_mask": mask},
-        {**facts, "index": [0, 1], "uid": ["a", "b"]},
-    )
+    facts |= {"index": [0, 1], "uid": ["a", "b"]}
+    answers = DataProto({"tokens": Ragged.from_list(rows), "response_mask": mask}, facts)
     worker = RewardWorker(tokenizer, None, RewardConfig(), RunFolder(tmp_path / "run"))
     out = worker.compute_scores(answers)
     assert out.dense("scores").tolist() == [1.0, 0.0]

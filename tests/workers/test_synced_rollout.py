@@ -33,7 +33,6 @@ def both(config):
 
 
 def streaming(config):
-    """Return a worker whose rollout engine receives streams."""
     worker = both(config)
     dtype = worker.parts["rollout"].policy.compute_dtype
     worker.parts["rollout"].engine = StreamedEngine(config.actor_rollout_ref.model.path, dtype)
@@ -45,7 +44,6 @@ def generate(worker):
 
 
 def same(first, second):
-    """Compare tokens and log-probs, whose last bits depend on the tensors' addresses in memory."""
     a, b = (batch.ragged("rollout_log_probs").values for batch in (first, second))
     return first.ragged("tokens").equal(second.ragged("tokens")) and torch.allclose(a, b, rtol=0, atol=1e-12)
 

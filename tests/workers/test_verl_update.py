@@ -31,7 +31,6 @@ def case(*words, seed, whole=False, holes=0.0, empty=0, **more):
 
 
 def scripts():
-    """Return the steps of real scripts, with one micro-batch: verl's result differs with several."""
     return {
         f"script {method}": Case((*script["words"], "data.max_response_length=24"), batch(seed), WHOLE)
         for seed, (method, script) in enumerate(SCRIPTS.items(), 50)
@@ -39,7 +38,6 @@ def scripts():
 
 
 def same():
-    """Return steps that are equal in verl."""
     found: dict[str, Case] = {}
     for seed, name in enumerate(ESTIMATORS):
         words = [f"algorithm.adv_estimator={name}"]
@@ -77,7 +75,6 @@ def same():
 
 
 def different():
-    """Return steps that differ in verl, by row of the page."""
     loss, estimator = f"{A}policy_loss.loss_mode", "algorithm.adv_estimator"
     terms = (f"{A}use_kl_loss=true", f"{A}kl_loss_coef=0.1", f"{A}entropy_coeff=0.01")
     return {
@@ -114,7 +111,6 @@ def distances(name, step, folder):
 
 
 def documented():
-    """Return the rows of the page: how far the loss and the gradient differ."""
     page = (ROOT / "docs" / "verl-differences.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     return {name.replace("`", ""): (float(loss), float(gradient)) for name, loss, gradient in rows}
