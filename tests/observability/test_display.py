@@ -163,11 +163,10 @@ def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_bac
         assert terminal.end() == 130
         begins = next(number for number, row in enumerate(terminal.rows) if row.startswith("print 4 "))
         assert not any(row.startswith("──") for row in terminal.rows[begins:])
-        text = terminal.text
         for step in (1, 2, 3, 4):
             assert terminal.raw.count(b"print %d %s %d end\r\n" % (step, b"x" * 100, step)) == 1
             for way in ("error", "raw", "log"):
-                assert terminal.rows.count(f"{way} {step}") == 1, text
+                assert terminal.rows.count(f"{way} {step}") == 1, terminal.text
         assert "stopped" in terminal.rows
         assert terminal.screen.cursor.x == 0 and not terminal.screen.cursor.hidden
         assert b"\x1b[?25l" not in terminal.raw

@@ -21,10 +21,6 @@ def info(tmp_path):
     return RunInfo("tandem", "test", tmp_path, total_steps=100, config={"trainer": {"seed": 0}})
 
 
-def unexpected(sentence):
-    raise AssertionError(sentence)
-
-
 def printed(info, clock, *steps):
     out, times = io.StringIO(), iter(clock)
     sink = ConsoleSink(info, Console(file=out, width=100), clock=lambda: next(times))
@@ -74,7 +70,7 @@ def test_durations(seconds, text):
 
 def test_the_file_sink_keeps_the_lines_and_appends(info):
     for step in (1, 2):
-        sinks = Sinks(["file"], info, unexpected)
+        sinks = Sinks(["file"], info, pytest.fail)
         sinks.log(step, {"reward/mean": 0.5})
         sinks.close()
     lines = (info.folder / "log" / "progress.log").read_text().splitlines()
@@ -83,7 +79,7 @@ def test_the_file_sink_keeps_the_lines_and_appends(info):
 
 def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info):
     for steps, value in ((range(5), 0.0), (range(3, 6), 1.0)):
-        sinks = Sinks(["tensorboard"], info, unexpected)
+        sinks = Sinks(["tensorboard"], info, pytest.fail)
         for step in steps:
             sinks.log(step, {"x": value})
         sinks.log_generations(2, [Generation("user: hello", HOSTILE, 0.5), Generation("", "x", 1.0)])
@@ -97,7 +93,7 @@ def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info):
 def test_an_unknown_logger_is_an_error_that_lists_the_known_ones(info):
     assert sorted(tables.LOGGERS) == sorted(SINKS)
     with pytest.raises(ConfigError) as caught:
-        Sinks(["console", "wandbb"], info, unexpected)
+        Sinks(["console", "wandbb"], info, pytest.fail)
     assert (caught.value.got, caught.value.expected) == ("wandbb", ", ".join(SINKS))
 
 

@@ -25,8 +25,7 @@ def test_seconds_add_up_and_are_taken_once():
         pass
     taken = timeline.take()
     assert list(taken) == ["timing/reshard", "timing/gen", "timing/adv"]
-    assert 0.04 <= taken["timing/reshard"] <= taken["timing/gen"] < 1.0
-    assert taken["timing/adv"] < 0.02
+    assert 0.04 <= taken["timing/reshard"] <= taken["timing/gen"] < 1.0 and taken["timing/adv"] < 0.02
     assert timeline.take() == {}
 
 
@@ -176,9 +175,8 @@ def test_offering_anew_writes_to_the_new_folder(tmp_path):
 
 def test_a_process_of_many_threads_says_that_some_are_missing(tmp_path):
     start = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
-    many = SLEEPER.replace(
-        "offer_stacks(Path", f"import threading\nfor _ in range(120):\n    {start}\noffer_stacks(Path"
-    )
+    begin = f"import threading\nfor _ in range(120):\n    {start}\n"
+    many = SLEEPER.replace("offer_stacks(Path", f"{begin}offer_stacks(Path")
     with sleeper(tmp_path, many):
         stacks = ask_stacks(tmp_path)[1]
     assert stacks.count("most recent call first") == 100

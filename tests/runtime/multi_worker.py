@@ -175,10 +175,8 @@ def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
 def assert_same(got: DataProto, expected: DataProto) -> None:
     assert (set(got.columns), len(got)) == (set(expected.columns), len(expected))
     for name, column in expected.batch.items():
-        if isinstance(column, Ragged):
-            assert got.ragged(name).equal(column), name
-        else:
-            assert torch.equal(got.dense(name), column), name
+        ragged = isinstance(column, Ragged)
+        assert got.ragged(name).equal(column) if ragged else torch.equal(got.dense(name), column), name
     for name, array in expected.non_tensor_batch.items():
         assert list(got.non_tensor_batch[name]) == list(array), name
 

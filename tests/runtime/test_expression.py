@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tandem.balance import partition
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
-from tandem.runtime import BatchFuture, Index
+from tandem.runtime import BatchFuture
 from tandem.runtime.expression import sources
 from tandem.runtime.future import division
 from tests.runtime.multi_worker import STORE, StoredHandle, assert_index_of, assert_same, make_batch
@@ -293,20 +293,3 @@ def test_meta_info_of_batches_without_columns_is_kept_and_conflicts_are_refused(
         with pytest.raises(DataError) as refused:
             conflicting.get()
         assert refused.value.field == "loss"
-
-
-def test_traffic_of_a_step_at_the_controller():
-    """The traffic consists of indices and arguments, for 4,096 samples of 2,000 tokens on eight ranks."""
-    rows, ranks, uids = 4096, 8, [f"12/{row // 8}" for row in range(4096)]
-    lengths = torch.randint(1, 4096, (rows,), generator=torch.Generator().manual_seed(0))
-    table = Ragged.from_lengths(torch.zeros(int(lengths.sum()), dtype=torch.bool), lengths)
-    batch = DataProto({"tokens": table, "mask": table}, {"uid": uids})
-    parts = batch.chunk(ranks)
-    indices = sum(len(pickle.dumps(Index.of(part))) for part in parts)
-    length_bytes = 2 * rows
-    future, _ = stored(parts)
-    balanced = sum(len(pickle.dumps(share)) for share in future.chunk(ranks, balance="tokens"))
-    shuffled = future.rows(torch.randperm(rows))
-    minis = sum(len(pickle.dumps(s)) for m in shuffled.split(256) for s in m.chunk(ranks))
-    assert indices <= 20 * rows + length_bytes and balanced <= 10 * rows and minis <= 40 * rows
-    assert indices + balanced + minis <= 64 * rows + length_bytes

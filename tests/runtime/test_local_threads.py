@@ -36,16 +36,13 @@ def two_threads():
 
 def by_worker():
     backend = LocalBackend()
-    group = WorkerGroup(backend, partial(Beside), ResourcePool([1]), role="reward")
-    count: int = group.multiply().get()
+    count = WorkerGroup(backend, partial(Beside), ResourcePool([1]), role="reward").multiply().get()
     backend.shutdown()
     return count
 
 
 def by_checkpoint():
-    found: list[int] = []
-    done = threading.Event()
-    write = BackgroundWrite()
+    found, done, write = [], threading.Event(), BackgroundWrite()
     write.start(lambda: (found.append(multiply()), done.set())[0], None)
     assert done.wait(30)
     write.check()

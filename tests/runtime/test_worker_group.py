@@ -79,10 +79,10 @@ def test_an_error_of_any_worker_is_raised(threads):
 
 def test_local_backend_runs_here_and_keeps_the_traceback():
     group, batch = local(partial(Toy, 2.0, fail_on=0)), make_batch(3)
-    assert group.ranks() == [(0, 1)]
-    assert torch.equal(group.double(batch).get().dense("doubled"), batch.dense("score") * 2)
-    assert len(group.double(group.double(batch).union(batch))) == 3
-    assert group.history().get() == [[3, 3, 3]]
+    doubled = group.double(batch)
+    assert torch.equal(doubled.get().dense("doubled"), batch.dense("score") * 2)
+    assert len(group.double(doubled.union(batch))) == 3
+    assert (group.ranks(), group.history().get()) == ([(0, 1)], [[3, 3]])
     group.scores(batch)  # this removes a column from its own copy
     group.scores(BatchFuture.of(batch))
     assert "tokens" in batch
@@ -161,8 +161,7 @@ def test_a_custom_pair_sees_the_mesh(threads):
 
 
 def test_errors_of_a_stream_are_raised_wherever_it_is_read(threads):
-    stream = WorkerGroup(threads, Streamer, ResourcePool([3])).stream_and_fail(make_batch(3))
-    seen = []
+    stream, seen = WorkerGroup(threads, Streamer, ResourcePool([3])).stream_and_fail(make_batch(3)), []
     reads = [lambda: stream.map(lambda part: seen.append(len(part)) or part)] * 2  # the second reads again
     for read in [*reads, stream.all]:
         with pytest.raises(ValueError, match="broken in the middle"):

@@ -2,7 +2,6 @@ import pytest
 
 from tandem.errors import RewardError, TandemError
 from tandem.trainer.control import run_control
-from tests.support.runs import assert_same
 
 FILTER = "algorithm.filter_groups"
 ON = "F.enable=true data.shuffle=false"
@@ -97,23 +96,6 @@ def test_a_number_of_the_rewards_own_may_decide(lab):
         run = lab.run(f"by_{metric}", ON, rewarded(lab, key), f"steps=1 F.metric={metric}")
         chosen = (0, 2, 4, 6) if metric == "right" else range(4)
         assert prompts(run, 1) == [f"0-{number}" for number in chosen]
-
-
-STOPPED = "F.enable=true data.gen_batch_size=6 A.ppo_mini_batch_size=2 steps=5 trainer.save_freq=1"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_resumed_run_equals_the_whole_one(lab, step):
-    key = rewarded(lab, "return zlib.crc32(solution_str.encode()) % 5 // 4")
-    whole = lab.run(f"whole_{step}", STOPPED, key)
-    waiting = whole.trainer.prompts.state_dict()["waiting"]
-    assert waiting and len(set(waiting)) == len(waiting)
-    resumed = lab.resumed(f"stopped_{step}", STOPPED, key, at=step)
-    assert_same(resumed, whole)
-    for number in range(1, 6):
-        assert prompts(resumed, number) == prompts(whole, number)
-    assert resumed.trainer.prompts.state_dict() == whole.trainer.prompts.state_dict()
 
 
 def test_the_control_answers_the_same_prompts_twice(lab):

@@ -2,7 +2,6 @@ import pytest
 
 from tandem.observability.reading import Run
 from tests.support import sick
-from tests.support.runs import Finished
 from tests.support.words import rows
 
 WINDOW = 10
@@ -53,27 +52,3 @@ def test_an_entropy_that_collapses(lab):
     entropies = [row["actor/entropy"] for row in finished.rows][:step]
     assert step >= 2 * WINDOW
     assert sum(entropies[-WINDOW:]) < 0.1 * sum(entropies[:WINDOW])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", ["", "data.train_batch_size=1 A.ppo_mini_batch_size=1", "GAE R.n=1 critic.optim.lr=0.01"]
-)
-def test_a_run_that_learns_is_not_warned_of(lab, words):
-    finished = train(lab, f"healthy {words}", "digits", 25, f"A.optim.lr=2e-3 {words}")
-    assert warned(finished) == {}
-    assert ("reward/zero_std_share" in finished.rows[-1]) == ("GAE" not in words)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_is_not_warned_of_again_and_remembers_what_was_before(lab):
-    def until(steps: int) -> Finished:
-        words = "trainer.save_freq=1 trainer.resume_with_changes=true"
-        return train(lab, "goes on", "nothing", steps, words)
-
-    until(WINDOW - 2)
-    assert warned(until(WINDOW)) == {"reward_constant": WINDOW}
-    later = until(WINDOW + 1)
-    assert not any("Warning" in sentence for sentence in later.said)
-    names = [event["name"] for event in Run(later.folder).events if event["event"] == "warning"]
-    assert names == ["reward_constant"]

@@ -18,14 +18,11 @@ SAMPLING = (
     "data.gen_batch_size=5 R.n_schedule={2: 4} R.stop=['1', '2', '3', '4'] A.fsdp_config.model_dtype=fp64",
     "A.adaptive_entropy={enabled: true, target_entropy: 9}",
 )
-LEARNT = (
-    "reward/mean", "reward/after_kl", "critic/baseline/mean", "advantages/mean", "actor/loss", "actor/kl",
-    "actor/kl_in_reward", "actor/grad_norm", "actor/reference_step",
-)  # fmt: skip
-SAMPLED = (
-    "sampling/gen_batches", "sampling/dropped_groups", "sampling/surplus_groups", "sampling/reward",
-    "sampling/response_tokens", "reward/mean", "actor/loss", "actor/entropy_coeff", "actor/grad_norm",
-)  # fmt: skip
+BOTH = ("reward/mean", "actor/loss", "actor/grad_norm")
+LEARNT = (*BOTH, "reward/after_kl", "critic/baseline/mean", "advantages/mean")
+LEARNT += ("actor/kl", "actor/kl_in_reward", "actor/reference_step")
+COUNTED = ("gen_batches", "dropped_groups", "surplus_groups", "reward", "response_tokens")
+SAMPLED = (*BOTH, "actor/entropy_coeff", *(f"sampling/{name}" for name in COUNTED))
 
 
 def check(found, alone, names):

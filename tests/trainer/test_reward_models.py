@@ -108,9 +108,8 @@ def test_two_references_of_half_weight_are_one(lab):
     one = lab.run("one", *words)
     two = lab.run("two", *words, "REF.models={a: {weight: 0.5}, b: {weight: 0.5}}")
     assert one.trainer.roles.reference is not None and two.trainer.roles.reference is None
-    weights = two.weights()
-    for name, value in one.weights().items():
-        assert torch.allclose(value, weights[name], rtol=1e-9, atol=1e-12)
+    for (_, value), (_, other) in zip(one.weights().items(), two.weights().items(), strict=True):
+        assert torch.allclose(value, other, rtol=1e-9, atol=1e-12)
 
 
 def test_one_model_named_or_not_is_the_same_and_takes_the_place_of_functions(lab):
@@ -190,10 +189,10 @@ def test_estimators_and_scores_of_steps(lab, estimator):
     assert max(np.count_nonzero(placed) for placed in run.samples(1)["token_level_scores"]) > 1
     if estimator == "gae":  # with λ = γ = 1, returns are rewards-to-go
         assert np.concatenate(returns) == pytest.approx(np.concatenate(to_go), abs=1e-5)
-    if estimator == "reinforce_plus_plus":
+    elif estimator == "reinforce_plus_plus":
         found = np.corrcoef(np.concatenate(advantages), np.concatenate(to_go))[0, 1]
         assert found == pytest.approx(1.0, abs=1e-5)
-    if estimator == "grpo":
+    else:
         sums = np.array([values[0] for values in to_go]).reshape(-1, 3)
         wanted = (sums - sums.mean(1, keepdims=True)) / sums.std(1, ddof=1, keepdims=True)
         for own, value in zip(advantages, wanted.ravel(), strict=True):

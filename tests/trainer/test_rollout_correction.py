@@ -29,11 +29,10 @@ class ShiftedRollout(RolloutPart):
 class Shifted(ActorWorker):
     rollout_part = ShiftedRollout
 
-class SilentRollout(RolloutPart):
+class SilentRollout(ShiftedRollout):
     def batch(self, *args, **kwargs):
         batch = super().batch(*args, **kwargs)
-        logs = batch.ragged("rollout_log_probs")
-        batch.batch["rollout_log_probs"] = logs.with_values(torch.full_like(logs.values, torch.nan))
+        batch.ragged("rollout_log_probs").values.fill_(torch.nan)
         return batch
 
 class Silent(ActorWorker):
@@ -71,11 +70,9 @@ def test_an_exact_engine_has_weights_of_one_and_loses_nothing(lab):
     for row in made.rows:
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4)
         assert row["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, abs=1e-6)
-        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
-        assert "timing/old_log_prob" in row
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0 and "timing/old_log_prob" in row
     for token in tokens(made, 2):
-        assert token["rollout_is_weights"] == pytest.approx(1, abs=1e-4)
-        assert token["kept_mask"]
+        assert token["kept_mask"] and token["rollout_is_weights"] == pytest.approx(1, abs=1e-4)
     assert made.rows[0]["actor/grad_norm"] == pytest.approx(plain.rows[0]["actor/grad_norm"], rel=1e-3)
 
 
@@ -116,10 +113,9 @@ def test_bypass_mode_compares_with_the_rollout_and_saves_the_forward(lab, loss_t
     losses = []
     for row in tokens(made):
         ratio, advantage = math.exp(-row["gap"]), row["advantages"]
-        if loss_type == "reinforce":
-            losses.append(-advantage * (row["rollout_log_probs"] - row["gap"]) * min(ratio, 2.0))
-        else:
-            losses.append(max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)))
+        clipped = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+        score = -advantage * (row["rollout_log_probs"] - row["gap"]) * min(ratio, 2.0)
+        losses.append(score if loss_type == "reinforce" else clipped)
         assert row["old_log_probs"] == row["rollout_log_probs"]
     assert made.rows[0]["actor/loss"] == pytest.approx(np.mean(losses), abs=2e-4)
     assert "timing/old_log_prob" not in made.rows[0]

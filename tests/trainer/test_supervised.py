@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,33 +64,26 @@ def scorer(school):
     return folder
 
 
-def pairs(school, **options):
-    tokenizer = AutoTokenizer.from_pretrained(school.model)
-    return PreferenceDataset(str(school.files["rm"][0]), tokenizer, max_length=48, **options)
-
-
 def plain_preferences(model, data, rows):
     """Put the gradient of the mean loss into the model, one pair at a time, without padding or packing."""
-    seen: dict[str, list[float]] = {"loss": [], "margin": [], "reward_chosen": [], "reward_rejected": []}
+    seen = []
     for row in rows:
-        chosen, rejected = (
-            model(side.row(row)[None].long()).logits[0, 0] for side in (data.chosen, data.rejected)
-        )
+        sides = (side.row(row)[None].long() for side in (data.chosen, data.rejected))
+        chosen, rejected = (model(ids).logits[0, 0] for ids in sides)
         margin = float(data.margins[row])
         loss = torch.log1p(torch.exp(-(chosen - rejected - margin))) + CENTRE * (chosen + rejected) ** 2
         (loss / len(rows)).backward()
-        measured = (loss, chosen - rejected, chosen, rejected)
-        for values, value in zip(seen.values(), measured, strict=True):
-            values.append(float(value.detach()))
-    means = {name: sum(values) / len(values) for name, values in seen.items()}
-    wins = sum(value > 0 for value in seen["margin"])
-    return means | {"accuracy": wins / len(rows)}
+        seen.append([float(value.detach()) for value in (loss, chosen - rejected, chosen, rejected)])
+    means = np.mean(seen, axis=0).tolist()
+    names = ("loss", "margin", "reward_chosen", "reward_rejected")
+    return {"accuracy": np.mean([row[1] > 0 for row in seen]), **dict(zip(names, means, strict=True))}
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-5)])
 def test_preference_gradients_are_those_of_a_plain_loop(school, scorer, precision, tolerance, cut):
-    data = pairs(school, margin_key="margin")
+    tokenizer = AutoTokenizer.from_pretrained(school.model)
+    data = PreferenceDataset(str(school.files["rm"][0]), tokenizer, max_length=48, margin_key="margin")
     batch, load = data.batch(range(11), uid_prefix="0"), AutoModelForSequenceClassification.from_pretrained
     plain = load(scorer, dtype=DTYPES[precision], attn_implementation="sdpa")
     wanted = plain_preferences(plain, data, range(11))
@@ -138,9 +132,8 @@ def test_a_run_validates_on_every_held_out_row_once(school, scorer):
     surprise = []
     for ids, mask in zip(talks.tokens, talks.response_mask, strict=True):
         log_probs = causal(ids[None].long()).logits[0, :-1].log_softmax(-1)
-        chosen = log_probs.gather(1, ids[1:, None].long())[:, 0]
-        surprise += (-chosen[mask[1:]]).tolist()
-    assert row["val/loss"] == pytest.approx(sum(surprise) / len(surprise), rel=1e-9)
+        surprise += (-log_probs.gather(1, ids[1:, None].long())[mask[1:], 0]).tolist()
+    assert row["val/loss"] == pytest.approx(np.mean(surprise), rel=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import shutil
@@ -47,13 +48,14 @@ def column(name, values):
     return damage
 
 
+def no_rows(run):
+    pq.write_table(pq.read_table(run / LAST).slice(0, 0), run / LAST)
+
+
 BROKEN_TEXT = pa.array([b"\xff\xfe broken"] * 8).view(pa.string())
-
-
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)} {{{', '.join(f'k{j}: *{chr(97 + i)}' for j in range(10))}}}\n"
-    for i in range(8)
-)
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+for old, new in itertools.pairwise("abcdefghi"):
+    BOMB += f"{new}: &{new} {{{', '.join(f'k{j}: *{old}' for j in range(10))}}}\n"
 ROW = '{"step": 7, "reward/mean": '
 
 STATE, CONFIG, DAMAGE, TIME, NOWHERE = "state", "config", "damage", "time", ""
@@ -89,7 +91,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "scores that are texts": (column("scores", pa.array(["high"] * 8)), DAMAGE, "ArrowInvalid"),
     "responses that are no text": (column("response_text", BROKEN_TEXT), DAMAGE, "UTF8"),
     "a mask that is no list": (column("response_mask", pa.array([True] * 8)), DAMAGE, "AttributeError"),
-    "no samples in the file": (lambda run: _no_rows(run / LAST), NOWHERE, ""),
+    "no samples in the file": (no_rows, NOWHERE, ""),
     "samples are a file": (replace("samples", lambda path: path.write_text("x")), NOWHERE, ""),
     "a pipe among the samples": (replace(LAST, os.mkfifo), NOWHERE, ""),
     "a link to itself among the samples": (replace(LAST, lambda path: path.symlink_to(path)), NOWHERE, ""),
@@ -106,10 +108,6 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a log of binary": (write("log/run.log", GARBAGE), NOWHERE, ""),
     "a tokenizer that is none": (write("model/tokenizer.json", "{"), NOWHERE, ""),
 }
-
-
-def _no_rows(path):
-    pq.write_table(pq.read_table(path).slice(0, 0), path)
 
 
 QUERIES = {"config": "", "metrics": "&names=reward/mean", "events": "", "samples": "&text=answer", "time": ""}
