@@ -1,5 +1,5 @@
 import re
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import DeviceMemoryError
 from tandem.memory.host import host_free
 from tandem.memory.plan import GIB
-from tandem.protocol import DataProto
 from tandem.trainer import planning
 from tandem.trainer.planning import tell_plan
 from tandem.trainer.run import run_ppo
@@ -62,12 +61,10 @@ def test_memory_that_does_not_suffice_is_held_against_the_plan(lab, monkeypatch,
     use = {"total": 10**8, "used": 90_000_000, "reserved": 80_000_000, "allocated": 60_500_000}
     for module in (recomputation, base):
         monkeypatch.setattr(module, "memory_use", lambda device: use)
-    real = FSDPEngine.forward
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd more.")
+    real, fail = FSDPEngine.forward, Mock(side_effect=error)
 
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd more.")
-
-    def forward(self: FSDPEngine, batch: DataProto, **options: Any) -> DataProto:
+    def forward(self, batch, **options):
         return fail() if "response_mask" in batch.batch else real(self, batch, **options)
 
     if where == "train_step":

@@ -1,5 +1,6 @@
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,10 +133,8 @@ def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab, whole):
 
 
 def test_the_command_line_says_the_report_and_fails(lab, monkeypatch, capsys, backends):
-    def dies(self: PPOTrainer, step: int, prompts: Any) -> dict[str, float]:
-        raise WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
-
-    monkeypatch.setattr(PPOTrainer, "step", dies)
+    failure = WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
+    monkeypatch.setattr(PPOTrainer, "step", Mock(side_effect=failure))
     assert main(["train", *lab.overrides(lab.folder / "command")]) == 1
     printed = capsys.readouterr()
     assert "tandem train: critic rank 0 died\n  in update_critic\n" in printed.err
@@ -147,11 +146,8 @@ def test_the_command_line_says_the_report_and_fails(lab, monkeypatch, capsys, ba
 
 @pytest.mark.parametrize("where", ["data", "launch"])
 def test_what_was_started_ends_when_building_fails(lab, monkeypatch, backends, where):
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     part = (assembly, "_data") if where == "data" else (launch.Launcher, "launch")
-    monkeypatch.setattr(*part, interrupted)
+    monkeypatch.setattr(*part, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lab.run(f"built_{where}")
     assert [backend.closed for backend in backends] == [True]
@@ -162,11 +158,9 @@ def test_a_workers_own_error_for_the_user_is_raised_as_it_is(lab, monkeypatch):
     """The error looks the same as on the local backend; a worker's report around it would hide the remedy."""
     from_worker = ValueError("unused")
     for cause, expected in ((launch.ConfigError("x"), launch.ConfigError), (from_worker, WorkerFailure)):
-
-        def fails(*_: Any, cause: Exception = cause, **__: Any) -> None:
-            raise WorkerFailure("data rank 0 raised", restartable=False) from cause
-
-        monkeypatch.setattr(assembly, "_data", fails)
+        failure = WorkerFailure("data rank 0 raised", restartable=False)
+        failure.__cause__ = cause
+        monkeypatch.setattr(assembly, "_data", Mock(side_effect=failure))
         with pytest.raises(expected) as caught:
             lab.run("unmended")
         assert type(caught.value) is expected

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,24 +29,11 @@ def test_a_group_size_holds_from_its_step_on(step, n):
     assert updates_per_step(there.batch_samples, there.actor) == 2 * 4
 
 
-class NeverThere:
-    borrowed = False
-
-    def get(self, timeout_s: float | None = None) -> Any:
-        raise AssertionError("waited for a value")
-
-    def index(self, timeout_s: float | None = None) -> Any:
-        raise AssertionError("waited for an index")
-
-    wait = get
-
-    def done(self) -> bool:
-        return False
-
-
 def test_mini_batches_are_formed_before_the_batch_is_there():
     mini = MiniBatching(samples=3, epochs=2, shuffle=True, seed=1)
-    unseen = BatchFuture.collected([NeverThere()], "compute_advantages")
+    waited = Mock(side_effect=AssertionError("waited for a value"))
+    there = Mock(borrowed=False, get=waited, index=waited, wait=waited, done=Mock(return_value=False))
+    unseen = BatchFuture.collected([there], "compute_advantages")
     assert len(list(minibatches(unseen, 7, mini, step=1))) == 6
     batch = BatchFuture.of(DataProto(non_tensor_batch={"row": list(range(7))}))
     for shuffle in (False, True):
