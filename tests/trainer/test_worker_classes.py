@@ -4,7 +4,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.runtime import Placement, Role
-from tandem.trainer.casting import REWARD_POOL, RolePlan, plan_groups
+from tandem.trainer.casting import REWARD_POOL, RolePlan, load_classes, plan_groups
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tests.support.words import rows
@@ -153,14 +153,12 @@ data | Incomplete | describe, train_batch, val_batch
 critic | LATER | Own without begin_save, check_save
 critic | NoWorker | OwnCritic
 critic | OwnCritik | did you mean 'OwnCritic'?
-critic | nowhere.py:Worker | nowhere.py:Worker
 """
 
 
 @pytest.mark.parametrize(("role", "name", "said"), rows(REFUSED))
 def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(lab, own, role, name, said):
-    keys = {"LATER": "trainer.async_save", "nowhere.py:Worker": "could not be imported"}
-    key = keys.get(name, f"trainer.worker_classes.{role}")
+    key = "trainer.async_save" if name == "LATER" else f"trainer.worker_classes.{role}"
     if name == "LATER":
         name = lab.worker("compute_values update_critic save_checkpoint load_checkpoint")
     word = name if ":" in name else f"{own}:{name}"
@@ -168,3 +166,8 @@ def test_a_class_that_cannot_play_its_role_is_refused_before_anything_starts(lab
         lab.run("refused", f"GAE trainer.async_save=true W.{role}={word}")
     assert key in str(caught.value)
     assert not (lab.folder / "refused").exists()
+
+
+def test_a_module_that_cannot_be_imported_is_named():
+    with pytest.raises(ConfigError, match=r"nowhere\.py:Worker: the module could not be imported"):
+        load_classes({"critic": "nowhere.py:Worker"})
