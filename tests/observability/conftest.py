@@ -11,5 +11,4 @@ __all__ = ["lab"]
 def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-    return port
+        return server.getsockname()[1]

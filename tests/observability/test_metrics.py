@@ -13,7 +13,7 @@ WEIGHTS = [0.5, 0.25, 0.0, 2.0, 1.0, 0.75, 0.5]
 NAN = math.nan
 
 
-def observed(values: list[float], weights: list[float]) -> Metrics:
+def observed(values, weights):
     metrics, tensor = Metrics(), torch.tensor(values, dtype=torch.float64)
     for value, weight in zip(tensor, weights, strict=True):
         metrics.add_sum("sum", value)
@@ -25,7 +25,7 @@ def observed(values: list[float], weights: list[float]) -> Metrics:
     return metrics
 
 
-def expected() -> dict[str, float]:
+def expected():
     products = [value * weight for value, weight in zip(VALUES, WEIGHTS, strict=True)]
     return {
         "sum": math.fsum(VALUES),
@@ -44,13 +44,11 @@ def test_parts_add_up_to_the_whole(cuts):
     assert Metrics.merged(parts).to_floats() == pytest.approx(expected(), rel=1e-12)
 
 
-def _reduce_on_rank(rank: int, world_size: int, port: int) -> None:
+def _reduce_on_rank(rank, world_size, port):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mine = slice(0, 5) if rank == 0 else slice(5, 7)
     metrics = observed(VALUES[mine], WEIGHTS[mine])
-    metrics.add_mean(
-        "loss", torch.tensor(3.0 * rank), torch.tensor(float(rank))
-    )  # rank 0 has no observations
+    metrics.add_mean("loss", torch.tensor(3.0 * rank), torch.tensor(float(rank)))  # of rank 1 alone
     reduced = metrics.all_reduced(None, torch.device("cpu")).to_floats()
     dist.destroy_process_group()
     assert reduced == pytest.approx(expected() | {"loss": 3.0}, rel=1e-12)
@@ -94,18 +92,14 @@ def test_no_gradient_is_held():
     assert not any(torch.as_tensor(part).requires_grad for part in (*held, metrics["spread"].squares))
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    found = observed(values, [1.0] * len(values)).to_floats()
-    return {name: found[name] for name in ("std", "sample_std", "ess") if name in found}
-
-
 def test_the_edges_of_spreads():
-    assert spread([]) == {}
-    assert spread([3.0]) == {"std": 0.0, "sample_std": 0.0, "ess": 1.0}
-    assert spread([0.0, 0.0])["ess"] == 0.0
-    assert spread([1.1] * 9)["std"] == pytest.approx(0, abs=1e-7)
-    assert math.isnan(spread([1.0, NAN])["std"])
+    def spread(*values):
+        found = observed(values, [1.0] * len(values)).to_floats()
+        return {name: found[name] for name in ("std", "sample_std", "ess") if name in found}
 
-
-def test_the_bytes_exchanged():
+    assert spread() == {}
+    assert spread(3.0) == {"std": 0.0, "sample_std": 0.0, "ess": 1.0}
+    assert spread(0.0, 0.0)["ess"] == 0.0
+    assert spread(*[1.1] * 9)["std"] == pytest.approx(0, abs=1e-7)
+    assert math.isnan(spread(1.0, NAN)["std"])
     assert observed(VALUES, WEIGHTS).reduced_bytes == 3 * 24 + 4 * 16

@@ -2,7 +2,6 @@ import builtins
 import io
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -22,11 +21,7 @@ def info(tmp_path):
     return RunInfo("tandem", "test", tmp_path, total_steps=100, config={"trainer": {"seed": 0}})
 
 
-def unexpected(sentence: str) -> None:
-    raise AssertionError(sentence)
-
-
-def printed(info: RunInfo, clock: list[float], *steps: tuple[int, dict[str, float]]) -> list[str]:
+def printed(info, clock, *steps):
     out, times = io.StringIO(), iter(clock)
     sink = ConsoleSink(info, Console(file=out, width=100), clock=lambda: next(times))
     for step, metrics in steps:
@@ -58,10 +53,8 @@ def test_the_last_step_is_printed_and_the_accuracy_is_carried(info):
 
 
 def test_the_console_shows_responses_escaped(info):
-    out = io.StringIO()
-    ConsoleSink(info, Console(file=out, width=80)).log_generations(
-        2, [Generation("user: hello", HOSTILE, 0.5)]
-    )
+    sink = ConsoleSink(info, Console(file=(out := io.StringIO()), width=80))
+    sink.log_generations(2, [Generation("user: hello", HOSTILE, 0.5)])
     title, *rows = out.getvalue().splitlines()
     assert "step 2" in title and "1 of 1" in title and "0.5" in title
     assert rows == ["  | user: hello", "  | \\x1b[2Jgone [/bold] <b>"]
@@ -77,7 +70,7 @@ def test_durations(seconds, text):
 
 def test_the_file_sink_keeps_the_lines_and_appends(info):
     for step in (1, 2):
-        sinks = Sinks(["file"], info, unexpected)
+        sinks = Sinks(["file"], info, pytest.fail)
         sinks.log(step, {"reward/mean": 0.5})
         sinks.close()
     lines = (info.folder / "log" / "progress.log").read_text().splitlines()
@@ -86,7 +79,7 @@ def test_the_file_sink_keeps_the_lines_and_appends(info):
 
 def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info):
     for steps, value in ((range(5), 0.0), (range(3, 6), 1.0)):
-        sinks = Sinks(["tensorboard"], info, unexpected)
+        sinks = Sinks(["tensorboard"], info, pytest.fail)
         for step in steps:
             sinks.log(step, {"x": value})
         sinks.log_generations(2, [Generation("user: hello", HOSTILE, 0.5), Generation("", "x", 1.0)])
@@ -100,7 +93,7 @@ def test_tensorboard_shows_a_resumed_run_without_its_lost_steps(info):
 def test_an_unknown_logger_is_an_error_that_lists_the_known_ones(info):
     assert sorted(tables.LOGGERS) == sorted(SINKS)
     with pytest.raises(ConfigError) as caught:
-        Sinks(["console", "wandbb"], info, unexpected)
+        Sinks(["console", "wandbb"], info, pytest.fail)
     assert (caught.value.got, caught.value.expected) == ("wandbb", ", ".join(SINKS))
 
 
@@ -125,35 +118,23 @@ def test_a_missing_package_gives_its_install_command_and_stops_no_run(info, monk
     assert "reward 0.500" in (info.folder / "log" / "progress.log").read_text()
 
 
-class Sick:
-    """A sink that raises in one of its methods, or hangs until it is released."""
-
-    where = ""
-    error: BaseException | None = None
-    released = threading.Event()
-
-    def __init__(self, info: RunInfo) -> None:
-        self._do("start")
-
-    def _do(self, what: str) -> None:
-        if what == self.where:
-            if self.error is not None:
-                raise self.error
-            assert self.released.wait(60)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._do(f"step {step}")
-
-    def close(self) -> None:
-        self._do("end")
-
-
 @pytest.fixture
 def sick(monkeypatch):
+    """Return a function that makes a sink raise in one of its methods, or hang until it is released."""
+
     def made(where, error=None):
-        kind = type("Sick", (Sick,), {"where": where, "error": error, "released": threading.Event()})
-        monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", kind)
-        return kind
+        released = threading.Event()
+
+        def does(what):
+            if what == where and error is not None:
+                raise error
+            assert what != where or released.wait(60)
+
+        methods = {"__init__": lambda self, info: does("start"), "close": lambda self: does("end")}
+        methods["log"] = lambda self, step, metrics: does(f"step {step}")
+        Sick = type("Sick", (), methods)
+        monkeypatch.setattr("tandem.observability.sinks.tensorboard.TensorBoardSink", Sick)
+        return released
 
     return made
 
@@ -161,27 +142,27 @@ def sick(monkeypatch):
 @pytest.mark.parametrize("where", ["start", "step 2", "end"])
 @pytest.mark.parametrize("error", [ConnectionError("no route"), SystemExit(1), None])
 def test_a_sink_that_fails_or_hangs_is_reported_once_and_the_others_go_on(info, sick, where, error):
-    kind, said = sick(where, error), []
+    released, said = sick(where, error), []
     sinks = Sinks(["tensorboard", "file"], info, said.append, limit_s=0.3)
     for step in (1, 2, 3):
         sinks.log(step, {"reward/mean": 0.5})
     sinks.close()
-    kind.released.set()
+    released.set()
     what = "did not answer" if error is None else "failed"
-    assert len(said) == 1
-    assert said[0].startswith(f"logger tensorboard {what} at {'the ' if where != 'step 2' else ''}{where}")
-    assert error is None or repr(error) in said[0]
+    (told,) = said
+    assert told.startswith(f"logger tensorboard {what} at {'the ' if where != 'step 2' else ''}{where}")
+    assert error is None or repr(error) in told
     assert len((info.folder / "log" / "progress.log").read_text().splitlines()) == 3
 
 
 def test_a_sink_that_hangs_is_dropped_while_the_run_goes_on(info, sick):
-    kind, said, step = sick("step 1"), [], 0
+    released, said, step = sick("step 1"), [], 0
     sinks = Sinks(["tensorboard"], info, said.append, limit_s=0.05)
     while not said and step < 1000:  # no step waits
         step += 1
         sinks.log(step, {})
-        kind.released.wait(0.01)
-    kind.released.set()
+        released.wait(0.01)
+    released.set()
     assert said[0].startswith("logger tensorboard did not answer at step 1 within 0.05 s")
     sinks.close()
     assert len(said) == 1

@@ -3,7 +3,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,45 +29,31 @@ class Tracked:
             if find_spec(package) is None:
                 pytest.skip(f"{package} is not installed")
         self.folder = home / "run"
-        keys = {
-            "data.val_files": lab.val,
-            "trainer.test_freq": 1,
-            "trainer.log_val_generations": 2,
-            "trainer.logger": name,
-            "trainer.project_name": "tandem-test",
-            "trainer.experiment_name": "tracked",
-        }
-        words = lab.overrides(self.folder, **keys)
+        names = {"trainer.project_name": "tandem-test", "trainer.experiment_name": "tracked"}
+        keys = {"trainer.test_freq": 1, "trainer.log_val_generations": 2, "trainer.logger": name, **names}
+        words = lab.overrides(self.folder, **keys, data__val_files=lab.val)
         if not packages:
             run_ppo(load_train_config(None, words).config, say=print)
             return
-        done = subprocess.run(
-            [sys.executable, "-m", "tandem", "train", *words],
-            env=os.environ | {"HOME": str(home), "PYTHONPATH": f"{ROOT}{os.pathsep}{home}"} | environment,
-            cwd=home,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+        env = os.environ | {"HOME": str(home), "PYTHONPATH": f"{ROOT}{os.pathsep}{home}"} | environment
+        command = [sys.executable, "-m", "tandem", "train", *words]
+        seen = {"capture_output": True, "text": True, "timeout": 280}
+        done = subprocess.run(command, env=env, cwd=home, check=False, **seen)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "switched off" not in done.stdout
 
     @property
     def metrics(self) -> Left:
-        """Return the finite values of metrics.jsonl."""
         rows = read_metrics(self.folder / "metrics.jsonl")
         assert [row.pop("step") for row in rows] == [0, 1, 2]
         found = [(name, step, value) for step, row in enumerate(rows) for name, value in row.items()]
         return {(name, step): value for name, step, value in found if value is not None}
 
     def table(self, step: int) -> list[list[Any]]:
-        """Return the rows of the table of responses after a step."""
         return [[g.prompt, g.response, g.score] for g in RunFolder(self.folder).generations(step, 2)]
 
 
-def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
-    """Return the records of a log in LevelDB's format."""
+def _levels(reader, path, record):
     reader.open(path)
     while (data := reader.scan()) is not None:
         made = record()
@@ -79,10 +64,7 @@ def _levels(reader: Any, path: Path, record: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["wandb", "vemlp_wandb"])
 def test_wandb_and_what_speaks_its_api(lab, tmp_path, name):
-    """The package of vemlp_wandb is on no public index.
-
-    A module in its place provides the library that has the same API.
-    """
+    """The package of vemlp_wandb is on no public index; a module in its place gives the same API."""
     (tmp_path / "volcengine_ml_platform.py").write_text("import wandb\n\ndef init(ak, sk, region): ...\n")
     account = {name: "x" for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION")}
     run = Tracked(lab, name, tmp_path, "wandb", "swanlab", WANDB_MODE="offline", **account)
@@ -134,9 +116,8 @@ def test_clearml(lab, tmp_path):
     rows = [row for line in log.read_text().splitlines() for row in json.loads(line)]
     left = {(f"{r['metric']}/{r['variant']}", r["iter"]): r["value"] for r in rows if "value" in r}
     assert {key: left[key] for key in run.metrics} == run.metrics
-    plots = {
-        r["iter"]: json.loads(r["plot_str"])["data"][0]["cells"]["values"] for r in rows if "plot_str" in r
-    }
+    tables = {r["iter"]: json.loads(r["plot_str"])["data"][0] for r in rows if "plot_str" in r}
+    plots = {step: table["cells"]["values"] for step, table in tables.items()}
     assert plots == {s: [list(c) for c in zip(*run.table(s), strict=True)] for s in range(3)}
 
 

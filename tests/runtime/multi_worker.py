@@ -1,7 +1,4 @@
-"""A backend of several workers in one process.
-
-Each worker has a thread that runs its calls in order. As between processes, a queued call has not run yet.
-"""
+"""A backend of several workers in one process; each has a thread that runs its calls in order."""
 
 import queue
 import time
@@ -47,10 +44,7 @@ STORE: dict[int, DataProto | None] = {}
 
 
 class StoredHandle:
-    """A picklable handle of a batch in STORE.
-
-    It counts over all its copies how often its value was fetched and its index was read.
-    """
+    """A picklable handle of a batch in STORE; all its copies count together what is fetched and asked."""
 
     fetched: ClassVar[Counter[int]] = Counter()
     asked: ClassVar[Counter[int]] = Counter()
@@ -81,7 +75,6 @@ class StoredHandle:
         return STORE[self.key] is not None
 
     def moved(self) -> int:
-        """Return how often the value was fetched since the last call."""
         return self.fetched.pop(self.key, 0)
 
 
@@ -104,11 +97,8 @@ class ThreadWorkers:
 
     def stream(self, method: str, calls: Sequence[Any]) -> Iterator[StreamPart]:
         parts: queue.SimpleQueue[tuple[int, Part | None]] = queue.SimpleQueue()
-        lanes = [
-            self.lanes[rank].submit(self._stream, rank, method, call, parts)
-            for rank, call in enumerate(calls)
-            if call is not None
-        ]
+        called = [(rank, call) for rank, call in enumerate(calls) if call is not None]
+        lanes = [self.lanes[rank].submit(self._stream, rank, method, call, parts) for rank, call in called]
         return self._merged(parts, lanes)
 
     def _run(self, rank: int, method: str, call: Any) -> Any:
@@ -166,20 +156,16 @@ class ThreadBackend:
 
 
 def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
-    """Return a batch with several ragged columns, a dense score and uids.
-
-    Tokens and log-probs have equal lengths; prompts have other lengths.
-    """
+    """Return a batch in which tokens and log-probs have equal lengths, and prompts have others."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 6, (rows,), generator=generator)
     total = int(lengths.sum())
-    prompt_lengths = torch.randint(7, 9, (rows,), generator=generator)
+    asked = torch.randint(7, 9, (rows,), generator=generator)
+    tokens, prompts = (torch.randint(0, 99, (n,), generator=generator) for n in (total, int(asked.sum())))
     columns = {
-        "tokens": Ragged.from_lengths(torch.randint(0, 99, (total,), generator=generator), lengths),
+        "tokens": Ragged.from_lengths(tokens, lengths),
         "log_probs": Ragged.from_lengths(torch.randn(total, generator=generator), lengths),
-        "prompts": Ragged.from_lengths(
-            torch.randint(0, 99, (int(prompt_lengths.sum()),), generator=generator), prompt_lengths
-        ),
+        "prompts": Ragged.from_lengths(prompts, asked),
         "score": torch.randn(rows, generator=generator),
     }
     arrays = {"uid": np.array([f"0-{row // 2}" for row in range(rows)], dtype=object)} if uids else {}
@@ -187,22 +173,15 @@ def make_batch(rows: int, seed: int = 0, uids: bool = True) -> DataProto:
 
 
 def assert_same(got: DataProto, expected: DataProto) -> None:
-    """Check that both have the same columns in the same order, with the same values."""
-    assert set(got.columns) == set(expected.columns)
-    assert len(got) == len(expected)
+    assert (set(got.columns), len(got)) == (set(expected.columns), len(expected))
     for name, column in expected.batch.items():
-        if isinstance(column, Ragged):
-            assert got.ragged(name).equal(column), name
-        else:
-            assert torch.equal(got.dense(name), column), name
+        ragged = isinstance(column, Ragged)
+        assert got.ragged(name).equal(column) if ragged else torch.equal(got.dense(name), column), name
     for name, array in expected.non_tensor_batch.items():
         assert list(got.non_tensor_batch[name]) == list(array), name
 
 
 def assert_index_of(index: Index, batch: DataProto) -> None:
-    assert len(index) == len(batch)
-    assert set(index.columns) == set(batch.columns)
-    ragged = {name: c for name, c in batch.batch.items() if isinstance(c, Ragged)}
-    assert set(index.lengths) == set(ragged)
-    for name, column in ragged.items():
-        assert torch.equal(index.lengths[name], column.lengths), name
+    assert (len(index), set(index.columns)) == (len(batch), set(batch.columns))
+    lengths = {name: c.lengths.tolist() for name, c in batch.batch.items() if isinstance(c, Ragged)}
+    assert {name: each.tolist() for name, each in index.lengths.items()} == lengths

@@ -6,28 +6,15 @@ from hypothesis import strategies as st
 
 from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
-from tandem.runtime import BatchFuture, Mesh, MeshPlace
+from tandem.runtime import BatchFuture, Mesh, MeshPlace, Placement, ResourcePool, Role, dispatch
 from tandem.runtime.dispatch import (
     Registration,
     collect_batches,
-    collect_first,
     collect_lists,
-    dispatch_all_to_all,
     dispatch_batches,
     dispatch_lists,
-    dispatch_one_to_all,
-    dispatch_rank_zero,
 )
 from tests.runtime.multi_worker import assert_same, make_batch
-
-
-def toy_mesh(dp: int, tp: int, pp: int) -> Mesh:
-    """Return a mesh with rank = (pp, dp, tp), tp fastest; tensor rank 0 of the last stage collects."""
-    places = [
-        MeshPlace(dp_rank, dp, collects=tp_rank == 0 and stage == pp - 1)
-        for stage, dp_rank, tp_rank in product(range(pp), range(dp), range(tp))
-    ]
-    return Mesh(tuple(places), "toy")
 
 
 @given(rows=st.integers(0, 19), world_size=st.integers(1, 8))
@@ -47,12 +34,17 @@ def test_batches_round_trip_in_a_flat_world(rows, world_size):
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), (3, 2, 2), (1, 4, 2), (4, 1, 1), (2, 1, 3)])
 @pytest.mark.parametrize("rows", [0, 1, 5, 7])
 def test_toy_mesh(dp, tp, pp, rows):
-    mesh, batch, results = toy_mesh(dp, tp, pp), make_batch(rows), []
+    """Ranks are (pp, dp, tp), tp fastest; tensor rank 0 of the last stage collects."""
+    places = [
+        MeshPlace(dp_rank, dp, collects=tp_rank == 0 and stage == pp - 1)
+        for stage, dp_rank, tp_rank in product(range(pp), range(dp), range(tp))
+    ]
+    mesh, batch, results = Mesh(tuple(places), "toy"), make_batch(rows), []
     for place, (_, kwargs) in zip(mesh.places, dispatch_batches(mesh, (), {"batch": batch}), strict=True):
         assert_same(kwargs["batch"], batch.chunk(dp)[place.dp_rank])
         results.append(kwargs["batch"] if place.collects else "not looked at")
     assert_same(collect_batches(mesh, results), batch)
-    assert collect_first(mesh, list(range(mesh.world_size))) == dp * tp * (pp - 1)
+    assert dispatch.collect_first(mesh, list(range(mesh.world_size))) == dp * tp * (pp - 1)
 
 
 def test_meta_info_of_results_without_columns_is_that_of_all_ranks():
@@ -64,25 +56,21 @@ def test_meta_info_of_results_without_columns_is_that_of_all_ranks():
         collect_batches(mesh, [agreed[0], DataProto(meta_info={"loss": 2.5})])
 
 
-def test_collection_is_in_order_of_dp_rank_not_of_rank():
-    mesh = Mesh((MeshPlace(1, 2), MeshPlace(0, 2)))
-    calls = dispatch_lists(mesh, ([1, 2, 3],), {})
-    assert calls == [(([3],), {}), (([1, 2],), {})]
-    assert collect_lists(mesh, [args[0] for args, _ in calls]) == [1, 2, 3]
-
-
 @given(items=st.lists(st.integers(), max_size=15), world_size=st.integers(1, 8))
 def test_lists_round_trip(items, world_size):
     mesh = Mesh.flat(world_size)
     shares = [args[0] for args, _ in dispatch_lists(mesh, (items, "for all"), {})]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert collect_lists(mesh, shares) == items
+    turned = Mesh((MeshPlace(1, 2), MeshPlace(0, 2)))  # collection is in order of dp rank, not of rank
+    assert dispatch_lists(turned, ([1, 2, 3],), {}) == [(([3],), {}), (([1, 2],), {})]
+    assert collect_lists(turned, [[3], [1, 2]]) == [1, 2, 3]
 
 
 def test_one_to_all_and_rank_zero():
     mesh = Mesh.flat(3)
-    assert dispatch_one_to_all(mesh, (1,), {"b": 2}) == [((1,), {"b": 2})] * 3
-    assert dispatch_rank_zero(mesh, (1,), {"b": 2}) == [((1,), {"b": 2}), None, None]
+    assert dispatch.dispatch_one_to_all(mesh, (1,), {"b": 2}) == [((1,), {"b": 2})] * 3
+    assert dispatch.dispatch_rank_zero(mesh, (1,), {"b": 2}) == [((1,), {"b": 2}), None, None]
     others = {"text": "ab", "pair": (3, 4)}  # arguments that are no list go to all
     assert dispatch_lists(Mesh.flat(2), ([1, 2],), others) == [(([1],), others), (([2],), others)]
     with pytest.raises(ConfigError, match="parentheses"):
@@ -91,10 +79,13 @@ def test_one_to_all_and_rank_zero():
 
 def test_all_to_all_gives_each_rank_its_item():
     mesh = Mesh.flat(2)
-    assert dispatch_all_to_all(mesh, ([1, 2],), {"b": (3, 4)}) == [((1,), {"b": 3}), ((2,), {"b": 4})]
+    assert dispatch.dispatch_all_to_all(mesh, ([1, 2],), {"b": (3, 4)}) == [
+        ((1,), {"b": 3}),
+        ((2,), {"b": 4}),
+    ]
     for wrong in ([1, 2, 3], 5):
         with pytest.raises(DataError, match="a list of 2"):
-            dispatch_all_to_all(mesh, (wrong,), {})
+            dispatch.dispatch_all_to_all(mesh, (wrong,), {})
 
 
 def test_batches_of_different_size_and_results_that_are_no_list_are_refused():
@@ -118,3 +109,28 @@ def test_places_that_make_no_mesh(places, message):
     with pytest.raises(ConfigError, match=message) as error:
         Mesh(tuple(places), "actor")
     assert "mesh 'actor'" in str(error.value)
+
+
+@pytest.mark.parametrize("counts", [[], [0], [8, -1], [1.5], ["8"], [True], 8, None])
+def test_malformed_pools(counts):
+    with pytest.raises(ConfigError, match="actor_pool"):
+        ResourcePool(counts, "actor_pool")
+
+
+def test_placement():
+    placement = Placement(
+        {"actor_pool": [8] * 4, "critic_pool": [4] * 4},
+        {Role.ActorRollout: "actor_pool", Role.Critic: "critic_pool", Role.RefPolicy: "actor_pool"},
+    )
+    assert placement.pool(Role.RefPolicy) is placement.pool(Role.ActorRollout)
+    pool = placement.pool(Role.Critic)
+    assert (pool.world_size, pool.nnodes, pool.process_on_nodes) == (16, 4, (4, 4, 4, 4))
+    assert placement.roles("actor_pool") == (Role.ActorRollout, Role.RefPolicy)
+    with pytest.raises(ConfigError, match="RewardModel: no resource pool"):
+        placement.pool(Role.RewardModel)
+
+
+def test_a_misspelt_pool_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'actor_pool'") as error:
+        Placement({"actor_pool": [1], "critic_pool": [1]}, {Role.Critic: "actr_pool"})
+    assert error.value.field == "pool of role Critic"

@@ -1,5 +1,4 @@
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,33 +9,31 @@ from hypothesis import strategies as st
 from tandem.balance import partition
 from tandem.errors import DataError
 from tandem.protocol import DataProto, Ragged
-from tandem.runtime import BatchFuture, Index
+from tandem.runtime import BatchFuture
 from tandem.runtime.expression import sources
 from tandem.runtime.future import division
 from tests.runtime.multi_worker import STORE, StoredHandle, assert_index_of, assert_same, make_batch
 
 
-def stored(parts: list[Any], shares: Any = None, *, borrowed: bool = False) -> tuple[BatchFuture, list[Any]]:
+def stored(parts, shares=None, *, borrowed=False):
     handles = [StoredHandle(part, borrowed) for part in parts]
     return BatchFuture.collected(handles, "W.m", shares), handles
 
 
-def unmade(parts: list[Any], shares: Any = None) -> tuple[BatchFuture, list[Any]]:
-    """Return a future of methods that have not ended."""
+def unmade(parts, shares=None):
     return stored([None] * len(parts), shares)
 
 
-def make(handles: list[StoredHandle], parts: list[DataProto]) -> None:
+def make(handles, parts):
     for handle, part in zip(handles, parts, strict=True):
         STORE[handle.key] = part
 
 
-def named(future: BatchFuture) -> set[int]:
-    """Return the results that a future's expression mentions."""
+def named(future):
     return {source.handle.key for source in sources(future._node)}
 
 
-def asked(handles: list[StoredHandle]) -> int:
+def asked(handles):
     return sum(StoredHandle.asked[handle.key] for handle in handles)
 
 
@@ -44,12 +41,11 @@ both_states = pytest.mark.parametrize("future_of", [stored, unmade])
 """With results that exist, and with those of methods that have not ended."""
 
 
-def there_and_back(future: BatchFuture) -> BatchFuture:
+def there_and_back(future):
     return pickle.loads(pickle.dumps(future))
 
 
-def apply(future: BatchFuture, batch: DataProto, name: str, number: int) -> tuple[BatchFuture, DataProto]:
-    """Apply one operation to a future and to its batch."""
+def apply(future, batch, name, number):
     generator, count = torch.Generator().manual_seed(number), len(batch)
     picks = {
         "rows": torch.randint(0, max(count, 1), (min(4, count),), generator=generator),
@@ -94,11 +90,10 @@ NAMES = [
 OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999)), max_size=6)
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    OPERATIONS,
-    st.sampled_from(["", "ended", "borrowed"]),
-)
+STATES = st.sampled_from(["", "ended", "borrowed"])
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), OPERATIONS, STATES)
 @settings(max_examples=350, deadline=None)
 def test_any_composition_does_to_the_future_what_it_does_to_the_batch(sizes, operations, state):
     parts = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
@@ -264,9 +259,8 @@ def test_results_of_a_division_come_back_in_order(future_of):
     batch = make_batch(11, seed=4)
     given_, handles = future_of([batch])
     shares = division([given_], 3, "tokens")
-    parts = [
-        batch[rows].select(["score"], []) for rows in partition(batch.ragged("tokens").lengths.tolist(), 3)
-    ]
+    members = partition(batch.ragged("tokens").lengths.tolist(), 3)
+    parts = [batch[rows].select(["score"], []) for rows in members]
     result, result_handles = unmade(parts, shares)
     chained = there_and_back(result.union(given_.select("uid"))).chunk(2)
     make(handles, [batch])
@@ -299,22 +293,3 @@ def test_meta_info_of_batches_without_columns_is_kept_and_conflicts_are_refused(
         with pytest.raises(DataError) as refused:
             conflicting.get()
         assert refused.value.field == "loss"
-
-
-def test_traffic_of_a_step_at_the_controller():
-    """The traffic consists of indices and arguments, for 4,096 samples of 2,000 tokens on eight ranks."""
-    rows, ranks, uids = 4096, 8, [f"12/{row // 8}" for row in range(4096)]
-    lengths = torch.randint(1, 4096, (rows,), generator=torch.Generator().manual_seed(0))
-    table = Ragged.from_lengths(torch.zeros(int(lengths.sum()), dtype=torch.bool), lengths)
-    batch = DataProto({"tokens": table, "mask": table}, {"uid": uids})
-    parts = batch.chunk(ranks)
-    indices = sum(len(pickle.dumps(Index.of(part))) for part in parts)
-    length_bytes = 2 * rows
-    assert indices <= 20 * rows + length_bytes
-    future, _ = stored(parts)
-    balanced = sum(len(pickle.dumps(share)) for share in future.chunk(ranks, balance="tokens"))
-    shuffled = future.rows(torch.randperm(rows))
-    minis = sum(len(pickle.dumps(s)) for m in shuffled.split(256) for s in m.chunk(ranks))
-    assert balanced <= 10 * rows
-    assert minis <= 40 * rows
-    assert indices + balanced + minis <= 64 * rows + length_bytes

@@ -6,19 +6,18 @@ from tandem.errors import DataError, WorkerFailure
 from tandem.runtime.failure import Fault, Place, Record, Status, first_failure, log_header, tail
 
 
-def place(rank: int, log: Path = Path("nowhere")) -> Place:
+def place(rank, log=Path("nowhere")):
     return Place("policy", rank, 2, "10.0.0.1", 100 + rank, log)
 
 
-def record(rank: int, at: float, *, inputs: bool = False) -> Record:
+def record(rank, at, *, inputs=False):
     return Record("policy", rank, "actor", "update", "ValueError: x", "trace", None, inputs, at)
 
 
 def test_it_began_with_the_earliest_that_was_not_waiting_for_another():
     waited, late, early = record(0, 1.0, inputs=True), record(1, 3.0), record(2, 2.0)
     assert first_failure([waited, late, early]) is early
-    assert first_failure([waited]) is waited
-    assert first_failure([]) is None
+    assert first_failure([waited]) is waited and first_failure([]) is None
 
 
 def test_the_end_of_a_log_is_that_of_this_process(tmp_path):
@@ -48,15 +47,14 @@ def test_the_report_says_who_where_what_and_what_the_others_did(tmp_path):
     log.write_text(f"{log_header(101)}\nloading\n")
     fault = Fault(place(1, log), "its process died (killed)", "actor", "update_actor")
     others = {place(0): str(Status("running", "actor", "update_actor", 3.21, 2**30)), place(2): "idle"}
+    busy = "running actor.update_actor for 3.2 s"
     failure = fault.report(others)
     assert isinstance(failure, WorkerFailure)
     report = str(failure).splitlines()
     assert report[0] == "actor rank 1 of 2 failed in update_actor: its process died (killed)"
     for fact, line in zip(("policy, node 10.0.0.1, pid 101", str(log), "loading"), report[1:4], strict=True):
         assert fact in line
-    for line, (rank, what) in zip(
-        report[-2:], ((0, "running actor.update_actor for 3.2 s"), (2, "idle")), strict=True
-    ):
+    for line, rank, what in zip(report[-2:], (0, 2), (busy, "idle"), strict=True):
         assert line.strip() == f"policy rank {rank} of 2 (node 10.0.0.1, pid {100 + rank}): {what}"
     many = str(Fault(place(0), "gone").report({place(rank): "idle" for rank in range(1, 101)}))
     assert many.count(": idle") == 16 and "84 more" in many

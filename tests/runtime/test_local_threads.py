@@ -9,7 +9,7 @@ from tandem.checkpoint.background import BackgroundWrite
 from tandem.runtime import Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
 
 
-def multiply() -> int:
+def multiply():
     """Run a kernel that PyTorch divides among threads, and return the number of threads of this process."""
     torch.ones(1 << 20).mul_(2)
     return len(os.listdir("/proc/self/task"))
@@ -34,18 +34,15 @@ def two_threads():
         thread.join(30)
 
 
-def by_worker() -> int:
+def by_worker():
     backend = LocalBackend()
-    group = WorkerGroup(backend, partial(Beside), ResourcePool([1]), role="reward")
-    count: int = group.multiply().get()
+    count = WorkerGroup(backend, partial(Beside), ResourcePool([1]), role="reward").multiply().get()
     backend.shutdown()
     return count
 
 
-def by_checkpoint() -> int:
-    found: list[int] = []
-    done = threading.Event()
-    write = BackgroundWrite()
+def by_checkpoint():
+    found, done, write = [], threading.Event(), BackgroundWrite()
     write.start(lambda: (found.append(multiply()), done.set())[0], None)
     assert done.wait(30)
     write.check()

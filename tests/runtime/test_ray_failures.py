@@ -2,6 +2,8 @@ import os
 import random
 import re
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,7 +23,6 @@ ANSWER_S, CALL_S, LIMIT_S = 6.0, 8.0, 60.0
 
 @pytest.fixture
 def backend_of(ray_cluster, tmp_path):
-    """Return a function that starts a backend, which the end of the test stops."""
     with ExitStack() as opened:
 
         def started(**options):
@@ -37,13 +38,13 @@ def backend(backend_of):
     return backend_of(answer_s=ANSWER_S, call_s=CALL_S, stop_s=5)
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     with suppress(OSError), open(f"/proc/{pid}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
-def gone_within(pids: list[int], seconds: float) -> bool:
+def gone_within(pids, seconds):
     deadline = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -76,30 +77,21 @@ def test_one_report_in_bounded_time_and_nobody_left(backend, how):
     report = str(caught.value)
     rank = 0 if how == "sleep" else 1  # both run too long, and either could be waiting for the other
     assert report.startswith(f"policy rank {rank} of 2 failed in fail: ")
-    assert SAYS[how] in report.splitlines()[0]
-    assert f"pid {pids[1]}" in report
+    assert SAYS[how] in report.splitlines()[0] and f"pid {pids[1]}" in report
     assert how == "crash" or f"about to {how}" in report  # the end of the process's log
-    assert f"faulty rank {1 - rank} of 2 (node {_node(report)}, pid {pids[1 - rank]})" in report
-    assert f"other rank 0 of 1 (node {_node(report)}, pid {pids[2]}): idle" in report
+    node = re.search(r"node ([0-9.]+)", report)[1]
+    assert f"faulty rank {1 - rank} of 2 (node {node}, pid {pids[1 - rank]})" in report
+    assert f"other rank 0 of 1 (node {node}, pid {pids[2]}): idle" in report
     assert caught.value.restartable
+    assert how not in ("raise", "crash") or "faulty.py" in report  # the stack shows where it happened
+    assert how != "sleep" or "time.sleep(1000)" in report  # the stack shows the line that runs
     if how == "raise":
-        assert isinstance(caught.value.__cause__, ValueError)
-        assert "faulty.py" in report
-        assert "host.py" not in report
-    if how == "sleep":
-        assert "time.sleep(1000)" in report  # the stack shows the line that runs
+        assert isinstance(caught.value.__cause__, ValueError) and "host.py" not in report
     if how == "crash":
         log = Path(report.partition("end of the log ")[2].partition(":")[0])
         assert "Fatal Python error: Segmentation fault" in log.read_text()
-        assert "faulty.py" in report  # the stack shows where the process crashed
     backend.shutdown()
     assert gone_within(pids, 5)
-
-
-def _node(report: str) -> str:
-    found = re.search(r"node ([0-9.]+)", report)
-    assert found
-    return found[1]
 
 
 def test_a_process_killed_while_idle_is_found(backend):
@@ -168,7 +160,7 @@ def test_each_pool_listens_on_a_port_of_its_own(backend_of):
     assert not caught.value.restartable
 
 
-def _free_port() -> int:
+def _free_port():
     """Return the first of three consecutive free ports, below the range that systems assign automatically."""
     while True:
         port = random.randrange(10_000, 30_000)
@@ -218,3 +210,50 @@ def test_what_a_machine_says_itself_counts_before_what_was_found_there(monkeypat
     monkeypatch.setattr(os, "environ", own)
     actor._Host.join(None, {"RANK": "1"}, {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}, 1)
     assert own == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "1"}
+
+
+ray = pytest.importorskip("ray")
+cluster = pytest.importorskip("tandem.runtime.ray_backend.cluster")
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_the_controllers_breakpoint_is_the_users():
+    """Ray would set its own debugger, also in every process that this process starts."""
+    assert "PYTHONBREAKPOINT" not in os.environ
+
+
+def test_a_ray_that_does_not_start_in_time_is_a_failure_that_a_restart_may_mend(monkeypatch):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")
+
+    ended = []
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(WorkerFailure, match=r"timed out during startup(.|\n)*max_restarts") as raised:
+        cluster._start(None, None, {})
+    assert raised.value.restartable
+    assert ended == [True]
+
+
+STARTS = """
+import os, ray
+from tandem.errors import ConfigError
+from tandem.runtime.ray_backend.cluster import connect
+
+try:
+    connect(None, ray_init={"num_cpu": 3})
+except ConfigError as error:
+    print("refused", "num_cpu" in str(error), error.field)
+connect(None, ray_init={"num_cpus": 3, "runtime_env": {"env_vars": {"A_VARIABLE": "5"}}})
+seen = ray.remote(lambda: os.environ["A_VARIABLE"])
+print(ray.cluster_resources()["CPU"], ray.get(seen.remote(), timeout=60))
+"""
+
+
+@pytest.mark.slow
+def test_further_arguments_reach_ray():
+    words = [sys.executable, "-c", STARTS]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["refused True trainer.cluster.ray_init", "3.0 5"]

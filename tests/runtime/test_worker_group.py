@@ -34,8 +34,6 @@ def gate():
 
 @pytest.fixture
 def slow(threads, gate):
-    """Return a group whose method waits for the gate."""
-
     class Slow(Worker):
         @register(blocking=False)
         def step(self, batch: DataProto, rows: int | None = None) -> DataProto:
@@ -67,8 +65,6 @@ def test_an_error_of_any_worker_is_raised(threads):
         with pytest.raises(ValueError, match="broken on 2"):
             call()
 
-
-def test_an_error_of_a_worker_that_does_not_collect_is_raised(threads):
     class Failing(Parallel):
         def forward(self, batch: DataProto) -> DataProto:
             if self.rank == 1:
@@ -83,10 +79,10 @@ def test_an_error_of_a_worker_that_does_not_collect_is_raised(threads):
 
 def test_local_backend_runs_here_and_keeps_the_traceback():
     group, batch = local(partial(Toy, 2.0, fail_on=0)), make_batch(3)
-    assert group.ranks() == [(0, 1)]
-    assert torch.equal(group.double(batch).get().dense("doubled"), batch.dense("score") * 2)
-    assert len(group.double(group.double(batch).union(batch))) == 3
-    assert group.history().get() == [[3, 3, 3]]
+    doubled = group.double(batch)
+    assert torch.equal(doubled.get().dense("doubled"), batch.dense("score") * 2)
+    assert len(group.double(doubled.union(batch))) == 3
+    assert (group.ranks(), group.history().get()) == ([(0, 1)], [[3, 3]])
     group.scores(batch)  # this removes a column from its own copy
     group.scores(BatchFuture.of(batch))
     assert "tokens" in batch
@@ -99,26 +95,27 @@ def test_local_backend_runs_here_and_keeps_the_traceback():
     group.shutdown()
 
 
-def test_local_backend_refuses_more_than_one_process():
-    with pytest.raises(ConfigError, match="4 processes"):
-        WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([2, 2]))
+def test_what_a_group_refuses():
+    class Wrong(Worker):
+        @register()
+        def update(self, batch: DataProto) -> dict[str, float]:
+            return {"loss": 1.0}
 
+    class Hiding(Worker):
+        @register()
+        def shutdown(self) -> None: ...
 
-def test_unregistered_names():
     group = local(partial(Toy, 2.0))
     for name in ("private", "dubble", "_workers_"):
         with pytest.raises(AttributeError, match=name):
             getattr(group, name)
     assert "double" in dir(group)
-
-
-def test_a_method_may_not_hide_one_of_the_groups_own():
-    class Hiding(Worker):
-        @register()
-        def shutdown(self) -> None: ...
-
+    with pytest.raises(ConfigError, match="4 processes"):
+        WorkerGroup(LocalBackend(), partial(Toy, 2.0), ResourcePool([2, 2]))
     with pytest.raises(ConfigError, match=r"Hiding\.shutdown"):
         local(Hiding)
+    with pytest.raises(DataError, match=r"Wrong\.update"):
+        local(Wrong).update(make_batch(1))
 
 
 def test_an_override_keeps_its_registration_unless_it_has_its_own():
@@ -163,19 +160,8 @@ def test_a_custom_pair_sees_the_mesh(threads):
     assert WorkerGroup(threads, Custom, ResourcePool([3])).share(make_batch(4)) == 2
 
 
-def test_a_method_that_should_return_a_batch_and_does_not():
-    class Wrong(Worker):
-        @register()
-        def update(self, batch: DataProto) -> dict[str, float]:
-            return {"loss": 1.0}
-
-    with pytest.raises(DataError, match=r"Wrong\.update"):
-        local(Wrong).update(make_batch(1))
-
-
 def test_errors_of_a_stream_are_raised_wherever_it_is_read(threads):
-    stream = WorkerGroup(threads, Streamer, ResourcePool([3])).stream_and_fail(make_batch(3))
-    seen = []
+    stream, seen = WorkerGroup(threads, Streamer, ResourcePool([3])).stream_and_fail(make_batch(3)), []
     reads = [lambda: stream.map(lambda part: seen.append(len(part)) or part)] * 2  # the second reads again
     for read in [*reads, stream.all]:
         with pytest.raises(ValueError, match="broken in the middle"):
@@ -235,8 +221,7 @@ def test_batches_of_different_sizes_are_refused_as_far_as_they_are_known(threads
     [
         {"dispatch_mode": Dispatch.ONE_TO_ALL, "balance": "tokens"},
         {"dispatch_mode": Dispatch.RANK_ZERO, "stream": True},
-        {"collect": "first", "stream": True},
-        {"balance": "tokens", "stream": True},
+        *({"collect": "first", "stream": True}, {"balance": "tokens", "stream": True}),
     ],
 )
 def test_options_that_do_not_go_together(options):

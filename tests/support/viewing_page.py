@@ -35,6 +35,15 @@ class Viewer:
         self.page.goto(f"{self._client.url}#/{name}?{'&'.join(query)}")
         return self.page
 
+    def drag(self, place: Locator, start: float, end: float) -> None:
+        """Drag the mouse over a place, between these shares of its width."""
+        box = place.bounding_box()
+        assert box is not None
+        self.page.mouse.move(box["x"] + box["width"] * start, box["y"] + 20)
+        self.page.mouse.down()
+        self.page.mouse.move(box["x"] + box["width"] * end, box["y"] + 30, steps=4)
+        self.page.mouse.up()
+
     def params(self) -> dict[str, str]:
         """Return the parameters in the address, without the run."""
         found = parse_qs(urlsplit(self.page.url).fragment.partition("?")[2])

@@ -1,7 +1,3 @@
-"""Each fault of the museum (`tests/support`) in a real run: which message names it, and how soon."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,15 +5,14 @@ import pytest
 from tandem.errors import TandemError
 from tandem.observability.reading import Run
 from tests.support import sick
-from tests.support.museum import FAULTS, Fault
-from tests.support.runs import Lab
+from tests.support.museum import FAULTS
 
 SOON = 2
 """The number of steps within which a fault must be reported, from the first step in which it can show."""
 REWARD = f"custom_reward_function.path={sick.__file__} custom_reward_function.name=digits"
 
 
-def found(lab: Lab, name: str, fault: Fault) -> tuple[str, int]:
+def found(lab, name, fault):
     """Return the name of the warning or the text of the error about the fault, and its step."""
     steps = 16 if fault.named == "reward_constant" else fault.effect + SOON - 1
     folder = name.replace(" ", "_")
@@ -45,15 +40,14 @@ QUICK = ("weights damaged", "top-p", "loss scale")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
-def test_the_fault_is_named(lab: Lab, name: str) -> None:
+def test_the_fault_is_named(lab, name):
     fault = FAULTS[name]
     said, step = found(lab, name, fault)
     assert fault.named in said
-    if fault.named != "reward_constant":
-        assert fault.effect <= step <= fault.effect + SOON - 1, step
+    assert fault.named == "reward_constant" or fault.effect <= step <= fault.effect + SOON - 1, step
 
 
-def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab: Lab) -> None:
+def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab):
     fault, said = FAULTS["loss scale"], []
     with pytest.MonkeyPatch.context() as patch:
         fault.put_in(patch)
@@ -68,19 +62,14 @@ def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab: Lab)
 
 
 @pytest.mark.slow
-def test_healthy_runs_are_told_nothing(lab: Lab) -> None:
+def test_healthy_runs_are_told_nothing(lab):
     words = {word for fault in FAULTS.values() for word in fault.words if "lora" not in word}
     for number, extra in enumerate(sorted(words)):
         run = lab.run(f"healthy{number}", REWARD, extra, "steps=4")
         assert not [event for event in Run(run.folder).events if event["event"] == "warning"], extra
 
 
-def test_most_faults_are_named_by_their_cause() -> None:
-    assert len(FAULTS) >= 25
-    assert sum(not fault.symptom for fault in FAULTS.values()) >= 20
-
-
-def test_the_page_lists_them_all() -> None:
+def test_the_page_lists_them_all():
     page = (Path(__file__).parents[2] / "docs" / "museum.md").read_text()
     for fault in FAULTS.values():
         row = next(line for line in page.splitlines() if line.startswith(f"| {fault.what} |"))

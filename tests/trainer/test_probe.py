@@ -1,7 +1,3 @@
-"""The probe of a run's learning signal, compared with the first step of the same run."""
-
-from __future__ import annotations
-
 import json
 import time
 from typing import Any
@@ -12,11 +8,10 @@ import torch
 
 from tandem.cli.main import main
 from tandem.cli.probing import Probing
-from tandem.config.root import TrainConfig
 from tandem.memory.levers import with_values
 from tandem.protocol import DataProto
 from tandem.trainer.probe import Seen, _quantiles, report, run_probe, teaching
-from tests.support.runs import Lab
+from tests.support.words import rows as table
 from tests.support.words import words as full_words
 
 REWARDS = """
@@ -34,23 +29,23 @@ def slow(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.fixture(scope="module")
-def rewards(lab: Lab) -> str:
+def rewards(lab):
     return lab.reward(REWARDS)
 
 
-def config_of(lab: Lab, *words: str) -> TrainConfig:
+def config_of(lab, *words):
     return lab.config("trainer.device=cpu", *words)
 
 
-def quiet(sentence: str) -> None:
-    """Print nothing."""
+def probe(config, groups, limit_s=60):
+    return run_probe(config, groups=groups, limit_s=limit_s, say=lambda sentence: None)
 
 
-def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab: Lab, rewards: str) -> None:
+def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab, rewards):
     words = (rewards, "custom_reward_function.name=letters data.train_batch_size=8")
     run = lab.run("first", *words, "A.optim.lr=0 steps=1")
     config = config_of(lab, *words, "A.use_kl_loss=true")
-    seen = run_probe(config, groups=8, limit_s=60, say=quiet)
+    seen = probe(config, groups=8)
     assert not (lab.folder / "never").exists()
     rows = run.samples(1)
     scores = np.array(rows["scores"]).reshape(8, 3)
@@ -75,26 +70,24 @@ def test_it_sees_what_the_first_step_sees_and_leaves_no_trace(lab: Lab, rewards:
     assert found["generated_per_used"] is None
 
 
-def test_rewards_that_fail_are_counted_and_their_seconds_measured(lab: Lab, rewards: str) -> None:
+def test_rewards_that_fail_are_counted_and_their_seconds_measured(lab, rewards):
     config = config_of(lab, rewards, "custom_reward_function.name=slow algorithm.adv_estimator=rloo")
-    seen = run_probe(config, groups=8, limit_s=60, say=quiet)
+    seen = probe(config, groups=8)
     found = report(seen, config)
-    assert 0 < found["reward_failures"]["failed"] < 1
+    assert 0 < found["reward_failures"]["failed"] < 1 and len(seen.calls) == 24
     assert found["reward_s_p95"] >= 0.02 and found["reward_s"] >= 0.02 / 8
-    assert len(seen.calls) == 24
     assert found["teach"]["value"] == 0, "a sample that failed is no other reward"
 
 
-def test_a_limit_in_time_ends_it_after_a_batch(lab: Lab, rewards: str) -> None:
+def test_a_limit_in_time_ends_it_after_a_batch(lab, rewards):
     config = config_of(lab, rewards, "custom_reward_function.name=letters")
-    assert len(run_probe(config, groups=8, limit_s=0, say=quiet).prompts) == 4
-    assert len(run_probe(config, groups=100, limit_s=60, say=quiet).prompts) == 24, "all that there are"
+    assert len(probe(config, groups=8, limit_s=0).prompts) == 4
+    assert len(probe(config, groups=100).prompts) == 24, "all that there are"
 
 
-def test_dynamic_sampling_is_judged_by_its_own_metric(lab: Lab, rewards: str) -> None:
-    words = (rewards, "custom_reward_function.name=letters F.enable=true")
-    config = config_of(lab, *words)
-    seen = run_probe(config, groups=8, limit_s=60, say=quiet)
+def test_dynamic_sampling_is_judged_by_its_own_metric(lab, rewards):
+    config = config_of(lab, rewards, "custom_reward_function.name=letters F.enable=true")
+    seen = probe(config, groups=8)
     assert seen.kept.tolist() != seen.teaches.tolist(), "acc differs where the score does not"
     assert seen.kept.tolist() == [0 < row.mean() < 1 for row in seen.right]
     found = report(seen, config)["generated_per_used"]
@@ -102,29 +95,27 @@ def test_dynamic_sampling_is_judged_by_its_own_metric(lab: Lab, rewards: str) ->
     assert found["low"] < found["value"] < found["high"]
 
 
-@pytest.mark.parametrize(
-    ("estimator", "differs"),
-    [
-        ("grpo", lambda scores, parts: len(set(scores)) > 1),
-        ("gae", lambda scores, parts: len(set(scores)) > 1),
-        ("grpo_passk", lambda scores, parts: sorted(scores)[-1] > sorted(scores)[-2]),
-        ("gdpo", lambda scores, parts: len(set(parts)) > 1),
-    ],
-)
-def test_what_teaches_is_what_the_estimator_compares(lab: Lab, estimator: str, differs: Any) -> None:
+COMPARED = {
+    "grpo": lambda scores, parts: len(set(scores)) > 1,
+    "gae": lambda scores, parts: len(set(scores)) > 1,
+    "grpo_passk": lambda scores, parts: sorted(scores)[-1] > sorted(scores)[-2],
+    "gdpo": lambda scores, parts: len(set(parts)) > 1,
+}
+
+
+@pytest.mark.parametrize("estimator", COMPARED)
+def test_what_teaches_is_what_the_estimator_compares(lab, estimator):
     rng = np.random.default_rng(0)
     scores, parts = rng.integers(0, 3, (40, 3)), rng.integers(0, 2, (40, 3))
     config = with_values(config_of(lab), {"algorithm.adv_estimator": estimator})
-    scored = DataProto(
-        {"scores": torch.tensor(scores.ravel(), dtype=torch.float32)},
-        {"reward_extra": [{"form": float(part)} for part in parts.ravel()]},
-    )
-    expected = [bool(differs(*each)) for each in zip(scores.tolist(), parts.tolist(), strict=True)]
+    extras = [{"form": float(part)} for part in parts.ravel()]
+    scored = DataProto({"scores": torch.from_numpy(scores.ravel()).float()}, {"reward_extra": extras})
+    expected = [*map(COMPARED[estimator], scores.tolist(), parts.tolist())]
     assert 5 < sum(expected) < 40
     assert teaching(config, scored, 3).tolist() == expected
 
 
-def test_few_samples_do_not_bound_the_tail() -> None:
+def test_few_samples_do_not_bound_the_tail():
     lengths = np.arange(1, 257).reshape(32, 8)
     few, many = _quantiles(lengths, 1000, 0), _quantiles(np.tile(lengths, (2, 1)), 1000, 0)
     assert few["p95"]["high"] < 257, "0.95^256 is small"
@@ -133,7 +124,7 @@ def test_few_samples_do_not_bound_the_tail() -> None:
     assert few["median"]["value"] == 128.5 and few["median"]["low"] < 128.5 < few["median"]["high"]
 
 
-def seen_of(groups: int, gen_s: float) -> Seen:
+def seen_of(groups, gen_s):
     shape = (groups, 2)
     yes, no = np.ones(groups, dtype=bool), np.zeros(shape, dtype=bool)
     return Seen(
@@ -142,9 +133,8 @@ def seen_of(groups: int, gen_s: float) -> Seen:
     )
 
 
-def plan(lab: Lab, *words: str) -> int:
-    given = full_words("trainer.device=cpu", *words)
-    return main(["plan", *lab.overrides(lab.folder / "never"), *given])
+def plan(lab, *words):
+    return main(["plan", *lab.overrides(lab.folder / "never"), *full_words("trainer.device=cpu", *words)])
 
 
 def test_the_command_says_it_and_the_seconds(lab, rewards, capsys, monkeypatch, tmp_path):
@@ -162,7 +152,7 @@ def test_the_command_says_it_and_the_seconds(lab, rewards, capsys, monkeypatch, 
     assert "measures the other phases" in out and "2 steps: " in out
 
 
-def test_seconds_that_were_measured_stand_in_the_step(lab: Lab) -> None:
+def test_seconds_that_were_measured_stand_in_the_step(lab):
     """The probe measured generation twice as slow as in the time model, so a step is estimated so too."""
     config = config_of(lab)
 
@@ -189,31 +179,31 @@ def test_an_estimator_with_a_critic_compares_no_groups(lab, rewards, capsys):
     assert "rewards differ" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--probe=none",), "whole number above 0"),
-        (("--probe", "--probe-seconds=0"), "whole number above 0"),
-        (("--probe", "--lengths", "9"), "exclude each other"),
-        (("--probe-seconds=9",), "needs --probe"),
-        (("--probe", "data.train_files=absent.parquet"), "absent.parquet"),
-        (("--probe", "M.path=Qwen/Qwen2.5-7B"), "actor_rollout_ref.model.path"),
-        (("--probe", "custom_reward_function.path=absent.py"), "absent.py"),
-        (("--probe", "data.train_batch_size=28"), "do not fill one batch"),
-    ],
-)
+MISSING = """
+--probe=none | whole number above 0
+--probe --probe-seconds=0 | whole number above 0
+--probe --lengths 9 | exclude each other
+--probe-seconds=9 | needs --probe
+--probe data.train_files=absent.parquet | absent.parquet
+--probe M.path=Qwen/Qwen2.5-7B | actor_rollout_ref.model.path
+--probe custom_reward_function.path=absent.py | absent.py
+--probe data.train_batch_size=28 | do not fill one batch
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), table(MISSING))
 def test_what_is_missing_is_said_before_a_model_is_loaded(lab, capsys, monkeypatch, words, said):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("tandem.trainer.probe.build_ppo", lambda *_, **__: pytest.fail("it was built"))
-    assert plan(lab, *words) == 1
+    assert plan(lab, *words.split()) == 1
     assert said in capsys.readouterr().err
 
 
-def test_calls_that_take_too_long_are_counted(lab: Lab) -> None:
+def test_calls_that_take_too_long_are_counted(lab):
     hangs = lab.reward("import time\n\ndef compute_score(*given, **named):\n    time.sleep(60)\n")
     config = config_of(lab, hangs, "reward.timeout=0.3 reward.num_workers=6")
     began = time.monotonic()
-    seen = run_probe(config, groups=2, limit_s=0, say=quiet)
+    seen = probe(config, groups=2, limit_s=0)
     assert time.monotonic() - began < 55, "no call was waited for to its end"
     assert seen.failures["timeouts"] == 6 and seen.failures["failed"] == 1
     assert seen.calls == [0.3] * 6

@@ -1,33 +1,30 @@
-"""A profiled run: the trace has every phase and every process, and the run's numbers do not change."""
-
 import gzip
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.observability.profile import breakdown
 from tandem.observability.timers import read_timeline
-from tests.support.runs import Finished, Lab, assert_same
+from tests.support.runs import assert_same
 
 WORDS = "GAE steps=3"
 PHASES = {"step", "gen", "generate_sequences", "reward", "values", "adv", "update_critic", "update_actor"}
 
 
 @pytest.fixture(scope="module")
-def profiled(lab: Lab) -> Finished:
+def profiled(lab):
     return lab.run("profiled", WORDS, "trainer.profile.steps=[2,9] trainer.profile.memory=true")
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _events(path):
     with gzip.open(path, "rt") as file:
         found: list[dict[str, Any]] = json.load(file)["traceEvents"]
     return found
 
 
-def test_the_trace_has_operators_and_the_phases_of_that_step_alone(profiled: Finished) -> None:
+def test_the_trace_has_operators_and_the_phases_of_that_step_alone(profiled):
     (path,) = (profiled.folder / "profile").iterdir()
     assert path.name == "step_000002.json.gz"
     events = _events(path)
@@ -45,18 +42,18 @@ def test_the_trace_has_operators_and_the_phases_of_that_step_alone(profiled: Fin
     assert [event["name"] for event in whole if event["ph"] == "B"].count("step") == 3
 
 
-def _span(events: list[dict[str, Any]], name: str) -> tuple[float, float]:
+def _span(events, name):
     (begin,), (end,) = ([e["ts"] for e in events if e.get("ph") == p and e["name"] == name] for p in "BE")
     return begin, end
 
 
-def test_a_profile_changes_no_number(lab: Lab, profiled: Finished) -> None:
+def test_a_profile_changes_no_number(lab, profiled):
     plain = lab.run("plain", WORDS)
     assert_same(plain, profiled)
     assert not (plain.folder / "profile").exists()
 
 
-def test_the_user_hears_where_it_is_and_where_the_time_went(profiled: Finished) -> None:
+def test_the_user_hears_where_it_is_and_where_the_time_went(profiled):
     (said,) = (s for s in profiled.said if s.startswith("profile of step 2, 1 process:"))
     assert "CUDA" in said
     assert "not profiled: trainer.profile.steps 9, beyond the last step" in profiled.said
@@ -68,7 +65,7 @@ def test_the_user_hears_where_it_is_and_where_the_time_went(profiled: Finished) 
     assert rows["step"][1] == "seconds"
 
 
-def test_the_breakdown_has_the_rows_that_there_are() -> None:
+def test_the_breakdown_has_the_rows_that_there_are():
     rows = [{"timing/gen": 2.0, "timing/step": 4.0}, {"timing/step": 6.0, "timing/save_checkpoint": 1.0}]
     assert [line.split() for line in breakdown(rows).splitlines()] == [
         ["Metric", "Value", "Unit"],
@@ -78,6 +75,6 @@ def test_the_breakdown_has_the_rows_that_there_are() -> None:
     ]
 
 
-def test_verls_keys_for_it(lab: Lab) -> None:
+def test_verls_keys_for_it(lab):
     for key in ("global_profiler.steps", "trainer.profile_steps"):
         assert lab.config(f"{key}=[3,4]").trainer.profile.steps == (3, 4)

@@ -1,10 +1,5 @@
-"""What a step reports about speed: rates, the time and bytes of roles, and the order of calls."""
-
-from __future__ import annotations
-
 import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,6 @@ from tandem.trainer.prompts import Prompts
 from tandem.trainer.steps import MiniBatching, Plan
 from tandem.workers.actor import ActorWorker
 from tandem.workers.data import DataFacts
-from tests.support.runs import Lab
 
 SLOW = """
 import time
@@ -29,11 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def shares_of(row: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name.startswith("perf/busy_share/")}
-
-
-def test_roles_report_their_time(lab: Lab) -> None:
+def test_roles_report_their_time(lab):
     run = lab.run("usage", lab.reward(SLOW), lab.validated, "GAE reward.num_workers=1 trainer.test_freq=1")
     for row in run.rows[1:]:
         step_s = row["timing/step"]
@@ -48,12 +38,11 @@ def test_roles_report_their_time(lab: Lab) -> None:
         for name in ("wait_s", "transfer_s", "transfer_bytes"):
             assert row[f"perf/{name}/actor"] == 0
         assert not any(name.startswith("controller/") for name in row)
-        assert row["timing/gen"] < step_s
-        assert row["timing/adv"] > 0
+        assert row["timing/gen"] < step_s and row["timing/adv"] > 0
 
 
-def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(method: Callable[[ActorWorker, Path], None]) -> Callable[[ActorWorker, Path], None]:
+def test_steps_are_not_charged_with_loading_and_saving(lab, monkeypatch):
+    def slow(method: Any) -> Any:
         @functools.wraps(method)  # keeps the registration
         def run(self: ActorWorker, path: Path) -> None:
             with self.timeline.phase("slow"):
@@ -69,38 +58,20 @@ def test_steps_are_not_charged_with_loading_and_saving(lab: Lab, monkeypatch: py
     run = lab.run("saves", "trainer.save_freq=1 steps=4")
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
     for row in run.rows:
-        shares = shares_of(row)
-        assert sum(shares.values()) - shares["perf/busy_share/reward"] <= 1.01
+        shares = sum(value for name, value in row.items() if name.startswith("perf/busy_share/"))
+        assert shares - row["perf/busy_share/reward"] <= 1.01
         assert not {"timing/slow", "actor/slow"} & set(row)
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.timeout(180)
-def test_two_ranks_say_what_one_says(lab: Lab, ray_cluster: None) -> None:
-    one, two = lab.run("one_rank"), lab.run("two_ranks", "trainer.n_gpus_per_node=2 trainer.save_freq=1")
-    assert two.trainer.roles.actor.world_size == 2
-    for alone, row in zip(one.rows, two.rows, strict=True):
-        for name in ("generated_tokens", "prefill_tokens", "decode_steps"):
-            assert row[f"rollout/{name}"] == alone[f"rollout/{name}"], name
-        assert row["rollout/peak_running"] == alone["rollout/peak_running"] / 2
-        assert row["perf/collective_bytes/actor"] > 0 == alone["perf/collective_bytes/actor"]
-        assert 0 < row["perf/collective_s/actor"] < row["timing/step"]
-        shares = shares_of(row)
-        assert shares and all(0 <= share <= 1 for share in shares.values()), shares
-
-
-def test_rates_are_those_of_the_processes_that_do_the_work() -> None:
+def test_rates_are_those_of_the_processes_that_do_the_work():
     mini = MiniBatching(4, 2, False, 0)
     plan = Plan(total_steps=1, batch_samples=8, actor=mini, critic=mini, recompute_old=True)
     seconds = {"timing/gen": 2.0, "timing/update_actor": 4.0, "timing/old_log_prob": 1.0, "timing/step": 10.0}
     tokens = {"tokens/total": 1000.0, "tokens/response": 600.0}
     out = throughput(seconds, tokens, plan, {"actor": 5, "rollout": 2})
-    assert out["perf/gen_tokens_per_s_per_device"] == 600 / 2 / 2
-    assert out["perf/train_tokens_per_s_per_device"] == 2000 / 4 / 5
-    assert out["perf/log_prob_tokens_per_s_per_device"] == 1000 / 1 / 5
-    assert out["perf/step_tokens_per_s"] == 100
-    assert out["timing_per_token_ms/update_actor"] == 2.0
+    wanted = {"gen": 600 / 2 / 2, "train": 2000 / 4 / 5, "log_prob": 1000 / 1 / 5}
+    assert {name: out[f"perf/{name}_tokens_per_s_per_device"] for name in wanted} == wanted
+    assert (out["perf/step_tokens_per_s"], out["timing_per_token_ms/update_actor"]) == (100, 2.0)
 
 
 class Asked:
@@ -120,24 +91,22 @@ class Asked:
         assert stretches == ((0, 9),)
 
 
-def test_the_next_batch_is_asked_for_with_the_present_one() -> None:
+def test_the_next_batch_is_asked_for_with_the_present_one():
     data = Asked()
     facts = DataFacts(9, 0, data.digest(9), ())
     prompts = Prompts(data, facts, 2, shuffle=True, seed=3)  # type: ignore[arg-type]
     assert data.numbers == []
-    assert prompts.next().get().non_tensor_batch["number"].tolist() == [0]
-    assert data.numbers == [0, 1]
-    assert prompts.next().get().non_tensor_batch["number"].tolist() == [1]
-    assert data.numbers == [0, 1, 2]
+    for number in (0, 1):
+        assert prompts.next().get().non_tensor_batch["number"].tolist() == [number]
+        assert data.numbers == [*range(number + 2)]
     state = prompts.state_dict()
     assert (state["epoch"], state["position"]) == (0, 4)
-
     prompts.load_state_dict({**state, "position": 0})
     assert prompts.next().get().non_tensor_batch["number"].tolist() == [0]
     assert data.numbers == [0, 1, 2, 0, 1]
 
 
-def test_a_reward_function_for_whole_batches_sees_the_batch_as_a_whole(lab: Lab) -> None:
+def test_a_reward_function_for_whole_batches_sees_the_batch_as_a_whole(lab):
     code = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return "
     code += "[float(len(solution_strs))] * len(solution_strs)\ncompute_score.batched = True\n"
     run = lab.run("batched", lab.reward(code))

@@ -1,8 +1,6 @@
-"""A run that starts again after a worker's failure, and one that does not."""
-
-from __future__ import annotations
-
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +11,7 @@ from tandem.runtime import LocalBackend
 from tandem.trainer import assembly, launch
 from tandem.trainer.ppo import PPOTrainer
 from tandem.trainer.run import run_ppo
-from tests.support.runs import Finished, Lab, at_step, interrupt, without_times
+from tests.support.runs import at_step, interrupt, without_times
 
 WORDS = "steps=4 A.ppo_mini_batch_size=2"
 
@@ -22,9 +20,7 @@ class Fails:
     """A loop that fails in the steps `at`, one for each start of the run."""
 
     def __init__(self, *at: int, restartable: bool = True) -> None:
-        self.at = list(at)
-        self.restartable = restartable
-        self.starts = 0
+        self.at, self.restartable, self.starts = list(at), restartable, 0
 
     def trainer(self) -> type[PPOTrainer]:
         plan = self
@@ -45,12 +41,12 @@ class Fails:
 
 
 @pytest.fixture(scope="module")
-def whole(lab: Lab) -> Finished:
+def whole(lab):
     return lab.run("whole", WORDS)
 
 
 @pytest.fixture
-def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
+def backends(monkeypatch):
     """Record every backend that is created; `closed` is set at its shutdown."""
     made: list[LocalBackend] = []
 
@@ -69,14 +65,13 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
     return made
 
 
-def attempt(lab: Lab, name: str, trainer: Any, *words: str) -> list[str]:
-    """Run until the end or the failure, and return what was said."""
+def attempt(lab, name, trainer, *words):
     said: list[str] = []
     run_ppo(lab.config(WORDS, *words, run=name), say=said.append, trainer=trainer)
     return said
 
 
-def resumed_from(said: list[str]) -> list[str]:
+def resumed_from(said):
     return [sentence[sentence.index("after step") :] for sentence in said if "resumed from" in sentence]
 
 
@@ -98,13 +93,12 @@ def test_it_finishes_unattended_as_if_nothing_had_failed(lab, whole, backends, m
     assert resumed_from(said) == [f"after step {step}" for step in resumed]
     for step in at:
         assert any(f"actor rank 1 died in step {step}\n" in sentence for sentence in said)
-    assert len(backends) == len(at) + 1
-    assert all(backend.closed for backend in backends)
+    assert [backend.closed for backend in backends] == [True] * (len(at) + 1)
     reports = "".join(path.read_text() for path in sorted(folder.rglob("failure.txt")))
-    assert [f"died in step {step}" in reports for step in at] == [True] * len(at)
+    assert all(f"died in step {step}" in reports for step in at)
 
 
-def test_one_failure_too_many_is_the_users(lab: Lab, backends: list[Any]) -> None:
+def test_one_failure_too_many_is_the_users(lab, backends):
     fails = Fails(2, 2)
     with pytest.raises(WorkerFailure, match="died in step 2"):
         attempt(lab, "too_many", fails.trainer(), "trainer.max_restarts=1 trainer.save_freq=1")
@@ -114,29 +108,22 @@ def test_one_failure_too_many_is_the_users(lab: Lab, backends: list[Any]) -> Non
     assert text.count("actor rank 1 died in step 2") == 2
 
 
-def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
-    fails = Fails(2, restartable=False)
-    with pytest.raises(WorkerFailure):
-        attempt(lab, "hopeless", fails.trainer(), "trainer.max_restarts=5")
-    assert fails.starts == 1
-
-
-def test_a_failure_after_an_interrupt_ends_the_run(lab: Lab) -> None:
-    fails = Fails(2)
-
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_no_run_starts_again_after_an_interrupt_or_what_the_user_must_mend(lab, interrupted):
+    fails = Fails(2, restartable=interrupted)
     trainer = fails.trainer()
-    with at_step(2, interrupt, trainer=trainer), pytest.raises(WorkerFailure):
-        attempt(lab, "impatient", trainer, "trainer.max_restarts=5")
+    at_two = at_step(2, interrupt, trainer=trainer) if interrupted else nullcontext()
+    with at_two, pytest.raises(WorkerFailure):
+        attempt(lab, f"ended_{interrupted}", trainer, "trainer.max_restarts=5")
     assert fails.starts == 1
 
 
 @pytest.mark.slow
-def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Finished) -> None:
+def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab, whole):
     """Without a checkpoint of its own, the run restarts from the one it resumed from, not from another."""
     source = lab.run("source", WORDS, "trainer.save_freq=1")
-    start = (
-        f"trainer.resume_mode=resume_path trainer.resume_from_path={source.folder}/checkpoints/step_000002"
-    )
+    step_2 = source.folder / "checkpoints" / "step_000002"
+    start = f"trainer.resume_mode=resume_path trainer.resume_from_path={step_2}"
     for name, at, told in (("early", 3, 2), ("later", 4, 3)):
         strange = lab.run(name, "trainer.seed=9 steps=1 trainer.save_freq=1")
         assert strange.checkpoints == ["step_000001"]
@@ -146,12 +133,9 @@ def test_a_resumed_branch_goes_on_from_its_own_checkpoints(lab: Lab, whole: Fini
 
 
 def test_the_command_line_says_the_report_and_fails(lab, monkeypatch, capsys, backends):
-    def dies(self: PPOTrainer, step: int, prompts: Any) -> dict[str, float]:
-        raise WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
-
-    monkeypatch.setattr(PPOTrainer, "step", dies)
-    status = main(["train", *lab.overrides(lab.folder / "command")])
-    assert status == 1
+    failure = WorkerFailure("critic rank 0 died\n  in update_critic", restartable=True)
+    monkeypatch.setattr(PPOTrainer, "step", Mock(side_effect=failure))
+    assert main(["train", *lab.overrides(lab.folder / "command")]) == 1
     printed = capsys.readouterr()
     assert "tandem train: critic rank 0 died\n  in update_critic\n" in printed.err
     report = lab.folder / "command" / "log" / "failure.txt"
@@ -162,11 +146,8 @@ def test_the_command_line_says_the_report_and_fails(lab, monkeypatch, capsys, ba
 
 @pytest.mark.parametrize("where", ["data", "launch"])
 def test_what_was_started_ends_when_building_fails(lab, monkeypatch, backends, where):
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     part = (assembly, "_data") if where == "data" else (launch.Launcher, "launch")
-    monkeypatch.setattr(*part, interrupted)
+    monkeypatch.setattr(*part, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lab.run(f"built_{where}")
     assert [backend.closed for backend in backends] == [True]
@@ -177,11 +158,9 @@ def test_a_workers_own_error_for_the_user_is_raised_as_it_is(lab, monkeypatch):
     """The error looks the same as on the local backend; a worker's report around it would hide the remedy."""
     from_worker = ValueError("unused")
     for cause, expected in ((launch.ConfigError("x"), launch.ConfigError), (from_worker, WorkerFailure)):
-
-        def fails(*_: Any, cause: Exception = cause, **__: Any) -> None:
-            raise WorkerFailure("data rank 0 raised", restartable=False) from cause
-
-        monkeypatch.setattr(assembly, "_data", fails)
+        failure = WorkerFailure("data rank 0 raised", restartable=False)
+        failure.__cause__ = cause
+        monkeypatch.setattr(assembly, "_data", Mock(side_effect=failure))
         with pytest.raises(expected) as caught:
             lab.run("unmended")
         assert type(caught.value) is expected

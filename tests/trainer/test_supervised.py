@@ -1,10 +1,6 @@
-"""Supervised runs compared with plain loops over transformers' models, and stopped and resumed."""
-
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,51 +11,41 @@ from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.data.preferences import PreferenceDataset
 from tandem.data.sft import SFTDataset
-from tandem.engines.train.base import LossFn, MicroBatching
+from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.protocol import DataProto
 from tandem.trainer.supervised import SupervisedTrainer
 from tandem.workers.losses import NextTokenLoss, PreferenceLoss
 from tests.support.runs import assert_same, at_step, interrupt, without_times
-from tests.support.school import FP64, School, Taught, school
+from tests.support.school import FP64, school
 
 __all__ = ["school"]
 
-CUTS = {
-    "whole": MicroBatching(),
-    "one row": MicroBatching(max_samples=1),
-    "four rows": MicroBatching(max_samples=4),
-    "tokens": MicroBatching(max_tokens=60),
-}
+CUTS = {"whole": MicroBatching(), "tokens": MicroBatching(max_tokens=60)}
+CUTS |= {f"{rows} rows": MicroBatching(max_samples=rows) for rows in (1, 4)}
 CENTRE = 0.05
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
-def engine_on(folder: Path, kind: Any, precision: str) -> FSDPEngine:
+def engine_on(folder, kind, precision):
     return FSDPEngine(
         folder, kind=kind, model=BackboneConfig(path=str(folder)), fsdp=FSDPConfig(model_dtype=precision),
         optim=OptimConfig(lr=0.01), total_steps=10, device=torch.device("cpu"),
     )  # fmt: skip
 
 
-def gradients(
-    engine: FSDPEngine, batch: DataProto, loss: LossFn, micro: MicroBatching
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+def gradients(engine, batch, loss, micro):
     """Return the whole gradient by Hugging Face names, and the metrics, without changing the weights."""
     taken: dict[str, Tensor] = {}
 
     def take(*_: Any) -> None:
         named = engine.module.named_parameters()
-        taken.update({engine.module.hf_name(n): p.grad.full_tensor().clone() for n, p in named})  # type: ignore[union-attr]
+        taken.update({engine.module.hf_name(n): p.grad.full_tensor().clone() for n, p in named})
 
-    engine._state.step, kept = take, engine._state.step  # type: ignore[method-assign]
-    try:
-        metrics = engine.train_step(batch, loss, micro=micro).to_floats()
-    finally:
-        engine._state.step = kept  # type: ignore[method-assign]
-    return taken, metrics
+    engine._state.step = take
+    return taken, engine.train_step(batch, loss, micro=micro).to_floats()
 
 
-def gap(found: dict[str, Tensor], model: Any) -> float:
+def gap(found, model):
     """Return the relative distance of two gradients, each taken as one vector."""
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert set(found) == set(wanted)
@@ -68,8 +54,7 @@ def gap(found: dict[str, Tensor], model: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def scorer(school: School) -> Path:
-    """Make a folder of a classifier that has its own head."""
+def scorer(school):
     torch.manual_seed(3)
     folder = school.folder / "scorer"
     model = AutoModelForSequenceClassification.from_pretrained(school.model, num_labels=1)
@@ -79,40 +64,31 @@ def scorer(school: School) -> Path:
     return folder
 
 
-def pairs(school: School, **options: Any) -> PreferenceDataset:
-    tokenizer = AutoTokenizer.from_pretrained(school.model)
-    return PreferenceDataset(str(school.files["rm"][0]), tokenizer, max_length=48, **options)
-
-
-def plain_preferences(model: Any, data: PreferenceDataset, rows: range) -> dict[str, float]:
+def plain_preferences(model, data, rows):
     """Put the gradient of the mean loss into the model, one pair at a time, without padding or packing."""
-    seen: dict[str, list[float]] = {"loss": [], "margin": [], "reward_chosen": [], "reward_rejected": []}
+    seen = []
     for row in rows:
-        chosen, rejected = (
-            model(side.row(row)[None].long()).logits[0, 0] for side in (data.chosen, data.rejected)
-        )
+        sides = (side.row(row)[None].long() for side in (data.chosen, data.rejected))
+        chosen, rejected = (model(ids).logits[0, 0] for ids in sides)
         margin = float(data.margins[row])
         loss = torch.log1p(torch.exp(-(chosen - rejected - margin))) + CENTRE * (chosen + rejected) ** 2
         (loss / len(rows)).backward()
-        measured = (loss, chosen - rejected, chosen, rejected)
-        for values, value in zip(seen.values(), measured, strict=True):
-            values.append(float(value.detach()))
-    means = {name: sum(values) / len(values) for name, values in seen.items()}
-    wins = sum(value > 0 for value in seen["margin"])
-    return means | {"accuracy": wins / len(rows)}
+        seen.append([float(value.detach()) for value in (loss, chosen - rejected, chosen, rejected)])
+    means = np.mean(seen, axis=0).tolist()
+    names = ("loss", "margin", "reward_chosen", "reward_rejected")
+    return {"accuracy": np.mean([row[1] > 0 for row in seen]), **dict(zip(names, means, strict=True))}
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-5)])
 def test_preference_gradients_are_those_of_a_plain_loop(school, scorer, precision, tolerance, cut):
-    data = pairs(school, margin_key="margin")
-    rows = range(11)
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    load = AutoModelForSequenceClassification.from_pretrained
-    plain = load(scorer, dtype=dtype, attn_implementation="sdpa")
-    wanted = plain_preferences(plain, data, rows)
+    tokenizer = AutoTokenizer.from_pretrained(school.model)
+    data = PreferenceDataset(str(school.files["rm"][0]), tokenizer, max_length=48, margin_key="margin")
+    batch, load = data.batch(range(11), uid_prefix="0"), AutoModelForSequenceClassification.from_pretrained
+    plain = load(scorer, dtype=DTYPES[precision], attn_implementation="sdpa")
+    wanted = plain_preferences(plain, data, range(11))
     engine = engine_on(scorer, "score", precision)
-    found, metrics = gradients(engine, data.batch(rows, uid_prefix="0"), PreferenceLoss(CENTRE), CUTS[cut])
+    found, metrics = gradients(engine, batch, PreferenceLoss(CENTRE), CUTS[cut])
     assert gap(found, plain) <= tolerance
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=tolerance, abs=tolerance)
 
@@ -122,8 +98,8 @@ def test_preference_gradients_are_those_of_a_plain_loop(school, scorer, precisio
 def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(school, precision, tolerance, cut):
     tokenizer = AutoTokenizer.from_pretrained(school.model)
     batch = SFTDataset(str(school.files["sft"][0]), tokenizer).batch(range(13), uid_prefix="0")
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    plain = AutoModelForCausalLM.from_pretrained(school.model, dtype=dtype, attn_implementation="sdpa")
+    load = AutoModelForCausalLM.from_pretrained
+    plain = load(school.model, dtype=DTYPES[precision], attn_implementation="sdpa")
     tokens, learnt = batch.ragged("tokens"), batch.ragged("response_mask")
     width = int(tokens.lengths.max())
     labels = torch.where(learnt.to_padded(0), tokens.to_padded(0), -100)
@@ -140,35 +116,33 @@ def test_packed_next_token_loss_is_transformers_own_on_a_padded_batch(school, pr
     assert gap(found, plain) <= 10 * tolerance
 
 
-def test_a_run_validates_on_every_held_out_row_once(school: School, scorer: Path) -> None:
+def test_a_run_validates_on_every_held_out_row_once(school, scorer):
     """Seven rows are read in batches of three; the learning rate is zero, so the model does not change."""
     words = ("data.train_batch_size=3 optim.lr=0 steps=1", FP64)
     margins = f"data.margin_key=margin center_rewards_coefficient={CENTRE}"
     row = school.run("rm", "held_out", f"model.path={scorer}", *words, margins).rows[-1]
-    data = PreferenceDataset(
-        str(school.files["rm"][1]), AutoTokenizer.from_pretrained(scorer), margin_key="margin"
-    )
+    tokenizer = AutoTokenizer.from_pretrained(scorer)
+    data = PreferenceDataset(str(school.files["rm"][1]), tokenizer, margin_key="margin")
     plain = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float64)
     for name, value in plain_preferences(plain, data, range(7)).items():
         assert row[f"val/{name}"] == pytest.approx(value, rel=1e-9), name
     row = school.run("sft", "held_out_talks", *words).rows[-1]
-    talks = SFTDataset(str(school.files["sft"][1]), AutoTokenizer.from_pretrained(scorer))
+    talks = SFTDataset(str(school.files["sft"][1]), tokenizer)
     causal = AutoModelForCausalLM.from_pretrained(school.model, dtype=torch.float64)
     surprise = []
     for ids, mask in zip(talks.tokens, talks.response_mask, strict=True):
         log_probs = causal(ids[None].long()).logits[0, :-1].log_softmax(-1)
-        chosen = log_probs.gather(1, ids[1:, None].long())[:, 0]
-        surprise += (-chosen[mask[1:]]).tolist()
-    assert row["val/loss"] == pytest.approx(sum(surprise) / len(surprise), rel=1e-9)
+        surprise += (-log_probs.gather(1, ids[1:, None].long())[mask[1:], 0]).tolist()
+    assert row["val/loss"] == pytest.approx(np.mean(surprise), rel=1e-9)
 
 
 @pytest.fixture(scope="module")
-def whole(school: School) -> dict[str, Taught]:
+def whole(school):
     return {task: school.run(task, f"{task}_whole", "trainer.save_freq=2") for task in ("sft", "rm")}
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
-def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(school: School, whole, task: str) -> None:
+def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(school, whole, task):
     with at_step(3, interrupt, trainer=SupervisedTrainer):
         stopped = school.run(task, f"{task}_stopped", "trainer.save_freq=2")
     assert stopped.trainer.session.interrupted and [row["step"] for row in stopped.rows] == [1, 2, 3]
@@ -178,7 +152,7 @@ def test_a_supervised_run_goes_on_after_an_interrupt_bit_for_bit(school: School,
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
-def test_micro_batches_change_nothing(school: School, task: str) -> None:
+def test_micro_batches_change_nothing(school, task):
     def learnt(name: str, *words: str) -> list[dict[str, Any]]:
         return without_times(school.run(task, f"{task}_{name}", FP64, *words).rows)
 
@@ -188,7 +162,7 @@ def test_micro_batches_change_nothing(school: School, task: str) -> None:
         assert first == pytest.approx(second, rel=1e-9, abs=1e-9)
 
 
-def test_what_is_reported_of_a_step(whole: dict[str, Taught]) -> None:
+def test_what_is_reported_of_a_step(whole):
     rm = {name for row in whole["rm"].rows for name in row if name.startswith(("rm/", "val/"))}
     measures = {"loss", "accuracy", "margin", "reward_chosen", "reward_rejected"}
     assert rm == {f"{of}/{name}" for of in ("rm", "val") for name in measures} | {"rm/grad_norm", "rm/lr"}
@@ -199,7 +173,7 @@ def test_what_is_reported_of_a_step(whole: dict[str, Taught]) -> None:
     assert (whole["rm"].folder / "config.yaml").is_file()
 
 
-def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school: School, scorer: Path) -> None:
+def test_a_new_head_is_drawn_by_the_seed_and_a_trained_one_is_kept(school, scorer):
     words = "optim.lr=0 steps=1"
 
     def head(name: str, *more: str) -> tuple[Tensor, list[str]]:

@@ -1,18 +1,11 @@
-"""Fixtures for the viewer's tests: one Chromium for all tests of the page, and runs to show."""
-
 import shutil
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from tandem.observability.run import RunFolder
 from tests.support.hostile_texts import TEXTS
 from tests.support.viewing import STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import Viewer
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +45,7 @@ def runs(tmp_path_factory):
     names = ("response_text", "reward_why", "ground_truth", "data_source", "finish_reason")
     table |= dict.fromkeys(names, copies)
     table["messages"] = [[{"role": "user", "content": text}] for text in copies]
-    table["uid"] = np.array([f"u{number}" for number in range(len(copies))], dtype=object)
-    hostile.write_samples(1, table)
+    hostile.write_samples(1, table | {"uid": [f"u{number}" for number in range(len(copies))]})
     return root
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import shutil
@@ -8,21 +9,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.viewing import STEPS, Client, viewing, write_viewed
+from tests.support.viewing import STEPS, viewing, write_viewed
 
 LAST = f"samples/step_{STEPS:06d}.parquet"
 GARBAGE = bytes(range(256)) * 40
 
 
-def write(name: str, content: bytes | str) -> Callable[[Path], object]:
+def write(name, content):
     return lambda run: (run / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def add(name: str, content: str) -> Callable[[Path], object]:
+def add(name, content):
     return lambda run: (run / name).write_text((run / name).read_text() + content)
 
 
-def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+def replace(name, make):
     def damage(run: Path) -> None:
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -31,11 +32,11 @@ def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]
     return damage
 
 
-def half(name: str) -> Callable[[Path], object]:
+def half(name):
     return lambda run: os.truncate(run / name, (run / name).stat().st_size // 2)
 
 
-def column(name: str, values: pa.Array | None) -> Callable[[Path], None]:
+def column(name, values):
     """Replace a column in the last file of samples, or remove it if `values` is None."""
 
     def damage(run: Path) -> None:
@@ -47,13 +48,14 @@ def column(name: str, values: pa.Array | None) -> Callable[[Path], None]:
     return damage
 
 
+def no_rows(run):
+    pq.write_table(pq.read_table(run / LAST).slice(0, 0), run / LAST)
+
+
 BROKEN_TEXT = pa.array([b"\xff\xfe broken"] * 8).view(pa.string())
-
-
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)} {{{', '.join(f'k{j}: *{chr(97 + i)}' for j in range(10))}}}\n"
-    for i in range(8)
-)
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+for old, new in itertools.pairwise("abcdefghi"):
+    BOMB += f"{new}: &{new} {{{', '.join(f'k{j}: *{old}' for j in range(10))}}}\n"
 ROW = '{"step": 7, "reward/mean": '
 
 STATE, CONFIG, DAMAGE, TIME, NOWHERE = "state", "config", "damage", "time", ""
@@ -89,7 +91,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "scores that are texts": (column("scores", pa.array(["high"] * 8)), DAMAGE, "ArrowInvalid"),
     "responses that are no text": (column("response_text", BROKEN_TEXT), DAMAGE, "UTF8"),
     "a mask that is no list": (column("response_mask", pa.array([True] * 8)), DAMAGE, "AttributeError"),
-    "no samples in the file": (lambda run: _no_rows(run / LAST), NOWHERE, ""),
+    "no samples in the file": (no_rows, NOWHERE, ""),
     "samples are a file": (replace("samples", lambda path: path.write_text("x")), NOWHERE, ""),
     "a pipe among the samples": (replace(LAST, os.mkfifo), NOWHERE, ""),
     "a link to itself among the samples": (replace(LAST, lambda path: path.symlink_to(path)), NOWHERE, ""),
@@ -108,15 +110,11 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
-def _no_rows(path: Path) -> None:
-    pq.write_table(pq.read_table(path).slice(0, 0), path)
-
-
 QUERIES = {"config": "", "metrics": "&names=reward/mean", "events": "", "samples": "&text=answer", "time": ""}
 QUERIES |= {"sample": "&id=step_000001:0", "history": "&prompt=0", "export": "&step=1"}
 
 
-def said_by(client: Client, run: Path) -> dict[str, str]:
+def said_by(client, run):
     """Return the messages of every route about a run. No route fails, whatever the folder contains."""
     answers = {name: client.get(f"api/{name}?run={run}{more}") for name, more in QUERIES.items()}
     assert {status for status, _ in answers.values()} <= {200, 400}, answers

@@ -2,8 +2,6 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,8 +47,7 @@ def test_curves_are_those_of_the_run_and_communication_is_derived(client, run):
         "reward/mean": [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]],
         "perf/communication_share": [[1, 2, 3, 4, 5, 6], [0.25] * 6],
     }
-    assert "actor/entropy" in found["names"]
-    assert "step" not in found["names"]
+    assert "actor/entropy" in found["names"] and "step" not in found["names"]
 
 
 def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path):
@@ -63,30 +60,21 @@ def test_a_long_curve_keeps_the_extremes_of_each_stretch(tmp_path):
         steps, shown = client.ask("metrics", run=folder.path, names="actor/kl")["curves"]["actor/kl"]
     assert len(steps) <= 4000
     assert steps == sorted(steps)
-    assert (max(shown), steps[shown.index(50.0)], min(shown)) == (
-        50.0,
-        4321,
-        pytest.approx(min(values), 1e-5),
-    )
+    assert (max(shown), steps[shown.index(50.0)]) == (50.0, 4321)
+    assert min(shown) == pytest.approx(min(values), 1e-5)
 
 
-FILTERS: list[tuple[dict[str, str], Callable[[Any], bool]]] = [
+FILTERS = [
     ({}, lambda row: True),
     ({"step": "2..4"}, lambda row: 2 <= row["step"] <= 4),
     ({"step": "3"}, lambda row: row["step"] == 3),
     ({"score": "0.35.."}, lambda row: row["score"] > 0.35),
-    (
-        {"score": "..0.35", "finish": "stop"},
-        lambda row: row["score"] < 0.35 and row["finish_reason"] == "stop",
-    ),
+    ({"score": "..0.35", "finish": "stop"}, lambda r: r["score"] < 0.35 and r["finish_reason"] == "stop"),
     ({"source": "words"}, lambda row: row["data_source"] == "words"),
     ({"length": "6..6"}, lambda row: False),
     ({"text": "aNSWER 3 of"}, lambda row: "Answer 3 of" in row["response"]),
     ({"text": "what is 1"}, lambda row: "what is 1" in row["prompt"]),
-    (
-        {"text": "answer 3", "source": "sums", "step": "6"},
-        lambda row: row["response"] == "Answer 3 of step 6",
-    ),
+    ({"text": "answer 3", "source": "sums", "step": "6"}, lambda r: r["response"] == "Answer 3 of step 6"),
     ({"kind": "val"}, lambda row: False),
 ]
 
@@ -110,10 +98,10 @@ def test_a_histogram_counts_what_all_other_filters_leave(client, run):
 
 
 def test_samples_are_sorted_and_paged(client, run):
-    down = client.ask("samples", run=run, sort="score", direction="down", limit=200)["rows"]
-    up = client.ask("samples", run=run, sort="score", direction="up", limit=200)["rows"]
-    assert [row["score"] for row in down] == sorted((row["score"] for row in down), reverse=True)
-    assert [row["score"] for row in up] == sorted(row["score"] for row in up)
+    for direction in ("up", "down"):
+        down = client.ask("samples", run=run, sort="score", direction=direction, limit=200)["rows"]
+        scores = [row["score"] for row in down]
+        assert scores == sorted(scores, reverse=direction == "down")
     assert client.ask("samples", run=run, sort="score", offset=5, limit=3)["rows"] == down[5:8]
     newest = client.ask("samples", run=run, limit=1)["rows"][0]
     assert (newest["id"], newest["step"]) == ("step_000006:7", 6)
@@ -142,10 +130,8 @@ def test_a_sample_has_its_turns_tokens_and_group(client, run):
 def test_a_prompt_is_followed_over_the_run(client, run):
     prompt = client.ask("sample", run=run, id="step_000003:1")["prompt"]
     found = client.ask("history", run=run, prompt=prompt)
-    assert [step for step, _ in found["points"]] == [
-        step for step in range(1, STEPS + 1) for _ in range(GROUP)
-    ]
-    assert [round(score, 6) for _, score in found["points"]][::GROUP] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    points = [[step, step / 10] for step in range(1, STEPS + 1) for _ in range(GROUP)]
+    assert [[step, round(score, 6)] for step, score in found["points"]] == points
     assert {row["asked"] for row in found["rows"]} == {"user: what is 0"}
 
 
@@ -156,18 +142,15 @@ def test_an_export_has_what_is_selected_whole(client, run):
     assert (status, headers["Content-Disposition"]) == (200, 'attachment; filename="samples.jsonl"')
     assert [json.loads(line) for line in body.decode().splitlines()] == expected
     table = list(csv.DictReader(io.StringIO(client.get(f"{query}&format=csv")[1].decode())))
-    assert [(row["response"], float(row["score"])) for row in table] == [
-        (row["response"], row["score"]) for row in expected
-    ]
+    wanted = [(row["response"], row["score"]) for row in expected]
+    assert [(row["response"], float(row["score"])) for row in table] == wanted
 
 
 def test_a_steps_time_and_what_waited_for_what(client, run):
     found = client.ask("time", run=run, step=2)
     assert (found["steps"], found["step"], found["seconds"]) == ([1, 2, 3, 4, 5, 6], 2, pytest.approx(2))
-    assert [span[:2] for span in found["spans"] if span[2] == pytest.approx(1)] == [
-        ["actor rank 0", "update_actor"],
-        ["actor rank 1", "update_actor"],
-    ]
+    updates = [[f"actor rank {rank}", "update_actor"] for rank in (0, 1)]
+    assert [span[:2] for span in found["spans"] if span[2] == pytest.approx(1)] == updates
     (wait,) = found["waits"]
     assert (wait["track"], wait["other"], wait["phase"]) == ("actor rank 0", "actor rank 1", "gen")
     assert (wait["end"] - wait["start"], wait["share"]) == (pytest.approx(0.5), pytest.approx(1))
@@ -212,9 +195,8 @@ def test_a_run_is_seen_while_it_is_written(tmp_path):
             (folder.samples / f"step_{step + 1:06d}.partial").write_bytes(b"half")
             await_samples(client, str(path), files=step)
             assert client.ask("samples", run=path, text="answer 3")["matched"] == step
-            assert (
-                client.ask("metrics", run=path, names="reward/mean")["curves"]["reward/mean"][0][-1] == step
-            )
+            curves = client.ask("metrics", run=path, names="reward/mean")["curves"]
+            assert curves["reward/mean"][0][-1] == step
         assert client.ask("runs")[0]["stamp"] != before
         folder.trim_after(1)  # as a resume does
         write_viewed_step(folder, 2)

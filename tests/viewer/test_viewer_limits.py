@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +18,13 @@ from tandem.observability.inside import require_inside
 from tandem.observability.reading import Run
 from tandem.offline.export import export_checkpoint
 from tandem.viewer import api, sample, server
-from tests.support.viewing import Client, viewing, write_viewed
+from tests.support.viewing import viewing, write_viewed
 
 SECRET = "what another folder holds"
 MANY, LONG = 20_000, 300_000
 
 
-def _crowd(folder: Path) -> None:
+def _crowd(folder):
     """Write one group of many samples with long texts, and one sample with very many tokens and turns."""
     lists = pa.ListArray.from_arrays(np.arange(0, 2 * MANY + 1, 2, dtype=np.int32), pa.array([1, 2] * MANY))
     crowd = {"scores": np.zeros(MANY, np.float32), "tokens": lists, "uid": ["one"] * MANY}
@@ -97,22 +96,17 @@ def test_a_group_comes_in_pages(client, crowded):
 
 
 def test_the_last_events_are_told_and_long_ones_are_cut(client, crowded):
-    events = client.ask("events", run=crowded)["events"]
-    assert len(events) == api.LISTED
+    assert len(client.ask("events", run=crowded)["events"]) == api.LISTED
     with (crowded / "events.jsonl").open("a") as file:
         file.write('{"event": "warning", "name": "last", "step": 1, "text": "%s"}\n' % ("w" * LONG))
     last = client.ask("events", run=crowded)["events"][-1]
     assert (last["name"], len(last["text"])) == ("last", api.LONG)
 
 
-def _link(path: Path, target: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    path.symlink_to(target)
-
-
+MANIFEST = "checkpoints/step_000004/manifest.json"
 OUTSIDE = [
     "log/run.log", "log/failure.txt", "log", "config.yaml", "events.jsonl", "metrics.jsonl", "timeline.json",
-    "samples/step_000001.parquet", "samples", "checkpoints/step_000004/manifest.json", "checkpoints",
+    "samples/step_000001.parquet", "samples", MANIFEST, "checkpoints",
 ]  # fmt: skip
 
 
@@ -121,14 +115,10 @@ def linked(tmp_path):
     """Create a run in which one part is a link to the same part of another folder."""
     other = write_viewed(tmp_path / "other", steps=1)
     line = json.dumps({"step": 1, "event": SECRET, SECRET: 1.0, "text": SECRET}) + "\n"
-    for name, content in (
-        ("log/failure.txt", SECRET),
-        ("log/run.log", SECRET),
-        ("config.yaml", f"secret: {SECRET}\n"),
-        ("metrics.jsonl", (other / "metrics.jsonl").read_text() + line),
-        ("events.jsonl", (other / "events.jsonl").read_text() + line),
-        ("checkpoints/step_000004/manifest.json", json.dumps({"sha256": SECRET, "files": {}})),
-    ):
+    contents = {"log/failure.txt": SECRET, "log/run.log": SECRET, "config.yaml": f"secret: {SECRET}\n"}
+    contents |= {name: (other / name).read_text() + line for name in ("metrics.jsonl", "events.jsonl")}
+    contents[MANIFEST] = json.dumps({"sha256": SECRET, "files": {}})
+    for name, content in contents.items():
         (other / name).write_text(content)
     samples = other / "samples" / "step_000001.parquet"
     table = pq.read_table(samples)
@@ -138,7 +128,9 @@ def linked(tmp_path):
     def made(part):
         run = write_viewed(tmp_path / "run", steps=1)
         (run / "log" / "failure.txt").write_text("failed")
-        _link(run / part, other / part)
+        path = run / part
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        path.symlink_to(other / part)
         return run
 
     return made
@@ -169,9 +161,7 @@ def test_a_link_that_stays_within_the_folder_is_followed(tmp_path):
     require_inside(run, run)
 
 
-@pytest.mark.parametrize(
-    "part", ["checkpoints", "checkpoints/step_000004", "checkpoints/step_000004/manifest.json"]
-)
+@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/step_000004", MANIFEST])
 def test_no_checkpoint_is_exported_or_pruned_through_a_link(linked, part, tmp_path):
     run = linked(part)
     with pytest.raises(DataError):
@@ -206,7 +196,7 @@ def quick(tmp_path):
         yield found
 
 
-def _connected(client: Client, held: ExitStack, timeout: float = 10) -> socket.socket:
+def _connected(client, held, timeout=10):
     address = ("127.0.0.1", client.server.server_port)
     return held.enter_context(socket.create_connection(address, timeout=timeout))
 
@@ -217,7 +207,7 @@ def held():
         yield held
 
 
-def _answers(client: Client) -> float:
+def _answers(client):
     began = time.monotonic()
     assert client.get("api/runs")[0] == 200
     return time.monotonic() - began

@@ -1,6 +1,10 @@
 import json
 import re
 import socket
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -52,14 +56,11 @@ def test_another_sites_name_for_this_machine_is_refused(client, host):
         assert connection.makefile("rb").readline() == b"HTTP/1.1 403 Forbidden\r\n"
 
 
-@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:8000"])
-def test_this_machines_own_names_are_taken_at_any_port(client, host):
-    assert client.get("api/runs", host=host)[0] == 200
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
-def test_nothing_but_get_is_answered(client, method):
-    assert client.get("api/runs", method=method)[0] == 501
+def test_this_machines_own_names_are_taken_at_any_port_and_nothing_but_get_is_answered(client):
+    for host in ("localhost:9", "127.0.0.1", "[::1]:8000"):
+        assert client.get("api/runs", host=host)[0] == 200, host
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"):
+        assert client.get("api/runs", method=method)[0] == 501, method
 
 
 PATHS = """../api/../../../etc/passwd %2e%2e/%2e%2e/etc/passwd vendor/../../server.py ..%5c..%5cserver.py
@@ -120,3 +121,33 @@ def test_the_command_refuses_a_missing_folder_and_a_taken_port(client, hostile, 
     assert "no such folder" in capsys.readouterr().err
     assert main(["view", str(hostile), "--no-browser", "--port", str(client.server.server_port)]) == 1
     assert "choose another port" in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[2]
+STATIC = ROOT / "tandem" / "viewer" / "static"
+
+
+def test_the_wheel_has_every_file_of_the_page(tmp_path):
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    page = {str(path.relative_to(ROOT)): path.read_bytes() for path in STATIC.rglob("*") if path.is_file()}
+    assert {"tandem/viewer/static/index.html", "tandem/viewer/static/vendor/LICENSE.htm"} <= page.keys()
+    assert {name: held.get(name) for name in page} == page
+
+
+def test_every_vendored_file_is_named_with_its_licence():
+    vendor = STATIC / "vendor"
+    listed = (vendor / "VENDORED").read_text()
+    for path in vendor.iterdir():
+        assert path.name == "VENDORED" or path.name in listed, path.name
+
+
+def test_own_modules_of_the_page_are_small():
+    for path in STATIC.glob("*.js"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 400, path.name
+        assert max(map(len, lines)) <= 130, path.name

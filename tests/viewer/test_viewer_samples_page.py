@@ -2,7 +2,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,9 +10,6 @@ from tandem.viewer import sample
 from tests.support.hostile_texts import TEXTS
 from tests.support.viewing import GROUP, STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import COUNT, Viewer, await_text, summary
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):
@@ -24,16 +20,13 @@ def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):
     summary(viewer, STEPS)
     assert page.locator("table.samples tbody tr").count() == STEPS
     page.get_by_label("Text in prompt or response").first.fill("")
-    page.get_by_label("sums").check()
-    summary(viewer, COUNT // 2)
-    page.get_by_label("stop").check()
-    summary(viewer, COUNT // 4)
-    page.get_by_label("Lowest step").fill("3")
-    page.keyboard.press("Tab")
-    summary(viewer, 8)
-    page.get_by_label("Highest step").fill("4")
-    page.keyboard.press("Tab")
-    summary(viewer, 4)
+    for tick, count in (("sums", COUNT // 2), ("stop", COUNT // 4)):
+        page.get_by_label(tick).check()
+        summary(viewer, count)
+    for label, step, count in (("Lowest step", "3", 8), ("Highest step", "4", 4)):
+        page.get_by_label(label).fill(step)
+        page.keyboard.press("Tab")
+        summary(viewer, count)
     assert viewer.params() == {"source": "sums", "finish": "stop", "step": "3..4"}
     page.reload()
     summary(viewer, 4)
@@ -47,10 +40,7 @@ def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):
 
 
 TYPE_WHILE_SEARCHING = """field => {
-    const type = (text) => {
-        field.value = text;
-        field.dispatchEvent(new Event("input", { bubbles: true }));
-    };
+    const type = (text) => { field.value = text; field.dispatchEvent(new Event("input", {bubbles: true})); };
     window.addEventListener("hashchange", () => type("answer 3"), { once: true });
     type("answ");
 }"""
@@ -70,12 +60,7 @@ def test_a_histogram_is_brushed(viewer):
     page = viewer.open("samples")
     bars = page.locator('[data-column="step"] .bars')
     bars.wait_for()
-    box = bars.bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + box["width"] * 1.5 / STEPS, box["y"] + 20)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 3.5 / STEPS, box["y"] + 20, steps=3)
-    page.mouse.up()
+    viewer.drag(bars, 1.5 / STEPS, 3.5 / STEPS)
     summary(viewer, 3 * 8)
     assert viewer.params() == {"step": "2..4"}
     assert bars.locator("i.lit").count() == 3
@@ -85,15 +70,13 @@ def test_a_histogram_is_brushed(viewer):
 def test_samples_are_sorted_paged_and_walked_by_keys(viewer):
     page = viewer.open("samples")
     page.locator("table.samples").wait_for()
-    page.locator("thead").get_by_role("button", name="score").click()
-    page.locator('th[aria-sort="descending"]', has_text="score").wait_for()
-    page.locator("thead").get_by_role("button", name="score").click()
-    page.locator('th[aria-sort="ascending"]', has_text="score").wait_for()
+    for order in ("descending", "ascending"):
+        page.locator("thead").get_by_role("button", name="score").click()
+        page.locator(f'th[aria-sort="{order}"]', has_text="score").wait_for()
     page.locator('.listed[aria-busy="false"]').wait_for()
     assert page.locator(".score b").first.text_content() == "0.1"
-    page.keyboard.press("j")
-    page.keyboard.press("j")
-    page.keyboard.press("k")
+    for key in "jjk":
+        page.keyboard.press(key)
     page.wait_for_function("document.activeElement.dataset.row === '0'")
     page.keyboard.press("Enter")
     await_text(page.locator("h1"), "Step 1")
@@ -122,16 +105,10 @@ def test_a_sample_shows_turns_score_and_exact_values_of_its_tokens(viewer):
     await_text(page.locator(".scored"), "answer 7, expected 8")
     assert page.locator(".big-score b").text_content() == "0.3"
     assert page.locator(".turn .role").all_text_contents() == ["user", "assistant", "tool", "assistant"]
-    assert page.locator(".turn pre").all_text_contents() == [
-        "what is 0",
-        "seven answer call",
-        "result",
-        "seven end",
-    ]
-    expected = {
-        "advantages": 1.5, "rollout_log_probs": -0.2, "old_log_probs": 0.3, "difference": 0.5,
-        "ratio": math.exp(0.5), "policy_version": 3,
-    }  # fmt: skip
+    texts = ["what is 0", "seven answer call", "result", "seven end"]
+    assert page.locator(".turn pre").all_text_contents() == texts
+    expected = {"advantages": 1.5, "rollout_log_probs": -0.2, "old_log_probs": 0.3}
+    expected |= {"difference": 0.5, "ratio": math.exp(0.5), "policy_version": 3}
     tokens = page.locator(".tokens > span")
     tokens.nth(2).hover()
     for name, value in expected.items():
@@ -171,9 +148,8 @@ def test_a_group_stands_side_by_side_and_a_prompt_is_followed(viewer):
     page = viewer.open("sample", id="step_000003:1")
     cards = page.locator(".side-by-side .card")
     cards.first.wait_for()
-    assert [text for text in cards.locator("pre").all_text_contents()] == [
-        f"Answer {number} of step 3" for number in range(GROUP)
-    ]
+    answers = [f"Answer {number} of step 3" for number in range(GROUP)]
+    assert cards.locator("pre").all_text_contents() == answers
     assert page.locator(".side-by-side [aria-current]").text_content().startswith("#1")
     page.get_by_role("img", name=re.compile("Mean score of this prompt. mean score: 0.1 to 0.6")).wait_for()
     steps = page.locator(".history .n:first-child").all_text_contents()
@@ -193,14 +169,12 @@ def test_hostile_texts_are_shown_and_not_obeyed(viewer):
     for row in range(0, len(TEXTS), 6):
         viewer.open("sample", "hostile", id=f"step_000001:{row}")
         page.locator(".turn.assistant").first.wait_for()
-    viewer.open("sample", "hostile", id=f"step_000001:{TEXTS.index('nul ' + chr(0) + ' within')}")
-    await_text(page.locator(".turn .hidden-character"), "␀")
-    viewer.open("sample", "hostile", id=f"step_000001:{TEXTS.index(chr(0x202E) + ' right to left')}")
-    await_text(page.locator(".turn .hidden-character"), "U+202E")
+    for text, shown in (("nul \0 within", "␀"), ("\u202e right to left", "U+202E")):
+        viewer.open("sample", "hostile", id=f"step_000001:{TEXTS.index(text)}")
+        await_text(page.locator(".turn .hidden-character"), shown)
     assert page.evaluate("window.hit") is None
-    assert (
-        page.locator("main").locator("script, img, iframe, object, base, meta, style, link, svg").count() == 0
-    )
+    obeyed = page.locator("main").locator("script, img, iframe, object, base, meta, style, link, svg")
+    assert obeyed.count() == 0
 
 
 def test_a_large_group_is_turned_over_page_by_page(browser, tmp_path):

@@ -1,11 +1,7 @@
-"""Warnings about learning, with made-up histories: when each comes, and that healthy runs cause none."""
-
-from __future__ import annotations
-
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,7 +13,7 @@ from tandem.watch.watch import Watch
 Row = dict[str, float]
 
 
-def healthy(step: int, steps: int, noise: random.Random) -> Row:
+def healthy(step, steps, noise):
     """Return a step of a run that improves from 10% to 97% right; 64 samples have rewards of 1 or 0."""
     right = 0.1 + 0.87 * min(1.0, step / (0.7 * steps))
     certain = (right - 0.1) / 0.87
@@ -36,9 +32,7 @@ def healthy(step: int, steps: int, noise: random.Random) -> Row:
     }
 
 
-def warned(
-    rows: Sequence[Mapping[str, float]], prompts: int = 64, before: int = 0, given: Sequence[str] = ()
-) -> dict[str, int]:
+def warned(rows, prompts=64, before=0, given=()):
     """Return the step of each warning; the first `before` rows are those of the run that is resumed."""
     found: list[tuple[str, int]] = []
     watch = Watch(prompts, lambda name, sentence, step: found.append((name, step)))
@@ -52,7 +46,7 @@ def warned(
 Change = float | Callable[[int], float | None]
 
 
-def run(steps: int, **changes: Change) -> list[Row]:
+def run(steps, **changes):
     """Return a run in the middle of learning; other values may depend on the step, and None is absent."""
     noise, rows = random.Random(0), []
     for step in range(1, steps + 1):
@@ -62,46 +56,44 @@ def run(steps: int, **changes: Change) -> list[Row]:
     return rows
 
 
-def then(step: int, before: Change, after: Change) -> Callable[[int], float]:
-    """Return a value that changes after a step."""
+def then(step, before, after):
     return lambda n: [f(n) if callable(f) else f for f in (before, after)][n > step]
 
 
 @pytest.mark.parametrize("prompts", [1, 8, 64])
 @pytest.mark.parametrize("seed", range(25))
-def test_healthy_histories_bring_no_warning(seed: int, prompts: int) -> None:
+def test_healthy_histories_bring_no_warning(seed, prompts):
     noise = random.Random(seed)
     steps = noise.choice([5, 30, 100, 400])
     assert warned([healthy(step, steps, noise) for step in range(1, steps + 1)], prompts) == {}
 
 
 @pytest.mark.parametrize(("prompts", "window"), [(1000, 10), (64, 10), (7, 10), (6, 11), (1, 64)])
-def test_a_warning_rests_on_ten_steps_and_64_prompts(prompts: int, window: int) -> None:
+def test_a_warning_rests_on_ten_steps_and_64_prompts(prompts, window):
     rows = run(window, reward__min=0.0, reward__max=0.0, reward__mean=0.0)
     assert warned(rows, prompts) == {"reward_constant": window}
     assert warned(rows[:-1], prompts) == {}
 
 
-def alike(share: float | None, mean: float = 0.5) -> list[Row]:
+def alike(share, mean=0.5):
     return run(40, reward__mean=mean, reward__zero_std_share=then(20, 0.4, share) if share else None)
 
 
-def fell(good: int, after: float, low: float = 0.0) -> list[Row]:
+def fell(good, after, low=0.0):
     """Return a run whose reward rises from `low` until the step `good`, and then is `after`."""
     mean = then(good, lambda step: low + (1 - low) * (0.2 + 0.02 * step), low + (1 - low) * after)
     return run(60, reward__min=low, reward__mean=mean)
 
 
-def cut(gain: float, share: float = 0.96) -> list[Row]:
+def cut(gain, share=0.96):
     return run(40, response_length__clip_ratio=share, reward__mean=then(10, 0.3, 0.3 + gain))
 
 
-def certain(entropy: float, mean: Change = 0.5) -> list[Row]:
+def certain(entropy, mean=0.5):
     return run(60, reward__mean=mean, actor__entropy=then(20, 1.0, entropy))
 
 
-def still(**changes: Change) -> list[Row]:
-    """Return a run whose gradient is zero from step 20 on."""
+def still(**changes):
     return run(40, actor__grad_norm=then(19, 1.0, 0.0), **changes)
 
 
@@ -137,18 +129,12 @@ def still(**changes: Change) -> list[Row]:
         (run(40, actor__kl=lambda step: 50.0 if step % 3 == 0 else 0.1), {}),  # single steps
     ],
 )  # fmt: skip
-def test_a_warning_comes_at_its_step_or_not_at_all(rows: list[Row], found: dict[str, int]) -> None:
+def test_a_warning_comes_at_its_step_or_not_at_all(rows, found):
     assert warned(rows) == found
 
 
-def test_a_reward_is_constant_or_falls_beside_other_warnings() -> None:
-    once = run(40, reward__min=0.5, reward__max=lambda step: 0.6 if step == 9 else 0.5)
-    assert "reward_constant" not in warned(once)
-    assert warned(run(60, reward__mean=then(19, 0.21, 0.0))).keys() == {"reward_fell"}
-
-
 @pytest.mark.parametrize("role", ["actor", "sft", "rm"])
-def test_a_gradient_is_zero_after_five_steps(role: str) -> None:
+def test_a_gradient_is_zero_after_five_steps(role):
     for last, found in ((7, {}), (8, {"gradient_zero": 8})):
         rewards = {"reward/min": 0.0, "reward/max": 1.0, "reward/mean": 0.5}
         rows = [{f"{role}/grad_norm": float(not 4 <= step <= last)} | rewards for step in range(1, 10)]
@@ -159,14 +145,21 @@ def test_a_gradient_is_zero_after_five_steps(role: str) -> None:
     ("moved", "clipped", "far"),
     [(0.051, 0.41, True), (-0.051, 0.41, True), (0.049, 0.9, False), (0.24, 0.39, False), (0.26, 0.0, True)],
 )
-def test_updates_go_too_far_by_what_they_move_and_clip(moved: float, clipped: float, far: bool) -> None:
+def test_updates_go_too_far_by_what_they_move_and_clip(moved, clipped, far):
     rows = run(30, actor__ppo_kl=moved, actor__clip_fraction=clipped)
     assert warned(rows) == ({"updates_too_far": 10} if far else {})
     unclipped = run(30, actor__ppo_kl=moved, actor__clip_fraction=None)
     assert ("updates_too_far" in warned(unclipped)) == (abs(moved) > 0.25)
 
 
-def test_a_run_that_goes_on_remembers_its_history_and_what_was_said() -> None:
+def test_a_reward_is_constant_or_falls_beside_other_warnings():
+    assert "reward_constant" not in warned(
+        run(40, reward__min=0.5, reward__max=lambda step: 0.6 if step == 9 else 0.5)
+    )
+    assert warned(run(60, reward__mean=then(19, 0.21, 0.0))).keys() == {"reward_fell"}
+
+
+def test_a_run_that_goes_on_remembers_its_history_and_what_was_said():
     rows = alike(1.0)
     for before in (1, 15, 25, 29):
         assert warned(rows, before=before) == {"groups_alike": 30}
@@ -177,12 +170,12 @@ def test_a_run_that_goes_on_remembers_its_history_and_what_was_said() -> None:
 @pytest.mark.parametrize(
     "row", [{}, {"val/reward": 0.0, "val/max": 0.0}, {"sft/loss": 0.0, "sft/grad_norm": 1e-9}]
 )
-def test_runs_without_rewards_or_gradients_bring_no_warning(row: Row) -> None:
+def test_runs_without_rewards_or_gradients_bring_no_warning(row):
     assert warned([row] * 100) == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_values_that_are_not_finite_are_passed_over(value: float) -> None:
+def test_values_that_are_not_finite_are_passed_over(value):
     names = [name for name in healthy(1, 1, random.Random(0)) if name.startswith("actor/")]
     broken = dict.fromkeys(names, value)
     rows = [row if step % 2 else row | broken for step, row in enumerate(run(100))]
@@ -190,7 +183,7 @@ def test_values_that_are_not_finite_are_passed_over(value: float) -> None:
     assert warned([row | broken for row in run(60, reward__mean=0.5)]) == {}
 
 
-def test_each_sentence_names_keys_that_exist() -> None:
+def test_each_sentence_names_keys_that_exist():
     sick: dict[str, Sequence[Row]] = {
         "reward_constant": run(10, reward__min=1.0, reward__mean=1.0),
         "groups_alike": run(10, reward__zero_std_share=1.0),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -15,10 +16,7 @@ from tests.workers import roles
 from tests.workers.streamed import FAULTS, NAME, StreamedEngine
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.name=native")
-DIVIDED = {
-    "sharded": (),
-    "tensor": ("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"),
-}
+TENSOR = ("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "trainer.n_gpus_per_node=2")
 
 
 def all_roles(folder: Path, rank: int, world: int) -> dict[str, Any]:
@@ -26,8 +24,7 @@ def all_roles(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 
 def lora(folder: Path, rank: int, world: int) -> dict[str, Any]:
-    """Train adapters with a native rollout, on sharded weights and on layers that both ranks share."""
-    return {name: train_lora(folder, rank, words) for name, words in DIVIDED.items()}
+    return {"sharded": train_lora(folder, rank, ()), "tensor": train_lora(folder, rank, TENSOR)}
 
 
 def train_lora(folder: Path, rank: int, words: tuple[str, ...]) -> dict[str, Any]:
@@ -59,7 +56,6 @@ class Ranks:
         return (worker or self.worker).generate_sequences(self.prompts, 2, roles.PARAMS)
 
     def raised(self, call: Callable[[], Any]) -> list[str]:
-        """Return the error of each rank."""
         found = "nothing"
         try:
             call()
@@ -68,7 +64,6 @@ class Ranks:
         return roles.gathered(found)
 
     def stale_gather(self) -> list[str]:
-        """Let the second rank gather a layer's old weights."""
         layer = self.worker.actor.module.decoder.layers[1]
         original = type(layer).unshard
 
@@ -77,14 +72,10 @@ class Ranks:
             if unit is layer and self.rank == 1:
                 layer.self_attn.k_proj.weight.data.copy_(self.old[NAME])
 
-        type(layer).unshard = stale
-        try:
+        with patch.object(type(layer), "unshard", stale):
             return self.raised(self.generate)
-        finally:
-            type(layer).unshard = original
 
     def streamed(self) -> dict[str, list[Any]]:
-        """Try all faults of streams, then a correct stream."""
         part, shared = self.worker.parts["rollout"], self.generate()
         path, dtype = self.config.actor_rollout_ref.model.path, self.worker.actor.compute_dtype
         engine, part.engine = part.engine, StreamedEngine(path, dtype)

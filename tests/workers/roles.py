@@ -57,14 +57,14 @@ def tokenizer_of(config: TrainConfig) -> Any:
     return AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
 
 
-def settings_of(config: TrainConfig, **more: Any) -> dict[str, Any]:
-    return {"device": "cpu", "run": RunFolder(config.trainer.default_local_dir), **more}
+def factory_of(worker: Any, section: Any, config: TrainConfig, **more: Any) -> Any:
+    run = RunFolder(config.trainer.default_local_dir)
+    return functools.partial(worker, section, device="cpu", run=run, **more)
 
 
 def actor_factory(config: TrainConfig, *parts: str) -> Any:
-    more = {"total_steps": 10, "updates_per_step": 1, "recompute_old": True}
-    settings = settings_of(config, parts=frozenset(parts), tokenizer=tokenizer_of(config), **more)
-    return functools.partial(ActorWorker, config, **settings)
+    more = {"total_steps": 10, "updates_per_step": 1, "recompute_old": True, "parts": frozenset(parts)}
+    return factory_of(ActorWorker, config, config, tokenizer=tokenizer_of(config), **more)
 
 
 def make_actor(config: TrainConfig, *parts: str, rank: int = 0, world: int = 1) -> Any:
@@ -73,13 +73,13 @@ def make_actor(config: TrainConfig, *parts: str, rank: int = 0, world: int = 1) 
 
 def make_critic(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
     more = {"norm_length": 6, "total_steps": 10, "updates_per_step": 1, "collective_timeout_s": 60}
-    settings = settings_of(config, seed=config.trainer.seed, **more)
-    return create(functools.partial(CriticWorker, config.critic, **settings), rank, world)
+    seed = config.trainer.seed
+    return create(factory_of(CriticWorker, config.critic, config, seed=seed, **more), rank, world)
 
 
 def scorer_factory(config: TrainConfig, **more: Any) -> Any:
     settings = {"tokenizer": tokenizer_of(config), "collective_timeout_s": 60, **more}
-    return functools.partial(RewardModelWorker, config.reward_model, **settings_of(config, **settings))
+    return factory_of(RewardModelWorker, config.reward_model, config, **settings)
 
 
 def make_scorer(config: TrainConfig, *, rank: int = 0, world: int = 1) -> Any:
@@ -142,17 +142,13 @@ def broadcast(actor: Any, apart: Any, left_out: int | None = None) -> None:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the value of every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 class Team:
-    """All roles of one rank, with one step of PPO on given advantages.
-
-    In the methods, `count` is the number of prompts of the whole team. This rank has an even share of them.
-    """
+    """All roles of one rank; `count` is the number of prompts of all ranks, which share them evenly."""
 
     def __init__(self, config: TrainConfig, rank: int, world: int) -> None:
         self.config = config
@@ -165,14 +161,9 @@ class Team:
         return make_prompts(count).chunk(self.world)[self.rank]
 
     def step(self, count: int) -> dict[str, Any]:
-        """Return the results of all methods: the rows of all ranks, and the metrics of the updates."""
         batch = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
-        made = [
-            self.actor.compute_log_prob(batch),
-            self.actor.compute_ref_log_prob(batch),
-            self.critic.compute_values(batch),
-            self.scorer.compute_rm_score(batch),
-        ]
+        made = [self.actor.compute_log_prob(batch), self.actor.compute_ref_log_prob(batch)]
+        made += [self.critic.compute_values(batch), self.scorer.compute_rm_score(batch)]
         batch = with_targets(batch.union(*made))
         metrics = {"actor": self.actor.update_actor(batch).to_floats()}
         metrics["critic"] = self.critic.update_critic(batch).to_floats()
@@ -190,10 +181,7 @@ class Team:
         return actor | {f"critic {name}": value.clone() for name, value in self.critic.engine.weights()}
 
     def streamed(self, count: int) -> list[tuple[list[int], bool]]:
-        """For each rank, return the sizes of a stream's parts, and whether its rows are the batch's.
-
-        Another stream was abandoned after its first part.
-        """
+        """Abandon a stream; for each rank, return the sizes of another's parts, and if its rows are right."""
         prompts = self.prompts(count)
         whole = self.actor.generate_sequences(prompts, N, PARAMS)
         left = self.actor.stream_sequences(prompts, N, PARAMS)
@@ -214,9 +202,8 @@ class Team:
         broadcast(self.actor, apart)
         found = apart.generate_sequences(self.prompts(count), N, PARAMS)
         wanted = self.actor.generate_sequences(self.prompts(count), N, PARAMS)
-        same = all(gathered(equal(found, wanted)))
-        changed = not all(gathered(equal(before, wanted)))
-        return same and changed and apart.engines["rollout"].version == self.actor.actor.version
+        same, unchanged = all(gathered(equal(found, wanted))), all(gathered(equal(before, wanted)))
+        return same and not unchanged and apart.engines["rollout"].version == self.actor.actor.version
 
     def non_finite(self, batch: DataProto) -> list[tuple[str, str, DataProto]]:
         """Spoil the last rank's share; return each rank's field of the error, and the saved file."""
@@ -231,7 +218,6 @@ class Team:
 
 
 def equal(first: DataProto, second: DataProto) -> bool:
-    """Return whether both have the same columns, bit for bit."""
     if set(first.columns) != set(second.columns):
         return False
     for name, column in first.batch.items():

@@ -19,8 +19,6 @@ TWIN = "model.layers.1.self_attn.v_proj.weight"
 
 
 class StreamedEngine:
-    """An engine that receives weights as a stream, which `fault` changes."""
-
     takes = frozenset({WeightStream})
 
     def __init__(self, path: str, dtype: torch.dtype) -> None:
@@ -41,7 +39,6 @@ class StreamedEngine:
 
 
 def damaged(stream: Stream) -> Stream:
-    """Change the last bit of one number."""
     for name, tensor in stream:
         if name == NAME:
             tensor = tensor.clone()

@@ -34,10 +34,6 @@ def test_every_column_is_that_of_one_rank(one, four, step, samples):
         assert list(found.non_tensor_batch[name]) == list(wanted.non_tensor_batch[name]), name
 
 
-def test_the_version_that_wrote_the_tokens_is_the_actors(four):
-    assert [roles.versions(four[step]["batch"]) for step in ("first", "second")] == [{0}, {1}]
-
-
 def test_losses_and_weights_are_those_of_one_rank(one, four):
     for step in ("first", "second"):
         for role in ("actor", "critic"):
@@ -51,23 +47,20 @@ def test_losses_and_weights_are_those_of_one_rank(one, four):
         assert torch.allclose(four["weights"][name], value, rtol=0, atol=1e-9), name
 
 
-def test_a_stream_gives_the_rows_of_generate_sequences(four):
+def test_a_stream_gives_the_rows_of_generate_sequences(one, four):
     """Two prompts with two samples each give at most four parts, and a rank without prompts gives none."""
     for name, shares in (("streamed", [4, 4, 4, 2]), ("streamed few", [2, 2, 2, 0])):
         assert [sum(sizes) for sizes, _ in four[name]] == shares
         assert all(same for _, same in four[name])
         assert four[name][-1][0] == [] or shares[-1]
-
-
-def test_a_rollout_of_its_own_takes_the_actors_weights(one, four):
-    assert four["moved"] is one["moved"] is True
+    assert four["moved"] is one["moved"] is True  # to a rollout of its own
+    assert [roles.versions(four[step]["batch"]) for step in ("first", "second")] == [{0}, {1}]
 
 
 def test_each_rank_keeps_its_share_of_a_bad_batch(four):
     shares = four["first"]["batch"].chunk(4)
     for rank, (field, name, saved) in enumerate(four["non_finite"]):
-        assert field == "actor update 2"
-        assert name == f"actor_update_2_rank_{rank}.pt"
+        assert (field, name) == ("actor update 2", f"actor_update_2_rank_{rank}.pt")
         assert saved.ragged("tokens").equal(shares[rank].ragged("tokens"))
         assert bool(saved.ragged("advantages").values.isnan().any()) == (rank == 3)
     assert all(torch.equal(four["after"][name], value) for name, value in four["weights"].items())

@@ -1,11 +1,9 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tandem.engines.weight_sync import digest
-from tandem.protocol import DataProto
 from tests.workers import roles
 
 PROMPTS = roles.make_prompts(3)
@@ -18,7 +16,7 @@ def configured(folder, tmp_path):
     return lambda *words: roles.make_config(folder, *LORA, SMALL, *words, run=tmp_path)
 
 
-def generate(worker: Any) -> DataProto:
+def generate(worker):
     return worker.generate_sequences(PROMPTS, 2, roles.PARAMS)
 
 

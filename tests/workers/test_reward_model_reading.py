@@ -1,14 +1,22 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    Qwen2Config,
+)
 
+from tandem.config.rewards import RewardConfig
 from tandem.errors import ModelError
+from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
 from tandem.rewards.steps import step_ends, steps_of_ids
+from tandem.runtime import LocalBackend, ResourcePool, WorkerGroup
 from tandem.runtime.worker import create
+from tandem.workers.reward import RewardWorker, at_last_token
 from tests.support.scorers import make_other_tokenizer, make_scorer
 from tests.support.tiny import make_tokenizer
 from tests.workers import roles
@@ -44,8 +52,8 @@ def batch(policys):
     ]
     tokens = Ragged.from_list([prompt + answer for prompt, answer in rows], torch.int64)
     marks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows]
-    mask = Ragged.from_list(marks, torch.bool)
-    return DataProto({"tokens": tokens, "response_mask": mask}, {"messages": PROMPTS})
+    columns = {"tokens": tokens, "response_mask": Ragged.from_list(marks, torch.bool)}
+    return DataProto(columns, {"messages": PROMPTS})
 
 
 @pytest.fixture
@@ -59,9 +67,7 @@ def worker_of(folder, policys):
     return made
 
 
-def head_outputs(
-    path: Path, rows: list[list[int]], kind: Any = AutoModelForSequenceClassification
-) -> list[Any]:
+def head_outputs(path, rows, kind=AutoModelForSequenceClassification):
     """Return the head's outputs at every token, each row alone, computed with transformers."""
     model: Any = kind.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():
@@ -102,7 +108,7 @@ def test_another_template_alone_is_reason_enough(worker_of, folder, batch):
     out = worker_of(models, role="a").compute_rm_score(batch)
     assert out.dense("reward_failed").all()  # the template has no assistant turn
     assert "omits the response" in out.non_tensor_batch["reward_why"][0]
-    assert out.dense("scores").tolist() == [0.0] * 4
+    assert not out.dense("scores").any()
 
 
 def test_what_is_longer_than_its_positions_is_not_read(worker_of, folder, own, batch):
@@ -126,22 +132,18 @@ def test_steps_are_scored_where_they_end(worker_of, folder, own, batch, step_sco
     ends = [[4 + 2, 4 + 5], [6 + 1], [], [2 + 1, 2 + 4, 2 + 8]]
     rows = [row.tolist() for row in batch.ragged("tokens")]
     whole = [scores[:, 0].float() for scores in head_outputs(folder / "same", rows)]
-    for row, places, scores, placed in zip(
-        range(4), ends, whole, out.ragged("token_level_scores"), strict=True
-    ):
+    expected = []
+    for places, scores, placed in zip(ends, whole, out.ragged("token_level_scores"), strict=True):
         wanted = torch.zeros(len(scores))
         wanted[places] = scores[places]
-        assert torch.allclose(placed, wanted, atol=1e-6), row
-        expected = float(total([float(scores[place]) for place in places])) if places else 0.0
-        assert out.dense("scores")[row].item() == pytest.approx(expected, abs=1e-6)
+        assert torch.allclose(placed, wanted, atol=1e-6), places
+        expected.append(float(total(scores[places].tolist())) if places else 0.0)
+    assert out.dense("scores").tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("labels", [1, 2])
 def test_a_token_classifier_over_other_tokens(worker_of, folder, own, batch, labels):
-    """Scores are read at the ends of steps in the model's tokens.
-
-    They are placed at the ends of steps in the policy's tokens.
-    """
+    """Scores are read at the ends of steps in its own tokens, and placed at those in the policy's."""
     path = make_scorer(folder / f"steps {labels}", folder / "model", by_token=True, labels=labels)
     with pytest.raises(ModelError, match="step_separator is missing"):
         worker_of(f"{{a: {{path: '{path}'}}}}")
@@ -161,13 +163,76 @@ def test_a_token_classifier_over_other_tokens(worker_of, folder, own, batch, lab
         assert torch.allclose(placed, wanted, atol=1e-6), row
 
 
-def test_ends_of_steps():
+def test_ends_of_steps(policys):
     assert step_ends("a\n\nb", "\n\n") == [3, 4]
     assert step_ends("a\n\n\n\nb\n\n", "\n\n") == [3, 8]
     assert step_ends(" \n\n ", "\n\n") == step_ends("", "x") == []
+    ids = policys.encode("ab.cd..e", add_special_tokens=False)  # a separator within tokens
+    assert (steps_of_ids(policys, ids, ".."), steps_of_ids(policys, ids, ".c")) == ([6, 7], [3, 7])
 
 
-def test_a_separator_within_tokens(policys):
-    ids = policys.encode("ab.cd..e", add_special_tokens=False)
-    assert steps_of_ids(policys, ids, "..") == [6, 7]
-    assert steps_of_ids(policys, ids, ".c") == [3, 7]
+@pytest.fixture
+def answers(folder):
+    tokenizer = roles.tokenizer_of(roles.make_config(folder))
+    texts = [("1+2=", "3<eos>"), ("12+30=", "42"), ("what?", "")]
+    rows = [[tokenizer.encode(text, add_special_tokens=False) for text in pair] for pair in texts]
+    tokens = Ragged.from_list([prompt + answer for prompt, answer in rows])
+    marks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows]
+    mask = Ragged.from_list(marks, torch.bool)
+    return DataProto({"tokens": tokens, "response_mask": mask}, {"uid": ["a", "b", "c"]})
+
+
+@pytest.mark.parametrize("words", [(), ("reward_model.forward_micro_batch_size_per_gpu=1",)])
+def test_scores_are_transformers_own_and_stand_at_the_last_response_token(folder, answers, words):
+    worker = roles.make_scorer(roles.make_config(folder, *words))
+    out = worker.compute_rm_score(answers)
+    load = AutoModelForSequenceClassification.from_pretrained
+    model = load(folder / "scorer", dtype=torch.float64, attn_implementation="sdpa")
+    wanted = torch.stack([model(ids[None]).logits[0, 0] for ids in answers.ragged("tokens")]).float()
+    assert torch.equal(out.dense("scores"), wanted) and wanted.dtype == torch.float32
+    placed = [row.tolist() for row in out.ragged("token_level_scores")]
+    first, second, _ = wanted.tolist()
+    assert placed == [[0, 0, 0, 0, 0, first], [0, 0, 0, 0, 0, 0, 0, second], [0] * 5]
+    assert list(out.non_tensor_batch["response_text"]) == ["3", "42", ""]
+    assert list(out.non_tensor_batch["reward_extra"]) == [{}, {}, {}]
+    empty = worker.compute_rm_score(answers[:0])
+    assert len(empty) == 0 and empty.columns == out.columns
+
+
+def test_a_group_knows_it_by_both_names(folder, answers):
+    factory = roles.scorer_factory(roles.make_config(folder))
+    group = WorkerGroup(LocalBackend(), factory, ResourcePool([1]), balance=True)
+    first, second = group.compute_rm_score(answers).get(), group.compute_scores(answers).get()
+    assert roles.equal(first, second)
+    assert "timing/reward" in group.take_timings()[0]
+
+
+def test_a_model_over_too_few_tokens_is_refused(folder, tmp_path):
+    config = Qwen2Config.from_pretrained(folder / "model", num_labels=1, vocab_size=20)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="vocabulary"):
+        roles.make_scorer(roles.make_config(folder, f"reward_model.model.path={tmp_path}"))
+
+
+def test_a_score_stands_at_the_last_response_token():
+    mask = Ragged.from_list([[False, True, True, False], [False, False], [False, True]], torch.bool)
+    placed = at_last_token(torch.tensor([5.0, 6.0, 7.0]), mask)
+    assert [row.tolist() for row in placed] == [[0, 0, 5, 0], [0, 0], [0, 7]]
+
+
+def test_responses_are_decoded_without_prompt_and_special_tokens_and_scored(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in ("1+2=3<eos>", "2+2=5")]
+    mask = Ragged.from_list([[False] * 4 + [True] * 2, [False] * 4 + [True]], torch.bool)
+    facts = {"data_source": ["arithmetic"] * 2, "ground_truth": ["3", "4"], "extra_info": [{}, {}]}
+    facts |= {"index": [0, 1], "uid": ["a", "b"]}
+    answers = DataProto({"tokens": Ragged.from_list(rows), "response_mask": mask}, facts)
+    worker = RewardWorker(tokenizer, None, RewardConfig(), RunFolder(tmp_path / "run"))
+    out = worker.compute_scores(answers)
+    assert out.dense("scores").tolist() == [1.0, 0.0]
+    assert list(out.non_tensor_batch["response_text"]) == ["3", "5"]
+    assert list(out.non_tensor_batch["reward_why"]) == ["answer 3, expected 3", "answer 5, expected 4"]
+    assert out.ragged("token_level_scores").row(0).tolist() == [0, 0, 0, 0, 0, 1.0]
+    nothing = worker.compute_scores(answers[:0])
+    assert len(nothing) == 0 and nothing.columns == out.columns
+    assert worker.take_timings()["timing/reward"] > 0

@@ -1,11 +1,14 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tandem.errors import NonFiniteError
+from tandem.config.data import DataConfig
+from tandem.errors import DataError, NonFiniteError
+from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, SamplingParams
+from tandem.workers.data import DataFacts, DataWorker
+from tests.support.tiny import make_tokenizer, write_problems
 from tests.workers import roles
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -13,8 +16,6 @@ ACTOR, CRITIC = "actor_rollout_ref.actor.optim", "critic.optim"
 
 
 class Policy:
-    """The update of the actor or the critic, with its messages and saved files."""
-
     def __init__(self, folder: Path, run: Path, role: str, *words: str) -> None:
         config = roles.make_config(folder, *words, run=run)
         actor = roles.make_actor(config, "actor", "rollout")
@@ -37,7 +38,6 @@ class Policy:
         return self.update(DataProto(columns)).to_floats()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of the weights and the optimizer state."""
         found = {f"weight {name}": value.clone() for name, value in self.engine.weights()}
         for optimizer in self.engine._state.optimizers:
             for number, slots in enumerate(optimizer.state.values()):
@@ -45,7 +45,7 @@ class Policy:
         return found
 
 
-def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+def same(first, second):
     assert set(first) == set(second)
     return all(torch.equal(first[name], second[name]) for name in first)
 
@@ -55,19 +55,15 @@ def test_a_skipped_step_changes_nothing_and_is_reported(folder, tmp_path, role, 
     policy = Policy(folder, tmp_path, role, f"{at}.skip_non_finite_steps=2", f"{at}.lr_warmup_steps=4")
     assert policy.step(bad=False)["skipped_steps"] == 0
     before = policy.state()
-    assert policy.step(bad=True) == {"skipped_steps": 1}
-    assert policy.step(bad=True) == {"skipped_steps": 2}
+    assert [policy.step(bad=True) for _ in range(2)] == [{"skipped_steps": 1}, {"skipped_steps": 2}]
     assert policy.engine.version == 1 and same(policy.state(), before)
     paths = [tmp_path / "log" / f"{role}_update_1{again}_rank_0.pt" for again in ("", "_again_1")]
-    assert len(policy.said) == 2
     for count, (path, sentence) in enumerate(zip(paths, policy.said, strict=True), 1):
         assert sentence.startswith(f"{role} update 1: ") and f"({count} in a row, 2 allowed)" in sentence
         assert f"DataProto.load('{path}')" in sentence
     assert all(DataProto.load(path).ragged(policy.column).values.isnan().any() for path in paths)
-    after = policy.step(bad=False)
-    assert (
-        after["skipped_steps"] == 2 and after["lr"] == 0.01 / 4
-    )  # the second step of the schedule, not the fourth
+    after = policy.step(bad=False)  # the second step of the schedule, not the fourth
+    assert (after["skipped_steps"], after["lr"]) == (2, 0.01 / 4)
     assert policy.engine.version == 2 and not same(policy.state(), before)
 
 
@@ -95,3 +91,35 @@ def test_more_in_succession_than_allowed_end_the_run(folder, tmp_path, allowed):
     assert caught.value.field == "actor update 1"
     assert f"actor_update_1{'_again_1' * allowed}_rank_0.pt" in str(caught.value.remedy)
     assert same(policy.state(), before) and len(policy.said) == allowed
+
+
+def config(folder, **changes):
+    train, val = write_problems(folder)
+    given = {"train_files": (str(train),), "val_files": (str(val),), "train_batch_size": 5, "seed": 3}
+    return DataConfig.model_validate(given | changes)
+
+
+def test_batches_are_functions_of_their_numbers(tmp_path):
+    settings, run = config(tmp_path, val_batch_size=3), RunFolder(tmp_path / "run")
+    worker, again = (DataWorker(settings, make_tokenizer(tmp_path), run) for _ in range(2))
+    facts = worker.describe()
+    assert facts == DataFacts(24, 3, facts.digest, sources=("arithmetic",), longest_prompt=5)
+    assert facts.digest == again.describe().digest
+    epoch = [worker.train_batch(number).non_tensor_batch["uid"].tolist() for number in range(8)]
+    assert len({uid for batch in epoch for uid in batch}) == 40
+    for number in (6, 2, 2, 7):
+        assert again.train_batch(number).non_tensor_batch["uid"].tolist() == epoch[number]
+    uids = [uid for number in range(3) for uid in worker.val_batch(number).non_tensor_batch["uid"]]
+    assert uids == [f"val-{row}" for row in range(8)]
+    assert worker.take_timings()["timing/data"] > 0
+    settings = config(tmp_path, val_files=())
+    assert DataWorker(settings, make_tokenizer(tmp_path), run).describe().val_batches == 0
+
+
+def test_data_that_are_refused_leave_no_trace(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(DataError, match="do not fill one batch"):
+        DataWorker(config(tmp_path, train_batch_size=25), make_tokenizer(tmp_path), run)
+    assert not run.timeline_file.exists()
+    run.remove_if_unused()
+    assert not run.path.exists()

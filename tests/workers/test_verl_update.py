@@ -1,12 +1,9 @@
 import json
 import re
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.verl_update import ROOT, WHOLE, Case, batch, by_tandem, by_verl, distance
 
@@ -24,41 +21,29 @@ LOSSES = ("vanilla", "cispo", "gpg", "dppo_tv", "dppo_kl")
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "k3+")
 REJECTED = (f"{C}rollout_is=token", f"{C}rollout_rs=seq_mean_k1", f"{C}rollout_rs_threshold='0.9_1.1'")
-TINY = 1e-6
+NORM, OPTIMAL, TINY = "seq-mean-token-sum-norm", "optimal_token_baseline", 1e-6
 """The tolerance: verl has constants in float32, and everything else is float64."""
 
 
-def case(
-    *words: str, seed: int, whole: bool = False, holes: float = 0.0, empty: int = 0, **more: object
-) -> Case:
+def case(*words, seed, whole=False, holes=0.0, empty=0, **more):
     made = Case((*COMMON, *words), batch(seed, holes=holes, empty=empty))
     return Case(made.words, made.columns, WHOLE if whole else made.micro, **more)  # type: ignore[arg-type]
 
 
-def alone(estimator: str, *, seed: int) -> Case:
-    """Return a step on prompts with one response each."""
-    made = case(f"algorithm.adv_estimator={estimator}", seed=seed)
-    return Case(made.words, {**made.columns, "group": torch.arange(16)}, made.micro)
-
-
-def scripts() -> dict[str, Case]:
-    """Return the steps of real scripts, with one micro-batch: verl's result differs with several."""
+def scripts():
     return {
         f"script {method}": Case((*script["words"], "data.max_response_length=24"), batch(seed), WHOLE)
         for seed, (method, script) in enumerate(SCRIPTS.items(), 50)
     }
 
 
-def same() -> dict[str, Case]:
-    """Return steps that are equal in verl."""
+def same():
     found: dict[str, Case] = {}
     for seed, name in enumerate(ESTIMATORS):
         words = [f"algorithm.adv_estimator={name}"]
         words += ["algorithm.gdpo_reward_keys=['component 0','component 1']"] if name == "gdpo" else []
         found[f"estimator {name}"] = case(*words, seed=seed, holes=0.2, empty=2)
-    found["estimator optimal_token_baseline"] = case(
-        "algorithm.adv_estimator=optimal_token_baseline", seed=11
-    )
+    found[f"estimator {OPTIMAL}"] = case(f"algorithm.adv_estimator={OPTIMAL}", seed=11)
     for seed, name in enumerate(LOSSES, 20):
         found[f"loss {name}"] = case(f"{A}policy_loss.loss_mode={name}", seed=seed, holes=0.2, empty=2)
     for seed, name in enumerate(("sapo", "geo_mean"), 30):
@@ -67,8 +52,8 @@ def same() -> dict[str, Case]:
     found["loss gspo"] = case(*gspo, seed=33, holes=0.2)
     for seed, mode in enumerate(MODES, 40):
         found[f"aggregation {mode}"] = case(f"{A}loss_agg_mode={mode}", seed=seed, holes=0.2)
-    scaled = (f"{A}loss_agg_mode=seq-mean-token-sum-norm", f"{A}loss_scale_factor=24")
-    found["aggregation seq-mean-token-sum-norm, with its factor"] = case(*scaled, seed=43, holes=0.2)
+    scaled = (f"{A}loss_agg_mode={NORM}", f"{A}loss_scale_factor=24")
+    found[f"aggregation {NORM}, with its factor"] = case(*scaled, seed=43, holes=0.2)
     for seed, kind in enumerate(PENALTIES, 60):
         words = [f"{A}use_kl_loss=true", f"{A}kl_loss_coef=0.5", f"{A}kl_loss_type={kind}"]
         found[f"penalty {kind}"] = case(*words, f"{A}entropy_coeff=0.01", seed=seed, holes=0.2)
@@ -82,41 +67,38 @@ def same() -> dict[str, Case]:
     found["bypass, clipped ratio"] = case(*bypass, seed=74)
     found["bypass, REINFORCE"] = case(*bypass, f"{C}loss_type=reinforce", seed=75)
     for seed, name in enumerate(("grpo", "rloo", "reinforce_plus_plus_baseline", "opo"), 100):
-        found[f"alone, {name}"] = alone(name, seed=seed)
+        made = case(f"algorithm.adv_estimator={name}", seed=seed)  # prompts with one response each
+        columns = {**made.columns, "group": torch.arange(16)}
+        found[f"alone, {name}"] = Case(made.words, columns, made.micro)
     told = case(f"{A}policy_loss.loss_mode=gspo", seed=76, ours=(f"{A}loss_agg_mode=token-mean",))
     return found | {"loss gspo, by token when told so": told}
 
 
-def different() -> dict[str, Case]:
-    """Return steps that differ in verl, by row of the page."""
+def different():
     loss, estimator = f"{A}policy_loss.loss_mode", "algorithm.adv_estimator"
     terms = (f"{A}use_kl_loss=true", f"{A}kl_loss_coef=0.1", f"{A}entropy_coeff=0.01")
     return {
         "gpg's scale": case(f"{estimator}=gpg", seed=80),
         "gspo, unset": case(f"{loss}=gspo", seed=81),
         "geo_mean in micro-batches": case(f"{loss}=geo_mean", seed=82),
-        "seq-mean-token-sum-norm in micro-batches": case(
-            f"{A}loss_agg_mode=seq-mean-token-sum-norm", seed=83
-        ),
+        "seq-mean-token-sum-norm in micro-batches": case(f"{A}loss_agg_mode={NORM}", seed=83),
         "empty responses": case(f"{loss}=sapo", seed=84, empty=2),
         "KL and entropy beside sapo": case(f"{loss}=sapo", *terms, seed=85),
         "kl_cov": case(f"{loss}=kl_cov", seed=86),
         "clip_cov": case(f"{loss}=clip_cov", seed=87, whole=True),
         "rejected tokens": case(*REJECTED, seed=88, whole=True),
         "rejected tokens, bypass": case(*REJECTED, f"{C}bypass_mode=true", seed=89, whole=True),
-        "optimal_token_baseline with tools' tokens": case(
-            f"{estimator}=optimal_token_baseline", seed=90, holes=0.2
-        ),
+        "optimal_token_baseline with tools' tokens": case(f"{estimator}={OPTIMAL}", seed=90, holes=0.2),
     }
 
 
 @cache
-def answers() -> dict[str, dict[str, Tensor]]:
+def answers():
     cases = scripts() | same() | different()
     return dict(zip(cases, by_verl(list(cases.values())), strict=True))
 
 
-def distances(name: str, step: Case, folder: Path) -> dict[str, float]:
+def distances(name, step, folder):
     """Return how far Tandem's numbers are from verl's, relative to verl's; advantages at response tokens."""
     ours, theirs, mask = by_tandem(step, folder), answers()[name], step.columns["response_mask"]
     assert "error" not in theirs, theirs
@@ -128,8 +110,7 @@ def distances(name: str, step: Case, folder: Path) -> dict[str, float]:
     }
 
 
-def documented() -> Mapping[str, tuple[float, float]]:
-    """Return the rows of the page: how far the loss and the gradient differ."""
+def documented():
     page = (ROOT / "docs" / "verl-differences.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     return {name.replace("`", ""): (float(loss), float(gradient)) for name, loss, gradient in rows}

@@ -31,15 +31,11 @@ class Ranks:
     def step(self) -> dict[str, Any]:
         batch = self.generate()
         share = roles.learn(self.worker, batch.chunk(2)[self.rank])
-        return {
-            "tokens": batch.ragged("tokens").values.tolist(),
-            "log probs": batch.ragged("rollout_log_probs").values.tolist(),
-            "versions": roles.versions(batch),
-            "gap": roles.gap(share),
-        }
+        names = {"tokens": "tokens", "log probs": "rollout_log_probs"}
+        found = {name: batch.ragged(column).values.tolist() for name, column in names.items()}
+        return found | {"versions": roles.versions(batch), "gap": roles.gap(share)}
 
     def streamed(self) -> bool:
-        """Return whether a stream gives the batch's rows after another stream was left at its first part."""
         prompts, whole = roles.make_prompts(5), self.generate()
         left = self.worker.stream_sequences(prompts, 2, roles.PARAMS)
         next(left)
