@@ -1,11 +1,8 @@
 """Fixtures and pytest hooks for all test folders."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -75,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRayAtATim
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster():
     """Start one Ray cluster for all tests of this process; its workers start from a warm server."""
     warm_ray()
     import_module("tandem.runtime.ray_backend.cluster").connect(None, temp_dir=None, object_store_gb=1.0)

@@ -1,7 +1,5 @@
 """Models by their hub name, from a cache with huggingface_hub's layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub
@@ -17,7 +15,7 @@ REVISION = "a" * 40
 
 
 @pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def snapshot(tmp_path, monkeypatch):
     """Return a model `tiny/model` in the cache."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
@@ -43,24 +41,20 @@ def words(folder: Path, model: str) -> list[str]:
     ]
 
 
-def test_a_run_with_a_cached_model(
-    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_cached_model(snapshot, tmp_path, capsys):
     assert main(["train", *words(tmp_path, "tiny/model")]) == 0
     assert f"note: actor_rollout_ref.model.path is {snapshot}" in capsys.readouterr().err
     assert str(snapshot) in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_a_folder_of_that_name_comes_first(
-    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_that_name_comes_first(snapshot, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_model(tmp_path / "tiny" / "model")
     config = load_train_config(None, words(tmp_path, "tiny/model")).config
     assert config.actor_rollout_ref.model.path == "tiny/model"
 
 
-def test_a_name_that_cannot_be_had_is_an_error_with_what_to_do(snapshot: Path, tmp_path: Path) -> None:
+def test_a_name_that_cannot_be_had_is_an_error_with_what_to_do(snapshot, tmp_path):
     with pytest.raises(ConfigErrors) as caught:
         load_train_config(None, words(tmp_path, "tiny/other"))
     told = str(caught.value)
@@ -71,9 +65,7 @@ def test_a_name_that_cannot_be_had_is_an_error_with_what_to_do(snapshot: Path, t
     assert "`hf download tiny/other` where there is a network" in told
 
 
-def test_a_snapshot_without_weights_gets_them_or_the_run_is_refused(
-    snapshot: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_without_weights_gets_them_or_the_run_is_refused(snapshot, monkeypatch):
     hub.fetch_weights(str(snapshot))  # the cache has them
     weights = (snapshot / "model.safetensors").read_bytes()
     (snapshot / "model.safetensors").unlink()
@@ -101,5 +93,5 @@ def test_a_snapshot_without_weights_gets_them_or_the_run_is_refused(
         ("a/b/", False),
     ],
 )
-def test_what_can_be_a_name(path: str, is_name: bool) -> None:
+def test_what_can_be_a_name(path, is_name):
     assert hub.is_name(path) == is_name

@@ -1,7 +1,5 @@
 """Datasets by their hub name, from a cache with huggingface_hub's layout, without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub
@@ -21,7 +19,7 @@ def rows(first: int, number: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def snapshot(tmp_path, monkeypatch):
     """Return a dataset `openai/gsm8k` in the cache.
 
     It has two folders. The first one's training rows are in two files.
@@ -60,7 +58,7 @@ def refusal(folder: Path, files: str) -> str:
     return str(caught.value)
 
 
-def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
+def test_its_rows_are_the_data(snapshot, tmp_path):
     held_out = "data.val_files=hf:openai/gsm8k?split=test"
     loaded = load_train_config(None, [*words(tmp_path, "hf:openai/gsm8k?name=main"), held_out])
     data = loaded.config.data
@@ -69,31 +67,29 @@ def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
     assert any(str(snapshot) in said for said in loaded.messages)
 
 
-def test_several_folders_are_named(snapshot: Path, tmp_path: Path) -> None:
+def test_several_folders_are_named(snapshot, tmp_path):
     assert "expected: name=main or name=socratic" in refusal(tmp_path, "hf:openai/gsm8k")
 
 
 @pytest.mark.parametrize("files", ["hf:openai/other", "hf:openai/gsm8k?split=dev"])
-def test_what_is_not_there_offline_is_an_error_with_what_to_do(
-    snapshot: Path, tmp_path: Path, files: str
-) -> None:
+def test_what_is_not_there_offline_is_an_error_with_what_to_do(snapshot, tmp_path, files):
     told = refusal(tmp_path, files)
     assert "data.train_files: the hub has no dataset" in told
     assert str(tmp_path / "cache") in told
     assert f"`hf download --repo-type dataset {files[3:].partition('?')[0]}`" in told and "HF_HOME" in told
 
 
-def test_half_a_split_in_the_cache_is_not_taken_for_the_whole(snapshot: Path, tmp_path: Path) -> None:
+def test_half_a_split_in_the_cache_is_not_taken_for_the_whole(snapshot, tmp_path):
     (snapshot / "main" / "train-00001-of-00002.parquet").unlink()
     assert "the hub has no dataset" in refusal(tmp_path, "hf:openai/gsm8k?name=main")
 
 
-def test_what_is_no_name_of_a_data_set_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_name_of_a_data_set_is_refused(tmp_path):
     assert "hf:OWNER/NAME?split=train&name=FOLDER" in refusal(tmp_path, "hf:gsm8k")
     assert "hf:OWNER/NAME?split=train&name=FOLDER" in refusal(tmp_path, "hf:openai/gsm8k?splt=test")
 
 
-def test_a_path_that_is_not_there_is_no_such_file(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_no_such_file(tmp_path):
     told = refusal(tmp_path, "data/train.parquet")
     assert "data.train_files: this file does not exist" in told and "hub" not in told.replace("hf:", "")
     assert "hf:openai/gsm8k" in refusal(tmp_path, "openai/gsm8k")

@@ -1,7 +1,5 @@
 """The names of modules, attributes, files and extras in the texts of the repository exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
@@ -106,22 +104,22 @@ def made_by(node: ast.stmt) -> set[str]:
     return names
 
 
-def test_modules_and_their_attributes() -> None:
+def test_modules_and_their_attributes():
     names = found(MODULE)
     assert len(names) > 400
     assert {name: place for name, place in names.items() if not resolves(name)}.keys() == OTHERS
 
 
-def test_programs() -> None:
+def test_programs():
     assert {name: place for name, place in found(PROGRAM).items() if not resolves(name)} == {}
 
 
-def test_files() -> None:
+def test_files():
     missing = {name: place for name, place in found(FILE).items() if not (ROOT / name).exists()}
     assert {name for name, place in missing.items() if not place.startswith(VERLS)} == MADE
 
 
-def test_extras() -> None:
+def test_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = project["optional-dependencies"]
     wanted = {name: place for names, place in found(EXTRAS).items() for name in names.split(",")}
@@ -138,5 +136,5 @@ def test_extras() -> None:
         ("tandem.trainer.assembly.nothing", False),
     ],
 )
-def test_a_name(name: str, there: bool) -> None:
+def test_a_name(name, there):
     assert resolves(name) is there

@@ -1,9 +1,5 @@
 """The Python API with two processes under Ray, and with functions defined inside the tests."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 import tandem
@@ -23,7 +19,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 

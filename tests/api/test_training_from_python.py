@@ -1,11 +1,8 @@
 """`tandem.train` and `tandem.Trainer` train a tiny model with functions and rows of this file."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +27,7 @@ def digits(prompt, response, answer, **columns):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 

@@ -1,7 +1,5 @@
 """`tandem bench` on a tiny model: its report, its comparison and its prediction."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -48,7 +46,7 @@ SIZES = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """Return the files of a benchmark: report.json, device.json, and the folder `all`."""
     place = tmp_path_factory.mktemp("bench")
     model = place / "config.json"
@@ -67,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_dummy_data_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_data_are_not_warned_of(monkeypatch):
     class Built(Exception):
         """Stands for the run."""
 
@@ -88,7 +86,7 @@ def report(made: Path) -> dict[str, Any]:
     return found
 
 
-def test_responses_have_the_lengths_asked_for_in_every_step(made: Path) -> None:
+def test_responses_have_the_lengths_asked_for_in_every_step(made):
     asked = Counter([5, 8, 10, 13, 15, 18, 20, 20])  # eight quantiles; two are above the longest length
     for step in (1, 2, 3):
         table = read_samples(made / "all" / "run" / "samples" / f"step_{step:06d}.parquet")
@@ -99,7 +97,7 @@ def test_responses_have_the_lengths_asked_for_in_every_step(made: Path) -> None:
     )
 
 
-def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
+def test_all_phases_are_there_with_median_and_floor(made):
     rows = report(made)["rows"]
     assert rows["response_length"] == {"median": 13.625, "least": 13.625, "most": 13.625}
     for phase in (
@@ -120,7 +118,7 @@ def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
     assert sum(parts.values()) == pytest.approx(rows["step"]["median"]) and min(parts.values()) > 0
 
 
-def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
+def test_parts_of_steps_that_differ_add_up_to_the_median_step():
     """The sum of the phases' medians is 12.5, and the median of the steps is 11.5."""
     gens, rewards, updates, steps = (4, 1, 6), (4, 6, 1), (1, 4, 6), (9.5, 11.5, 14)
     measured = [
@@ -133,7 +131,7 @@ def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
     assert found == pytest.approx({phase: part * 11.5 / whole for phase, part in expected.items()})
 
 
-def test_a_step_may_lack_a_phase() -> None:
+def test_a_step_may_lack_a_phase():
     """For example, the actor's update is missing while the critic warms up."""
     warming = {"gen": 1.0, "generate_sequences": 1.0, "update_critic": 1.0, "step": 2.0}
     full = warming | {"update_actor": 2.0, "step": 4.0}
@@ -142,7 +140,7 @@ def test_a_step_may_lack_a_phase() -> None:
         assert found["update_actor"] == pytest.approx(2.0) and sum(found.values()) == pytest.approx(4.0)
 
 
-def test_throughput_is_tokens_over_seconds(made: Path) -> None:
+def test_throughput_is_tokens_over_seconds(made):
     found = report(made)
     found["machine"] |= {"devices": 4, "actor devices": 4, "rollout devices": 2}
     found |= {
@@ -158,7 +156,7 @@ def test_throughput_is_tokens_over_seconds(made: Path) -> None:
     }
 
 
-def test_the_table_names_machine_and_command(made: Path) -> None:
+def test_the_table_names_machine_and_command(made):
     text = markdown(report(made))
     assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
     assert text.splitlines()[-1].startswith("`tandem")
@@ -170,7 +168,7 @@ def test_the_table_names_machine_and_command(made: Path) -> None:
     assert "| 6,993 | 6,801 |" in theirs and "Sequence Parallelism 2" in theirs and "of two GPUs" in theirs
 
 
-def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_reports_side_by_side(made, capsys):
     first, second = report(made), report(made)
     second["rows"]["gen"]["median"] = first["rows"]["gen"]["median"] / 2
     second["config"]["data.train_batch_size"] = 5
@@ -183,7 +181,7 @@ def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]
     assert "not a report of tandem bench" in capsys.readouterr().err
 
 
-def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_measured_predicts_itself(made, capsys):
     ((name, device),) = read_devices(made / "device.json").items()
     assert name.endswith("float32") and device.item == 4
     lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10", "--json")
@@ -209,7 +207,7 @@ def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "google/gemma-3-1b-it"]
 )
-def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path: Path) -> None:
+def test_a_published_name_is_a_model_that_transformers_makes(name, tmp_path):
     words = (f"actor_rollout_ref.model.path={name}", *SIZES)
     config, given = load(words, tmp_path, dummy=True)
     made = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
@@ -218,7 +216,7 @@ def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path
     assert model_shape(made.to_dict()) == shape_of(name)
 
 
-def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_before_anything_runs(made, capsys):
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
     for words, told in (
         (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "does not describe a model"),
@@ -233,7 +231,7 @@ def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.Captu
         assert told in capsys.readouterr().err
 
 
-def test_the_documents_figures_agree_with_each_other() -> None:
+def test_the_documents_figures_agree_with_each_other():
     """The rates follow from the document's seconds and lengths, in the way that it describes."""
     seven, verl, rlinf = DOCUMENTS
     assert seven.rows["generate_sequences"] + seven.rows["reshard"] < seven.rows["gen"] < seven.rows["step"]

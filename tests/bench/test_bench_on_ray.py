@@ -1,10 +1,7 @@
 """A benchmark on two ranks with Ray, with actor and rollout together and apart."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
     ],
     ids=["together", "apart"],
 )
-def test_lengths_and_phases_are_those_of_one_process(
-    places: tuple[str, ...], tmp_path: Path, ray_cluster: None
-) -> None:
+def test_lengths_and_phases_are_those_of_one_process(places, tmp_path, ray_cluster):
     model = tmp_path / "config.json"
     model.write_text(json.dumps(STORED))
     words = ("--dummy", f"actor_rollout_ref.model.path={model}", *SIZES, *places, "--steps", "1", "--no-save")

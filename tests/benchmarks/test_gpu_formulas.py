@@ -1,7 +1,5 @@
 """Tests of the bounds, predictions and wheels of `make gpu`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -22,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def test_parameters_and_cache_are_those_of_the_model() -> None:
+def test_parameters_and_cache_are_those_of_the_model():
     model = shapes.build("tiny", torch.bfloat16, CPU)
     assert shapes.parameters("tiny") == sum(p.numel() for p in model.parameters())
     runner = make_runner("auto", model, 64)
@@ -31,7 +29,7 @@ def test_parameters_and_cache_are_those_of_the_model() -> None:
     assert shapes.parameters("7B") == 7_615_616_512
 
 
-def test_operations_of_a_forward_are_those_that_are_run() -> None:
+def test_operations_of_a_forward_are_those_that_are_run():
     """PyTorch's counter counts the whole square of scores, but a causal pass needs half of it."""
     model, length = shapes.build("tiny", torch.float32, CPU), 48
     model.set_attn_implementation("eager")
@@ -46,14 +44,14 @@ def test_operations_of_a_forward_are_those_that_are_run() -> None:
     assert counted == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_least_time_of_a_step_is_that_of_reading_or_of_computing() -> None:
+def test_the_least_time_of_a_step_is_that_of_reading_or_of_computing():
     read = 2 * shapes.matrices("1.5B") + 256 * 1024 * 28 * 1024
     assert shapes.decode_seconds("1.5B", 256, 1024, 3e12, 1e18) == pytest.approx(read / 3e12)
     computed = 256 * (2 * shapes.matrices("1.5B") + 4 * 1024 * 1536 * 28)
     assert shapes.decode_seconds("1.5B", 256, 1024, 1e18, 8e14) == pytest.approx(computed / 8e14)
 
 
-def test_the_bound_of_a_load_adds_up_what_each_token_reads() -> None:
+def test_the_bound_of_a_load_adds_up_what_each_token_reads():
     load = generation.Load("tiny", 16, 16, 24, 8)
     requests, kv = load.make(), shapes.kv_bytes("tiny")
     read = sum(
@@ -69,12 +67,12 @@ def test_the_bound_of_a_load_adds_up_what_each_token_reads() -> None:
     assert all((r.prompt_ids == s.prompt_ids).all() for r in requests for s in requests if r.uid == s.uid)
 
 
-def test_lengths_of_the_load_are_spread() -> None:
+def test_lengths_of_the_load_are_spread():
     lengths = np.array([r.params.max_tokens for r in generation.Load("1.5B", 512, 1024, 4096, 256).make()])
     assert 900 < np.median(lengths) < 1150 and lengths.max() == 4096 and lengths.min() < 250
 
 
-def test_state_is_twelve_bytes_a_parameter_and_an_update_adds_six() -> None:
+def test_state_is_twelve_bytes_a_parameter_and_an_update_adds_six():
     told = shapes.training_bytes("1.5B", 16384, fused=False)
     assert told["state"] == 12 * shapes.parameters("1.5B") < told["full"] - 6 * shapes.parameters("1.5B")
     assert told["full"] < told["ops"] < told["none"]
@@ -91,7 +89,7 @@ def rows_of(phase: str) -> dict[str, Row]:
 
 
 @pytest.mark.parametrize("phase", gpu.PHASES)
-def test_predictions_are_of_rows_that_there_are(phase: str) -> None:
+def test_predictions_are_of_rows_that_there_are(phase):
     rows = rows_of(phase)
     for name, told in predictions()[phase].items():
         assert name in rows and told["because"]
@@ -101,7 +99,7 @@ def test_predictions_are_of_rows_that_there_are(phase: str) -> None:
     assert all("Liger" in name or name.startswith("first generation") for name in unsaid), unsaid
 
 
-def test_a_prediction_follows_the_rates_that_were_measured() -> None:
+def test_a_prediction_follows_the_rates_that_were_measured():
     twice = Rates(copy=2 * H100.copy, product=2 * H100.product, to_host=1e11, from_host=1e11)
     row = rows_of("decode")["1.5B, batch 256, context 1024"]
     told = {"share": 0.5}
@@ -111,13 +109,13 @@ def test_a_prediction_follows_the_rates_that_were_measured() -> None:
     assert predict(moved, {"share": 0.5}, H100)["value"] == pytest.approx(2 * both)
 
 
-def test_what_verl_takes_is_what_the_table_says() -> None:
+def test_what_verl_takes_is_what_the_table_says():
     samples, gpus = 512 * 14255, 8
     for phase, seconds in (("generation", 260.9), ("previous log-probs", 17.5), ("training", 61.1)):
         assert step.VERL[phase] == pytest.approx(samples / seconds / gpus, rel=0.01)
 
 
-def test_a_table_shows_errors_skipped_rows_and_predictions() -> None:
+def test_a_table_shows_errors_skipped_rows_and_predictions():
     report = gpu.Report(Path("decode.json"))
     report.rows = [
         {
@@ -140,7 +138,7 @@ def test_a_table_shows_errors_skipped_rows_and_predictions() -> None:
     assert "| c | skipped: no time |  |  | out of memory |  |" in lines
 
 
-def test_pins_of_the_wheels_are_those_of_the_constraints() -> None:
+def test_pins_of_the_wheels_are_those_of_the_constraints():
     pinned = set((ROOT / "constraints.txt").read_text().splitlines())
     lines = (ROOT / "benchmarks" / "device" / "wheels.txt").read_text().splitlines()
     assert {line for line in lines if not line.startswith("#")} <= pinned
@@ -148,7 +146,7 @@ def test_pins_of_the_wheels_are_those_of_the_constraints() -> None:
     assert named is not None and int(named[1]) == len(lines) - 1
 
 
-def test_results_of_tests_are_read_with_the_text_of_what_failed(tmp_path: Path) -> None:
+def test_results_of_tests_are_read_with_the_text_of_what_failed(tmp_path):
     text = """<testsuites><testsuite>
         <testcase classname="tests.a" name="passes"/>
         <testcase classname="tests.a" name="fails">

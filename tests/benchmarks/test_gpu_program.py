@@ -1,7 +1,5 @@
 """Tests of `make gpu` with the smallest shapes on a CPU, and of its failures and time limits."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -23,7 +21,7 @@ from tests.support.warm import WarmProcess
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_phase_runs_at_the_smallest_shapes(tmp_path: Path) -> None:
+def test_every_phase_runs_at_the_smallest_shapes(tmp_path):
     words = [sys.executable, "benchmarks/gpu.py", "--tiny", "--device", "cpu", "--deadline", "240"]
     process = WarmProcess(
         [*words, "--out", str(tmp_path)],
@@ -51,7 +49,7 @@ def setting(folder: Path, seconds: float = 60) -> Setting:
     return Setting(torch.device("cpu"), True, H100, folder, time.monotonic() + seconds)
 
 
-def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path):
     def fails(_: Setting) -> dict[str, Any]:
         raise torch.OutOfMemoryError("16 GiB too few")
 
@@ -78,7 +76,7 @@ def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path: Path)
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+def test_rows_that_are_there_are_not_measured_again(tmp_path):
     report = Report(tmp_path / "phase.json")
     measure([Row("one", lambda _: {"value": 1.0}, 1)], setting(tmp_path), report)
     again = Report.at(report.path)
@@ -116,9 +114,7 @@ BEFORE, AFTER = (Row(name, lambda _: {"value": 1.0}, 1) for name in ("before", "
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_costs_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_dies_costs_its_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("dies", dying, 1), AFTER))
     assert gpu.run_all(options(tmp_path, deadline=120)) == 1
     report = Report.at(tmp_path / "decode.json")
@@ -128,7 +124,7 @@ def test_a_process_that_dies_costs_its_row(
 
 
 @pytest.mark.slow  # waits for the whole limit, which must be long enough to start Python on a busy machine
-def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("hangs", hanging, 1), AFTER))
     monkeypatch.setattr(gpu, "measure_rates", lambda *_, **__: H100)
     monkeypatch.setattr(gpu, "PHASES", {"decode": ("decode", 30)})
@@ -141,7 +137,7 @@ def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path: Path, monkeypatch: p
     assert "| before | 1 tokens/s |" in (tmp_path / "table.md").read_text()
 
 
-def test_a_phase_without_time_is_left_out_and_said_so(tmp_path: Path) -> None:
+def test_a_phase_without_time_is_left_out_and_said_so(tmp_path):
     assert gpu.run_all(options(tmp_path, deadline=gpu.END_S)) == 0
     report = Report.at(tmp_path / "decode.json")
     assert report.rows == [] and "too few to start" in report.about["notes"][0]

@@ -1,7 +1,5 @@
 """Tests of the table and the figure of the scoreboard."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "scoreboard.json"
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+def board(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return pytest.importorskip("scoreboard")
 
@@ -23,7 +21,7 @@ def run(seconds: float, steps: int, *, reached: bool = True) -> dict[str, Any]:
     return {"reached": reached, "cpu_seconds": seconds, "wall_seconds": 9.0, "steps": steps, "curve": curve}
 
 
-def test_medians_and_ratios_of_seeds(board: Any) -> None:
+def test_medians_and_ratios_of_seeds(board):
     rows = [
         {
             "task": "arithmetic",
@@ -39,7 +37,7 @@ def test_medians_and_ratios_of_seeds(board: Any) -> None:
     assert drawn.count('stroke="#1b6ca8"') == drawn.count('stroke="#c44536"') == 3
 
 
-def test_the_page_shows_the_results_that_are_there(board: Any) -> None:
+def test_the_page_shows_the_results_that_are_there(board):
     report = json.loads(RESULTS.read_text())
     assert board.table(report) in (ROOT / "docs" / "scoreboard.md").read_text()
     assert RESULTS.with_suffix(".svg").read_text() == board.figure(report)

@@ -1,7 +1,5 @@
 """Tests that every script of benchmarks/ runs with `--tiny` and leaves the committed results alone."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys
@@ -67,12 +65,12 @@ def results() -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_every_script_is_run() -> None:
+def test_every_script_is_run():
     assert scripts() == {*QUICK, *LONG, *APART}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
-def test_a_tiny_run(name: str, tmp_path: Path) -> None:
+def test_a_tiny_run(name, tmp_path):
     if name == "viewer" and not CHROMIUM.exists():
         pytest.skip("Chromium is not installed")
     before = results()
@@ -107,11 +105,11 @@ def hidden(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
-def test_only_public_names(path: Path) -> None:
+def test_only_public_names(path):
     assert list(private_names(path)) == []
 
 
-def test_private_names_are_seen(tmp_path: Path) -> None:
+def test_private_names_are_seen(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
         "from tandem.x import _a\nfrom tests.support.runs import Lab\nengine._state.step()\nself._own = 1\n"

@@ -1,10 +1,7 @@
 """The demo's tasks of reasoning-gym: their problems, their typical mistakes, and runs on them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pyarrow.parquet as pa_parquet
 import pytest
@@ -22,7 +19,7 @@ TASKS = sorted(GYMS)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_problems_are_the_generators_and_fit(name: str, tmp_path: Path) -> None:
+def test_problems_are_the_generators_and_fit(name, tmp_path):
     train, validation = draw(name, seed=3, train=1500, validation=200)
     asked = [question(row) for row in validation]
     assert len(set(asked)) == 200 and not set(asked) & {question(row) for row in train}
@@ -45,14 +42,14 @@ def test_problems_are_the_generators_and_fit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_no_answer_is_right_for_many_problems(name: str) -> None:
+def test_no_answer_is_right_for_many_problems(name):
     _, validation = draw(name, seed=0, train=1000, validation=256)
     answers = Counter(row["reward_model"]["ground_truth"] for row in validation)
     assert answers.most_common(1)[0][1] <= 0.1 * 256
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_answers_are_right_and_slips_are_wrong(name: str) -> None:
+def test_the_answers_are_right_and_slips_are_wrong(name):
     rows, _ = draw(name, seed=1, train=400, validation=20)
     for change, right in ((str, 1), (slip, 0)):
         items = [
@@ -76,11 +73,11 @@ def test_the_answers_are_right_and_slips_are_wrong(name: str) -> None:
         ("a", ""),
     ],
 )
-def test_slips_by_hand(answer: str, wrong: str) -> None:
+def test_slips_by_hand(answer, wrong):
     assert slip(answer) == wrong
 
 
-def test_phrases_are_what_all_questions_share() -> None:
+def test_phrases_are_what_all_questions_share():
     rows, _ = draw("spell_backward", seed=0, train=100, validation=10)
     assert phrases(rows) == ["Spell this word backward (example: sun -> nus): "]
     tokenizer = build_tokenizer(phrases(rows))
@@ -99,7 +96,7 @@ def test_phrases_are_what_all_questions_share() -> None:
     assert phrases(short) == []
 
 
-def test_demonstrations_slip_as_often_as_said() -> None:
+def test_demonstrations_slip_as_often_as_said():
     rows, _ = draw("spell_backward", seed=0, train=500, validation=10)
     shown = demonstrations(rows, seed=0, count=4000)
     truths = {question(row): row["reward_model"]["ground_truth"] for row in rows}
@@ -109,15 +106,13 @@ def test_demonstrations_slip_as_often_as_said() -> None:
     assert shown == demonstrations(rows, seed=0, count=4000) != demonstrations(rows, seed=1, count=4000)
 
 
-def test_a_wrong_name_is_told_the_close_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_name_is_told_the_close_one(capsys):
     assert main(["demo", "spel_backward"]) == 1
     said = capsys.readouterr().err
     assert "got:      spel_backward" in said and "remedy:   tandem demo spell_backward" in said
 
 
-def test_without_reasoning_gym_the_remedy_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_reasoning_gym_the_remedy_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tandem.tasks.find_spec", lambda name: None)
     assert main(["demo", "spell_backward", "--out", str(tmp_path), "--seed", "77"]) == 1
     assert "pip install 'tandem[tasks]'" in capsys.readouterr().err
@@ -128,13 +123,7 @@ def test_without_reasoning_gym_the_remedy_is_said(
 @pytest.mark.parametrize(
     ("words", "control"), [(("trainer.test_freq=2",), "none"), (("--algo", "ppo"), "shuffled-rewards")]
 )
-def test_a_short_run(
-    words: tuple[str, ...],
-    control: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_short_run(words, control, tmp_path, monkeypatch, capsys):
     made = GYMS["spell_backward"]
     short = Gym(made.parameters, made.prompt, made.response, warm_up=3, steps=2)
     monkeypatch.setitem(gym.GYMS, "spell_backward", short)
@@ -152,7 +141,7 @@ def test_a_short_run(
     assert pa_parquet.read_table(tmp_path / "demonstrations.parquet").num_rows == 3 * program.SFT_BATCH
 
 
-def test_words_with_an_equals_sign_are_overrides_of_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_with_an_equals_sign_are_overrides_of_arithmetic(monkeypatch):
     given: list[dict[str, object]] = []
     monkeypatch.setattr(program, "run_demo", lambda out, **kwargs: given.append({"out": out, **kwargs}))
     assert main(["demo", "trainer.save_freq=7", "trainer.test_freq=1"]) == 0
@@ -166,17 +155,10 @@ def test_words_with_an_equals_sign_are_overrides_of_arithmetic(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TASKS)
-def test_each_task_is_learnt(name: str, tmp_path: Path) -> None:
+def test_each_task_is_learnt(name, tmp_path):
     said: list[str] = []
     done = program.run_demo(
-        tmp_path,
-        task=name,
-        algorithm="grpo",
-        seed=0,
-        control="none",
-        ranks=1,
-        overrides=[],
-        say=said.append,
+        tmp_path, task=name, algorithm="grpo", seed=0, control="none", ranks=1, overrides=[], say=said.append
     )
     print(f"{name}: {done.before:.3f} before, {done.after:.3f} after, in {done.seconds:.0f} s")
     assert done.after >= done.before + 0.2

@@ -1,7 +1,5 @@
 """Helpers of the tests of the document's keys: a record of tested keys, and ways to read a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 
 from tandem.observability.run import read_samples
-from tests.e2e.shop import DOCUMENT, Shop
+from tests.e2e.shop import DOCUMENT
 from tests.support.runs import Finished
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -29,7 +27,7 @@ def tries(*names: str) -> Callable[[Test], Test]:
 
 
 @pytest.fixture(scope="module")
-def base(shop: Shop) -> Finished:
+def base(shop):
     """Run one step of the document's command line without changes."""
     return shop.run("base")
 

@@ -1,7 +1,5 @@
 """Runs that wait a moment in every phase; and a run on Ray as a separate process, with ways to damage it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tandem.observability.files import whole_lines
 from tests.e2e.shop import SOURCES, Shop
@@ -100,7 +98,7 @@ class RayRun:
     controller_is_leader: bool = True
 
     @classmethod
-    def start(cls, words: list[str], folder: Path, **environment: str) -> RayRun:
+    def start(cls, words: list[str], folder: Path, **environment: str) -> Self:
         processes = folder / "log" / "processes.json"
         processes.unlink(missing_ok=True)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES), **environment}

@@ -1,7 +1,5 @@
 """A command line written for verl, at the size of a tiny model, and ways to run it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -131,7 +129,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+def shop(tmp_path_factory):
     return Shop(tmp_path_factory.mktemp("shop"))
 
 

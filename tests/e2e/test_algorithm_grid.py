@@ -1,7 +1,5 @@
 """Every pair of an advantage estimator and a policy loss runs, or is refused with the reason."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re
@@ -81,11 +79,11 @@ class Grid:
 
 
 @pytest.fixture(scope="module")
-def grid(lab: Lab) -> Grid:
+def grid(lab):
     return Grid(lab)
 
 
-def test_a_pair_is_sound_or_refused_with_its_reason(grid: Grid) -> None:
+def test_a_pair_is_sound_or_refused_with_its_reason(grid):
     verdicts = {
         (estimator, loss): grid.refused(estimator, loss)
         for estimator in ADVANTAGES.names
@@ -123,7 +121,7 @@ def unseen(watched: set[str], logged: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES.names)
-def test_every_estimator_learns_and_logs_what_it_says_to_watch(grid: Grid, estimator: str) -> None:
+def test_every_estimator_learns_and_logs_what_it_says_to_watch(grid, estimator):
     loss = next(loss for loss in ("vanilla", *POLICY_LOSSES.names) if not grid.refused(estimator, loss))
     outcome = grid.outcome(estimator, loss)
     assert_learns(outcome)
@@ -131,7 +129,7 @@ def test_every_estimator_learns_and_logs_what_it_says_to_watch(grid: Grid, estim
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES.names)
-def test_every_loss_learns_and_logs_what_it_says_to_watch(grid: Grid, loss: str) -> None:
+def test_every_loss_learns_and_logs_what_it_says_to_watch(grid, loss):
     outcome = grid.outcome("grpo", loss)
     assert_learns(outcome)
     assert unseen(watched(POLICY_LOSSES, loss), outcome.metrics) == set()

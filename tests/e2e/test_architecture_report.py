@@ -1,8 +1,5 @@
 """The code samples of the architecture report, with workers that compute simple values without models."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -103,7 +100,7 @@ Groups = tuple[WorkerGroup, WorkerGroup, WorkerGroup]
 
 
 @pytest.fixture
-def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+def groups(request):
     """Yield actor, critic and reward: in this process, on threads, or in processes that two of them share."""
     sizes = {"local": (1, 1, 1), "threads": (2, 1, 3), "ray": (2, 2, 1)}[request.param]
     spec = {"actor_pool": [sizes[0]], "critic_pool": [sizes[1]], "reward_pool": [sizes[2]]}
@@ -130,7 +127,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
 
 
 @pytest.fixture
-def dataloader() -> list[DataProto]:
+def dataloader():
     return [
         DataProto({"prompts": Ragged.from_list(rows)}, {"uid": [f"{b}-{i}" for i in range(len(rows))]})
         for b, rows in enumerate(PROMPTS)
@@ -144,7 +141,7 @@ def lists(column: Ragged) -> list[list[Any]]:
 @pytest.mark.parametrize(
     "groups", ["local", "threads", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
 )
-def test_simple_ppo_loop(groups: Groups, dataloader: list[DataProto]) -> None:
+def test_simple_ppo_loop(groups, dataloader):
     """The samples of sections 6.1 and 8.1 of the report."""
     actor_rollout_ref_wg, critic_wg, reward_wg = groups
     num_epochs = 2
@@ -217,7 +214,7 @@ class Shares(CustomActorWorker):
         return DataProto({"place": place, "score": data.dense("score") * 2})
 
 
-def test_custom_worker() -> None:
+def test_custom_worker():
     """The sample of section 10.1 of the report."""
     data = DataProto({"score": torch.tensor([1.0, 2.0, 3.0])})
     pool = Placement({"pool": [2]}, {Role.ActorRollout: "pool"}).pool(Role.ActorRollout)
@@ -251,7 +248,7 @@ def resource_pools() -> Placement:
 # fmt: on
 
 
-def test_resource_pools_and_role_mapping() -> None:
+def test_resource_pools_and_role_mapping():
     placement = resource_pools()
     sizes = {name: (pool.nnodes, pool.world_size) for name, pool in placement.pools.items()}
     assert sizes == {"global_pool": (4, 32), "actor_pool": (4, 32), "critic_pool": (4, 16)}

@@ -3,10 +3,7 @@
 The exit status is 1, one error names field, value and remedy, and nothing is written.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +12,7 @@ import torch
 
 from tandem.observability.run import read_metrics
 from tests.e2e.keys import ACTOR, ROLLOUT
-from tests.e2e.shop import Shop, finish, start
-from tests.e2e.user import User
+from tests.e2e.shop import finish, start
 from tests.support.tiny import make_model, problem, write_rows
 
 # The config.
@@ -41,16 +37,16 @@ WORDS = {
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_config_that_cannot_be(user: User, word: str) -> None:
+def test_a_config_that_cannot_be(user, word):
     user.is_refused(word, telling=WORDS[word])
 
 
-def test_everything_wrong_with_a_config_is_said_at_once(user: User) -> None:
+def test_everything_wrong_with_a_config_is_said_at_once(user):
     outcome = user.is_refused("data.foo=1", "trainer.nnodes=two", "trainer.save_freq=-5", telling=())
     assert outcome.error.startswith("tandem train: 3 error(s) in the config")
 
 
-def test_a_real_process_says_it_too(shop: Shop, tmp_path: Path) -> None:
+def test_a_real_process_says_it_too(shop, tmp_path):
     done = finish(start(shop.short("unused", "data.train_batchsize=4"), tmp_path))
     assert done.returncode == 1
     assert "data.train_batchsize: unknown key" in done.stderr and "data.train_batch_size" in done.stderr
@@ -58,7 +54,7 @@ def test_a_real_process_says_it_too(shop: Shop, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
-def test_a_device_that_is_not_there(user: User) -> None:
+def test_a_device_that_is_not_there(user):
     user.is_refused("trainer.device=cuda", telling=("trainer.device", "cuda:0", "trainer.device=cpu"))
 
 
@@ -73,7 +69,7 @@ DAMAGE = {  # a file of the model, what is in it, and a part of the error
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_model_folders_that_cannot_be_used(user: User, name: str) -> None:
+def test_model_folders_that_cannot_be_used(user, name):
     file, content, telling = DAMAGE[name]
     folder = make_model(user.folder / name)
     (folder / file).unlink()
@@ -85,11 +81,11 @@ def test_model_folders_that_cannot_be_used(user: User, name: str) -> None:
         assert text in outcome.error, text
 
 
-def test_an_empty_model_folder(user: User) -> None:
+def test_an_empty_model_folder(user):
     user.is_refused(f"{MODEL}={user.folder}", telling=(MODEL, "config.json"))
 
 
-def test_no_chat_template(user: User) -> None:
+def test_no_chat_template(user):
     folder, key = make_model(user.folder / "model"), "actor_rollout_ref.model.custom_chat_template="
     (folder / "chat_template.jinja").unlink()
     user.is_refused(f"{MODEL}={folder}", telling=("tokenizer.chat_template", str(folder), key))
@@ -100,7 +96,7 @@ def test_no_chat_template(user: User) -> None:
 # Data.
 
 
-def test_data_files_that_cannot_be_read(user: User) -> None:
+def test_data_files_that_cannot_be_read(user):
     garbled, empty = (user.folder / f"{name}.parquet" for name in ("garbled", "empty"))
     garbled.write_bytes(b"PAR1 and then nothing")
     pq.write_table(pa.Table.from_pylist([problem(1, 2)]).slice(0, 0), empty)
@@ -116,7 +112,7 @@ def test_data_files_that_cannot_be_read(user: User) -> None:
         user.is_refused(*words, telling=telling)
 
 
-def test_rows_of_the_wrong_shape_are_named(user: User) -> None:
+def test_rows_of_the_wrong_shape_are_named(user):
     rows = [json.loads(json.dumps(problem(1, b))) for b in range(6)]
     rows[1]["prompt"] = []
     rows[3]["reward_model"]["ground_truth"] = None
@@ -126,14 +122,14 @@ def test_rows_of_the_wrong_shape_are_named(user: User) -> None:
     user.is_refused(f"{DATA}={data}", telling=("3 row(s)", str(data), *named, "fix or remove these rows"))
 
 
-def test_a_data_source_without_a_reward(user: User) -> None:
+def test_a_data_source_without_a_reward(user):
     rows = [problem(1, b) | {"data_source": "poems"} for b in range(4)]
     data = write_rows(user.folder / "poems.parquet", rows)
     telling = ("data_source 'poems'", "no reward function", REWARD)
     user.is_refused(f"{DATA}={data}", f"{REWARD}=null", telling=telling)
 
 
-def test_prompts_over_the_limit(user: User) -> None:
+def test_prompts_over_the_limit(user):
     words = ("data.max_prompt_length=4", f"data.val_files={user.shop.train}", f"{ROLLOUT}.n=2")
     whole = "data.filter_overlong_prompts=false"
     telling = (
@@ -152,7 +148,7 @@ def test_prompts_over_the_limit(user: User) -> None:
     user.is_refused("data.max_prompt_length=3", telling=telling)
 
 
-def test_fewer_rows_than_a_batch(user: User) -> None:
+def test_fewer_rows_than_a_batch(user):
     words = ("data.train_batch_size=40", f"{ACTOR}.ppo_mini_batch_size=40")
     user.is_refused(*words, telling=("data.train_batch_size", "24 row(s) of data", "lower"))
 
@@ -168,7 +164,7 @@ def test_fewer_rows_than_a_batch(user: User) -> None:
         ("import nowhere\n", (REWARD, "No module named 'nowhere'")),
     ],
 )
-def test_a_reward_file_that_cannot_be_used(user: User, content: str, telling: tuple[str, ...]) -> None:
+def test_a_reward_file_that_cannot_be_used(user, content, telling):
     file = user.folder / "own_reward.py"
     file.write_text(content)
     user.is_refused(f"{REWARD}={file}", telling=telling)
@@ -177,7 +173,7 @@ def test_a_reward_file_that_cannot_be_used(user: User, content: str, telling: tu
 # The run folder.
 
 
-def test_a_run_folder_that_is_a_file_or_below_one(user: User) -> None:
+def test_a_run_folder_that_is_a_file_or_below_one(user):
     file = user.folder / "file"
     file.touch()
     for folder in (file, file / "run"):

@@ -1,13 +1,9 @@
 """A run with two reward models, two references, a reward function and a judge; see `make test-vllm`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +24,7 @@ DIGITS = "0123456789"
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def judge(tmp_path_factory):
     """Serve a tiny model with one token per character, whose answers must be a digit; yield its address."""
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = make_tokenizer(folder)
@@ -76,7 +72,7 @@ def command(lab: Lab, name: str, given: list[str]) -> list[str]:
     return [sys.executable, "-m", "tandem", "train", *lab.overrides(lab.folder / name), *given]
 
 
-def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judge: str) -> None:
+def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path, judge):
     lab = Lab(tmp_path)
     given = words(lab, judge)
     subprocess.run(command(lab, "whole", given), check=True, timeout=300)

@@ -1,7 +1,5 @@
 """A run that is killed at any moment and started again equals an undisturbed run, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile
@@ -153,16 +151,14 @@ def run_with_kills(
     return hit
 
 
-def test_three_kills(shop: Shop, tmp_path: Path) -> None:
+def test_three_kills(shop, tmp_path):
     moments = [Moment("update_actor"), Moment("save_checkpoint", 0.05), Moment("gen")]
     assert run_with_kills(shop, moments, steps=6, scratch=tmp_path), "every kill came between phases"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_twenty_kills_at_random_leave_nothing_behind(
-    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twenty_kills_at_random_leave_nothing_behind(shop, tmp_path, monkeypatch):
     """The run that ends on its own leaves nothing behind either: the temporary folder is as it was before."""
     place = tmp_path / "temporary"
     place.mkdir()
@@ -177,7 +173,7 @@ def test_twenty_kills_at_random_leave_nothing_behind(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_kill_in_every_phase_and_all_through_a_save(shop: Shop, tmp_path: Path) -> None:
+def test_a_kill_in_every_phase_and_all_through_a_save(shop, tmp_path):
     moments = [Moment(phase) for phase in PHASES]
     moments += [Moment("save_checkpoint", delay) for delay in (0.02, 0.05, 0.08, 0.11, 0.15, 0.2)]
     hit = run_with_kills(shop, moments, steps=80, scratch=tmp_path, tries=3)
@@ -185,9 +181,7 @@ def test_a_kill_in_every_phase_and_all_through_a_save(shop: Shop, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_killed_during_a_background_write(
-    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_during_a_background_write(shop, tmp_path, monkeypatch):
     """The run resumes from the checkpoint before."""
     steps, run = 5, shop.folder / "killed_beside"
     whole = start(command(shop, "whole_beside", steps), shop.folder)

@@ -1,7 +1,5 @@
 """Roles on separate pools work at the same time, and roles can move to other pools between steps and runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +53,7 @@ def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
     return found
 
 
-def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) -> None:
+def test_reference_critic_and_reward_model_overlap(lab, ray_cluster):
     file = lab.folder / "slow_workers.py"
     file.write_text(SLOW)
     scorer = make_scorer(lab.folder / "scorer", lab.model)
@@ -95,7 +93,7 @@ def learnt(rows: list[dict[str, Any]]) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def words(lab: Lab) -> tuple[str, ...]:
+def words(lab):
     return (
         "algorithm.adv_estimator=gae",
         f"custom_reward_function.path={varied(lab)}",
@@ -107,7 +105,7 @@ def words(lab: Lab) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(lab: Lab, words: tuple[str, ...]) -> list[list[float]]:
+def undisturbed(lab, words):
     return learnt(lab.run("undisturbed", *words).rows)
 
 
@@ -117,9 +115,9 @@ def assert_undisturbed(run: Finished, undisturbed: list[list[float]]) -> None:
 
 
 def test_reallocated_in_mid_run(
-    lab: Lab, words: tuple[str, ...], undisturbed: list[list[float]], ray_cluster: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    lab, words, undisturbed, ray_cluster,
+    monkeypatch,
+):  # fmt: skip
     """The actor moves from two shared ranks to one, and the critic to another, after the second step."""
     apart = Placement({"policy": [1], "value": [1]}, {Role.ActorRollout: "policy", Role.Critic: "value"})
     moved: list[int] = []
@@ -136,9 +134,7 @@ def test_reallocated_in_mid_run(
     assert_undisturbed(finished, undisturbed)
 
 
-def test_resumed_with_other_pools(
-    lab: Lab, words: tuple[str, ...], undisturbed: list[list[float]], ray_cluster: None
-) -> None:
+def test_resumed_with_other_pools(lab, words, undisturbed, ray_cluster):
     """The run takes two steps on two shared ranks, then two with separate roles, in the same run folder."""
     lab.run("resized", *words, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
     finished = lab.run(
@@ -151,7 +147,7 @@ def test_resumed_with_other_pools(
     assert_undisturbed(finished, undisturbed)
 
 
-def test_reward_models_and_references_on_pools_of_their_own(lab: Lab, ray_cluster: None) -> None:
+def test_reward_models_and_references_on_pools_of_their_own(lab, ray_cluster):
     """Nine groups on five pools, with normalized scores, give the numbers of one process."""
     models = ", ".join(
         f"{name}: {{path: {make_scorer(lab.folder / name, lab.model, seed=seed)}, normalize: {seed == 1}}}"

@@ -1,7 +1,5 @@
 """A run on Ray of which a process is damaged stops in time with one report, and resumes."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -77,13 +75,13 @@ def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_and_resumed(shop: Shop) -> None:
+def test_killed_and_resumed(shop):
     harmed_and_resumed(shop, "harmed", [Harm("SIGKILL", "policy_1", "update_actor")], steps=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_worker_in_every_phase(shop: Shop) -> None:
+def test_every_worker_in_every_phase(shop):
     """Damage the run 21 times: in each phase and each kind of worker, otherwise at random."""
     draw = random.Random(0)
     whom = [f"{pool}_{rank}" for pool, ranks in POOLS.items() for rank in range(ranks)]
@@ -95,14 +93,14 @@ def test_every_worker_in_every_phase(shop: Shop) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_reward_function_that_does_harm(shop: Shop) -> None:
+def test_a_reward_function_that_does_harm(shop):
     harms = [Harm(how, "reward_pool_0", "reward") for how in ("sleep", "raise", "memory")]
     harmed_and_resumed(shop, "harmed_by_reward", harms, steps=10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ray_ends_a_worker_for_its_memory(shop: Shop) -> None:
+def test_ray_ends_a_worker_for_its_memory(shop):
     """Ray's memory monitor, which checks after the start, is told that 2% of the memory is too much."""
     folder = shop.folder / "greedy"
     limits = {"RAY_memory_usage_threshold": "0.02", "RAY_memory_monitor_refresh_ms": "45000"}
@@ -114,7 +112,7 @@ def test_ray_ends_a_worker_for_its_memory(shop: Shop) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_restarts_by_itself(shop: Shop) -> None:
+def test_restarts_by_itself(shop):
     folder = shop.folder / "restarted"
     run = RayRun.start(command(shop, "restarted", 4, "trainer.max_restarts=2"), folder)
     for step in (1, 2):
@@ -149,7 +147,7 @@ def tandem(*words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_once_saves_and_twice_stops(shop: Shop) -> None:
+def test_ctrl_c_once_saves_and_twice_stops(shop):
     folder = shop.folder / "interrupted"
     words = command(shop, "interrupted", 100, "trainer.save_freq=-1")
     once = RayRun.start(words, folder)
@@ -169,7 +167,7 @@ def test_ctrl_c_once_saves_and_twice_stops(shop: Shop) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_sigterm_to_the_controller_saves(shop: Shop) -> None:
+def test_a_sigterm_to_the_controller_saves(shop):
     run = RayRun.start(command(shop, "ended", 100, "trainer.save_freq=-1"), shop.folder / "ended")
     run.await_phase("update_critic", after_step=1)
     run.process.terminate()
@@ -178,7 +176,7 @@ def test_a_sigterm_to_the_controller_saves(shop: Shop) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_during_a_background_write_on_ray(shop: Shop, tmp_path: Path) -> None:
+def test_killed_during_a_background_write_on_ray(shop, tmp_path):
     """The actor, on two ranks, is killed while it writes step 2, and the run resumes from step 1.
 
     It ends as a run that saves while training waits.

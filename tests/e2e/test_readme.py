@@ -1,12 +1,9 @@
 """The programs in the README and two pages, and the commands of an example, do what the text says."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +18,7 @@ def python(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (SOURCES / page).read_text(), re.DOTALL)
 
 
-def test_the_program_of_ones_own_on_ray(
-    tmp_path: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_of_ones_own_on_ray(tmp_path, ray_cluster, capfd):
     blocks = python("docs/extend/worker.md")
     (program,) = [block for block in blocks if "RayBackend" in block]
     file = tmp_path / "program.py"
@@ -34,7 +29,7 @@ def test_the_program_of_ones_own_on_ray(
     assert shown[1] in capfd.readouterr().out.splitlines()
 
 
-def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_screen(tmp_path, monkeypatch):
     first, step_by_step = python("docs/from-python.md")
     (readme,) = python("README.md")
     assert set(readme.splitlines()) <= set(first.splitlines())
@@ -52,7 +47,7 @@ def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.timeout(900)
-def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path: Path) -> None:
+def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path):
     """The commands run with fewer steps. The policy's reward rises, and what the preferences are about."""
     (tmp_path / "examples").symlink_to(SOURCES / "examples")
     folder = "examples/reward_model"

@@ -1,7 +1,5 @@
 """Every recipe in examples/recipes runs for two steps on a tiny model with its own method and small sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +58,7 @@ def small(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reward(lab: Lab) -> Path:
+def reward(lab):
     path = lab.folder / "reward.py"
     path.write_text(REWARD)
     return path
@@ -84,7 +82,7 @@ def words(lab: Lab, run: Path, given: Mapping[str, Any], reward: Path) -> list[s
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_recipe_trains(recipe: Path, lab: Lab, reward: Path) -> None:
+def test_the_recipe_trains(recipe, lab, reward):
     given = leaves(yaml.safe_load(recipe.read_text()))
     folder = lab.folder / recipe.stem
     loaded = load_train_config(str(recipe), words(lab, folder, given, reward))
@@ -107,12 +105,12 @@ def test_the_recipe_trains(recipe: Path, lab: Lab, reward: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_recipe_is_sound_at_its_own_sizes(recipe: Path, lab: Lab) -> None:
+def test_the_recipe_is_sound_at_its_own_sizes(recipe, lab):
     own = [f"data.train_files={lab.train}", f"actor_rollout_ref.model.path={lab.model}"]
     assert load_train_config(str(recipe), own).notices == ()
 
 
-def test_every_recipe_is_listed_and_names_its_paper() -> None:
+def test_every_recipe_is_listed_and_names_its_paper():
     listed = (RECIPES[0].parent / "README.md").read_text()
     assert {"grpo", "dapo", "ppo"} <= {recipe.stem for recipe in RECIPES}
     for recipe in RECIPES:
@@ -143,10 +141,7 @@ METHODS: dict[str, tuple[tuple[str, str, str], dict[str, Any]]] = {
         {"low": 0.2, "high": 0.28, "batch": 512, "n": 16, "mini": 32, "length": 20480, "overlong": 4096},
     ),
     "dr_grpo": (("dr_grpo", "vanilla", f"{SUMS}-norm"), {"n": 8, "length": 3000, "clip": 0.2}),
-    "grpo": (
-        ("grpo", "vanilla", MEANS),
-        {"batch": 16, "n": 64, "mini": 16, "kl loss": 0.04, "length": 1024},
-    ),
+    "grpo": (("grpo", "vanilla", MEANS), {"batch": 16, "n": 64, "mini": 16, "kl loss": 0.04, "length": 1024}),
     "gspo": (("grpo", "gspo", MEANS), {"low": 3e-4, "high": 4e-4}),
     "pass_at_k": (("grpo_passk", "vanilla", SUMS), {"by std": False}),
     "ppo": (
@@ -161,7 +156,7 @@ METHODS: dict[str, tuple[tuple[str, str, str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_recipe_is_the_papers_method_with_the_published_numbers(recipe: Path) -> None:
+def test_the_recipe_is_the_papers_method_with_the_published_numbers(recipe):
     given = leaves(yaml.safe_load(recipe.read_text()))
     method, published = METHODS[recipe.stem]
     loss, mode = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"

@@ -3,11 +3,8 @@
 There are seven prompts, so no number of ranks divides the batch.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -103,7 +100,7 @@ def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(lab: Lab) -> Callable[[str], list[list[float]]]:
+def alone(lab):
     """Return a function that runs in one process, once for each kind."""
     return cache(lambda kind: learnt(run(lab, f"{kind} alone", *KINDS[kind])))
 
@@ -113,9 +110,7 @@ def alone(lab: Lab) -> Callable[[str], list[list[float]]]:
     ("kind", "layout"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_every_layout_gives_the_numbers_of_one_process(
-    lab: Lab, alone: Callable[[str], list[list[float]]], ray_cluster: None, kind: str, layout: str
-) -> None:
+def test_every_layout_gives_the_numbers_of_one_process(lab, alone, ray_cluster, kind, layout):
     """The run also profiles a step, on all processes."""
     name, limit = f"{kind} {layout}", 1e-5 if kind == "fp32" else 1e-9
     rows = run(lab, name, *KINDS[kind], *(LAYOUTS | ADAPTED)[layout], "trainer.profile.steps=[3]")

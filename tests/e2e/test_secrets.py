@@ -1,7 +1,5 @@
 """A run writes nothing that came from environment variables: no file holds a canary."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import stat
@@ -48,7 +46,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, k
 
 
 @pytest.fixture
-def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def canaries(monkeypatch):
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
 
@@ -97,7 +95,7 @@ def held(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def run(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(lab, tmp_path_factory):
     """Run with a separate home folder, for files that loggers write there, and return the run folder."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +106,7 @@ def run(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
-def test_nothing_of_a_run_holds_what_came_from_the_environment(run: Path) -> None:
+def test_nothing_of_a_run_holds_what_came_from_the_environment(run):
     assert held(run.parent) == {}
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -118,9 +116,7 @@ def test_nothing_of_a_run_holds_what_came_from_the_environment(run: Path) -> Non
     assert config["actor_rollout_ref"]["rollout"]["n"] == 3
 
 
-def test_who_only_reads_a_run_needs_no_variable(
-    lab: Lab, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_only_reads_a_run_needs_no_variable(lab, run, tmp_path, capsys):
     assert replay(Run(run), 2).equal
     assert main(["samples", str(run), "--n", "1"]) == 0
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
@@ -132,7 +128,7 @@ def test_who_only_reads_a_run_needs_no_variable(
         Run(run).setting("trainer.experiment_name")
 
 
-def test_a_resumed_run_needs_them_and_may_have_another_key(run: Path, request: pytest.FixtureRequest) -> None:
+def test_a_resumed_run_needs_them_and_may_have_another_key(run, request):
     """Values that were given directly must be given again."""
     config, words = str(run / "config.yaml"), ["trainer.total_training_steps=3", "trainer.logger=[]"]
     kwargs = "custom_reward_function.reward_kwargs"
@@ -151,9 +147,7 @@ def test_a_resumed_run_needs_them_and_may_have_another_key(run: Path, request: p
     assert held(run.parent) == {}
 
 
-def test_a_run_that_fails_says_no_secret(
-    lab: Lab, tmp_path: Path, canaries: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_no_secret(lab, tmp_path, canaries, capfd):
     run = tmp_path / "run"
     fail = "custom_reward_function.reward_kwargs.fail=true"
     assert main(["train", *words_of(lab, run, fail)]) == 1

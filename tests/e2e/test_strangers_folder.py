@@ -1,7 +1,5 @@
 """Every command can read a run folder from somebody else, and nothing in it is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,7 +18,6 @@ from tandem.errors import CheckpointError, ConfigError, ConfigErrors
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
 from tests.support.evil import Runs, put_contents, put_data, put_state
-from tests.support.runs import Finished, Lab
 from tests.support.viewing import viewing
 from tests.support.warm import run as run_process
 
@@ -28,14 +25,14 @@ STEP = "step_000001"
 
 
 @pytest.fixture(scope="module")
-def run(lab: Lab) -> Finished:
+def run(lab):
     return lab.run(
         "run", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null", "trainer.total_training_steps=2"
     )
 
 
 @pytest.fixture
-def strangers(run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def strangers(run, tmp_path, monkeypatch):
     """Copy the run as if another user had made it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(trusted.TRUST, "")
@@ -43,7 +40,7 @@ def strangers(run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def canary(tmp_path: Path) -> Path:
+def canary(tmp_path):
     return tmp_path / "canary"
 
 
@@ -55,14 +52,14 @@ PUTS: dict[str, Callable[[Path, Any], None]] = {
 
 
 @pytest.fixture(params=PUTS)
-def spoilt(request: pytest.FixtureRequest, strangers: Path, canary: Path) -> Path:
+def spoilt(request, strangers, canary):
     """Put into all checkpoints what makes the canary when it is unpickled."""
     for checkpoint in (strangers / "checkpoints").iterdir():
         PUTS[request.param](checkpoint, Runs(os.system, f"touch {canary}"))
     return strangers
 
 
-def test_export_refuses_it(spoilt: Path, canary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_it(spoilt, canary, capsys):
     out = canary.with_name("out")
     for given in (spoilt, spoilt / "checkpoints" / STEP):
         assert main(["export", str(given), str(out)]) == 1
@@ -70,7 +67,7 @@ def test_export_refuses_it(spoilt: Path, canary: Path, capsys: pytest.CaptureFix
     assert not canary.exists() and not out.exists()
 
 
-def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab: Lab, spoilt: Path, canary: Path) -> None:
+def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab, spoilt, canary):
     with pytest.raises(CheckpointError):
         replay(Run(spoilt), 2)
     changes = "trainer.resume_with_changes=true"
@@ -82,7 +79,7 @@ def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab: Lab, spoilt: 
     assert not canary.exists()
 
 
-def test_what_needs_no_checkpoint_is_shown(spoilt: Path, canary: Path) -> None:
+def test_what_needs_no_checkpoint_is_shown(spoilt, canary):
     for words in (["runs", str(spoilt.parent)], ["runs", str(spoilt), "--json"], ["samples", str(spoilt)]):
         assert main(words) == 0
     with viewing(spoilt) as client:
@@ -92,7 +89,7 @@ def test_what_needs_no_checkpoint_is_shown(spoilt: Path, canary: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_config_that_would_build_objects_is_refused(lab: Lab, strangers: Path, canary: Path) -> None:
+def test_a_config_that_would_build_objects_is_refused(lab, strangers, canary):
     file = strangers / "config.yaml"
     file.write_text(file.read_text() + f"x: !!python/object/apply:os.system ['touch {canary}']\n")
     assert main(["export", str(strangers), str(canary.with_name("out"))]) == 1
@@ -131,7 +128,7 @@ def name_code(folder: Path, key: str, value: Any, canary: Path) -> None:
 
 
 @pytest.mark.parametrize("key", NAMED)
-def test_a_replay_runs_no_code_that_the_config_names(key: str, strangers: Path, canary: Path) -> None:
+def test_a_replay_runs_no_code_that_the_config_names(key, strangers, canary):
     name_code(strangers, key, NAMED[key], canary)
     with pytest.raises(ConfigError) as caught:
         replay(Run(strangers), 2)
@@ -152,9 +149,7 @@ MORE = NAMED | {
 
 
 @pytest.mark.parametrize("key", MORE)
-def test_a_config_in_a_strangers_folder_runs_no_code(
-    key: str, strangers: Path, canary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_in_a_strangers_folder_runs_no_code(key, strangers, canary, capsys):
     name_code(strangers, key, MORE[key], canary)
     words = [str(strangers / "config.yaml"), f"trainer.default_local_dir={canary.with_name('own')}"]
     for command in ("train", "check"):
@@ -164,7 +159,7 @@ def test_a_config_in_a_strangers_folder_runs_no_code(
 
 
 @pytest.fixture
-def model_with_code(lab: Lab, strangers: Path, canary: Path) -> Path:
+def model_with_code(lab, strangers, canary):
     """Make a model folder whose config, model and tokenizer name a Python file in it."""
     folder = strangers / "model"
     shutil.copytree(lab.model, folder)
@@ -180,9 +175,7 @@ def model_with_code(lab: Lab, strangers: Path, canary: Path) -> Path:
 
 
 @pytest.mark.parametrize("remote", [True, False])
-def test_a_model_folders_code_is_not_run(
-    remote: bool, strangers: Path, model_with_code: Path, canary: Path
-) -> None:
+def test_a_model_folders_code_is_not_run(remote, strangers, model_with_code, canary):
     edited(strangers, "actor_rollout_ref.model.trust_remote_code", remote)
     assert main(["export", str(strangers), str(canary.with_name("out"))]) == 1
     assert main(["replay", str(strangers)]) == 1
@@ -190,7 +183,7 @@ def test_a_model_folders_code_is_not_run(
 
 
 @pytest.mark.usefixtures("model_with_code")
-def test_it_is_run_where_the_user_says_so(strangers: Path, canary: Path) -> None:
+def test_it_is_run_where_the_user_says_so(strangers, canary):
     """The code runs in another process, because what it defines stays registered in transformers."""
     edited(strangers, "actor_rollout_ref.model.trust_remote_code", True)
     command = [sys.executable, "-m", "tandem", "export", strangers, canary.with_name("out")]
@@ -198,7 +191,7 @@ def test_it_is_run_where_the_user_says_so(strangers: Path, canary: Path) -> None
     assert canary.exists()
 
 
-def test_weights_that_run_code_are_not_read(lab: Lab, tmp_path: Path, canary: Path) -> None:
+def test_weights_that_run_code_are_not_read(lab, tmp_path, canary):
     model = shutil.copytree(lab.model, tmp_path / "model")
     (model / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Runs(os.system, f"touch {canary}")}, model / "pytorch_model.bin")
@@ -209,7 +202,7 @@ def test_weights_that_run_code_are_not_read(lab: Lab, tmp_path: Path, canary: Pa
     assert not canary.exists()
 
 
-def test_a_strangers_folder_without_code_is_read_as_ones_own(strangers: Path, canary: Path) -> None:
+def test_a_strangers_folder_without_code_is_read_as_ones_own(strangers, canary):
     assert main(["export", str(strangers), str(canary.with_name("out"))]) == 0
     assert replay(Run(strangers), 2).equal
     assert open_checkpoint(strangers / "checkpoints" / STEP).step == 1

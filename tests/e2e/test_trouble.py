@@ -3,8 +3,6 @@
 The exit status is 1 (130 after Ctrl-C or SIGTERM), and one error says what happened and what to do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -20,7 +18,7 @@ from tandem.checkpoint import open_checkpoint
 from tandem.observability.files import whole_lines
 from tandem.observability.run import read_metrics
 from tandem.protocol import DataProto
-from tests.e2e.shop import Shop, finish, start
+from tests.e2e.shop import finish, start
 from tests.e2e.user import User
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -70,7 +68,7 @@ REWARDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REWARDS)
-def test_a_reward_function_that_fails(user: User, kind: str) -> None:
+def test_a_reward_function_that_fails(user, kind):
     """The function fails at the third response of step 2. The error names it, and the run can resume."""
     body, telling = REWARDS[kind]
     file = user.folder / "own_reward.py"
@@ -85,7 +83,7 @@ def test_a_reward_function_that_fails(user: User, kind: str) -> None:
     assert goes_on(user, words, after=1) == [1, 2, 3]
 
 
-def test_a_batched_reward_of_the_wrong_length(user: User) -> None:
+def test_a_batched_reward_of_the_wrong_length(user):
     file = user.folder / "batched.py"
     file.write_text(
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
@@ -108,7 +106,7 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize("what", NOT_FINITE)
-def test_a_loss_or_gradient_that_is_not_finite(user: User, what: str) -> None:
+def test_a_loss_or_gradient_that_is_not_finite(user, what):
     """The run stops before the weights change, keeps the batch, and can be resumed."""
     file = user.folder / "own_loss.py"
     good = (
@@ -130,7 +128,7 @@ def test_a_loss_or_gradient_that_is_not_finite(user: User, what: str) -> None:
     assert goes_on(user, words, after=1) == [1, 2, 3]
 
 
-def test_a_damaged_checkpoint(user: User) -> None:
+def test_a_damaged_checkpoint(user):
     words = ("trainer.save_freq=1", "trainer.total_training_steps=2")
     first = user.types(*words)
     newest = first.folder / "checkpoints" / "step_000002"
@@ -168,7 +166,7 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("size", ["4k", "16k", "28k", pytest.param("40k", marks=pytest.mark.slow)])
-def test_a_disk_that_is_full(shop: Shop, tmp_path: Path, size: str) -> None:
+def test_a_disk_that_is_full(shop, tmp_path, size):
     """The disk is full at the start, before the first step, in it, or when samples are written."""
     with disk(tmp_path / "disk", size) as folder:
         words = shop.short("unused", f"trainer.default_local_dir={folder / 'run'}", "trainer.save_freq=1")
@@ -179,13 +177,13 @@ def test_a_disk_that_is_full(shop: Shop, tmp_path: Path, size: str) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """Yield a checkpoints folder on a disk that can hold one checkpoint but not two."""
     with disk(tmp_path / "run" / "checkpoints", "700k") as folder:
         yield folder
 
 
-def test_a_full_disk(user: User, small_disk: Path) -> None:
+def test_a_full_disk(user, small_disk):
     words = ("trainer.save_freq=1", "trainer.total_training_steps=3")
     outcome = user.types(*words)
     assert outcome.status == 1
@@ -199,7 +197,7 @@ def test_a_full_disk(user: User, small_disk: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_interrupted(shop: Shop, tmp_path: Path, sent: signal.Signals) -> None:
+def test_interrupted(shop, tmp_path, sent):
     """A real signal in the second step ends the step and saves; a message says how to resume."""
     folder = tmp_path / "run"
     words = shop.short("unused", f"trainer.default_local_dir={folder}", "trainer.total_training_steps=500")
@@ -243,8 +241,8 @@ PROMPT_S = 5.0
     ],
 )
 def test_a_signal_before_the_first_step_or_the_second_in_it_stops_at_once(
-    shop: Shop, tmp_path: Path, validates: bool, signals: list[signal.Signals], apart_s: float
-) -> None:
+    shop, tmp_path, validates, signals, apart_s
+):
     """The first signal in a step waits for the step, which never ends in this test."""
     (tmp_path / "hangs.py").write_text(HANGS)
     run, reward = tmp_path / "run", tmp_path / "hangs.py"
@@ -279,7 +277,7 @@ class Stops(ActorWorker):
 
 
 @pytest.mark.e2e
-def test_a_breakpoint_in_a_worker(shop: Shop, tmp_path: Path) -> None:
+def test_a_breakpoint_in_a_worker(shop, tmp_path):
     """On the local backend, a breakpoint stops in the process with the user's terminal, inside the worker."""
     (tmp_path / "stops.py").write_text(STOPS)
     words = (
@@ -307,7 +305,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_second_process_is_refused_until_the_first_is_killed(shop: Shop, tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_is_killed(shop, tmp_path):
     reward = tmp_path / "slow.py"
     reward.write_text(SLOW)
     run = tmp_path / "run"
@@ -333,7 +331,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(shop: Shop, tmp_p
     assert not (run / "run.lock").exists()
 
 
-def test_another_experiment_does_not_go_on_from_this_one(user: User) -> None:
+def test_another_experiment_does_not_go_on_from_this_one(user):
     first = user.types("trainer.total_training_steps=2", "trainer.save_freq=1")
     config = (first.folder / "config.yaml").read_text()
     other = ("algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.optim.lr=0.5",
@@ -352,7 +350,7 @@ def test_another_experiment_does_not_go_on_from_this_one(user: User) -> None:
     assert "algorithm.adv_estimator" in allowed.said and "after step 2" in allowed.said
 
 
-def test_a_change_that_changes_nothing_of_what_is_learnt_is_said(user: User) -> None:
+def test_a_change_that_changes_nothing_of_what_is_learnt_is_said(user):
     words = ("trainer.save_freq=1",)
     user.types(*words, "trainer.total_training_steps=1")
     longer = user.types(*words, "trainer.total_training_steps=2")

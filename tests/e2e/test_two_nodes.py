@@ -1,7 +1,5 @@
 """Two nodes with different addresses run one training; one fails, and the run goes on on the other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,7 +12,7 @@ import pytest
 
 from tandem.observability.run import read_metrics
 from tests.e2e.ray_runs import RayRun, command
-from tests.e2e.shop import SOURCES, Shop
+from tests.e2e.shop import SOURCES
 from tests.support.netns import Node, cluster_network
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,7 +45,7 @@ def over(nodes: int) -> tuple[str, ...]:
     )
 
 
-def test_a_node_goes_and_the_run_goes_on_on_the_other(shop: Shop) -> None:
+def test_a_node_goes_and_the_run_goes_on_on_the_other(shop):
     folder, steps = shop.folder / "nodes", 6
     head_file = shop.folder / "head.json"
     train = [sys.executable, "-m", "tandem", "train"]

@@ -1,7 +1,5 @@
 """The document's command line with all its keys, run as a user runs it: `python -m tandem train …`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -10,7 +8,7 @@ import pytest
 from tandem.observability.run import read_metrics
 from tests.e2e import test_verl_keys_learning, test_verl_keys_running
 from tests.e2e.keys import TRIED
-from tests.e2e.shop import DOCUMENT, SOURCES, Shop, train
+from tests.e2e.shop import DOCUMENT, SOURCES, train
 
 DRY_RUN = """
 import sys
@@ -30,12 +28,12 @@ pytestmark = pytest.mark.e2e
 FILL_TRIED = (test_verl_keys_learning, test_verl_keys_running)
 
 
-def test_every_key_of_the_command_line_has_been_tried() -> None:
+def test_every_key_of_the_command_line_has_been_tried():
     assert set(DOCUMENT) == TRIED
 
 
 @pytest.mark.parametrize("engine", ["native", pytest.param("hf", marks=pytest.mark.slow)])
-def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
+def test_two_steps_and_a_resume(shop, engine):
     folder = shop.folder / engine
     words = shop.document(f"actor_rollout_ref.rollout.name={engine}", f"trainer.default_local_dir={folder}")
     first = train([*words, "trainer.total_training_steps=2"], shop.folder)
@@ -54,7 +52,7 @@ def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
     assert not (folder / "earlier").exists()
 
 
-def test_a_dry_run(shop: Shop) -> None:
+def test_a_dry_run(shop):
     """A dry run shows the config of the whole command line, without importing torch or the trainer."""
     done = subprocess.run(
         [sys.executable, "-c", DRY_RUN, *shop.document(), "--dry-run"],

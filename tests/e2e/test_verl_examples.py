@@ -3,8 +3,6 @@
 Only paths, devices and loggers are changed, and vLLM is replaced by the engine that needs no installation.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -31,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def places(tmp_path_factory):
     """Return replacements for the paths in the scripts; the model ends a response after about 46 tokens."""
     folder = tmp_path_factory.mktemp("verl")
     model = make_model(folder / "model", kind="qwen3", max_position_embeddings=16384, initializer_range=0.02)
@@ -55,7 +53,7 @@ def placed(word: str, places: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("method", list(SCRIPTS))
-def test_two_steps(method: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_two_steps(method, places, tmp_path):
     words = [placed(word, places) for word in SCRIPTS[method]["words"]]
     run = tmp_path / "run"
     ours = ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", f"trainer.default_local_dir={run}"]

@@ -1,7 +1,5 @@
 """Keys of verl's training engine that are not in the document's command line change what they should."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -13,7 +11,6 @@ from tandem.models.compiled import _forward
 from tandem.models.heads import compiled as compiled_head
 from tandem.models.policy import PolicyModel
 from tests.e2e.keys import ACTOR, REF, responses
-from tests.e2e.shop import Shop
 from tests.support.runs import Finished, same_weights
 
 WRAP = f"{ACTOR}.fsdp_config.wrap_policy"
@@ -36,7 +33,7 @@ def units(run: Finished, role: str = "actor") -> int:
         (f"{WRAP}.transformer_layer_cls_to_wrap=[Qwen2Attention, Qwen2MLP]", 2 * LAYERS),
     ],
 )
-def test_the_wrap_policy_makes_the_units(shop: Shop, base: Finished, word: str, count: int) -> None:
+def test_the_wrap_policy_makes_the_units(shop, base, word, count):
     run = shop.run(f"wrapped_{word.split('.')[-1]}", word)
     assert (units(run), units(run, "ref")) == (count, LAYERS)
     assert same_weights(run, base) and responses(run) == responses(base)
@@ -44,9 +41,7 @@ def test_the_wrap_policy_makes_the_units(shop: Shop, base: Finished, word: str, 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_layers_are_compiled_for_actor_and_reference(
-    shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch, really: bool
-) -> None:
+def test_the_layers_are_compiled_for_actor_and_reference(shop, base, monkeypatch, really):
     """The test uses the key's older name, and a message names the new one; the rollout is not compiled."""
 
     def compiled(run: Finished, role: str) -> bool:
@@ -71,9 +66,7 @@ def test_the_layers_are_compiled_for_actor_and_reference(
     assert compiled(apart, "actor") and not compiled(apart, "ref")
 
 
-def test_determinism_is_asked_for_in_the_actors_work_alone(
-    shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_determinism_is_asked_for_in_the_actors_work_alone(shop, base, monkeypatch):
     forward, seen = PolicyModel.forward, []
 
     def watched(self, inputs, outputs):
@@ -93,5 +86,5 @@ def test_determinism_is_asked_for_in_the_actors_work_alone(
 
 
 @pytest.mark.parametrize("at", [ACTOR, REF, "critic"])
-def test_the_older_name_is_explained_by_the_new_one(at: str) -> None:
+def test_the_older_name_is_explained_by_the_new_one(at):
     assert f"{at}.fsdp_config.use_torch_compile" in explain(f"{at}.use_torch_compile")

@@ -1,13 +1,11 @@
 """Keys of the document's command line for the algorithm, the model, the optimizer and its batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from tests.e2e.keys import ACTOR, FAST, REF, ROLLOUT, SAMPLES, UPDATES, flat, responses, tries
-from tests.e2e.shop import DOCUMENT, Shop
-from tests.e2e.watch import Watched, watch
+from tests.e2e.shop import DOCUMENT
+from tests.e2e.watch import watch
 from tests.support.runs import Finished, same_weights
 from tests.support.tiny import make_model
 
@@ -16,7 +14,7 @@ TWICE = ("trainer.total_training_steps=2", f"{ACTOR}.ppo_mini_batch_size=4", FAS
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(monkeypatch):
     return watch(monkeypatch)
 
 
@@ -25,7 +23,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 @tries("algorithm.adv_estimator")
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_the_estimator_makes_the_advantages(shop: Shop, estimator: str) -> None:
+def test_the_estimator_makes_the_advantages(shop, estimator):
     samples = shop.run(f"estimator_{estimator}", f"algorithm.adv_estimator={estimator}").samples(1)
     scores = np.array(samples["scores"]).reshape(-1, DOCUMENT[f"{ROLLOUT}.n"])
     assert scores.std() > 0
@@ -40,7 +38,7 @@ def test_the_estimator_makes_the_advantages(shop: Shop, estimator: str) -> None:
 
 
 @tries("algorithm.use_kl_in_reward")
-def test_kl_in_the_reward_lowers_it_by_the_kl(shop: Shop) -> None:
+def test_kl_in_the_reward_lowers_it_by_the_kl(shop):
     words = ("trainer.total_training_steps=2", FAST)
     plain = shop.run("no_kl_in_reward", *words)
     scores, rewards = flat(plain, 2, "token_level_scores", "token_level_rewards")
@@ -53,7 +51,7 @@ def test_kl_in_the_reward_lowers_it_by_the_kl(shop: Shop) -> None:
 
 
 @tries(f"{ACTOR}.use_kl_loss")
-def test_the_kl_loss_asks_for_the_reference(shop: Shop, base: Finished) -> None:
+def test_the_kl_loss_asks_for_the_reference(shop, base):
     assert {"actor/kl", "timing/ref"} <= set(base.rows[0])
     assert "ref_log_probs" in base.samples(1)
     run = shop.run("no_kl_loss", f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0")
@@ -62,7 +60,7 @@ def test_the_kl_loss_asks_for_the_reference(shop: Shop, base: Finished) -> None:
 
 
 @tries(f"{ACTOR}.kl_loss_coef")
-def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop: Shop) -> None:
+def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop):
     low, high = (shop.run(f"kl_coef_{c}", *TWICE, f"{ACTOR}.kl_loss_coef={c}") for c in (0.001, 2.0))
     for run, coef in ((low, 0.001), (high, 2.0)):
         row = run.rows[1]
@@ -74,7 +72,7 @@ def test_the_kl_losss_weight_is_in_the_loss_and_the_gradient(shop: Shop) -> None
 
 @tries(f"{ACTOR}.kl_loss_type")
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
-def test_the_kl_losss_kind_is_its_formula(shop: Shop, kind: str) -> None:
+def test_the_kl_losss_kind_is_its_formula(shop, kind):
     """There is one update per step, so the loss is computed at the weights that sampled."""
     run = shop.run(f"kind_{kind}", *TWICE, f"{ACTOR}.kl_loss_type={kind}")
     now, ref = flat(run, 2, "rollout_log_probs", "ref_log_probs")
@@ -90,7 +88,7 @@ def test_the_kl_losss_kind_is_its_formula(shop: Shop, kind: str) -> None:
 
 
 @tries(f"{ACTOR}.entropy_coeff")
-def test_the_entropy_bonus_is_in_the_loss_and_the_gradient(shop: Shop) -> None:
+def test_the_entropy_bonus_is_in_the_loss_and_the_gradient(shop):
     words = (f"{ACTOR}.ppo_mini_batch_size=4",)
     without, bonus = (shop.run(f"entropy_{c}", *words, f"{ACTOR}.entropy_coeff={c}") for c in (0, 0.5))
     row = bonus.rows[0]
@@ -100,7 +98,7 @@ def test_the_entropy_bonus_is_in_the_loss_and_the_gradient(shop: Shop) -> None:
 
 
 @tries("trainer.critic_warmup")
-def test_critic_warm_up_leaves_the_policy_alone(shop: Shop) -> None:
+def test_critic_warm_up_leaves_the_policy_alone(shop):
     words = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=2")
     cold = shop.run("cold", *words)
     warm = shop.run("warm", *words, "trainer.critic_warmup=1")
@@ -113,7 +111,7 @@ def test_critic_warm_up_leaves_the_policy_alone(shop: Shop) -> None:
 
 
 @tries("actor_rollout_ref.model.path")
-def test_the_model_is_the_one_in_the_folder(shop: Shop, base: Finished) -> None:
+def test_the_model_is_the_one_in_the_folder(shop, base):
     other = make_model(shop.folder / "other_model", seed=1, num_hidden_layers=3)
     run = shop.run("other_model", f"actor_rollout_ref.model.path={other}")
     assert len(run.actor.actor.module.decoder.layers) == 3
@@ -122,7 +120,7 @@ def test_the_model_is_the_one_in_the_folder(shop: Shop, base: Finished) -> None:
 
 
 @tries("actor_rollout_ref.model.use_remove_padding")
-def test_without_packing_each_micro_batch_is_a_rectangle(shop: Shop, watched: Watched) -> None:
+def test_without_packing_each_micro_batch_is_a_rectangle(shop, watched):
     words = (BY_SAMPLES, f"{ACTOR}.ppo_micro_batch_size_per_gpu=6")
     packed = shop.run("packed", *words)
     tokens = sum(part.whole_tokens for part in watched.update)
@@ -136,7 +134,7 @@ def test_without_packing_each_micro_batch_is_a_rectangle(shop: Shop, watched: Wa
 
 
 @tries("actor_rollout_ref.model.enable_gradient_checkpointing")
-def test_checkpointing_runs_every_layer_again_in_the_backward_pass(shop: Shop, watched: Watched) -> None:
+def test_checkpointing_runs_every_layer_again_in_the_backward_pass(shop, watched):
     shop.run("checkpointed", "actor_rollout_ref.model.gradient_checkpointing_mode=full")
     again, watched.layer_forwards = watched.layer_forwards, 0
     shop.run("not_checkpointed", "actor_rollout_ref.model.enable_gradient_checkpointing=false")
@@ -147,7 +145,7 @@ def test_checkpointing_runs_every_layer_again_in_the_backward_pass(shop: Shop, w
 
 
 @tries(f"{ACTOR}.optim.lr")
-def test_the_learning_rate_scales_the_update(shop: Shop, base: Finished) -> None:
+def test_the_learning_rate_scales_the_update(shop, base):
     start = shop.run("lr_0", f"{ACTOR}.optim.lr=0")
     high = shop.run("lr_high", f"{ACTOR}.optim.lr=1e-3")
     assert [run.rows[0]["actor/lr"] for run in (start, base, high)] == [0, 1e-6, 1e-3]
@@ -162,7 +160,7 @@ def test_the_learning_rate_scales_the_update(shop: Shop, base: Finished) -> None
 
 @tries(f"{ACTOR}.ppo_mini_batch_size")
 @pytest.mark.parametrize("size", [1, 4])
-def test_there_is_an_update_per_mini_batch(shop: Shop, size: int, watched: Watched) -> None:
+def test_there_is_an_update_per_mini_batch(shop, size, watched):
     run = shop.run(f"mini_{size}", f"{ACTOR}.ppo_mini_batch_size={size}", BY_SAMPLES,
                    f"{ACTOR}.ppo_micro_batch_size_per_gpu={SAMPLES}")  # fmt: skip
     assert run.actor.actor.version == 4 // size
@@ -180,7 +178,7 @@ PHASES = {
 
 @tries(*(name for names in PHASES.values() for name in names))
 @pytest.mark.parametrize("phase", list(PHASES))
-def test_each_phase_is_cut_by_its_own_keys(shop: Shop, phase: str, watched: Watched) -> None:
+def test_each_phase_is_cut_by_its_own_keys(shop, phase, watched):
     """Keys for tokens count whatever keys for samples say. Other phases are not affected."""
     dynamic, samples, budget = PHASES[phase]
     runs = UPDATES if phase == "update" else 1
@@ -212,7 +210,7 @@ OFFLOADS = {
 
 @tries(*OFFLOADS)
 @pytest.mark.parametrize("name", list(OFFLOADS))
-def test_offload_moves_its_part_around_each_phase(shop: Shop, name: str, watched: Watched) -> None:
+def test_offload_moves_its_part_around_each_phase(shop, name, watched):
     off = [f"{other}=false" for other in OFFLOADS]
     shop.run("nothing_offloaded", *off)
     assert watched.moved.total() == 0

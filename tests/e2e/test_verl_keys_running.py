@@ -1,11 +1,8 @@
 """Keys of the document's command line for the data, the rollout, devices and the run."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.errors import ConfigError, ConfigErrors, DataError, EngineError
 from tandem.observability.timers import read_timeline
 from tests.e2e.keys import ACTOR, ROLLOUT, SAMPLES, flat, responses, tries, validated
-from tests.e2e.shop import DOCUMENT, Shop
+from tests.e2e.shop import DOCUMENT
 from tests.support.runs import Finished
 from tests.support.tiny import problem, write_rows
 
@@ -24,7 +21,7 @@ from tests.support.tiny import problem, write_rows
 
 
 @tries("data.train_files")
-def test_training_prompts_come_from_the_train_files(shop: Shop, base: Finished) -> None:
+def test_training_prompts_come_from_the_train_files(shop, base):
     other = write_rows(shop.folder / "other.parquet", [problem(90, b) for b in range(5)])
     run = shop.run("other_data", f"data.train_files=[{other}]")
     assert {message["content"][:3] for row in run.samples(1)["messages"] for message in row} == {"90+"}
@@ -32,7 +29,7 @@ def test_training_prompts_come_from_the_train_files(shop: Shop, base: Finished) 
 
 
 @tries("data.val_files", "trainer.val_before_train")
-def test_validation_takes_the_val_files(shop: Shop, base: Finished) -> None:
+def test_validation_takes_the_val_files(shop, base):
     assert [row["step"] for row in base.rows] == [1]
     run = shop.run("validated", "trainer.val_before_train=true")
     assert [row["step"] for row in run.rows] == [0, 1]
@@ -44,7 +41,7 @@ def test_validation_takes_the_val_files(shop: Shop, base: Finished) -> None:
 
 
 @tries("data.filter_overlong_prompts", "data.max_prompt_length")
-def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> None:
+def test_prompts_above_the_limit_are_left_out(shop, base):
     """3+2= and 7+2= have four tokens; 11+2= and all others have five."""
     assert base.trainer.prompts.steps_per_epoch == 24 // 4
     words = ("data.max_prompt_length=4", f"data.val_files={shop.train}")
@@ -57,7 +54,7 @@ def test_prompts_above_the_limit_are_left_out(shop: Shop, base: Finished) -> Non
 
 @tries("data.truncation")
 @pytest.mark.parametrize(("mode", "kept"), [("left", "1+2="), ("right", "11+2"), ("middle", "112=")])
-def test_prompts_above_the_limit_are_cut(shop: Shop, mode: str, kept: str) -> None:
+def test_prompts_above_the_limit_are_cut(shop, mode, kept):
     data = write_rows(shop.folder / "long.parquet", [problem(11, 2)] * 4)
     words = (f"data.train_files={data}", "data.max_prompt_length=4", "data.filter_overlong_prompts=false")
     run = shop.run(f"cut_{mode}", *words, f"data.truncation={mode}")
@@ -72,7 +69,7 @@ def test_prompts_above_the_limit_are_cut(shop: Shop, mode: str, kept: str) -> No
 
 
 @tries(f"{ROLLOUT}.name")
-def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
+def test_the_engine_is_the_one_named(shop, base):
     """Both engines draw the same tokens; the native engine computes a prompt once for all its samples."""
     run = shop.run("hf", f"{ROLLOUT}.name=hf")
     assert isinstance(base.actor.parts["rollout"].engine, NativeEngine)
@@ -83,9 +80,7 @@ def test_the_engine_is_the_one_named(shop: Shop, base: Finished) -> None:
 
 
 @tries(f"{ROLLOUT}.gpu_memory_utilization")
-def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
-    shop: Shop, base: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(shop, base, monkeypatch):
     """A sequence fits into a block of 4 KiB: 2 layers, 2 heads of keys and values, 8 numbers, 16 tokens."""
     assert base.rows[0]["rollout/peak_running"] == SAMPLES
     monkeypatch.setattr(memory, "host_total", lambda: 32 * 1024)
@@ -99,7 +94,7 @@ def test_the_share_of_memory_bounds_the_sequences_that_run_at_once(
 
 
 @tries(f"{ROLLOUT}.temperature")
-def test_the_temperature_is_that_of_sampling_and_of_training(shop: Shop, base: Finished) -> None:
+def test_the_temperature_is_that_of_sampling_and_of_training(shop, base):
     hot, cold = (shop.run(f"temperature_{t}", f"{ROLLOUT}.temperature={t}") for t in (1.5, 0.01))
     assert all(run.rows[0]["rollout/log_prob_diff_max"] < 1e-4 for run in (hot, base, cold))
     entropies = [run.rows[0]["actor/entropy"] for run in (hot, base, cold)]
@@ -108,7 +103,7 @@ def test_the_temperature_is_that_of_sampling_and_of_training(shop: Shop, base: F
 
 
 @tries(f"{ROLLOUT}.top_k", f"{ROLLOUT}.top_p")
-def test_truncated_sampling(shop: Shop, base: Finished) -> None:
+def test_truncated_sampling(shop, base):
     """A top_k above the vocabulary size is no limit; a single remaining token is the greedy one."""
     unlimited = shop.run("top_k_-1", f"{ROLLOUT}.top_k=-1")
     assert responses(unlimited) == responses(base)
@@ -128,7 +123,7 @@ PARALLEL = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ROLLOUT}.tensor_model_
 
 @tries(*PARALLEL)
 @pytest.mark.parametrize("name", PARALLEL)
-def test_parallel_sizes_that_are_not_there_are_refused(shop: Shop, name: str) -> None:
+def test_parallel_sizes_that_are_not_there_are_refused(shop, name):
     with pytest.raises(ConfigErrors) as caught:
         shop.run("parallel", f"{name}=2")
     (error,) = caught.value.errors
@@ -139,7 +134,7 @@ def test_parallel_sizes_that_are_not_there_are_refused(shop: Shop, name: str) ->
 
 @pytest.mark.slow
 @tries("trainer.nnodes")
-def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster: None) -> None:
+def test_more_machines_than_there_are_are_refused_on_ray(shop, ray_cluster):
     with pytest.raises(ConfigError, match=r"1 \+ 1 process\(es\) on 2 node\(s\)"):
         shop.run("machines", "trainer.nnodes=2")
     assert not (shop.folder / "machines").exists()
@@ -147,7 +142,7 @@ def test_more_machines_than_there_are_are_refused_on_ray(shop: Shop, ray_cluster
 
 @pytest.mark.slow
 @tries("trainer.n_gpus_per_node")
-def test_there_is_a_process_per_device_on_ray(shop: Shop, base: Finished, ray_cluster: None) -> None:
+def test_there_is_a_process_per_device_on_ray(shop, base, ray_cluster):
     """The numbers are the same with two shares of each batch."""
     run = shop.run("devices", "trainer.n_gpus_per_node=2")
     events = read_timeline(run.folder / "timeline.json")
@@ -162,7 +157,7 @@ def test_there_is_a_process_per_device_on_ray(shop: Shop, base: Finished, ray_cl
 
 
 @tries("trainer.logger")
-def test_loggers(shop: Shop, base: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loggers(shop, base, capsys):
     assert "step 1/1" not in capsys.readouterr().out
     assert not (base.folder / "tensorboard").exists()
     run = shop.run("loggers", f"trainer.logger={DOCUMENT['trainer.logger']}")
@@ -172,7 +167,7 @@ def test_loggers(shop: Shop, base: Finished, capsys: pytest.CaptureFixture[str])
 
 
 @tries("trainer.project_name", "trainer.experiment_name")
-def test_the_names_make_the_run_folder(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_make_the_run_folder(shop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     default = "trainer.default_local_dir=runs/${trainer.project_name}/${trainer.experiment_name}"
     for project, experiment in (("p", "a"), ("p", "b"), ("q", "a")):
@@ -229,5 +224,5 @@ NUMBERS: list[
         for n, value in values.items()
     ],
 )
-def test_a_number_makes_a_number(shop: Shop, word: str, more: str, found: Found, wanted: Any) -> None:
+def test_a_number_makes_a_number(shop, word, more, found, wanted):
     assert found(shop.run(word, word, *more.split())) == wanted

@@ -1,9 +1,5 @@
 """A run on Ray that samples with one vLLM engine over the ranks of its actor; see `make test-vllm`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -31,7 +27,7 @@ KEYS = (
 )
 
 
-def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster: None, tmp_path: Path):
+def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster, tmp_path):
     lab = Lab(tmp_path)
     build(vocab_size=len(AutoTokenizer.from_pretrained(lab.model))).save_pretrained(lab.model)
     (tmp_path / "reward.py").write_text(REWARD)

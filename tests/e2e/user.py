@@ -1,7 +1,5 @@
 """A user who types commands."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,5 +46,5 @@ class User:
 
 
 @pytest.fixture
-def user(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
+def user(shop, tmp_path, capsys):
     return User(shop, tmp_path, capsys)

@@ -1,7 +1,5 @@
 """Watches the inputs of the models of a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

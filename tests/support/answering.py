@@ -1,7 +1,5 @@
 """A real HTTP server that records what it is asked, for clients of judges and of sandboxes."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

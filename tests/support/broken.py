@@ -1,7 +1,5 @@
 """Ways to put a fault into a real run; each changes the one piece of code that had the fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps

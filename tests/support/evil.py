@@ -1,7 +1,5 @@
 """Files that run a command when they are unpickled or imported; the command leaves a file behind."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os

@@ -1,7 +1,5 @@
 """Workers that fail in every possible way, in a separate module so that other processes can import it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Run folders that are written by hand, as a run would leave them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

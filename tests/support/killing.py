@@ -1,7 +1,5 @@
 """Tandem commands in separate processes that are killed half way."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

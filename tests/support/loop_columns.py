@@ -1,7 +1,5 @@
 """A user's estimators and reward that together need every column that the training loop can provide."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FILE = """

@@ -1,7 +1,5 @@
 """The failure museum: faults that users of RL libraries reported, and the messages of a run about each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

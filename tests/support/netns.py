@@ -3,8 +3,6 @@
 Each namespace has its own address, and one bridge joins them. This needs root and iproute2.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Jobs on several ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

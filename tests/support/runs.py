@@ -1,7 +1,5 @@
 """Complete runs of the real trainer on a tiny model, in this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -242,5 +240,5 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("lab"))

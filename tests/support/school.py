@@ -1,7 +1,5 @@
 """Complete supervised runs, `tandem sft` and `tandem rm`, on a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,5 +125,5 @@ class School:
 
 
 @pytest.fixture(scope="module")
-def school(tmp_path_factory: pytest.TempPathFactory) -> School:
+def school(tmp_path_factory):
     return School(tmp_path_factory.mktemp("school"))

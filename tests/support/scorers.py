@@ -1,7 +1,5 @@
 """Tiny reward models, created from scratch, in Hugging Face formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of the files in benchmarks/results that docs pages show, for `tests/docs/test_figures.py`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Figures about `tandem plan` that docs pages show."""
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 

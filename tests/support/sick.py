@@ -1,7 +1,5 @@
 """A healthy reward, and rewards and an estimator with the faults that learning warnings name."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 This is also a file with a user's worker class, so that it works in every process of a run.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -1,7 +1,5 @@
 """Small tokenizers of the common kinds: over bytes, with marks for spaces, and with added tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers

@@ -1,7 +1,5 @@
 """Small workers for tests of the controller, which any process can import."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ It is taken by Tandem's workers, and by verl's functions in verl's interpreter.
 Shapes: B samples, T the longest response, K components of the reward.
 """
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A run with data for every page of `tandem view`, and a client of its server."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

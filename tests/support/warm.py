@@ -6,8 +6,6 @@ and exit, and every library is fresh as after its import. Some tests start a col
 what is read at the start of a process (MALLOC_…), the imports themselves, or all processes of a session.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import socket
