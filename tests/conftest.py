@@ -1,5 +1,3 @@
-"""Fixtures and pytest hooks for all test folders."""
-
 import os
 import re
 import tempfile
@@ -73,7 +71,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRayAtATim
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """Start one Ray cluster for all tests of this process; its workers start from a warm server."""
     warm_ray()
     import_module("tandem.runtime.ray_backend.cluster").connect(None, temp_dir=None, object_store_gb=1.0)
     yield

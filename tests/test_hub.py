@@ -1,5 +1,3 @@
-"""Models by their hub name, from a cache with huggingface_hub's layout."""
-
 from pathlib import Path
 
 import huggingface_hub
@@ -16,7 +14,6 @@ REVISION = "a" * 40
 
 @pytest.fixture
 def snapshot(tmp_path, monkeypatch):
-    """Return a model `tiny/model` in the cache."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     repository = cache / "models--tiny--model"

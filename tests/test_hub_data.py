@@ -1,5 +1,3 @@
-"""Datasets by their hub name, from a cache with huggingface_hub's layout, without a network."""
-
 from pathlib import Path
 
 import huggingface_hub
@@ -20,10 +18,7 @@ def rows(first: int, number: int) -> list[dict[str, str]]:
 
 @pytest.fixture
 def snapshot(tmp_path, monkeypatch):
-    """Return a dataset `openai/gsm8k` in the cache.
-
-    It has two folders. The first one's training rows are in two files.
-    """
+    """Return a dataset in the cache with two folders; the first one's training rows are in two files."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

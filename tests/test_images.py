@@ -1,5 +1,3 @@
-"""docker/: images have pinned versions, run as a user, and contain only files of the build context."""
-
 import configparser
 import re
 import runpy

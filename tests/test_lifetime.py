@@ -1,5 +1,3 @@
-"""Processes that end together with their parent, and temporary folders of ended processes."""
-
 import os
 import signal
 import subprocess
@@ -93,7 +91,6 @@ sys.stdin.read()
 
 
 def owner(place: Path) -> tuple[subprocess.Popen[str], list[Path]]:
-    """Yield a process with temporary folders, and these folders."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,

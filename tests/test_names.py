@@ -1,5 +1,3 @@
-"""The names of modules, attributes, files and extras in the texts of the repository exist."""
-
 import ast
 import re
 import tomllib

@@ -1,5 +1,3 @@
-"""Tasks of reasoning-gym as data and as scores."""
-
 import pytest
 import reasoning_gym
 

@@ -1,5 +1,3 @@
-"""JSON and YAML of unknown origin: the parsers return a value or raise an error."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Code in a run folder runs only if a run of this user wrote it, or if the user allows it."""
-
 import os
 import pickle
 import shutil
@@ -21,10 +19,7 @@ Forget = Callable[[], None]
 
 @pytest.fixture(autouse=True)
 def forget(tmp_path, monkeypatch):
-    """Return a function that acts as another process of the same user.
-
-    The user exists only in this test. The process has read nothing yet.
-    """
+    """Act as another process of the same user, who exists only in this test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(trusted.TRUST, "")
     return lambda: monkeypatch.setenv(trusted.TRUST, "")

@@ -1,7 +1,4 @@
-"""The expectations of verl 0.9.1's test_seqlen_balancing.py that apply here.
-
-docs/verl-tests.md says which ones do not, and why.
-"""
+"""The expectations of verl 0.9.1's test_seqlen_balancing.py that apply here; see docs/verl-tests.md."""
 
 import itertools
 import random

@@ -1,5 +1,3 @@
-"""The live curve, tested in a real notebook kernel."""
-
 from pathlib import Path
 
 import nbformat

@@ -1,5 +1,3 @@
-"""The Python API with two processes under Ray, and with functions defined inside the tests."""
-
 import pytest
 
 import tandem

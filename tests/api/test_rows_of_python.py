@@ -1,5 +1,3 @@
-"""Rows from every supported library become data files with the same values."""
-
 import datasets
 import pandas as pd
 import polars as pl

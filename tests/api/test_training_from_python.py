@@ -1,5 +1,3 @@
-"""`tandem.train` and `tandem.Trainer` train a tiny model with functions and rows of this file."""
-
 import asyncio
 import subprocess
 import sys

@@ -70,7 +70,6 @@ def folder(tmp_path):
 
 
 def changed(script: str, rewards: str) -> str:
-    """Return the script with only its import line and its trainer line changed for Tandem."""
     lines = script.splitlines()
     (imported,) = [number for number, line in enumerate(lines) if line == IMPORT]
     (made,) = [number for number, line in enumerate(lines) if line.startswith("trainer = ")]

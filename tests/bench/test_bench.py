@@ -1,5 +1,3 @@
-"""`tandem bench` on a tiny model: its report, its comparison and its prediction."""
-
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -47,7 +45,6 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return the files of a benchmark: report.json, device.json, and the folder `all`."""
     place = tmp_path_factory.mktemp("bench")
     model = place / "config.json"
     model.write_text(json.dumps(STORED))
@@ -232,7 +229,6 @@ def test_mistakes_are_told_before_anything_runs(made, capsys):
 
 
 def test_the_documents_figures_agree_with_each_other():
-    """The rates follow from the document's seconds and lengths, in the way that it describes."""
     seven, verl, rlinf = DOCUMENTS
     assert seven.rows["generate_sequences"] + seven.rows["reshard"] < seven.rows["gen"] < seven.rows["step"]
     for each, gen in ((verl, 6992.96), (rlinf, 6800.64)):

@@ -1,5 +1,3 @@
-"""A benchmark on two ranks with Ray, with actor and rollout together and apart."""
-
 import json
 from collections import Counter
 

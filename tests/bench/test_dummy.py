@@ -1,5 +1,3 @@
-"""Folders of random weights."""
-
 import json
 
 import pytest

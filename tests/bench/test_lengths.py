@@ -1,5 +1,3 @@
-"""The lengths of a benchmark's sequences."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""Tests of the bounds, predictions and wheels of `make gpu`."""
-
 import re
 from pathlib import Path
 

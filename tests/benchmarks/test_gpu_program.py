@@ -1,5 +1,3 @@
-"""Tests of `make gpu` with the smallest shapes on a CPU, and of its failures and time limits."""
-
 import argparse
 import json
 import os
@@ -101,8 +99,6 @@ def hanging(_: Setting) -> dict[str, Any]:
 
 
 class Rows:
-    """A phase with given rows."""
-
     def __init__(self, *rows: Row) -> None:
         self._rows = list(rows)
 

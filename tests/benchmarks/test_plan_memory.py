@@ -1,5 +1,3 @@
-"""Tests of the memory plan against stored traces of Tandem's model, and against a new trace."""
-
 import importlib
 import json
 import subprocess

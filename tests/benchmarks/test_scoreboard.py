@@ -1,5 +1,3 @@
-"""Tests of the table and the figure of the scoreboard."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests that every script of benchmarks/ runs with `--tiny` and leaves the committed results alone."""
-
 import ast
 import os
 import sys
@@ -53,7 +51,6 @@ FOREIGN |= {"_parameters", "_buffers"}
 
 
 def scripts() -> set[str]:
-    """Return the names of the scripts in the folder."""
     return {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
 
 

@@ -24,13 +24,7 @@ MODES = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 
 @dataclass(frozen=True)
 class World:
-    """The models that engines are created from.
-
-    Attributes:
-        module: A random causal LM in float32, which no test changes.
-        other: The same model with other weights.
-        folder: `module` and its tokenizer as a checkpoint. Each token is one character.
-    """
+    """A random causal LM in float32, the same with other weights, and its checkpoint of characters."""
 
     module: PreTrainedModel
     other: PreTrainedModel

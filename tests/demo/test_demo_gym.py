@@ -1,5 +1,3 @@
-"""The demo's tasks of reasoning-gym: their problems, their typical mistakes, and runs on them."""
-
 import json
 from collections import Counter
 

@@ -1,5 +1,3 @@
-"""The demo's model folder, loaded like other Hugging Face folders."""
-
 import string
 
 import pytest

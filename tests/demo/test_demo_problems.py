@@ -1,5 +1,3 @@
-"""The demo's problems and demonstrations, read as in training."""
-
 import pyarrow.parquet as pa_parquet
 import pytest
 

@@ -1,5 +1,3 @@
-"""The config that the demo passes to the trainer."""
-
 from typing import Any
 
 from tandem.cli.main import main

@@ -1,5 +1,3 @@
-"""Helpers of the tests of the document's keys: a record of tested keys, and ways to read a run."""
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,14 +19,12 @@ TRIED: set[str] = set()
 
 
 def tries(*names: str) -> Callable[[Test], Test]:
-    """Mark a test as one that changes these keys."""
     TRIED.update(names)
     return lambda test: test
 
 
 @pytest.fixture(scope="module")
 def base(shop):
-    """Run one step of the document's command line without changes."""
     return shop.run("base")
 
 

@@ -1,5 +1,3 @@
-"""Runs that wait a moment in every phase; and a run on Ray as a separate process, with ways to damage it."""
-
 import json
 import os
 import signal
@@ -159,7 +157,6 @@ class RayRun:
         return False
 
     def harm(self, name: str, sent: signal.Signals) -> int:
-        """Send a signal to a process of the run, and return its process id."""
         pid = self.pids[name]
         os.kill(pid, sent)
         return pid

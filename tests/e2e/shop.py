@@ -118,7 +118,6 @@ class Shop:
         return build_ppo(loaded.config, say=said.append)
 
     def run(self, name: str, *words: str) -> Finished:
-        """Run one step of the document's command line with `words`, in this process."""
         said: list[str] = []
         trainer = self.trainer(self.short(name, *words), said)
         try:
@@ -139,7 +138,6 @@ SOURCES = Path(__file__).parents[2]
 def start(
     words: list[str], cwd: Path, *, program: str = "train", stdin: int | None = None
 ) -> subprocess.Popen[str]:
-    """Start `python -m tandem train …` as a separate process with one thread and its imports done."""
     return WarmProcess(
         [sys.executable, "-m", "tandem", program, *words],
         cwd=cwd,
@@ -157,5 +155,4 @@ def finish(process: subprocess.Popen[str], typed: str | None = None) -> subproce
 
 
 def train(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m tandem train …` to its end."""
     return finish(start(words, cwd))

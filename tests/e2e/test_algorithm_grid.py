@@ -1,5 +1,3 @@
-"""Every pair of an advantage estimator and a policy loss runs, or is refused with the reason."""
-
 import fnmatch
 import math
 import re
@@ -43,8 +41,6 @@ class Outcome:
 
 
 class Grid:
-    """A checker of configs and a runner of pairs, which runs each pair once."""
-
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.reward = lab.folder / "reward.py"
@@ -97,7 +93,6 @@ def test_a_pair_is_sound_or_refused_with_its_reason(grid):
 
 
 def explains(errors: ConfigErrors, pair: tuple[str, str]) -> bool:
-    """Return whether there is one error that names both, with a remedy."""
     error, *others = errors.errors
     at_home = error.field in ("algorithm.adv_estimator", LOSS_MODE) and not others
     return at_home and bool(error.remedy) and set(pair) <= set(re.findall(r"\w+", str(error)))

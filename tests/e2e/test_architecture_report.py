@@ -207,8 +207,6 @@ class CustomActorWorker(BaseWorker):
 
 
 class Shares(CustomActorWorker):
-    """The same class with content; a method that overrides another need not be registered again."""
-
     def custom_operation(self, data: DataProto) -> DataProto:
         place = torch.tensor([self.rank, len(data)]).expand(len(data), 2)
         return DataProto({"place": place, "score": data.dense("score") * 2})

@@ -1,7 +1,4 @@
-"""What a user sees if input is refused before training.
-
-The exit status is 1, one error names field, value and remedy, and nothing is written.
-"""
+"""Input that is refused before training: exit status 1, one error, and nothing is written."""
 
 import json
 
@@ -14,8 +11,6 @@ from tandem.observability.run import read_metrics
 from tests.e2e.keys import ACTOR, ROLLOUT
 from tests.e2e.shop import finish, start
 from tests.support.tiny import make_model, problem, write_rows
-
-# The config.
 
 MODEL, DATA, REWARD = "actor_rollout_ref.model.path", "data.train_files", "custom_reward_function.path"
 WORDS = {
@@ -58,8 +53,6 @@ def test_a_device_that_is_not_there(user):
     user.is_refused("trainer.device=cuda", telling=("trainer.device", "cuda:0", "trainer.device=cpu"))
 
 
-# Models.
-
 DAMAGE = {  # a file of the model, what is in it, and a part of the error
     "garbled": ("config.json", "{", "config.json"),
     "weightless": ("model.safetensors", None, "contains no weights"),
@@ -91,9 +84,6 @@ def test_no_chat_template(user):
     user.is_refused(f"{MODEL}={folder}", telling=("tokenizer.chat_template", str(folder), key))
     template = "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\""
     assert user.types(f"{MODEL}={folder}", f"{key}{template}").status == 0
-
-
-# Data.
 
 
 def test_data_files_that_cannot_be_read(user):
@@ -153,9 +143,6 @@ def test_fewer_rows_than_a_batch(user):
     user.is_refused(*words, telling=("data.train_batch_size", "24 row(s) of data", "lower"))
 
 
-# Rewards.
-
-
 @pytest.mark.parametrize(
     ("content", "telling"),
     [
@@ -168,9 +155,6 @@ def test_a_reward_file_that_cannot_be_used(user, content, telling):
     file = user.folder / "own_reward.py"
     file.write_text(content)
     user.is_refused(f"{REWARD}={file}", telling=telling)
-
-
-# The run folder.
 
 
 def test_a_run_folder_that_is_a_file_or_below_one(user):

@@ -25,7 +25,6 @@ DIGITS = "0123456789"
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """Serve a tiny model with one token per character, whose answers must be a digit; yield its address."""
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = make_tokenizer(folder)
     build(vocab_size=len(tokenizer)).save_pretrained(folder)

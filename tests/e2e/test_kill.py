@@ -23,7 +23,6 @@ pytestmark = pytest.mark.e2e
 
 
 def command(shop: Shop, name: str, steps: int) -> list[str]:
-    """Return the command of a run that has every phase and all state that a checkpoint must store."""
     return slow(
         *(shop, name, steps),
         "algorithm.kl_ctrl.type=adaptive",
@@ -59,8 +58,6 @@ def kill_at(moment: Moment, words: list[str], folder: Path) -> bool:
 
 
 class Phases:
-    """The phases of one process that have begun, and those unfinished, read from the trace as it grows."""
-
     def __init__(self, timeline: Path, pid: int) -> None:
         self.begun: list[str] = []
         self.unfinished: list[str] = []
@@ -89,7 +86,6 @@ class Phases:
             self.unfinished.remove(event["name"])
 
     def in_second_step(self, phase: str) -> bool:
-        """Return whether the process is, or was, in that phase of its second training step."""
         steps = [place for place, name in enumerate(self.begun) if name == "step"]
         return len(steps) >= 2 and phase in self.begun[steps[1] :]
 
@@ -137,10 +133,7 @@ def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:
 def run_with_kills(
     shop: Shop, moments: list[Moment], steps: int, scratch: Path, *, tries: int = 1
 ) -> set[str]:
-    """Kill the run at each moment, let it finish, compare it with an unharmed run, and return phases hit.
-
-    Each moment has some tries, because the phase may end before the kill arrives.
-    """
+    """Return the phases that were hit; a moment has some tries, because its phase may end before the kill."""
     whole = start(command(shop, "whole", steps), shop.folder)
     words = command(shop, "killed", steps)
     folder = shop.folder / "killed"
@@ -182,7 +175,6 @@ def test_a_kill_in_every_phase_and_all_through_a_save(shop, tmp_path):
 
 @pytest.mark.slow
 def test_killed_during_a_background_write(shop, tmp_path, monkeypatch):
-    """The run resumes from the checkpoint before."""
     steps, run = 5, shop.folder / "killed_beside"
     whole = start(command(shop, "whole_beside", steps), shop.folder)
     words = writing_slowly(command(shop, run.name, steps))

@@ -1,5 +1,3 @@
-"""Roles on separate pools work at the same time, and roles can move to other pools between steps and runs."""
-
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
-    """Return the start and end of each occurrence of a phase, in seconds."""
     found: list[tuple[float, float]] = []
     begun: dict[tuple[int, int], float] = {}
     for event in read_timeline(timeline):
@@ -118,7 +115,6 @@ def test_reallocated_in_mid_run(
     lab, words, undisturbed, ray_cluster,
     monkeypatch,
 ):  # fmt: skip
-    """The actor moves from two shared ranks to one, and the critic to another, after the second step."""
     apart = Placement({"policy": [1], "value": [1]}, {Role.ActorRollout: "policy", Role.Critic: "value"})
     moved: list[int] = []
 
@@ -135,7 +131,6 @@ def test_reallocated_in_mid_run(
 
 
 def test_resumed_with_other_pools(lab, words, undisturbed, ray_cluster):
-    """The run takes two steps on two shared ranks, then two with separate roles, in the same run folder."""
     lab.run("resized", *words, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
     finished = lab.run(
         "resized",
@@ -148,7 +143,6 @@ def test_resumed_with_other_pools(lab, words, undisturbed, ray_cluster):
 
 
 def test_reward_models_and_references_on_pools_of_their_own(lab, ray_cluster):
-    """Nine groups on five pools, with normalized scores, give the numbers of one process."""
     models = ", ".join(
         f"{name}: {{path: {make_scorer(lab.folder / name, lab.model, seed=seed)}, normalize: {seed == 1}}}"
         for seed, name in enumerate(("safe", "helpful"))

@@ -1,5 +1,3 @@
-"""A run on Ray of which a process is damaged stops in time with one report, and resumes."""
-
 import os
 import random
 import signal
@@ -37,7 +35,6 @@ class Harm:
 
 
 def do(harm: Harm, words: list[str], folder: Path) -> None:
-    """Run the command, damage it, and check how it ends."""
     order = folder.parent / "order"
     run = RayRun.start(words, folder)
     run.await_phase(harm.phase, after_step=1)
@@ -56,7 +53,6 @@ def do(harm: Harm, words: list[str], folder: Path) -> None:
 
 
 def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> None:
-    """Damage a run in each way in turn, then let it finish, and compare it with a run that was left alone."""
     folder = shop.folder / name
     words = command(shop, name, steps)
     for number, harm in enumerate(harms):
@@ -82,7 +78,6 @@ def test_killed_and_resumed(shop):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_worker_in_every_phase(shop):
-    """Damage the run 21 times: in each phase and each kind of worker, otherwise at random."""
     draw = random.Random(0)
     whom = [f"{pool}_{rank}" for pool, ranks in POOLS.items() for rank in range(ranks)]
     harms = [Harm("SIGKILL", whom[i % len(whom)], phase) for i, phase in enumerate(PHASES)]
@@ -127,7 +122,6 @@ def test_restarts_by_itself(shop):
 
 
 def look_inside(run: RayRun) -> None:
-    """Use the command line to show the stacks of all processes and the log of one, while the run goes on."""
     stacks = tandem("stacks", str(run.folder))
     assert f"controller (node {socket.gethostname()}, pid {run.process.pid})" in stacks
     assert "in fit" in stacks
@@ -177,10 +171,6 @@ def test_a_sigterm_to_the_controller_saves(shop):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_during_a_background_write_on_ray(shop, tmp_path):
-    """The actor, on two ranks, is killed while it writes step 2, and the run resumes from step 1.
-
-    It ends as a run that saves while training waits.
-    """
     whole, folder = shop.folder / "ray_at_once", shop.folder / "ray_beside"
     RayRun.start(command(shop, whole.name, 3), whole).ends(0)
     words = writing_slowly(command(shop, folder.name, 3))

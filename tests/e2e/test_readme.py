@@ -1,5 +1,3 @@
-"""The programs in the README and two pages, and the commands of an example, do what the text says."""
-
 import re
 import runpy
 import subprocess
@@ -48,7 +46,6 @@ def test_the_first_screen(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(900)
 def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path):
-    """The commands run with fewer steps. The policy's reward rises, and what the preferences are about."""
     (tmp_path / "examples").symlink_to(SOURCES / "examples")
     folder = "examples/reward_model"
     for words in (

@@ -1,5 +1,3 @@
-"""Every recipe in examples/recipes runs for two steps on a tiny model with its own method and small sizes."""
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +38,6 @@ SIZES = {
 
 
 def leaves(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted path."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= leaves(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}

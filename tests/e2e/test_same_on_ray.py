@@ -1,7 +1,4 @@
-"""The same config gives the same numbers in one process, on two and four ranks, and with separate roles.
-
-There are seven prompts, so no number of ranks divides the batch.
-"""
+"""Seven prompts in one process, on two and four ranks (no number divides them), and with separate roles."""
 
 import gzip
 import json
@@ -101,7 +98,6 @@ def run(lab: Lab, name: str, *words: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(lab):
-    """Return a function that runs in one process, once for each kind."""
     return cache(lambda kind: learnt(run(lab, f"{kind} alone", *KINDS[kind])))
 
 
@@ -111,7 +107,6 @@ def alone(lab):
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_every_layout_gives_the_numbers_of_one_process(lab, alone, ray_cluster, kind, layout):
-    """The run also profiles a step, on all processes."""
     name, limit = f"{kind} {layout}", 1e-5 if kind == "fp32" else 1e-9
     rows = run(lab, name, *KINDS[kind], *(LAYOUTS | ADAPTED)[layout], "trainer.profile.steps=[3]")
     for got, expected in zip(learnt(rows), alone(kind), strict=True):

@@ -1,5 +1,3 @@
-"""A run writes nothing that came from environment variables: no file holds a canary."""
-
 import gzip
 import json
 import stat
@@ -96,7 +94,6 @@ def held(folder: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def run(lab, tmp_path_factory):
-    """Run with a separate home folder, for files that loggers write there, and return the run folder."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**CANARIES, **OFFLINE, "HOME": str(home), "TRACKIO_DIR": str(home)}.items():

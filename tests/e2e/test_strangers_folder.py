@@ -1,5 +1,3 @@
-"""Every command can read a run folder from somebody else, and nothing in it is executed."""
-
 import json
 import os
 import shutil
@@ -53,7 +51,6 @@ PUTS: dict[str, Callable[[Path, Any], None]] = {
 
 @pytest.fixture(params=PUTS)
 def spoilt(request, strangers, canary):
-    """Put into all checkpoints what makes the canary when it is unpickled."""
     for checkpoint in (strangers / "checkpoints").iterdir():
         PUTS[request.param](checkpoint, Runs(os.system, f"touch {canary}"))
     return strangers
@@ -121,7 +118,6 @@ def edited(folder: Path, key: str, value: Any) -> None:
 
 
 def name_code(folder: Path, key: str, value: Any, canary: Path) -> None:
-    """Set a key to a file in the folder that makes the canary when it is imported."""
     evil = folder / "evil.py"
     evil.write_text(CODE.format(canary=str(canary)))
     edited(folder, key, json.loads(json.dumps(value).replace("{file}", str(evil))))
@@ -160,7 +156,6 @@ def test_a_config_in_a_strangers_folder_runs_no_code(key, strangers, canary, cap
 
 @pytest.fixture
 def model_with_code(lab, strangers, canary):
-    """Make a model folder whose config, model and tokenizer name a Python file in it."""
     folder = strangers / "model"
     shutil.copytree(lab.model, folder)
     (folder / "own.py").write_text(

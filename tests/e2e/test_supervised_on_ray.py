@@ -1,7 +1,4 @@
-"""`tandem sft` and `tandem rm` on two ranks under Ray give the numbers of one process, or fail with a report.
-
-Each step has nine rows, so the ranks get uneven shares.
-"""
+"""Each step has nine rows, so the two ranks get uneven shares."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""What a user sees if something goes wrong in the middle of a run; and the same command resumes it.
-
-The exit status is 1 (130 after Ctrl-C or SIGTERM), and one error says what happened and what to do.
-"""
+"""What a user sees if something goes wrong in the middle of a run; and the same command resumes it."""
 
 import json
 import os
@@ -29,7 +26,6 @@ def steps(folder: Path) -> list[int]:
 
 
 def goes_on(user: User, words: tuple[str, ...], *, after: int) -> list[int]:
-    """Check that the same command resumes after that step, and return the steps of the whole run."""
     outcome = user.types(*words)
     assert outcome.status == 0
     assert f"resumed from {outcome.folder}/checkpoints/step_{after:06d} after step {after}" in outcome.said
@@ -37,7 +33,6 @@ def goes_on(user: User, words: tuple[str, ...], *, after: int) -> list[int]:
 
 
 def await_begun(process: subprocess.Popen[str], run: Path, phase: str, times: int = 1) -> None:
-    """Wait until a phase of the run has begun so many times."""
     timeline = run / "timeline.json"
     while not timeline.exists() or timeline.read_text("utf-8").count(f'"name": "{phase}", "ph": "B"') < times:
         assert process.poll() is None, process.communicate()
@@ -48,12 +43,9 @@ GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info=No
 
 
 def once(good: str, name: str, at: int, bad: str) -> str:
-    """Return a program whose function counts its calls and does something bad at one of them."""
     count = f"    global {name}\n    {name} += 1\n    if {name} == {at}:\n        {bad}\n    return"
     return f"{name} = 0\n" + good.replace("    return", count, 1)
 
-
-# Rewards.
 
 REWARDS = {
     "exits": ("import sys; sys.exit(3)", "tried to end the process with exit status 3"),
@@ -96,9 +88,6 @@ def test_a_batched_reward_of_the_wrong_length(user):
     assert "11 scores for 12 responses" in outcome.error
 
 
-# Trouble during training.
-
-
 NOT_FINITE = {
     "loss": "log_probs = log_probs * float('nan')",
     "gradient norm": "log_probs = log_probs + (log_probs - log_probs.detach()).sqrt()",
@@ -107,7 +96,6 @@ NOT_FINITE = {
 
 @pytest.mark.parametrize("what", NOT_FINITE)
 def test_a_loss_or_gradient_that_is_not_finite(user, what):
-    """The run stops before the weights change, keeps the batch, and can be resumed."""
     file = user.folder / "own_loss.py"
     good = (
         "def loss(log_probs, old_log_probs, advantages):\n"
@@ -155,7 +143,6 @@ def test_a_damaged_checkpoint(user):
 
 @contextmanager
 def disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a small disk at a new folder."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -198,7 +185,6 @@ def test_a_full_disk(user, small_disk):
 @pytest.mark.e2e
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted(shop, tmp_path, sent):
-    """A real signal in the second step ends the step and saves; a message says how to resume."""
     folder = tmp_path / "run"
     words = shop.short("unused", f"trainer.default_local_dir={folder}", "trainer.total_training_steps=500")
     process = start(words, tmp_path)
@@ -278,7 +264,6 @@ class Stops(ActorWorker):
 
 @pytest.mark.e2e
 def test_a_breakpoint_in_a_worker(shop, tmp_path):
-    """On the local backend, a breakpoint stops in the process with the user's terminal, inside the worker."""
     (tmp_path / "stops.py").write_text(STOPS)
     words = (
         "trainer.backend=local",
@@ -293,8 +278,6 @@ def test_a_breakpoint_in_a_worker(shop, tmp_path):
     assert f"('in', {process.pid}, 0, 12)" in done.stdout
     assert steps(tmp_path / "run") == [1]
 
-
-# A run folder belongs to one process and to one experiment.
 
 SLOW = """
 import time

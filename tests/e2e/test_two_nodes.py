@@ -1,5 +1,3 @@
-"""Two nodes with different addresses run one training; one fails, and the run goes on on the other."""
-
 import os
 import signal
 import subprocess
@@ -21,7 +19,6 @@ LIMIT_S = 150
 
 
 def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.Popen[str]:
-    """Start `tandem node` on a machine, as a scheduler starts it on each node."""
     own = {"RANK": str(rank), "MASTER_PORT": "6379", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     return machine.start(
         [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4", *words],

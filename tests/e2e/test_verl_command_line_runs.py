@@ -1,5 +1,3 @@
-"""The document's command line with all its keys, run as a user runs it: `python -m tandem train …`."""
-
 import subprocess
 import sys
 

@@ -1,7 +1,4 @@
-"""Command lines of verl's example scripts for different algorithms, two steps each.
-
-Only paths, devices and loggers are changed, and vLLM is replaced by the engine that needs no installation.
-"""
+"""Command lines of verl's example scripts; only paths, devices, loggers and the engine are changed."""
 
 import json
 import math

@@ -18,7 +18,6 @@ LAYERS = 2
 
 
 def units(run: Finished, role: str = "actor") -> int:
-    """Return the number of FSDP units besides the root."""
     return len(run.actor.engines[role]._units) - 1
 
 
@@ -42,8 +41,6 @@ def test_the_wrap_policy_makes_the_units(shop, base, word, count):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_layers_are_compiled_for_actor_and_reference(shop, base, monkeypatch, really):
-    """The test uses the key's older name, and a message names the new one; the rollout is not compiled."""
-
     def compiled(run: Finished, role: str) -> bool:
         parts = [run.actor.engines[role].module.decoder.layers[0].forward]
         while hasattr(parts[-1], "func"):

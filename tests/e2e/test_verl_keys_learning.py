@@ -1,5 +1,3 @@
-"""Keys of the document's command line for the algorithm, the model, the optimizer and its batches."""
-
 import numpy as np
 import pytest
 
@@ -16,9 +14,6 @@ TWICE = ("trainer.total_training_steps=2", f"{ACTOR}.ppo_mini_batch_size=4", FAS
 @pytest.fixture
 def watched(monkeypatch):
     return watch(monkeypatch)
-
-
-# Algorithm.
 
 
 @tries("algorithm.adv_estimator")
@@ -107,9 +102,6 @@ def test_critic_warm_up_leaves_the_policy_alone(shop):
     assert "actor/loss" not in warm.rows[0] and "critic/loss" in warm.rows[0]
 
 
-# Model.
-
-
 @tries("actor_rollout_ref.model.path")
 def test_the_model_is_the_one_in_the_folder(shop, base):
     other = make_model(shop.folder / "other_model", seed=1, num_hidden_layers=3)
@@ -139,9 +131,6 @@ def test_checkpointing_runs_every_layer_again_in_the_backward_pass(shop, watched
     again, watched.layer_forwards = watched.layer_forwards, 0
     shop.run("not_checkpointed", "actor_rollout_ref.model.enable_gradient_checkpointing=false")
     assert again == 2 * watched.layer_forwards > 0
-
-
-# Optimizer, mini- and micro-batches.
 
 
 @tries(f"{ACTOR}.optim.lr")
@@ -179,7 +168,6 @@ PHASES = {
 @tries(*(name for names in PHASES.values() for name in names))
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_each_phase_is_cut_by_its_own_keys(shop, phase, watched):
-    """Keys for tokens count whatever keys for samples say. Other phases are not affected."""
     dynamic, samples, budget = PHASES[phase]
     runs = UPDATES if phase == "update" else 1
     seen = getattr(watched, phase)

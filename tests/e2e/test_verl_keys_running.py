@@ -1,5 +1,3 @@
-"""Keys of the document's command line for the data, the rollout, devices and the run."""
-
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -63,9 +61,6 @@ def test_prompts_above_the_limit_are_cut(shop, mode, kept):
     for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True):
         prompt = [token for token, written in zip(tokens, mask, strict=True) if not written]
         assert tokenizer.decode(prompt) == kept
-
-
-# Rollout.
 
 
 @tries(f"{ROLLOUT}.name")
@@ -143,7 +138,6 @@ def test_more_machines_than_there_are_are_refused_on_ray(shop, ray_cluster):
 @pytest.mark.slow
 @tries("trainer.n_gpus_per_node")
 def test_there_is_a_process_per_device_on_ray(shop, base, ray_cluster):
-    """The numbers are the same with two shares of each batch."""
     run = shop.run("devices", "trainer.n_gpus_per_node=2")
     events = read_timeline(run.folder / "timeline.json")
     tracks = {event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -151,9 +145,6 @@ def test_there_is_a_process_per_device_on_ray(shop, base, ray_cluster):
     assert responses(run) == responses(base)
     for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl"):
         assert run.rows[0][name] == pytest.approx(base.rows[0][name], rel=1e-4, abs=1e-5), name
-
-
-# The run.
 
 
 @tries("trainer.logger")
@@ -174,9 +165,6 @@ def test_the_names_make_the_run_folder(shop, tmp_path, monkeypatch):
         names = (f"trainer.project_name={project}", f"trainer.experiment_name={experiment}")
         shop.run("unused", *names, default)
         assert (tmp_path / "runs" / project / experiment / "metrics.jsonl").is_file()
-
-
-# Keys whose effect is a number, or a list of them.
 
 
 def steps_of(run: Finished, metric: str) -> list[int]:

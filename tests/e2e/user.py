@@ -1,5 +1,3 @@
-"""A user who types commands."""
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +24,6 @@ class User:
         self._capsys = capsys
 
     def types(self, *words: str, run: str = "run") -> Outcome:
-        """Run `tandem train` with a valid command line, changed by `words`."""
         self._capsys.readouterr()
         folder = self.folder / run
         status = main(["train", *self.shop.short(run, f"trainer.default_local_dir={folder}", *words)])

@@ -1,5 +1,3 @@
-"""Watches the inputs of the models of a run."""
-
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -37,7 +35,6 @@ class Watched:
 
 
 def watch(patch: pytest.MonkeyPatch) -> Watched:
-    """Record everything until the end of the patch, except the first forwards of a new engine."""
     seen, warms_up = Watched(), False
     forward, layer = PolicyModel.forward, Qwen2DecoderLayer.forward
     offload, onload = FSDPEngine.offload, FSDPEngine.onload

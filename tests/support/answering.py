@@ -35,7 +35,7 @@ class AnsweringServer(ThreadingHTTPServer):
         raise AssertionError("a subclass answers")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of clients that stopped waiting, which is part of the tests."""
+        """Ignore clients that stopped waiting."""
 
 
 class _Handler(BaseHTTPRequestHandler):

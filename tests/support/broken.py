@@ -48,7 +48,6 @@ def fault(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[Pat
 
 
 def rollout(change: Callable[[DataProto], DataProto]) -> Callable[[Patch], None]:
-    """Change the batch that the rollout returns."""
     return fault(RolloutPart, "batch")(lambda real, self, *args: change(real(self, *args)))
 
 
@@ -60,14 +59,7 @@ def column(batch: DataProto, name: str, values: torch.Tensor) -> DataProto:
 def engine(
     weights: Callable[[Any, Any], Any], *, version: int | None = None, honest: bool = True
 ) -> Callable[[Patch], None]:
-    """Let the engine load other weights than it is given.
-
-    Args:
-        weights: A function from the first module and the newest module that the engine was given to the
-            weights that it loads.
-        version: The version that the engine reports; None reports the newest.
-        honest: Whether the engine's digest describes the weights that it holds.
-    """
+    """Let the engine load `weights(first, newest)` and report `version` and, if `honest`, its digest."""
 
     def put_in(patch: Patch) -> None:
         first: list[Any] = []
@@ -84,7 +76,6 @@ def engine(
 
 
 def copied(module: Any) -> Any:
-    """Return a separate model with the same weights."""
     made = AutoModelForCausalLM.from_config(module.config, dtype=module.dtype).eval()
     with torch.no_grad():
         for name, value in made.named_parameters():
@@ -121,7 +112,6 @@ def rounded(weights: dict[str, torch.Tensor]) -> None:
 
 
 def requests(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Change the requests that the engine reads."""
     return fault(HFEngine, "submit")(lambda real, self, asked: real(self, list(map(change, asked))))
 
 
@@ -232,12 +222,7 @@ def against(real: Any, self: BatchWorker, batch: DataProto, kl_coef: float) -> D
 
 
 def prompts(change: Callable[[list[int]], list[int]], **special: Any) -> Callable[[Patch], None]:
-    """Change the token ids of all prompts.
-
-    Args:
-        change: The change.
-        special: The special tokens that the checks know.
-    """
+    """Change the token ids of all prompts, and the special tokens that the checks know."""
 
     def put_in(patch: Patch) -> None:
         def batch(real: Any, self: PromptDataset, *args: Any, **options: Any) -> DataProto:

@@ -33,7 +33,6 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def total(self, value: float) -> float:
-        """Return the sum over ranks, through the pool's process group."""
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         tensor = torch.tensor([value])
@@ -53,7 +52,6 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spoil(self, given: DataProto | list[DataProto]) -> float:
-        """Return the sum of the given values, and overwrite them."""
         batches = given if isinstance(given, list) else [given]
         total = sum(float(batch.dense("x").sum()) for batch in batches)
         for batch in batches:

@@ -46,7 +46,6 @@ def score_unevenly(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write(folder: Path) -> Path:
-    """Write the file with all of them."""
     path = folder / "loop_columns.py"
     path.write_text(FILE)
     return path

@@ -14,17 +14,7 @@ UPDATES = f"{ACTOR}.ppo_mini_batch_size=2"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and the message of a run about it.
-
-    Attributes:
-        what: The fault.
-        met: Where users met it.
-        named: The name of the warning, or a part of the error that ends the run.
-        effect: The first step in which the fault can show.
-        put_in: A function that puts the fault in.
-        words: Words of the run's config.
-        symptom: Whether the message describes only the symptom, with a list of possible causes.
-    """
+    """A fault, where users met it, and the warning's name or a part of the error that a run has about it."""
 
     what: str
     met: str

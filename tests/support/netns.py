@@ -1,7 +1,4 @@
-"""Network namespaces that stand for the machines of a cluster.
-
-Each namespace has its own address, and one bridge joins them. This needs root and iproute2.
-"""
+"""Network namespaces with own addresses on one bridge, as machines of a cluster; needs root and iproute2."""
 
 import os
 import shutil
@@ -22,36 +19,22 @@ KILL_S = 5.0
 
 @dataclass(frozen=True)
 class Node:
-    """One network namespace.
-
-    Attributes:
-        name: The name of the namespace.
-        address: Its IPv4 address on the bridge.
-        interface: The interface that has the address.
-    """
-
     name: str
     address: str
     interface: str
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command in the namespace; options are those of Popen.
-
-        The process id is that of the command itself.
-        """
+        """Start a command in the namespace, whose process id is that of the command itself."""
         return subprocess.Popen(["nsenter", f"--net=/run/netns/{self.name}", *command], **options)
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run a command in the namespace to its end; options are those of subprocess.run."""
         return subprocess.run(["nsenter", f"--net=/run/netns/{self.name}", *command], check=False, **options)
 
     def processes(self) -> list[int]:
-        """Return the ids of all processes in the namespace."""
         return [int(word) for word in _ip("netns", "pids", self.name).split()]
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot create network namespaces, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
@@ -67,11 +50,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def cluster_network(nodes: int) -> Iterator[list[Node]]:
-    """Create `nodes` namespaces on one bridge.
-
-    At the end, kill the processes that still run in them and remove everything. If the machine cannot create
-    namespaces, skip the calling test with the reason.
-    """
+    """Create namespaces on one bridge, and at the end kill what is in them; or skip the test."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

@@ -27,13 +27,7 @@ REWARD_HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_
 
 @dataclass
 class Finished:
-    """A run that ended.
-
-    Attributes:
-        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
-        folder: The run folder.
-        said: The messages that the run printed.
-    """
+    """A run that ended; on the local backend its workers can still be read."""
 
     trainer: PPOTrainer
     folder: Path
@@ -68,7 +62,6 @@ class Finished:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The names of the run's checkpoints."""
         return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
 
     def weights(self) -> dict[str, Any]:
@@ -76,12 +69,10 @@ class Finished:
 
     @property
     def actor(self) -> Any:
-        """The actor's worker, which the local backend keeps in this process."""
         return self.trainer.roles.actor._workers._worker
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return only the metrics that do not depend on the machine."""
     timed = ("timing", "perf", "controller")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
@@ -117,7 +108,6 @@ def at_step(
 
 
 def interrupt(_: object) -> None:
-    """Send this process what Ctrl-C sends."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -168,10 +158,7 @@ class Lab:
         return load_train_config(None, [*self.overrides(self.folder / run), *full_words(*words)]).config
 
     def reward(self, source: str, name: str = "compute_score") -> str:
-        """Write a file of reward functions, and return the words for the function of this name.
-
-        A source of one line is the value that the function returns for a `response`.
-        """
+        """Return the words for a reward function of this source, or of this expression of a `response`."""
         file = self.folder / f"reward_{crc32(source.encode()):x}.py"
         if "\n" not in source:
             source = f"{REWARD_HEAD}\n    response = solution_str\n    return {source}\n"
@@ -180,7 +167,6 @@ class Lab:
         return words if name == "compute_score" else f"{words} custom_reward_function.name={name}"
 
     def worker(self, methods: str) -> str:
-        """Write a worker class with these methods, which do nothing, and return its name in the config."""
         file = self.folder / f"worker_{crc32(methods.encode()):x}.py"
         lines = [f"    @register()\n    def {method}(self, *_): ...\n" for method in methods.split()]
         file.write_text("from tandem.runtime import Worker, register\nclass Own(Worker):\n" + "".join(lines))
@@ -222,14 +208,7 @@ class Lab:
         trainer: type[PPOTrainer] = PPOTrainer,
         schedule: Schedule[Any] | None = None,
     ) -> Finished:
-        """Run in the folder `name`, with `key=value` words in addition to the usual ones.
-
-        Args:
-            name: The name of the run folder.
-            words: Words of the config, which may be short (`tests/support/words.py`).
-            trainer: The class of the trainer.
-            schedule: The order of the steps.
-        """
+        """Run in the folder `name`, with words of the config, also short ones (`tests/support/words.py`)."""
         said: list[str] = []
         made = self.trainer(self.folder / name, *words, said=said, trainer=trainer, schedule=schedule)
         try:

@@ -21,7 +21,6 @@ LOADERS: dict[str, Callable[..., Loaded[Any]]] = {"sft": load_sft_config, "rm": 
 
 
 def text(draw: np.random.Generator, low: int, high: int, letters: str = "abcdefgh") -> str:
-    """Return random letters, between `low` and `high` of them."""
     return "".join(draw.choice(list(letters), size=draw.integers(low, high + 1)))
 
 
@@ -40,7 +39,6 @@ def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return conversations with two turns of each side."""
     draw = np.random.default_rng(seed)
     roles = ("user", "assistant", "user", "assistant")
     return [
@@ -50,13 +48,7 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 @dataclass
 class Taught:
-    """A run that ended.
-
-    Attributes:
-        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
-        folder: The run folder.
-        said: The messages for the user.
-    """
+    """A run that ended; on the local backend its workers can still be read."""
 
     trainer: SupervisedTrainer
     folder: Path
@@ -68,7 +60,6 @@ class Taught:
 
     @property
     def engine(self) -> Any:
-        """The engine of the local backend's worker."""
         return self.trainer.model._workers._worker.engine  # type: ignore[attr-defined]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -76,8 +67,6 @@ class Taught:
 
 
 class School:
-    """A maker of runs that share one model and its data files."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = make_model(folder / "model")

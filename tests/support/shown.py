@@ -15,7 +15,6 @@ Shown = Iterator[tuple[str, str]]
 
 
 def plain(text: str) -> str:
-    """Return the text without comments and with single spaces only."""
     return " ".join(re.sub(r"<!--.*?-->", "", text, flags=re.S).split())
 
 

@@ -1,5 +1,3 @@
-"""Figures about `tandem plan` that docs pages show."""
-
 from statistics import median
 from typing import Any
 

@@ -14,12 +14,10 @@ def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 
 
 def nothing(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return 0 always, like a parser that never finds an answer."""
     return 0.0
 
 
 def by_prompt(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return a score that depends only on the prompt: 1 for every second sum, else 0."""
     return float(int(ground_truth) % 2)
 
 
@@ -31,10 +29,7 @@ def by_lot(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 def dies(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *, count: str, after: int
 ) -> float:
-    """Return random scores, and 0 after `after` responses, like a judge that can no longer be reached.
-
-    `count` is a file that grows by one byte for each response, in whichever process it is scored.
-    """
+    """Return random scores, and 0 after `after` responses of all processes, which `count` counts in bytes."""
     with Path(count).open("ab") as file:
         file.write(b".")
         return by_lot(data_source, solution_str, ground_truth) if file.tell() <= after else 0.0
@@ -50,5 +45,4 @@ def letter_and_parity(
 def no_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return zero everywhere, as if the mask were wrong."""
     return torch.zeros_like(token_level_rewards), token_level_rewards

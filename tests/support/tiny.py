@@ -56,7 +56,6 @@ def make_model(
 
 
 def problem(a: int, b: int, split: str = "train") -> dict[str, Any]:
-    """Return a row in the users' data format."""
     question = f"{a}+{b}="
     return {
         "data_source": "arithmetic",
@@ -73,7 +72,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_problems(folder: Path, train: int = 24, val: int = 8) -> tuple[Path, Path]:
-    """Write training and validation files of sums."""
     pairs = [(a, b) for a in range(3, 60, 4) for b in range(2, 9)]
     rows = [problem(a, b) for a, b in pairs[: train + val]]
     return (

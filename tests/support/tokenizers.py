@@ -27,10 +27,7 @@ def byte_level(markers: Sequence[str] = (), template: str | None = None) -> PreT
 
 
 def metaspace(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    """Create a tokenizer with marks for spaces, one before each text, like SentencePiece.
-
-    It has a begin token.
-    """
+    """Create a tokenizer like SentencePiece: marks for spaces, one before each text, and a begin token."""
     merges = [("T", "h"), ("Th", "e"), ("▁", "The"), ("▁", "a"), ("▁", "▁"), (":", "▁")]
     single = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*"".join(_TEXTS), "▁"} - {" "})]
     vocab = {token: at for at, token in enumerate([*single, *map("".join, merges)])}

@@ -200,8 +200,6 @@ class Streamer(Worker):
 
 
 class Custom(Worker):
-    """A worker whose methods have their own dispatch and collect functions."""
-
     @register((countdown, backwards), blocking=False)
     def place(self, number: int) -> tuple[int, int]:
         return self.rank, number

@@ -1,9 +1,4 @@
-"""One optimizer step on a given batch, from scores to the gradient.
-
-It is taken by Tandem's workers, and by verl's functions in verl's interpreter.
-
-Shapes: B samples, T the longest response, K components of the reward.
-"""
+"""One optimizer step on a batch, by Tandem's workers and by verl's functions in verl's interpreter."""
 
 import subprocess
 import tempfile
@@ -56,14 +51,7 @@ ACTOR = (
 
 @dataclass(frozen=True)
 class Case:
-    """A step on a batch.
-
-    Attributes:
-        words: The words of verl's command line.
-        columns: See `batch`.
-        micro: The rows of each micro-batch.
-        ours: Further words for Tandem alone.
-    """
+    """A step on a batch: verl's words, columns, the rows of each micro-batch, words for Tandem alone."""
 
     words: tuple[str, ...]
     columns: Mapping[str, Tensor]
@@ -72,13 +60,7 @@ class Case:
 
 
 def batch(seed: int, *, holes: float = 0.0, empty: int = 0) -> dict[str, Tensor]:
-    """Return 16 random samples, 4 per prompt, with 2 to 24 response tokens and a reward of 0 or 1.
-
-    Args:
-        seed: The seed.
-        holes: The share of the tokens between the first and the last that a tool wrote.
-        empty: The number of responses without tokens.
-    """
+    """Return 16 samples, 4 per prompt; a tool wrote a share `holes` of inner tokens, `empty` have none."""
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
 
@@ -114,7 +96,6 @@ def batch(seed: int, *, holes: float = 0.0, empty: int = 0) -> dict[str, Tensor]
 
 
 def verl_case(case: Case) -> dict[str, Any]:
-    """Return the case in the form that verl_update.py reads."""
     words = [word.lstrip("+") for word in case.words]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     assert isinstance(given, dict)
@@ -142,7 +123,6 @@ def verl_case(case: Case) -> dict[str, Any]:
 
 
 def by_verl(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Take the steps with verl; see verl_update.py for the numbers."""
     assert PYTHON.exists(), "make peers"
     with tempfile.TemporaryDirectory() as folder:
         given, answers = Path(folder) / "given.pt", Path(folder) / "answers.pt"
@@ -189,7 +169,6 @@ def configured(case: Case, folder: Path) -> TrainConfig:
 
 
 def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
-    """Take the step with Tandem's workers, and return the same tensors as `by_verl`."""
     config = configured(case, folder)
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -241,7 +220,6 @@ def _flat(column: Tensor, columns: Mapping[str, Tensor], rows: Sequence[int]) ->
 
 
 def _table(columns: Mapping[str, Tensor], components: Sequence[str], *, without_old: bool) -> DataProto:
-    """Return the batch with prompts, before its advantages."""
     everyone, lengths = range(SAMPLES), columns["lengths"] + PROMPT
     names = {name: name for name in columns if columns[name].shape == (SAMPLES, LONGEST)}
     names |= {"ref_log_prob": "ref_log_probs"}
@@ -264,5 +242,4 @@ def _rectangle(column: Ragged) -> Tensor:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference divided by the norm of `wanted`."""
     return float((found - wanted).double().norm() / wanted.double().norm())

@@ -30,10 +30,7 @@ START = 1_700_000_000.0
 
 
 def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -> Path:
-    """Write a finished run of `steps` steps with eight samples each.
-
-    In step s, all scores are s / 10 for the first prompt and 1 for the second.
-    """
+    """Write a finished run; in step s, the four scores of the first prompt are s / 10, of the second 1."""
     folder = RunFolder(path)
     tokenizer = model or path / "model"
     tokenizer.mkdir(exist_ok=True)
@@ -99,7 +96,6 @@ def sample_table(step: int, responses: list[str] | None = None) -> dict[str, Any
 
 
 def many_samples(count: int) -> dict[str, Any]:
-    """Return copies of one sample of a group, with scores from 0 on."""
     found: dict[str, Any] = {
         "scores": np.arange(count, dtype=np.float32),
         "uid": np.array(["one"] * count, object),
@@ -129,18 +125,13 @@ def _write_timeline(path: Path, steps: int) -> None:
 
 
 class Client:
-    """A client that asks a viewer's server like the page does."""
-
     def __init__(self, server: Server) -> None:
         self.server = server
         self.url = server.url
         self.path = urlsplit(server.url).path
 
     def get(self, path: str, *, method: str = "GET", host: str = "", whole: bool = False) -> tuple[int, Any]:
-        """Return the status and the body, and with `whole` the headers too.
-
-        `path` is a path below the token's path, or a path from the root if it starts with "/".
-        """
+        """Return status and body (and headers) of a path below the token's path or, with "/", the root."""
         connection = HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
         target = path if path.startswith("/") else self.path + path
         connection.request(method, target, headers={"Host": host} if host else {})
@@ -157,7 +148,6 @@ class Client:
 
 @contextmanager
 def viewing(*folders: Path) -> Iterator[Client]:
-    """Serve some folders, and wait until their samples were read."""
     with Shelf(folders) as shelf, Server(Api(shelf)) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         client = Client(server)

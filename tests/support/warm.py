@@ -45,10 +45,7 @@ def server() -> Path:
 
 
 class WarmProcess(subprocess.Popen[Any]):
-    """A process like `subprocess.Popen([sys.executable, …])`, forked by the server.
-
-    It supports Popen's options for streams, `cwd`, `env` and `start_new_session`.
-    """
+    """A `subprocess.Popen([sys.executable, …])` with streams, `cwd`, `env` and `start_new_session`."""
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         cwd, env = more[4:6]
@@ -70,7 +67,6 @@ class WarmProcess(subprocess.Popen[Any]):
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """Return the same as waitpid: zeros while the process runs."""
         self._line.settimeout(0 if wait_flags & os.WNOHANG else None)
         try:
             seen = self._line.recv(1, socket.MSG_PEEK)
