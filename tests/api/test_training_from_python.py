@@ -1,6 +1,4 @@
 import asyncio
-import subprocess
-import sys
 
 import pytest
 
@@ -8,6 +6,7 @@ import tandem
 from tandem.api.arguments import reward_keys
 from tandem.errors import ConfigError, TandemError
 from tests.support.tiny import make_model
+from tests.support.warm import cold
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "hint": "sum"} for a in range(5) for b in range(5)]
 SETTINGS = {
@@ -177,9 +176,6 @@ def test_answers_and_measures_without_training(model, tmp_path):
 
 def test_the_package_is_imported_without_pytorch():
     code = "import sys, tandem; dir(tandem); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "False"
+    assert cold("-c", code, timeout=60).stdout.strip() == "False"
     with pytest.raises(AttributeError, match="trian"):
         tandem.trian  # noqa: B018

@@ -1,8 +1,6 @@
 """TRL's own GRPO examples as scripts, in which only the import and the trainer's line are changed."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tests.support.tiny import make_model, write_rows
+from tests.support.warm import cold
 
 IMPORT = "from trl import GRPOTrainer"
 
@@ -79,17 +78,8 @@ def changed(script: str, rewards: str) -> str:
 
 def run(folder: Path, script: str):
     (folder / "script.py").write_text(script)
-    repository = Path(tandem.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(repository), "HF_DATASETS_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    own = {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = cold("script.py", cwd=folder, env=os.environ | own, timeout=170)
     assert done.returncode == 0, done.stderr
     found = tandem.open(folder / "run")
     assert found.state == "finished" and found.steps == 2

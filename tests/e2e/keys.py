@@ -5,21 +5,18 @@ import numpy as np
 import pytest
 
 from tandem.observability.run import read_samples
-from tests.e2e.shop import DOCUMENT
 from tests.support.runs import Finished
+from tests.support.words import full
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
-SAMPLES = DOCUMENT["data.train_batch_size"] * DOCUMENT[f"{ROLLOUT}.n"]
-UPDATES = DOCUMENT["data.train_batch_size"] // DOCUMENT[f"{ACTOR}.ppo_mini_batch_size"]
-FAST = f"{ACTOR}.optim.lr=0.02"
-
 TRIED: set[str] = set()
+"""The keys that a test changes."""
 
 
-def tries(*names: str) -> Callable[[Test], Test]:
-    TRIED.update(names)
+def tries(names: str) -> Callable[[Test], Test]:
+    TRIED.update(full(names).split())
     return lambda test: test
 
 
@@ -29,11 +26,8 @@ def base(shop):
 
 
 def responses(run: Finished, step: int = 1) -> list[list[int]]:
-    samples = run.samples(step)
-    return [
-        [token for token, written in zip(tokens, mask, strict=True) if written]
-        for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True)
-    ]
+    rows = run.each(step, "tokens", "response_mask")
+    return [[t for t, written in zip(tokens, mask, strict=True) if written] for tokens, mask in rows]
 
 
 def flat(run: Finished, step: int, *columns: str) -> list[np.ndarray]:

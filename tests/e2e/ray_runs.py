@@ -54,14 +54,9 @@ def slow(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
     estimator.write_text(ESTIMATOR)
     reward.write_text(REWARD)
     return shop.document(
-        f"algorithm.adv_estimator={estimator}:slow_gae",
-        f"custom_reward_function.path={reward}",
-        "algorithm.use_kl_in_reward=true",
-        "actor_rollout_ref.actor.optim.lr=0.003",
-        "trainer.logger=[]",
-        "trainer.test_freq=1",
-        "trainer.save_freq=1",
-        f"trainer.total_training_steps={steps}",
+        f"algorithm.adv_estimator={estimator}:slow_gae custom_reward_function.path={reward}",
+        "algorithm.use_kl_in_reward=true A.optim.lr=0.003 trainer.logger=[]",
+        f"trainer.test_freq=1 trainer.save_freq=1 steps={steps}",
         f"trainer.default_local_dir={shop.folder / name}",
         *more,
     )
@@ -72,11 +67,8 @@ def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
     return slow(
         *(shop, name, steps),
         "trainer.max_ckpt_to_keep=2",
-        "trainer.timeouts.answer=20",
-        "trainer.timeouts.call=60",
-        "trainer.timeouts.stop=5",
-        "trainer.resource_pools={policy: [2], value: [1]}",
-        "trainer.placement={actor_rollout: policy, critic: value}",
+        "trainer.timeouts.answer=20 trainer.timeouts.call=60 trainer.timeouts.stop=5",
+        "Q={policy: [2], value: [1]} P={actor_rollout: policy, critic: value}",
         *more,
     )
 
@@ -156,10 +148,8 @@ class RayRun:
                 return True
         return False
 
-    def harm(self, name: str, sent: signal.Signals) -> int:
-        pid = self.pids[name]
-        os.kill(pid, sent)
-        return pid
+    def harm(self, name: str, sent: signal.Signals) -> None:
+        os.kill(self.pids[name], sent)
 
     def end(self, limit_s: float = 60) -> str:
         """Wait until the run ends, and return what it printed; kill it after the limit, and fail."""

@@ -2,8 +2,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +11,10 @@ import pytest
 from tandem.checkpoint import open_checkpoint
 from tandem.observability.run import read_metrics
 from tests.e2e.ray_runs import PHASES, POOLS, RayRun, command, writing_slowly
-from tests.e2e.shop import SOURCES, Shop
+from tests.e2e.shop import Shop
 from tests.e2e.test_kill import assert_identical, checkpoints, last_state
 from tests.support.runs import without_times
+from tests.support.warm import cold
 
 pytestmark = pytest.mark.e2e
 
@@ -135,8 +134,9 @@ def look_inside(run: RayRun) -> None:
 
 
 def tandem(*words: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(SOURCES)}
-    return subprocess.check_output([sys.executable, "-m", "tandem", *words], env=environment, text=True)
+    done = cold("-m", "tandem", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

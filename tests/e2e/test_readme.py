@@ -1,13 +1,12 @@
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
 
 from tandem.observability.run import read_metrics
 from tests.e2e.shop import SOURCES
 from tests.support.tiny import make_model
+from tests.support.warm import cold
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +55,8 @@ def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path)
         ["-m", "tandem", "export", "runs/ratings", "my_policy"],
         ["-m", "tandem", "train", f"{folder}/ppo.yaml", "trainer.total_training_steps=15"],
     ):
-        subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=600)
+        done = cold(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     first, *_, last = read_metrics(tmp_path / "runs" / "preferred" / "metrics.jsonl")
     for name in ("reward/extra/preferred", "reward/extra/stars"):
         assert last[name] > first[name] + 2, name

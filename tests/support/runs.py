@@ -17,7 +17,6 @@ from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.observability.run import read_metrics, read_samples
 from tandem.trainer.assembly import build_ppo
-from tandem.trainer.loop import Schedule
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.tiny import make_model, write_problems
 from tests.support.words import words as full_words
@@ -115,8 +114,7 @@ def interrupt(_: object) -> None:
 def broken_off(step: int) -> Iterator[None]:
     """End the run inside the block with an error in the middle of `step`; nothing of this step is kept."""
 
-    class Stop(Exception):
-        """An error that stands for anything that ends a process."""
+    class Stop(Exception): ...
 
     def stop(_: object) -> None:
         raise Stop
@@ -134,22 +132,13 @@ class Lab:
         self.train, self.val = write_problems(folder)
 
     def overrides(self, run: Path, **changes: Any) -> list[str]:
-        keys = {
-            "algorithm.adv_estimator": "grpo",
-            "data.train_files": self.train,
-            "data.train_batch_size": 4,
-            "data.max_prompt_length": 8,
-            "data.max_response_length": 6,
-            "actor_rollout_ref.model.path": self.model,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-            "actor_rollout_ref.actor.optim.lr": 0.01,
-            "actor_rollout_ref.rollout.n": 3,
-            "trainer.total_training_steps": 2,
-            "trainer.default_local_dir": run,
-            "trainer.save_freq": 0,
-            "trainer.samples_freq": 1,
-            "trainer.logger": "[]",
-        }
+        usual = full_words(
+            f"algorithm.adv_estimator=grpo data.train_files={self.train} data.train_batch_size=4",
+            f"data.max_prompt_length=8 data.max_response_length=6 M.path={self.model}",
+            "A.ppo_mini_batch_size=4 A.optim.lr=0.01 R.n=3 steps=2",
+            "trainer.save_freq=0 trainer.samples_freq=1 trainer.logger=[]",
+        )
+        keys = dict(word.split("=", 1) for word in usual) | {"trainer.default_local_dir": str(run)}
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={'null' if value is None else value}" for name, value in keys.items()]
 
@@ -188,29 +177,16 @@ class Lab:
             self.run(name, *words)
         return self.run(name, *words)
 
-    def trainer(
-        self,
-        run: Path,
-        *words: str,
-        said: list[str] | None = None,
-        trainer: type[PPOTrainer] = PPOTrainer,
-        schedule: Schedule[Any] | None = None,
-    ) -> PPOTrainer:
+    def trainer(self, run: Path, *words: str, said: list[str] | None = None, **options: Any) -> PPOTrainer:
         loaded = load_train_config(None, [*self.overrides(run), *full_words(*words)])
         said = [] if said is None else said
         said.extend(loaded.notices)
-        return build_ppo(loaded.config, say=said.append, trainer=trainer, schedule=schedule)
+        return build_ppo(loaded.config, say=said.append, **options)
 
-    def run(
-        self,
-        name: str,
-        *words: str,
-        trainer: type[PPOTrainer] = PPOTrainer,
-        schedule: Schedule[Any] | None = None,
-    ) -> Finished:
-        """Run in the folder `name`, with words of the config, also short ones (`tests/support/words.py`)."""
+    def run(self, name: str, *words: str, **options: Any) -> Finished:
+        """Run in the folder `name` with short words of the config (`words.py`) and options of `build_ppo`."""
         said: list[str] = []
-        made = self.trainer(self.folder / name, *words, said=said, trainer=trainer, schedule=schedule)
+        made = self.trainer(self.folder / name, *words, said=said, **options)
         try:
             made.fit()
         finally:

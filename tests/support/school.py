@@ -27,13 +27,9 @@ def text(draw: np.random.Generator, low: int, high: int, letters: str = "abcdefg
 def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return pairs of unequal length, from which nothing can be learned."""
     draw = np.random.default_rng(seed)
+    lengths = {"prompt": (2, 9), "chosen": (1, 14), "rejected": (1, 14)}
     return [
-        {
-            "prompt": text(draw, 2, 9),
-            "chosen": text(draw, 1, 14),
-            "rejected": text(draw, 1, 14),
-            "margin": float(draw.random()),
-        }
+        {name: text(draw, *span) for name, span in lengths.items()} | {"margin": float(draw.random())}
         for _ in range(count)
     ]
 
@@ -71,33 +67,23 @@ class School:
         self.folder = folder
         self.model = make_model(folder / "model")
         self.files = {
-            "rm": (
-                write_rows(folder / "pairs.parquet", preferences(23)),
-                write_rows(folder / "held_out_pairs.parquet", preferences(7, seed=1)),
-            ),
-            "sft": (
-                write_rows(folder / "talks.parquet", conversations(23)),
-                write_rows(folder / "held_out_talks.parquet", conversations(7, seed=1)),
-            ),
+            task: (
+                write_rows(folder / f"{task}.parquet", made(23)),
+                write_rows(folder / f"{task}_held_out.parquet", made(7, seed=1)),
+            )
+            for task, made in (("rm", preferences), ("sft", conversations))
         }
 
     def words(self, task: str, name: str, *words: str) -> list[str]:
         """Return a command line for six steps over three epochs, in the run folder `name`."""
         train, held_out = self.files[task]
-        return [
-            f"model.path={self.model}",
-            f"data.train_files={train}",
-            f"data.val_files={held_out}",
-            "data.train_batch_size=9",
-            "data.max_length=48",
-            "optim.lr=0.01",
-            "optim.lr_scheduler_type=cosine",
-            "trainer.total_epochs=3",
-            "trainer.test_freq=2",
-            "trainer.logger=[]",
+        return full_words(
+            f"model.path={self.model} data.train_files={train} data.val_files={held_out}",
+            "data.train_batch_size=9 data.max_length=48 optim.lr=0.01 optim.lr_scheduler_type=cosine",
+            "trainer.total_epochs=3 trainer.test_freq=2 trainer.logger=[]",
             f"trainer.default_local_dir={self.folder / name}",
-            *full_words(*words),
-        ]
+            *words,
+        )
 
     def build(self, task: str, name: str, *words: str, said: list[str] | None = None) -> SupervisedTrainer:
         say = (said if said is not None else []).append

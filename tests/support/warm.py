@@ -96,6 +96,13 @@ def run(command: list[Any], *, timeout: float = 120, **options: Any) -> subproce
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def cold(*words: Any, timeout: float = 900, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a process of its own, with Tandem on its path, and return how it ended."""
+    env = options.pop("env", os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    options |= {"capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run([sys.executable, *words], check=False, env=env, **options)
+
+
 def warm_ray() -> None:
     """Let Ray clusters that this process starts from now on fork their workers from the server."""
     services: Any = import_module("ray._private.services")
