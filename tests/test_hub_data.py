@@ -8,6 +8,7 @@ from tandem.config.load import load_train_config
 from tandem.data.files import read_files
 from tandem.errors import ConfigErrors
 from tests.support.tiny import make_tokenizer, write_rows
+from tests.support.words import words as full_words
 
 REVISION = "b" * 40
 
@@ -38,13 +39,8 @@ def snapshot(tmp_path, monkeypatch):
 def words(folder: Path, files: str) -> list[str]:
     make_tokenizer(folder / "model")
     (folder / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 50}')
-    return [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={files}",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n=2",
-        "data.train_batch_size=2",
-    ]
+    usual = "algorithm.adv_estimator=grpo R.n=2 data.train_batch_size=2"
+    return full_words(f"M.path={folder / 'model'} data.train_files={files}", usual)
 
 
 def refusal(folder: Path, files: str) -> str:

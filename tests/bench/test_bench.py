@@ -17,48 +17,32 @@ from tandem.memory import shapes
 from tandem.memory.device_file import read_devices
 from tandem.memory.shapes import model_shape, shape_of
 from tandem.observability.run import read_samples
+from tests.support.words import words as full_words
 
-STORED = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
-SIZES = (
-    "algorithm.adv_estimator=gae",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "critic.ppo_mini_batch_size=4",
-    "data.max_prompt_length=12",
-    "data.max_response_length=20",
-    "trainer.device=cpu",
+STORED = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
+STORED |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+STORED |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256}
+SIZES = full_words(
+    "algorithm.adv_estimator=gae data.train_batch_size=4 R.n=2 A.ppo_mini_batch_size=2 A.use_kl_loss=true",
+    "critic.ppo_mini_batch_size=4 data.max_prompt_length=12 data.max_response_length=20 trainer.device=cpu",
 )
+LENGTHS = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10")
+
+
+def bench(folder: Path, *words: Any) -> int:
+    """Run `tandem bench` on dummy weights, and write report.json, device.json and the folder `all`."""
+    model = folder / "config.json"
+    model.write_text(json.dumps(STORED))
+    files = ("--folder", folder / "all", "--out", folder / "report.json")
+    files += ("--device-file", folder / "device.json")
+    given = ("bench", "--dummy", f"actor_rollout_ref.model.path={model}", *SIZES, *LENGTHS, *files, *words)
+    return main([*map(str, given)])
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     place = tmp_path_factory.mktemp("bench")
-    model = place / "config.json"
-    model.write_text(json.dumps(STORED))
-    own = ("--steps", "2", "--folder", place / "all", "--out", place / "report.json", "--device-file")
-    lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10")
-    words = (
-        "--dummy",
-        f"actor_rollout_ref.model.path={model}",
-        *SIZES,
-        *lengths,
-        *own,
-        place / "device.json",
-    )
-    assert main(["bench", *map(str, words)]) == 0
+    assert bench(place, "--steps", "2") == 0
     return place
 
 
@@ -89,24 +73,14 @@ def test_responses_have_the_lengths_asked_for_in_every_step(made):
         table = read_samples(made / "all" / "run" / "samples" / f"step_{step:06d}.parquet")
         assert Counter(sum(mask) for mask in table["response_mask"]) == asked
         assert set(table["finish_reason"]) == {"length"}
-    assert (
-        report(made)["lengths"]["response"] == asked.total() + 101 and report(made)["lengths"]["total"] == 157
-    )
+    lengths = report(made)["lengths"]
+    assert (lengths["response"], lengths["total"]) == (asked.total() + 101, 157)
 
 
 def test_all_phases_are_there_with_median_and_floor(made):
     rows = report(made)["rows"]
     assert rows["response_length"] == {"median": 13.625, "least": 13.625, "most": 13.625}
-    for phase in (
-        "gen",
-        "generate_sequences",
-        "reshard",
-        "old_log_prob",
-        "ref",
-        "values",
-        "update_actor",
-        "step",
-    ):
+    for phase in "gen generate_sequences reshard old_log_prob ref values update_actor step".split():  # noqa: SIM905
         row = rows[phase]
         assert row["floor"] > 0 and row["share"] == pytest.approx(row["floor"] / row["median"])
         assert row["least"] <= row["median"] <= row["most"]
@@ -140,10 +114,8 @@ def test_a_step_may_lack_a_phase():
 def test_throughput_is_tokens_over_seconds(made):
     found = report(made)
     found["machine"] |= {"devices": 4, "actor devices": 4, "rollout devices": 2}
-    found |= {
-        "passes": 2,
-        "rows": {name: {"median": 10.0} for name in ("gen", "old_log_prob", "update_actor", "step")},
-    }
+    found["passes"] = 2
+    found["rows"] = {name: {"median": 10.0} for name in ("gen", "old_log_prob", "update_actor", "step")}
     found["lengths"] |= {"response": 600, "total": 1000}
     assert throughput(found) == {
         "gen throughput": (30, 60),
@@ -181,16 +153,9 @@ def test_two_reports_side_by_side(made, capsys):
 def test_what_was_measured_predicts_itself(made, capsys):
     ((name, device),) = read_devices(made / "device.json").items()
     assert name.endswith("float32") and device.item == 4
-    lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10", "--json")
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
-    words = (
-        model,
-        *SIZES,
-        *lengths,
-        "trainer.total_training_steps=1000",
-        "--device-file",
-        made / "device.json",
-    )
+    own = ("--json", "trainer.total_training_steps=1000", "--device-file", made / "device.json")
+    words = (model, *SIZES, *LENGTHS, *own)
     assert main(["bench", "predict", *map(str, words)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["phases"]["step"] == pytest.approx(report(made)["rows"]["step"]["median"], rel=1e-6)
@@ -235,10 +200,8 @@ def test_the_documents_figures_agree_with_each_other():
         assert each.throughput["gen throughput"] == gen
         # RLinf's own rate is 1.1% above the rate from its seconds and its length
         assert 512 * each.rows["response_length"] / each.rows["gen"] / 4 == pytest.approx(gen, rel=0.012)
-        of_a_gpu = 512 * each.rows["response_length"] / each.rows["old_log_prob"] / 8
-        assert of_a_gpu == pytest.approx(
-            each.throughput["prev logprob throughput"], rel=0.015
-        )  # without prompts
+        of_a_gpu = 512 * each.rows["response_length"] / each.rows["old_log_prob"] / 8  # without prompts
+        assert of_a_gpu == pytest.approx(each.throughput["prev logprob throughput"], rel=0.015)
     assert published(shapes.published(verl.model) or {}) == (verl, rlinf)
     assert published(shapes.published(seven.model) or {}) == (seven,)
     assert published(STORED) == ()

@@ -10,13 +10,8 @@ from tests.support.folders import write_run, write_samples
 def test_fixed_and_uniform():
     assert lengths("--lengths", "7", 3, 100).tolist() == [7, 7, 7]
     assert lengths("--lengths", "uniform:10:20", 5, 100).tolist() == [11, 13, 15, 17, 19]
-    assert lengths("--lengths", "uniform:10:20", 5, 15).tolist() == [
-        11,
-        13,
-        15,
-        15,
-        15,
-    ]  # cut to the longest length
+    cut = lengths("--lengths", "uniform:10:20", 5, 15)
+    assert cut.tolist() == [11, 13, 15, 15, 15]
 
 
 @pytest.mark.parametrize(("mean", "p95"), [(300.0, 800.0), (50.0, 90.0)])
@@ -25,9 +20,8 @@ def test_lognormal_has_the_mean_and_the_tail_asked_for(mean, p95):
     assert drawn.mean() == pytest.approx(mean, rel=0.01)
     assert np.quantile(drawn, 0.95) == pytest.approx(p95, rel=0.01)
     logs = np.log(drawn)
-    assert ((logs - logs.mean()) ** 3).mean() / logs.std() ** 3 == pytest.approx(
-        0, abs=0.05
-    )  # a symmetric distribution
+    skew = ((logs - logs.mean()) ** 3).mean() / logs.std() ** 3
+    assert skew == pytest.approx(0, abs=0.05)
 
 
 def test_lengths_of_a_recorded_run(tmp_path):
@@ -36,9 +30,8 @@ def test_lengths_of_a_recorded_run(tmp_path):
     recorded = [1, 2, 3, 4]  # tokens of its responses
     found = lengths("--lengths", f"run:{run.path}", 401, 100)
     assert set(found.tolist()) == set(recorded)
-    assert found.mean() == pytest.approx(
-        np.mean(np.interp(np.linspace(0, 3, 401), range(4), recorded)), rel=0.02
-    )
+    expected = np.mean(np.interp(np.linspace(0, 3, 401), range(4), recorded))
+    assert found.mean() == pytest.approx(expected, rel=0.02)
     with pytest.raises(DataError, match="does not exist"):
         lengths("--lengths", f"run:{tmp_path / 'none'}", 4, 100)
 

@@ -21,13 +21,8 @@ def run(seconds: float, steps: int, *, reached: bool = True) -> dict[str, Any]:
 
 def test_medians_and_ratios_of_seeds(board):
     rows = [
-        {
-            "task": "arithmetic",
-            "seed": seed,
-            "tandem": run(ours, 20),
-            "trl": run(theirs, 30, reached=seed > 0),
-        }
-        for seed, (ours, theirs) in enumerate([(10.0, 30.0), (20.0, 30.0), (15.0, 15.0)])
+        {"task": "arithmetic", "seed": i, "tandem": run(ours, 20), "trl": run(theirs, 30, reached=i > 0)}
+        for i, (ours, theirs) in enumerate([(10.0, 30.0), (20.0, 30.0), (15.0, 15.0)])
     ]
     lines = board.table({"rows": rows}).splitlines()
     assert lines[2:] == ["| `arithmetic` | 3 | 3 | 15.0 | 20 | 2 | 30.0 | 30 | 1.50 (1.00 to 3.00) |"]

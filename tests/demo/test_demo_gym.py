@@ -27,10 +27,8 @@ def test_problems_are_the_generators_and_fit(name, tmp_path):
     original = reasoning_gym.create_dataset(name, size=1700, seed=3 * 1700, **values)
     for row in (*train[:50], *validation[:50]):
         problem = original[row["extra_info"]["index"]]
-        assert (question(row), row["reward_model"]["ground_truth"]) == (
-            problem["question"],
-            problem["answer"],
-        )
+        assert question(row) == problem["question"]
+        assert row["reward_model"]["ground_truth"] == problem["answer"]
     path = tmp_path / "rows.parquet"
     program.write_rows(path, train + validation)
     tokenizer = build_tokenizer(phrases(train))
@@ -50,25 +48,16 @@ def test_no_answer_is_right_for_many_problems(name):
 def test_the_answers_are_right_and_slips_are_wrong(name):
     rows, _ = draw(name, seed=1, train=400, validation=20)
     for change, right in ((str, 1), (slip, 0)):
-        items = [
-            Item(row["data_source"], change(row["reward_model"]["ground_truth"]), "", row["extra_info"])
-            for row in rows
-        ]
+        answers = [(change(row["reward_model"]["ground_truth"]), row) for row in rows]
+        items = [Item(row["data_source"], answer, "", row["extra_info"]) for answer, row in answers]
         assert {float(each.score >= 1) for each in score(items)} == {float(right)}
 
 
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [
-        ("9 4 1 1", "9 4 1 3"),
-        ("2 1 5 1", "2 1 1 5"),
-        ("7 6\n1 4", "7 6\n4 1"),
-        ("-12", "-10"),
-        ("9", "11"),
-        ("neon", "neno"),
-        ("noraA", "nora"),
-        ("['1.0', '2.0']", "['2.0', '1.0']"),
-        ("a", ""),
+        *[("9 4 1 1", "9 4 1 3"), ("2 1 5 1", "2 1 1 5"), ("7 6\n1 4", "7 6\n4 1"), ("-12", "-10")],
+        *[("9", "11"), ("neon", "neno"), ("noraA", "nora"), ("a", ""), ("['1.0', '2.0']", "['2.0', '1.0']")],
     ],
 )
 def test_slips_by_hand(answer, wrong):
@@ -82,16 +71,13 @@ def test_phrases_are_what_all_questions_share():
     ids = tokenizer(question(rows[0])).input_ids
     assert len(ids) == 1 + len(rows[0]["reward_model"]["ground_truth"])
     assert tokenizer.decode(ids) == question(rows[0])
-    texts = [{"prompt": [{"content": text}]} for text in ("ask 12 now", "ask 34 now", "ask 5 now")]
-    assert phrases(texts) == ["ask ", " now"]
-    middle = " and then, as before, "
-    texts = [
-        {"prompt": [{"content": f"sort {own}{middle}{other}."}]}
-        for own, other in (("1", "up"), ("22", "down"), ("3,4", "up"))
-    ]
-    assert phrases(texts) == ["sort ", middle]  # a single character is already a token
-    short = [{"prompt": [{"content": text}]} for text in ("a 1 then b", "c 2 then d")]
-    assert phrases(short) == []
+    m = " and then, as before, "
+    for texts, shared in (
+        (("ask 12 now", "ask 34 now", "ask 5 now"), ["ask ", " now"]),
+        ((f"sort 1{m}up.", f"sort 22{m}down.", f"sort 3,4{m}up."), ["sort ", m]),  # "." is already a token
+        (("a 1 then b", "c 2 then d"), []),
+    ):
+        assert phrases([{"prompt": [{"content": text}]} for text in texts]) == shared
 
 
 def test_demonstrations_slip_as_often_as_said():

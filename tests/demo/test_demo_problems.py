@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pyarrow.parquet as pa_parquet
 import pytest
 
@@ -66,10 +68,8 @@ def test_demonstrations_forget_the_carry_as_often_as_asked():
     problems = split(seed=0, train=1000, validation=10).train
     rows = demonstrations(problems, seed=0, count=9500, forget_carry=0.8)
     assert len(rows) == 9500
-    counts = {problem: 0 for problem in problems}
-    for problem, _ in rows:
-        counts[problem] += 1
-    assert set(counts.values()) == {9, 10}
+    counts = Counter(problem for problem, _ in rows)
+    assert counts.keys() == set(problems) and set(counts.values()) == {9, 10}
     carried = [(problem, text) for problem, text in rows if problem.carries]
     forgetful = [text == problem.working(forget_carry=True) for problem, text in carried]
     assert sum(forgetful) / len(forgetful) == pytest.approx(0.8, abs=0.02)
@@ -89,12 +89,8 @@ def test_problem_file_is_in_the_users_format(tmp_path):
         "prompt": [{"role": "user", "content": problems[1].question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problems[1].answer},
-        "extra_info": {
-            "split": "train",
-            "index": 1,
-            "question": problems[1].question,
-            "answer": problems[1].working(),
-        },
+        "extra_info": {"split": "train", "index": 1, "question": problems[1].question}
+        | {"answer": problems[1].working()},
     }
     tokenizer = build_tokenizer()
     dataset = PromptDataset(str(path), tokenizer, max_prompt_length=LONGEST_PROMPT)

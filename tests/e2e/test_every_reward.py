@@ -14,6 +14,7 @@ from tests.engines.rollout.vllm.serving import serving
 from tests.support.runs import Lab, without_times
 from tests.support.scorers import make_other_tokenizer, make_scorer
 from tests.support.tiny import make_model, make_tokenizer
+from tests.support.words import words as full_words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 pytest.importorskip("vllm")
@@ -42,10 +43,8 @@ def words(lab: Lab, judge: str) -> list[str]:
     }
     grade = {"server": server, "rubric": "short", "template": "{rubric} {response}", "pattern": "([0-9])"}
     judged = {"path": "tandem.rewards.judges", "name": "judge", "label": "grade"}
-    terms = [
-        {"path": str(lab.folder / "mine.py"), "name": "share"},
-        {**judged, "reward_kwargs": {**grade, "scale": [0, 9]}},
-    ]
+    own = {"path": str(lab.folder / "mine.py"), "name": "share"}
+    terms = [own, {**judged, "reward_kwargs": {**grade, "scale": [0, 9]}}]
     safe, helpful = (
         make_scorer(lab.folder / name, lab.model, seed=i) for i, name in ((1, "safe"), (2, "helpful"))
     )
@@ -59,11 +58,8 @@ def words(lab: Lab, judge: str) -> list[str]:
         f"custom_reward_function.terms={json.dumps(terms)}",
         "reward_model.enable=true",
         f"reward_model.models={json.dumps(models)}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
         f"actor_rollout_ref.ref.models={{start: {{weight: 0.5}}, far: {{path: {far}, weight: 0.1}}}}",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=2",
-        "trainer.device=cpu",
+        *full_words(f"A.use_kl_loss=true trainer.save_freq=2 trainer.device=cpu steps={STEPS}"),
     ]
 
 

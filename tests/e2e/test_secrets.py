@@ -18,6 +18,7 @@ from tandem.viewer.api import Api
 from tandem.viewer.query import Query
 from tandem.viewer.shelf import Shelf
 from tests.support.runs import Lab
+from tests.support.words import words as full_words
 
 CANARIES = {
     "CANARY_KEY": "sk-canary-0001-key",
@@ -59,17 +60,12 @@ def words_of(lab: Lab, run: Path, *more: str) -> list[str]:
     return [
         *lab.overrides(run),
         f"data.train_files=[{lab.folder}/${{oc.env:CANARY_PATH}}/train.parquet]",
-        f"data.val_files={lab.val}",
-        "trainer.test_freq=1",
-        "trainer.log_val_generations=1",
-        "trainer.save_freq=1",
+        *full_words(f"{lab.validated} trainer.test_freq=1 trainer.log_val_generations=1 trainer.save_freq=1"),
         "trainer.experiment_name=run-${oc.env:CANARY_NAME}-x",
         f"custom_reward_function.path={lab.folder}/${{oc.env:CANARY_PATH}}/score.py",
-        f"{at}.key=${{oc.env:CANARY_KEY}}",
+        *(f"{at}.{word}" for word in ("key=${oc.env:CANARY_KEY}", f"password={LITERAL}", "fail=false")),
         f"{at}.address=https://${{oc.env:CANARY_URL,none}}/v1",
         f"{at}.other=${{oc.select:{at}.key}}",
-        f"{at}.password={LITERAL}",
-        f"{at}.fail=false",
         f"{at}.notes=[{{text: '${{oc.env:CANARY_NOTE}}'}}]",
         f"trainer.logger={json.dumps(LOGGERS)}",
         *more,

@@ -24,9 +24,7 @@ STEP = "step_000001"
 
 @pytest.fixture(scope="module")
 def run(lab):
-    return lab.run(
-        "run", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null", "trainer.total_training_steps=2"
-    )
+    return lab.run("run", "trainer.save_freq=1 trainer.max_ckpt_to_keep=null")
 
 
 @pytest.fixture
@@ -67,12 +65,10 @@ def test_export_refuses_it(spoilt, canary, capsys):
 def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab, spoilt, canary):
     with pytest.raises(CheckpointError):
         replay(Run(spoilt), 2)
-    changes = "trainer.resume_with_changes=true"
-    with pytest.raises(CheckpointError):
-        lab.run(str(spoilt), changes, "trainer.total_training_steps=3")
-    words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={spoilt / 'checkpoints' / STEP}")
-    with pytest.raises(CheckpointError):
-        lab.run(str(canary.with_name("own")), changes, *words)
+    one = f"trainer.resume_mode=resume_path trainer.resume_from_path={spoilt / 'checkpoints' / STEP}"
+    for folder, words in ((spoilt, "steps=3"), (canary.with_name("own"), one)):
+        with pytest.raises(CheckpointError):
+            lab.run(str(folder), "trainer.resume_with_changes=true", words)
     assert not canary.exists()
 
 
@@ -99,12 +95,17 @@ def test_a_config_that_would_build_objects_is_refused(lab, strangers, canary):
 
 
 CODE = "import pathlib\npathlib.Path({canary!r}).touch()\ndef function(*given, **named):\n    return 0.0\n"
+FUNCTION = "{file}:function"
 NAMED = {
-    "algorithm.adv_estimator": "{file}:function",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "{file}:function",
+    "algorithm.adv_estimator": FUNCTION,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": FUNCTION,
     "trainer.worker_classes": {"actor": "{file}:Actor"},
     "trainer.cluster.ray_init": {"runtime_env": {"py_executable": "{file}"}},
 }
+MORE = NAMED | {"custom_reward_function.path": "subprocess", "reward.combine": FUNCTION}
+MORE |= {"custom_reward_function.terms": [{"name": "function", "path": "{file}"}]}
+MORE |= {"data.custom_cls.path": "{file}", "data.sampler.class_path": "{file}"}
+MORE |= {"trainer.on_step": "os:system", "trainer.project_name": "${oc.env:HOME}"}
 
 
 def edited(folder: Path, key: str, value: Any) -> None:
@@ -131,17 +132,6 @@ def test_a_replay_runs_no_code_that_the_config_names(key, strangers, canary):
     assert caught.value.field == str(strangers / "config.yaml")
     assert key in str(caught.value.got) and trusted.TRUST in str(caught.value.remedy)
     assert not canary.exists()
-
-
-MORE = NAMED | {
-    "custom_reward_function.path": "subprocess",
-    "custom_reward_function.terms": [{"name": "function", "path": "{file}"}],
-    "reward.combine": "{file}:function",
-    "data.custom_cls.path": "{file}",
-    "data.sampler.class_path": "{file}",
-    "trainer.on_step": "os:system",
-    "trainer.project_name": "${oc.env:HOME}",
-}
 
 
 @pytest.mark.parametrize("key", MORE)

@@ -31,15 +31,9 @@ def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.P
     )
 
 
-def over(nodes: int) -> tuple[str, ...]:
-    return (
-        "trainer.resource_pools={}",
-        "trainer.placement={}",
-        f"trainer.nnodes={nodes}",
-        "trainer.n_gpus_per_node=1",
-        "trainer.cluster.address=auto",
-        "trainer.backend=ray",
-    )
+def over(nodes: int) -> str:
+    cluster = "trainer.cluster.address=auto trainer.backend=ray"
+    return f"Q={{}} P={{}} trainer.nnodes={nodes} trainer.n_gpus_per_node=1 {cluster}"
 
 
 def test_a_node_goes_and_the_run_goes_on_on_the_other(shop):
@@ -47,7 +41,7 @@ def test_a_node_goes_and_the_run_goes_on_on_the_other(shop):
     head_file = shop.folder / "head.json"
     train = [sys.executable, "-m", "tandem", "train"]
     with cluster_network(2) as (first, second):
-        words = command(shop, "nodes", steps, *over(2))
+        words = command(shop, "nodes", steps, over(2))
         head = node(first, 0, head_file, "--", *train, *words)
         follower = node(second, 1, head_file)
         run = RayRun(head, folder, controller_is_leader=False)
@@ -70,7 +64,7 @@ def test_a_node_goes_and_the_run_goes_on_on_the_other(shop):
         done = max(row["step"] for row in read_metrics(folder / "metrics.jsonl"))
         assert 2 <= done < steps
 
-        alone = node(first, 0, head_file, "--", *train, *command(shop, "nodes", steps, *over(1)))
+        alone = node(first, 0, head_file, "--", *train, *command(shop, "nodes", steps, over(1)))
         printed, _ = alone.communicate(timeout=240)
         assert alone.returncode == 0, printed
         assert "resumed from" in printed

@@ -77,10 +77,6 @@ def _raise() -> None:
     raise ValueError("the number is wrong")
 
 
-def _hold_memory() -> None:
-    bytearray(2**50)
-
-
 FAULTS = {
     "raise": _raise,
     "exit": lambda: os._exit(3),
@@ -89,5 +85,5 @@ FAULTS = {
     "crash": lambda: ctypes.string_at(0),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1000),
-    "use all memory": _hold_memory,
+    "use all memory": lambda: bytearray(2**50),
 }

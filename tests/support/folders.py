@@ -16,7 +16,6 @@ def write_samples(
     step: int,
     scores: list[float],
     part: str = "",
-    *,
     prompts: Sequence[str] = (),
     responses: Sequence[str] = (),
 ) -> None:

@@ -35,16 +35,13 @@ class Node:
 
 
 def why_not() -> str | None:
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"network namespaces need {' and '.join(missing)}"
-    name = _fresh_name()
-    tried = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
-    if tried.returncode != 0:
-        return f"no network namespace can be made here: {tried.stderr.strip()}"
-    _ip("netns", "delete", name)
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter"))):
+        return "network namespaces need root, ip and nsenter"
+    try:
+        with ExitStack() as stack:
+            _namespace(stack)
+    except RuntimeError as error:
+        return str(error)
     return None
 
 
@@ -56,31 +53,27 @@ def cluster_network(nodes: int) -> Iterator[list[Node]]:
         pytest.skip(reason)
     with ExitStack() as stack:
         switch = _namespace(stack)
-        _inside(switch, "link", "add", "bridge", "type", "bridge")
-        _inside(switch, "link", "set", "bridge", "up")
+        _ip("-netns", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-netns", switch, "link", "set", "bridge", "up")
         yield [_node(stack, switch, number) for number in range(1, nodes + 1)]
 
 
 def _node(stack: ExitStack, switch: str, number: int) -> Node:
     node = Node(_namespace(stack), f"{NETWORK}.{number}", "net0")
     port = f"port{number}"
-    _inside(switch, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", node.name)
-    _inside(switch, "link", "set", port, "master", "bridge", "up")
-    _inside(node.name, "address", "add", f"{node.address}/24", "dev", "net0")
-    _inside(node.name, "link", "set", "net0", "up")
-    _inside(node.name, "link", "set", "lo", "up")
+    _ip("-netns", switch, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", node.name)
+    _ip("-netns", switch, "link", "set", port, "master", "bridge", "up")
+    _ip("-netns", node.name, "address", "add", f"{node.address}/24", "dev", "net0")
+    _ip("-netns", node.name, "link", "set", "net0", "up")
+    _ip("-netns", node.name, "link", "set", "lo", "up")
     return node
 
 
 def _namespace(stack: ExitStack) -> str:
-    name = _fresh_name()
+    name = f"tandem-{uuid.uuid4().hex[:8]}"
     _ip("netns", "add", name)
     stack.callback(_remove, name)
     return name
-
-
-def _fresh_name() -> str:
-    return f"tandem-{uuid.uuid4().hex[:8]}"
 
 
 def _remove(name: str) -> None:
@@ -93,10 +86,6 @@ def _remove(name: str) -> None:
                 continue
         time.sleep(0.05)
     _ip("netns", "delete", name)
-
-
-def _inside(name: str, *words: str) -> None:
-    _ip("-netns", name, *words)
 
 
 def _ip(*words: str) -> str:

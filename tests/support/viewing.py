@@ -96,22 +96,18 @@ def sample_table(step: int, responses: list[str] | None = None) -> dict[str, Any
 
 
 def many_samples(count: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "scores": np.arange(count, dtype=np.float32),
-        "uid": np.array(["one"] * count, object),
+    copies = {
+        name: [column[0]] * count if isinstance(column, list) else column[[0] * count]
+        for name, column in sample_table(1).items()
     }
-    for name, column in sample_table(1).items():
-        if name not in found:
-            found[name] = [column[0]] * count if isinstance(column, list) else column[[0] * count]
-    return found
+    return copies | {"scores": np.arange(count, dtype=np.float32), "uid": np.array(["one"] * count, object)}
 
 
 def _write_timeline(path: Path, steps: int) -> None:
     """Write two seconds per step: rank 0 generates for 0.5 s, rank 1 for 1 s, then both update."""
-    tracks = {"controller": 1, "actor rank 0": 2, "actor rank 1": 3}
     lines: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "args": {"name": name}, "pid": 1, "tid": tid}
-        for name, tid in tracks.items()
+        for tid, name in enumerate(("controller", "actor rank 0", "actor rank 1"), 1)
     ]
     spans = [(2, "gen", 0.0, 0.5), (3, "gen", 0.0, 1.0), (2, "update_actor", 1.0, 2.0)]
     spans += [(3, "update_actor", 1.0, 2.0), (1, "step", 0.0, 2.0)]
