@@ -46,13 +46,7 @@ def scope_of(nodeid: str) -> str:
 
 
 class OneRayAtATime(LoadScopeScheduling):
-    """A scheduler that runs all tests with processes per rank in one worker.
-
-    These tests have "ray" in the name of their file or parameter. They have time limits, and each of them
-    needs the whole machine. All tests of one file also run in one worker, because they share fixtures.
-    (`--dist loadgroup` could read the same groups from marks, but xdist 3.8 cannot pass marks on under pytest
-    9.)
-    """
+    """Runs all tests with processes per rank in one worker: they have time limits, and need the machine."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)

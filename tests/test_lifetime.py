@@ -37,7 +37,6 @@ def lives(pid: int) -> bool:
 def test_a_child_does_not_outlive_a_parent_that_is_killed():
     command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     with parent:
         pid, status = parent.stdout.readline().split()
         assert status == "None" and lives(int(pid))
@@ -64,7 +63,6 @@ def test_a_process_with_threads_does_not_fork():
 
 
 def test_the_server_of_warm_processes_has_one_thread(tmp_path):
-    """It would otherwise refuse to fork. The process sees the server that forked it."""
     program = tmp_path / "program.py"
     program.write_text("import os; print(len(os.listdir(f'/proc/{os.getppid()}/task')))")
     with WarmProcess([sys.executable, program], stdout=subprocess.PIPE, text=True) as process:
@@ -91,14 +89,9 @@ sys.stdin.read()
 
 
 def owner(place: Path) -> tuple[subprocess.Popen[str], list[Path]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(place)},
-    )
-    assert process.stdout is not None
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = os.environ | {"TMPDIR": str(place)}
+    process = subprocess.Popen([sys.executable, "-c", OWNER], env=env, **streams)
     return process, [Path(name) for name in process.stdout.readline().split()]
 
 

@@ -69,7 +69,6 @@ def defines(body: list[ast.stmt], attributes: list[str]) -> bool:
 
 
 def made_by(node: ast.stmt) -> set[str]:
-    """Return the names that a statement defines in its module."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -16,9 +16,8 @@ def problems() -> reasoning_gym.dataset.ProceduralDataset:
 def test_rows_are_the_generators_problems():
     rows = parse(REFERENCE).rows()
     assert [row["reward_model"]["ground_truth"] for row in rows] == [p["answer"] for p in problems()]
-    assert [row["prompt"][0]["content"] for row in rows] == [
-        p["question"] + ASKED_FOR_TAGS for p in problems()
-    ]
+    asked = [p["question"] + ASKED_FOR_TAGS for p in problems()]
+    assert [row["prompt"][0]["content"] for row in rows] == asked
     text = parse(f"{REFERENCE}&answer=text").rows()
     assert text[3]["prompt"][0]["content"] == problems()[3]["question"]
 
@@ -42,14 +41,10 @@ def test_answers_are_scored_as_reasoning_gym_scores_them(name):
             f"<answer>{other}</answer>": other,
             f"{problem['answer']}": None,
         }
-        items = [
-            Item(f"reasoning-gym:{name}", text, problem["answer"], rows[number]["extra_info"], number)
-            for text in responses
-        ]
-        expected = [
-            0.0 if answer is None else original.score_answer(answer.strip(), problem)
-            for answer in responses.values()
-        ]
+        given = problem["answer"], rows[number]["extra_info"], number
+        items = [Item(f"reasoning-gym:{name}", text, *given) for text in responses]
+        answers = responses.values()
+        expected = [original.score_answer(answer.strip(), problem) if answer else 0.0 for answer in answers]
         assert [each.score for each in score(items)] == pytest.approx(expected)
 
 

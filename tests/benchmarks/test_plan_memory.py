@@ -35,7 +35,6 @@ print(json.dumps(bench.errors({"case": {}, "traced": bench.traced(case)}, bench.
 
 @pytest.mark.slow
 def test_a_trace_made_here():
-    """Runs in a separate process, because a trace needs its own process group."""
     done = cold("-c", PROGRAM, cwd=BENCHMARKS, timeout=250)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -25,7 +25,6 @@ def softmax(logits: Row) -> Row:
 
 
 def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: Sequence[int]) -> Row:
-    """Return logits with bars, biases and penalties applied."""
     out = np.array(logits, dtype=np.float64)
     if len(written) < params.min_tokens:
         out[[token for token in params.stop_token_ids if token < len(out)]] = -np.inf

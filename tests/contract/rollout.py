@@ -13,16 +13,7 @@ from tandem.errors import EngineError
 from tandem.protocol import Request, Sample, SamplingParams
 from tests.contract import world as worlds
 from tests.contract.reference import distribution
-from tests.contract.world import (
-    EOS,
-    MAX_LENGTH,
-    PARAMS,
-    check_sample,
-    log_probs,
-    logits_of,
-    prompt,
-    requests_of,
-)
+from tests.contract.world import EOS, MAX_LENGTH, PARAMS, log_probs, logits_of, prompt, requests_of
 
 STATS = {"generated_tokens", "prefill_tokens", "decode_steps", "peak_running", "cache_bytes", "preemptions"}
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20)
@@ -86,7 +77,7 @@ class RolloutContract:
     @pytest.mark.parametrize("name", PARAMS)
     def test_tokens_and_log_probs_follow_the_reference(self, kind, world, written, name):
         for request, sample in written[name]:
-            check_sample(kind, world.module, request, sample)
+            worlds.check_sample(kind, world.module, request, sample)
             assert set(sample.versions.tolist()) == {0}
 
     def test_the_cases_show_what_they_are_for(self, written):
@@ -204,7 +195,7 @@ class RolloutContract:
         for request, sample in zip((kept, last), partial, strict=True):
             assert len(sample.token_ids) < 60
             if len(sample.token_ids):
-                check_sample(kind, world.module, request, sample)
+                worlds.check_sample(kind, world.module, request, sample)
         assert engine.abort([dropped.id]) == []
         engine.submit([kept])
         engine.abort([request.id for request in left[2:-3]])
@@ -237,7 +228,7 @@ class RolloutContract:
         assert engine.update_weights(kind.source(world.other), 5) == digest(world.other.named_parameters())
         after = generate(engine, requests)
         for request, sample in zip(requests, after, strict=True):
-            check_sample(kind, world.other, request, sample)
+            worlds.check_sample(kind, world.other, request, sample)
             assert sample.versions.tolist() == [5] * 6
         assert before != tokens_of(after)
 

@@ -49,7 +49,6 @@ POOLS = {"policy": 2, "value": 1, "reward_pool": 1, "controller_pool": 1}
 
 
 def slow(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
-    """Return the command of a PPO run with a reference and a critic; it has every phase."""
     estimator, reward = shop.folder / "slow_estimator.py", shop.folder / "slow_reward.py"
     estimator.write_text(ESTIMATOR)
     reward.write_text(REWARD)
@@ -63,7 +62,6 @@ def slow(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
 
 
 def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
-    """Return the command of a slow run whose critic has its own pool."""
     return slow(
         *(shop, name, steps),
         "trainer.max_ckpt_to_keep=2",
@@ -152,7 +150,6 @@ class RayRun:
         os.kill(self.pids[name], sent)
 
     def end(self, limit_s: float = 60) -> str:
-        """Wait until the run ends, and return what it printed; kill it after the limit, and fail."""
         try:
             printed, _ = self.process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -169,7 +166,6 @@ class RayRun:
         return printed
 
     def survivors(self, limit_s: float = 10) -> list[str]:
-        """Return the processes of this run, including Ray's own, that still exist after a moment."""
         deadline = time.monotonic() + limit_s
         while (left := _session(self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -177,7 +173,6 @@ class RayRun:
 
 
 def _session(leader: int) -> list[str]:
-    """Return the command lines of the living processes of a session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -4,13 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.config.load import load_train_config
 from tandem.trainer.assembly import build_ppo
-from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import Finished
 from tests.support.tiny import make_model, write_problems
 from tests.support.warm import WarmProcess
@@ -55,20 +53,13 @@ class Shop:
         self.reward = folder / "reward.py"
         self.reward.write_text(REWARD)
 
-    @property
-    def paths(self) -> dict[str, Any]:
-        return {
-            "data.train_files": self.train,
-            "data.val_files": self.val,
-            "actor_rollout_ref.model.path": self.model,
-        }
-
     def document(self, *words: str) -> list[str]:
         """Return the document's command line, with keys and options replaced by those in `words`."""
-        words = tuple(full_words(*words))
-        given = dict(word.split("=", 1) for word in words if "=" in word)
-        options = [word for word in words if "=" not in word]
-        return [f"{name}={value}" for name, value in (DOCUMENT | self.paths | given).items()] + options
+        paths = f"data.train_files={self.train} data.val_files={self.val} M.path={self.model}"
+        given = full_words(paths, *words)
+        options = [word for word in given if "=" not in word]
+        pairs = dict(word.split("=", 1) for word in given if "=" in word)
+        return [f"{name}={value}" for name, value in (DOCUMENT | pairs).items()] + options
 
     def short(self, name: str, *words: str) -> list[str]:
         """Return the document's command line for one step, with little output, in the run folder `name`."""
@@ -80,14 +71,10 @@ class Shop:
             *words,
         )
 
-    def trainer(self, words: list[str], said: list[str]) -> PPOTrainer:
-        loaded = load_train_config(None, words)
-        said.extend(loaded.notices)
-        return build_ppo(loaded.config, say=said.append)
-
     def run(self, name: str, *words: str) -> Finished:
-        said: list[str] = []
-        trainer = self.trainer(self.short(name, *words), said)
+        loaded = load_train_config(None, self.short(name, *words))
+        said = list(loaded.notices)
+        trainer = build_ppo(loaded.config, say=said.append)
         try:
             trainer.fit()
         finally:

@@ -97,6 +97,5 @@ def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path, judge):
 
 
 def what_was_learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all metrics except times and the cost of answers."""
     timeless = without_times(rows)
     return [{name: value for name, value in row.items() if "/judge_" not in name} for row in timeless]

@@ -4,9 +4,8 @@ import json
 import random
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,8 +30,7 @@ def command(shop: Shop, name: str, steps: int) -> list[str]:
     )
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """When to kill a process: in a phase of its second step, so that each process leaves a finished step."""
 
     phase: str
@@ -127,9 +125,7 @@ def compare(killed: Path, whole: Path, steps: int, scratch: Path) -> None:
     assert checkpoints(killed) == [f"step_{step:06d}" for step in (steps - 2, steps - 1, steps)]
 
 
-def run_with_kills(
-    shop: Shop, moments: list[Moment], steps: int, scratch: Path, *, tries: int = 1
-) -> set[str]:
+def run_with_kills(shop: Shop, moments: list[Moment], steps: int, scratch: Path, tries: int = 1) -> set[str]:
     """Return the phases that were hit; a moment has some tries, because its phase may end before the kill."""
     whole = start(command(shop, "whole", steps), shop.folder)
     words = command(shop, "killed", steps)

@@ -3,8 +3,8 @@ import random
 import signal
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -21,16 +21,12 @@ pytestmark = pytest.mark.e2e
 LIMIT_S = 150
 
 
-@dataclass(frozen=True)
-class Harm:
+class Harm(NamedTuple):
     """A signal, or an order to the reward function, to a process POOL_RANK in a phase of its second step."""
 
     how: str
     whom: str
     phase: str
-
-    def __str__(self) -> str:
-        return f"{self.how} {self.whom} in {self.phase}"
 
 
 def do(harm: Harm, words: list[str], folder: Path) -> None:

@@ -16,13 +16,11 @@ def python(page: str) -> list[str]:
 
 
 def test_the_program_of_ones_own_on_ray(tmp_path, ray_cluster, capfd):
-    blocks = python("docs/extend/worker.md")
-    (program,) = [block for block in blocks if "RayBackend" in block]
+    (program,) = [block for block in python("docs/extend/worker.md") if "RayBackend" in block]
     file = tmp_path / "program.py"
     file.write_text(program)
     runpy.run_path(str(file), run_name="__main__")
     shown = re.search(r"print\(.*\)  # (.*)", program)
-    assert shown is not None
     assert shown[1] in capfd.readouterr().out.splitlines()
 
 
@@ -30,9 +28,8 @@ def test_the_first_screen(tmp_path, monkeypatch):
     first, step_by_step = python("docs/from-python.md")
     (readme,) = python("README.md")
     assert set(readme.splitlines()) <= set(first.splitlines())
-    program = (first + step_by_step).replace(
-        "path/to/model", str(make_model(tmp_path / "model", max_position_embeddings=1024))
-    )
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
+    program = (first + step_by_step).replace("path/to/model", str(model))
     assert program.count("steps=100, ") == 1
     file = tmp_path / "first.py"
     file.write_text(program.replace("steps=100, ", "steps=3, ").replace("val=rows", "steps=1, val=rows"))

@@ -56,7 +56,6 @@ def test_a_run_of_two_ranks_is_resumed_by_one(school, ray_cluster, task):
 
 @pytest.mark.slow
 def test_a_rank_without_a_pair_takes_part(school, ray_cluster):
-    """With one pair a step, one rank's share is always empty, in training and in validation."""
     words = ("data.train_batch_size=1", "trainer.total_training_steps=2", FP64)
     alone = school.run("rm", "one_pair_alone", *words)
     both = school.run("rm", "one_pair_both", *words, *TWO_RANKS)

@@ -10,8 +10,6 @@ from typing import Any
 
 @dataclass
 class Asked:
-    """A request."""
-
     path: str
     time: float
     headers: dict[str, str]

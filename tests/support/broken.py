@@ -32,7 +32,6 @@ Patch = pytest.MonkeyPatch
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace a method by `change(method, self, *its arguments)`, and keep its registration."""
     real = getattr(owner, name)
 
     @wraps(real)

@@ -163,12 +163,10 @@ class Lab:
 
     @property
     def letters(self) -> str:
-        """The words for a reward that differs between samples even for an untrained model."""
         return self.reward("len(set(response)) / 6")
 
     @property
     def validated(self) -> str:
-        """The words for validation on the other problems."""
         return f"data.val_files={self.val}"
 
     def resumed(self, name: str, *words: str, at: int) -> Finished:

@@ -37,9 +37,8 @@ def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     draw = np.random.default_rng(seed)
     roles = ("user", "assistant", "user", "assistant")
-    return [
-        {"messages": [{"role": role, "content": text(draw, 1, 9)} for role in roles]} for _ in range(count)
-    ]
+    talks = [[{"role": role, "content": text(draw, 1, 9)} for role in roles] for _ in range(count)]
+    return [{"messages": messages} for messages in talks]
 
 
 @dataclass

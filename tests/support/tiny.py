@@ -19,9 +19,8 @@ def make_tokenizer(folder: Path, *, chat_template: str | None = TEMPLATE) -> Pre
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     return tokenizer

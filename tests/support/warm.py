@@ -27,7 +27,6 @@ START_LIMIT_S = 240.0
 
 @cache
 def server() -> Path:
-    """Return the socket of this test process's server, which the first call starts."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     atexit.register(folder.cleanup)
     path = Path(folder.name, "socket")

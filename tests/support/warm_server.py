@@ -43,7 +43,6 @@ def ask(path: object, request: dict[str, object], streams: list[int]) -> socket.
 
 
 def stand_in() -> None:
-    """Run the command of this program in place of the interpreter."""
     words = sys.argv[1:]
     if not any(word.endswith("default_worker.py") for word in words):
         os.execv(sys.executable, [sys.executable, *words])
