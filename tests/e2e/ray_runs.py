@@ -41,10 +41,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 """Workers that wait a moment, so that their phases last long enough to be hit. The reward obeys a file."""
 
-PHASES = (
-    *("gen", "reward", "old_log_prob", "ref", "values", "adv"),
-    *("update_critic", "update_actor", "save_checkpoint", "testing"),
-)
+PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+PHASES += ("save_checkpoint", "testing")
 POOLS = {"policy": 2, "value": 1, "reward_pool": 1, "controller_pool": 1}
 
 
@@ -87,19 +85,11 @@ class RayRun:
 
     @classmethod
     def start(cls, words: list[str], folder: Path, **environment: str) -> Self:
-        processes = folder / "log" / "processes.json"
-        processes.unlink(missing_ok=True)
+        (folder / "log" / "processes.json").unlink(missing_ok=True)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES), **environment}
-        process = WarmProcess(
-            [sys.executable, "-m", "tandem", "train", *words],
-            cwd=folder.parent,
-            env=os.environ | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        return cls(process, folder)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options = {"cwd": folder.parent, "env": os.environ | own, "start_new_session": True, **streams}
+        return cls(WarmProcess([sys.executable, "-m", "tandem", "train", *words], **options), folder)
 
     @property
     def pids(self) -> dict[str, int]:

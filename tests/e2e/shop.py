@@ -90,18 +90,10 @@ def shop(tmp_path_factory):
 SOURCES = Path(__file__).parents[2]
 
 
-def start(
-    words: list[str], cwd: Path, *, program: str = "train", stdin: int | None = None
-) -> subprocess.Popen[str]:
-    return WarmProcess(
-        [sys.executable, "-m", "tandem", program, *words],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(words: list[str], cwd: Path, *, stdin: int | None = None) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
+    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return WarmProcess([sys.executable, "-m", "tandem", "train", *words], cwd=cwd, env=env, **streams)
 
 
 def finish(process: subprocess.Popen[str], typed: str | None = None) -> subprocess.CompletedProcess[str]:

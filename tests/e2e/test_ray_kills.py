@@ -16,7 +16,7 @@ from tests.e2e.test_kill import assert_identical, checkpoints, last_state
 from tests.support.runs import without_times
 from tests.support.warm import cold
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 150
 
@@ -64,13 +64,10 @@ def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> 
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_killed_and_resumed(shop):
     harmed_and_resumed(shop, "harmed", [Harm("SIGKILL", "policy_1", "update_actor")], steps=4)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_worker_in_every_phase(shop):
     draw = random.Random(0)
@@ -81,15 +78,11 @@ def test_every_worker_in_every_phase(shop):
     harmed_and_resumed(shop, "often_harmed", harms, steps=60)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_reward_function_that_does_harm(shop):
     harms = [Harm(how, "reward_pool_0", "reward") for how in ("sleep", "raise", "memory")]
     harmed_and_resumed(shop, "harmed_by_reward", harms, steps=10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ray_ends_a_worker_for_its_memory(shop):
     """Ray's memory monitor, which checks after the start, is told that 2% of the memory is too much."""
     folder = shop.folder / "greedy"
@@ -100,8 +93,6 @@ def test_ray_ends_a_worker_for_its_memory(shop):
     assert "GiB when last seen" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_restarts_by_itself(shop):
     folder = shop.folder / "restarted"
     run = RayRun.start(command(shop, "restarted", 4, "trainer.max_restarts=2"), folder)
@@ -135,8 +126,6 @@ def tandem(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_ctrl_c_once_saves_and_twice_stops(shop):
     folder = shop.folder / "interrupted"
     words = command(shop, "interrupted", 100, "trainer.save_freq=-1")
@@ -155,8 +144,6 @@ def test_ctrl_c_once_saves_and_twice_stops(shop):
     assert f"resumed from {folder / 'checkpoints' / f'step_{steps[-1]:06d}'}" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_sigterm_to_the_controller_saves(shop):
     run = RayRun.start(command(shop, "ended", 100, "trainer.save_freq=-1"), shop.folder / "ended")
     run.await_phase("update_critic", after_step=1)
@@ -164,8 +151,6 @@ def test_a_sigterm_to_the_controller_saves(shop):
     assert "the same command resumes from it" in run.ends(130, LIMIT_S)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_killed_during_a_background_write_on_ray(shop, tmp_path):
     whole, folder = shop.folder / "ray_at_once", shop.folder / "ray_beside"
     RayRun.start(command(shop, whole.name, 3), whole).ends(0)

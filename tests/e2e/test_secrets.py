@@ -20,18 +20,12 @@ from tandem.viewer.shelf import Shelf
 from tests.support.runs import Lab
 from tests.support.words import words as full_words
 
-CANARIES = {
-    "CANARY_KEY": "sk-canary-0001-key",
-    "CANARY_NAME": "canary-0002-name",
-    "CANARY_PATH": "canary-0003-path",
-    "CANARY_URL": "canary-0004-url",
-    "CANARY_NOTE": "canary-0005\n\"quoted\" 'note'",
-}
+CANARIES = {"CANARY_KEY": "sk-canary-0001-key", "CANARY_NAME": "canary-0002-name"}
+CANARIES |= {"CANARY_PATH": "canary-0003-path", "CANARY_URL": "canary-0004-url"}
+CANARIES |= {"CANARY_NOTE": "canary-0005\n\"quoted\" 'note'"}
 LITERAL = "sk-literal-0006-key"
-LOGGERS = [
-    *("console", "file", "tensorboard"),
-    *(name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio") if find_spec(name)),
-]
+LOGGERS = [name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio") if find_spec(name)]
+LOGGERS += ["console", "file", "tensorboard"]
 OFFLINE = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "CLEARML_OFFLINE_MODE": "1"}
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, key, address, other, fail,

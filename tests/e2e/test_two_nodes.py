@@ -20,15 +20,10 @@ LIMIT_S = 150
 
 def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.Popen[str]:
     own = {"RANK": str(rank), "MASTER_PORT": "6379", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    return machine.start(
-        [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4", *words],
-        env=os.environ | own,
-        cwd=head_file.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    start = [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"cwd": head_file.parent, "env": os.environ | own, "start_new_session": True, **streams}
+    return machine.start([*start, *words], **options)
 
 
 def over(nodes: int) -> str:
