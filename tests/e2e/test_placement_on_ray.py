@@ -11,20 +11,29 @@ from tests.support.scorers import make_scorer
 
 SLOW = """
 import time
+from tandem.runtime import Dispatch, register
 from tandem.workers.actor import ActorWorker
 from tandem.workers.critic import CriticWorker
 from tandem.workers.reward_model import RewardModelWorker
 
-def slow(worker, method):
-    def waits(self, batch):
-        with self.timeline.phase(f"work on {method}"):
-            time.sleep(1.0)
-        return getattr(worker, method)(self, batch)
-    return type("Slow", (worker,), {method: waits})
+def wait(worker, what):
+    with worker.timeline.phase(f"work on {what}"):
+        time.sleep(1.0)
 
-SlowReference = slow(ActorWorker, "compute_ref_log_prob")
-SlowCritic = slow(CriticWorker, "compute_values")
-SlowScorer = slow(RewardModelWorker, "compute_rm_score")
+class SlowReference(ActorWorker):
+    def compute_ref_log_prob(self, batch):
+        wait(self, "ref")
+        return super().compute_ref_log_prob(batch)
+
+class SlowCritic(CriticWorker):
+    def compute_values(self, batch):
+        wait(self, "values")
+        return super().compute_values(batch)
+
+class SlowScorer(RewardModelWorker):
+    def compute_rm_score(self, batch):
+        wait(self, "scores")
+        return super().compute_rm_score(batch)
 """
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(480)]
 
@@ -52,8 +61,7 @@ def test_reference_critic_and_reward_model_overlap(lab, ray_cluster):
         f"W.ref={file}:SlowReference W.critic={file}:SlowCritic W.reward_model={file}:SlowScorer",
     )
     timeline = finished.folder / "timeline.json"
-    methods = ("compute_ref_log_prob", "compute_values", "compute_rm_score")
-    steps = [spans(timeline, f"work on {method}") for method in methods]
+    steps = [spans(timeline, f"work on {phase}") for phase in ("ref", "values", "scores")]
     assert [len(occurrences) for occurrences in steps] == [3, 3, 3]
     for together in zip(*steps, strict=True):
         lengths = [end - begin for begin, end in together]
